@@ -1,0 +1,17 @@
+"""The one exception of fzero.
+
+Every refusal is an `FzeroError`. Its message reads
+
+    <leaf path or key>: <what is wrong, with both numbers>; <the way out>
+"""
+
+from __future__ import annotations
+
+
+class FzeroError(ValueError):
+    """Bad input, named: the leaf's path first, then the numbers, then the way out."""
+
+    def __init__(self, where: str, problem: str, way_out: str = "") -> None:
+        message = f"{where}: {problem}" if where else problem
+        super().__init__(f"{message}; {way_out}" if way_out else message)
+        self.where, self.problem, self.way_out = where, problem, way_out

@@ -1,0 +1,194 @@
+"""Kinds: which values of a program are sharded, uniform or per-rank, found by walking its graph once.
+
+    sharded    one global value of which this rank holds a slice
+    uniform    the same on every rank
+    per-rank   differs between ranks: the batch, random draws, and whatever is computed from them
+
+After the idea of varying and invariant values in JAX's shard_map. A per-rank value that meets a slice, or that is
+returned as state, would let ranks drift apart and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero import ops
+from fzero.errors import FzeroError
+from fzero.ops import is_call, name_of
+from fzero.program import Program
+
+SHARDED, UNIFORM, PER_RANK = "sharded", "uniform", "per-rank"
+Kind = Any  # a str, or for a list of leaves a tuple of them
+
+_KEEPS_SLICE = {
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.full_like.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh_copy.default,
+}
+_SHAPE_ONLY = {
+    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like",
+}  # fmt: skip
+
+
+def resolve(program: Program) -> Program:
+    """`program` with its kinds checked and used: floating 0-d results of per-rank data become means over the mesh, the
+    mean of a value that is uniform is dropped, and so are the `beside` marks.
+
+    Raises:
+        FzeroError: where a per-rank value meets a slice or is returned as state, with the leaf and the user's line.
+    """
+    program = program.copy("kinds")
+    kinds = infer(program)
+    _check_results(program, kinds)
+    _average_results(program, kinds)
+    for node in program.graph.nodes:
+        if is_call(node, ops.beside) or _is_needless_mean(node, kinds):
+            node.replace_all_uses_with(node.args[0])
+    program.graph.eliminate_dead_code()
+    return program
+
+
+def infer(program: Program) -> dict[fx.Node, Kind]:
+    """The kind of each node.
+
+    Raises:
+        FzeroError: where a per-rank value meets a slice, with the leaf and the user's line.
+    """
+    kinds: dict[fx.Node, Kind] = {}
+    for argument, node in zip(program.arguments, program.placeholders):
+        kinds[node] = _kind_of_argument(program, argument.bucket)
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            kinds[node] = UNIFORM
+        elif node.op == "call_function":
+            kinds[node] = _kind(program, node, kinds)
+    return kinds
+
+
+def _kind_of_argument(program: Program, bucket: str | None) -> str:
+    if bucket is None:
+        return PER_RANK
+    return UNIFORM if program.layouts[bucket].replicated else SHARDED
+
+
+def _kind(program: Program, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    name = name_of(node)
+    if node.target in _FIXED:
+        return _FIXED[node.target]
+    if is_call(node, ops.take, ops.beside, ops.spread):
+        if kinds[node.args[0]] != UNIFORM:
+            raise _meets_a_slice(program, node)
+        return UNIFORM if is_call(node, ops.beside) else SHARDED
+    if name == "getitem":
+        return _item(node, kinds)
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return PER_RANK
+    if name.startswith("_foreach_") or name in _LISTWISE:
+        return _listwise(program, node, kinds)
+    given = [kinds[n] for n in node.all_input_nodes]
+    flat = {kind for item in given for kind in (item if isinstance(item, tuple) else (item,))}
+    if name in _SHAPE_ONLY and (SHARDED not in flat or node.target not in _KEEPS_SLICE):
+        return UNIFORM
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _KEEPS_SLICE
+    return _join(program, node, flat, pointwise)
+
+
+def _join(program: Program, node: fx.Node, flat: set[str], pointwise: bool) -> str:
+    """The kind of a result that depends on values of these kinds."""
+    if SHARDED in flat and pointwise:
+        if PER_RANK in flat:
+            raise _meets_a_slice(program, node)
+        return SHARDED
+    return UNIFORM if flat <= {UNIFORM} else PER_RANK
+
+
+def _listwise(program: Program, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    """One kind a position of the lists that the operation takes."""
+    columns = [arg for arg in node.args if isinstance(arg, Sequence) and any(isinstance(x, fx.Node) for x in arg)]
+    beside = {kinds[arg] for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)}
+    return tuple(
+        _join(program, node, beside | {kinds[x] for x in row if isinstance(x, fx.Node)}, True) for row in zip(*columns)
+    )
+
+
+def _item(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    """The kind of one result of several: of a position where the node holds one list, of the whole for one of lists."""
+    source, index = node.args
+    kind = kinds[source]  # type: ignore[index]
+    if not isinstance(kind, tuple) or isinstance(node.meta["val"], (list, tuple)):
+        return kind
+    return kind[index]  # type: ignore[index]
+
+
+_FIXED = {
+    ops.gather: UNIFORM,
+    ops.scatter: SHARDED,
+    ops.all_reduce: UNIFORM,
+    ops.axis_index: PER_RANK,
+}
+_LISTWISE = {"scale_by_adam"}
+
+
+def _is_needless_mean(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
+    return is_call(node, ops.all_reduce) and node.args[1] != "sum" and kinds.get(node.args[0]) == UNIFORM
+
+
+def _average_results(program: Program, kinds: dict[fx.Node, Kind]) -> None:
+    """Floating 0-d per-rank results become their mean over every axis of the mesh."""
+    returned = list(program.output.args[0])  # type: ignore[arg-type]
+    tensors = [result for result in program.results if not result.is_constant]
+    for position, (result, node) in enumerate(zip(tensors, returned)):
+        value = node.meta["val"]
+        if result.bucket is None and kinds[node] == PER_RANK and value.ndim == 0 and value.is_floating_point():
+            for axis in program.mesh.names:
+                with program.graph.inserting_before(program.output):
+                    node = program.emit(ops.all_reduce, node, "avg", axis)
+                kinds[node] = UNIFORM
+            returned[position] = node
+    program.output.args = (returned,)
+
+
+def _check_results(program: Program, kinds: dict[fx.Node, Kind]) -> None:
+    tensors = [result for result in program.results if not result.is_constant]
+    for result, node in zip(tensors, program.output.args[0]):  # type: ignore[arg-type]
+        if result.bucket is not None and kinds[node] == PER_RANK:
+            path = program.layouts[result.bucket].leaves[result.leaf].path or result.path
+            raise FzeroError(
+                path,
+                f"result {result.path} is state but depends on this rank's batch, so ranks would drift apart ({node.stack_trace})",
+                f"make it the same on every rank first, with fzero.pmean(x, {program.mesh.shard_axis!r})",
+            )
+
+
+def _meets_a_slice(program: Program, node: fx.Node) -> FzeroError:
+    return FzeroError(
+        _leaf_near(program, node),
+        f"a per-rank value meets a slice of this leaf in {name_of(node)}, so ranks would drift apart ({node.stack_trace})",
+        f"make it the same on every rank first, with fzero.pmean(x, {program.mesh.shard_axis!r})",
+    )
+
+
+def _leaf_near(program: Program, node: fx.Node) -> str:
+    """The path of the leaf that a node works on: its own, or that of the nearest state argument behind it or its user."""
+    if is_call(node, ops.take):
+        return program.layout_of(node).leaves[node.args[2]].path  # type: ignore[index]
+    state = {p: a.path for p, a in zip(program.placeholders, program.arguments) if a.bucket is not None}
+    frontier = [node, *node.users]
+    for _ in range(len(program.graph.nodes)):
+        for near in frontier:
+            if near in state:
+                return state[near]
+        frontier = [source for near in frontier for source in near.all_input_nodes]
+        if not frontier:
+            break
+    return node.name

@@ -1,0 +1,137 @@
+"""The operations of a program that are not aten's. They name a communication; a runtime performs it.
+
+They exist so that `make_fx` writes them down and passes rewrite them; none has a kernel. `bucket` is a key of the
+program's table of layouts, `leaf` an index into that layout.
+
+Traced, a leaf at a time:
+
+    gather      sharded -> uniform   this leaf, whole
+    scatter     any -> sharded       this rank's slice of the mean over ranks
+    take        uniform -> sharded   this rank's slice, no communication
+    beside      uniform -> uniform   the identity, on a 0-d value that is about to meet a slice
+    spread      uniform -> sharded   a 0-d value, repeated over a slice
+    all_reduce  any -> uniform       "sum", "avg", "max" or "min" over a mesh axis
+    axis_index  -> per-rank          this rank's position along a mesh axis, a 0-d int64
+
+Made by passes, a bucket at a time; plain functions of fake tensors, of which only the name and the result's shape matter:
+
+    all_gather, wait, whole          slices of some leaves -> their buffer -> one leaf, a view of it
+    reduce_scatter, wait, part       leaves in full -> this rank's block of their mean -> one leaf's slice, a view of it
+    all_reduce_list                  `all_reduce` of several values at once
+    adamw, adamw_                    an AdamW step of many leaves in one call; the second in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+F = TypeVar("F", bound=Callable[..., Any])
+_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
+FAKES: dict[Any, Callable[..., Any]] = {}
+"""Operation -> what it returns for fake tensors, views as views: the `meta["val"]` of a node that a pass makes."""
+
+
+def _traced(schema: str, fake: Callable[..., Any]) -> Any:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
+    operation = getattr(torch.ops.fzero, name).default
+    FAKES[operation] = fake
+    return operation
+
+
+def _made(operation: F) -> F:
+    FAKES[operation] = operation
+    return operation
+
+
+gather = _traced(
+    "gather(Tensor x, str bucket, int leaf, int[] shape) -> Tensor",
+    lambda x, bucket, leaf, shape: x.new_empty(shape),
+)
+scatter = _traced(
+    "scatter(Tensor x, str bucket, int leaf, int numel) -> Tensor",
+    lambda x, bucket, leaf, numel: x.new_empty(numel),
+)
+take = _traced(
+    "take(Tensor x, str bucket, int leaf, int numel) -> Tensor",
+    lambda x, bucket, leaf, numel: x.new_empty(numel),
+)
+beside = _traced("beside(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
+spread = _traced(
+    "spread(Tensor x, Tensor like) -> Tensor",
+    lambda x, like: torch.empty_like(like, dtype=x.dtype),
+)
+all_reduce = _traced("all_reduce(Tensor x, str op, str axis) -> Tensor", lambda x, op, axis: torch.empty_like(x))
+axis_index = _traced(
+    "axis_index(str axis, Device device) -> Tensor",
+    lambda axis, device: torch.empty((), dtype=torch.int64, device=device),
+)
+
+
+@_made
+def all_gather(slices: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Tensor:
+    """Start gathering these leaves of a bucket: a buffer of `numel` elements, to wait for."""
+    return slices[0].new_empty(numel)
+
+
+@_made
+def reduce_scatter(fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Tensor:
+    """Start scattering the mean of these leaves: this rank's block of `numel` elements, to wait for."""
+    return fulls[0].new_empty(numel)
+
+
+@_made
+def wait(pending: Tensor) -> Tensor:
+    """What was started, done."""
+    return pending
+
+
+@_made
+def whole(buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
+    """The leaf at `position` of `leaves`, in its shape."""
+    return buffer[: torch.Size(shape).numel()].view(shape)
+
+
+@_made
+def part(block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
+    """This rank's slice of the leaf at `position` of `leaves`."""
+    return block[:numel]
+
+
+@_made
+def all_reduce_list(values: Sequence[Tensor], op: str, axis: str) -> list[Tensor]:
+    """`all_reduce` of each value."""
+    return [torch.empty_like(value) for value in values]
+
+
+Lists = Sequence[Tensor]
+
+
+@_made
+def adamw(
+    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
+) -> tuple[list[Tensor], ...]:
+    """New parameters, first and second moments. `hyperparameters` are b1, b2, eps and the weight decay."""
+    return tuple([torch.empty_like(x) for x in column] for column in (params, mu, nu))
+
+
+@_made
+def adamw_(
+    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
+) -> None:
+    """`adamw` that writes into the lists that it is given."""
+
+
+def is_call(node: fx.Node, *targets: Any) -> bool:
+    """Whether a node calls one of these."""
+    return node.op == "call_function" and node.target in targets
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of what a node calls, without its overload: "mm", "all_gather"; of its target where it calls nothing."""
+    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]

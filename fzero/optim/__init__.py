@@ -1,0 +1,59 @@
+"""Optimizers as pairs of pure functions, with optax's names and meanings."""
+
+from fzero.optim.base import (
+    EmptyState,
+    GradientTransformation,
+    apply_updates,
+    chain,
+    identity,
+    stateless,
+)
+from fzero.optim.presets import adam, adamw, sgd
+from fzero.optim.schedules import (
+    constant_schedule,
+    cosine_decay_schedule,
+    join_schedules,
+    linear_schedule,
+    warmup_cosine_decay_schedule,
+)
+from fzero.optim.transforms import (
+    ScaleByAdamState,
+    ScaleByScheduleState,
+    TraceState,
+    add_decayed_weights,
+    clip_by_global_norm,
+    global_norm,
+    scale,
+    scale_by_adam,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    trace,
+)
+
+__all__ = [
+    "EmptyState",
+    "GradientTransformation",
+    "ScaleByAdamState",
+    "ScaleByScheduleState",
+    "TraceState",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "global_norm",
+    "identity",
+    "join_schedules",
+    "linear_schedule",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_schedule",
+    "sgd",
+    "stateless",
+    "trace",
+    "warmup_cosine_decay_schedule",
+]

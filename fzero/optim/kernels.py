@@ -1,0 +1,124 @@
+"""Adam on lists of tensors: `fzero::scale_by_adam`, one node of a traced program, and torch's fused AdamW, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fzero.errors import FzeroError
+
+Lists = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
+_LIBRARY.define(
+    "scale_by_adam(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor count, float b1, float b2, float eps)"
+    " -> (Tensor[], Tensor[], Tensor[])",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _scale_by_adam(
+    updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
+) -> Lists:
+    """The kernel: new tensors only. State keeps its dtypes, and arithmetic is never narrower than float32."""
+    if not updates:
+        return [], [], []
+    dtypes = _update_dtypes(updates, mu)
+    wide = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
+    grads = _to(updates, wide)
+    means = torch._foreach_lerp(_to(mu, wide), grads, 1 - b1)
+    squares = torch._foreach_mul(_to(nu, wide), b2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
+    scaled = torch._foreach_div(means, _correction(b1, count, wide))
+    roots = torch._foreach_div(squares, _correction(b2, count, wide))
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, eps)
+    torch._foreach_div_(scaled, roots)
+    return _to(scaled, dtypes), _to(means, [m.dtype for m in mu]), _to(squares, [n.dtype for n in nu])
+
+
+def _scale_by_adam_fake(
+    updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
+) -> Lists:
+    scaled = [torch.empty_like(m, dtype=dtype) for m, dtype in zip(mu, _update_dtypes(updates, mu))]
+    return scaled, [torch.empty_like(m) for m in mu], [torch.empty_like(n) for n in nu]
+
+
+def _refuse_backward(context: Any, *cotangents: Any) -> NoReturn:
+    raise FzeroError(
+        "scale_by_adam", "has no derivative", "update outside the differentiated function, or use sgd, which has one"
+    )
+
+
+_LIBRARY.impl("scale_by_adam", _scale_by_adam, "CompositeExplicitAutograd")
+torch.library.register_fake("fzero::scale_by_adam", _scale_by_adam_fake, lib=_LIBRARY)
+torch.library.register_autograd("fzero::scale_by_adam", _refuse_backward, lib=_LIBRARY)
+
+scale_by_adam = torch.ops.fzero.scale_by_adam
+"""`scale_by_adam(updates, mu, nu, count, b1, b2, eps) -> (updates, mu, nu)`; `count` is 1 at the first step.
+
+The packet and not its `.default`, which would reach the `__torch_function__` of a leaf as "scale_by_adam.default".
+"""
+
+
+@torch.no_grad()
+def fused_adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    count: Tensor,
+    learning_rate: float | Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Update `params`, `mu` and `nu` in place by one step of AdamW, in one call of `torch._fused_adamw_`.
+
+    Equals `apply_updates` of `scale_by_adam`, `add_decayed_weights` and `scale_by_learning_rate` up to rounding.
+    Parameters and state have one dtype, gradients any. `count` is 0-d and 1 at the first step; `learning_rate` is a
+    number, or 0-d and taken as float32. torch's kernel walks memory and ignores strides (on CPU it does not even check
+    them), so it sees each tensor flat; one that is not contiguous costs a copy in and out.
+    """
+    if not params:
+        return
+    held = [*params, *mu, *nu]
+    flat = [tensor.contiguous().view(-1) for tensor in held]
+    size = len(params)
+    rate: Any = learning_rate.to(torch.float32) if isinstance(learning_rate, Tensor) else learning_rate
+    torch._fused_adamw_(
+        flat[:size],
+        [grad.to(param.dtype).contiguous().view(-1) for grad, param in zip(grads, params)],
+        flat[size : 2 * size],
+        flat[2 * size :],
+        [],
+        [count.to(params[0].device, torch.float32)] * size,
+        lr=rate,
+        beta1=b1,
+        beta2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        amsgrad=False,
+        maximize=False,
+    )
+    for tensor, result in zip(held, flat):
+        if not tensor.is_contiguous():
+            tensor.copy_(result.view(tensor.shape))
+
+
+def _update_dtypes(updates: list[Tensor], mu: list[Tensor]) -> list[torch.dtype]:
+    return [torch.promote_types(update.dtype, mean.dtype) for update, mean in zip(updates, mu)]
+
+
+def _to(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
+
+
+def _correction(decay: float, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """`1 - decay ** count`, 0-d: by how much a mean that began at 0 is too small. Float32 would cost it 5 digits."""
+    widest = torch.float64 if torch.float64 in dtypes else torch.float32
+    return (1 - decay ** count.to(torch.float64)).to(widest)

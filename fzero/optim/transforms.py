@@ -1,0 +1,183 @@
+"""Stages of an optimizer, to be put in a row by `chain`. Names and meanings are optax's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import FzeroError
+from fzero.optim import kernels
+from fzero.optim.base import (
+    GradientTransformation,
+    Mask,
+    Schedule,
+    cast,
+    columns,
+    stateless,
+    step_count,
+    zeros,
+)
+from fzero.tree import Tree
+
+
+class ScaleByAdamState(NamedTuple):
+    """Adam's memory of past gradients."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int32, steps so far (hides tuple.count, as optax does)
+    mu: Tree  # as params: mean of gradients
+    nu: Tree  # as params: mean of squared gradients
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """`m / (sqrt(v) + eps)`, with bias-corrected running means `m` of gradients and `v` of their squares.
+
+    Kingma and Ba, Adam, https://arxiv.org/abs/1412.6980. State has the parameters' dtypes.
+
+    Raises:
+        FzeroError: for a decay rate outside [0, 1) or a negative `eps`; in `init` for a parameter that is not floating;
+            in `update` naming the leaf in which gradients differ from the parameters given to `init`.
+    """
+    _check_decay("scale_by_adam", "b1", b1)
+    _check_decay("scale_by_adam", "b2", b2)
+    if eps < 0:
+        raise FzeroError("scale_by_adam", f"eps is {eps}", "give one that is at least 0")
+
+    def init(params: Tree) -> ScaleByAdamState:
+        return ScaleByAdamState(step_count(params), zeros(params), zeros(params))
+
+    def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None) -> tuple[Tree, ScaleByAdamState]:
+        treedef, (mu, nu, grads) = columns(state.mu, state.nu, updates)
+        count = state.count + 1
+        updates, mu, nu = (
+            tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_adam(grads, mu, nu, count, b1, b2, eps)
+        )
+        return updates, ScaleByAdamState(count, mu, nu)
+
+    return GradientTransformation(init, update)
+
+
+class TraceState(NamedTuple):
+    """Momentum."""
+
+    trace: Tree  # as params
+
+
+def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
+    """`t = g + decay * t`, or `g + decay * t` once more if `nesterov` (Sutskever et al., ICML 2013).
+
+    Raises:
+        FzeroError: for a decay rate outside [0, 1); in `init` and `update` as `scale_by_adam`.
+    """
+    _check_decay("trace", "decay", decay)
+
+    def init(params: Tree) -> TraceState:
+        return TraceState(zeros(params))
+
+    def update(updates: Tree, state: TraceState, params: Tree | None = None) -> tuple[Tree, TraceState]:
+        treedef, (traces, grads) = columns(state.trace, updates)
+        if not grads:
+            return updates, state
+        momentum = torch._foreach_add(grads, traces, alpha=decay)
+        steps = torch._foreach_add(grads, momentum, alpha=decay) if nesterov else momentum
+        return tree.unflatten(treedef, steps), TraceState(tree.unflatten(treedef, cast(momentum, traces)))
+
+    return GradientTransformation(init, update)
+
+
+def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
+    """`updates + weight_decay * params` for the leaves that `mask` chooses (all, without one); others pass untouched.
+
+    Loshchilov and Hutter, Decoupled Weight Decay Regularization, https://arxiv.org/abs/1711.05101.
+
+    Raises:
+        FzeroError: in `update`, without `params` or naming the leaf in which they differ from `updates`.
+    """
+
+    def update(updates: Tree, params: Tree | None) -> Tree:
+        if params is None:
+            raise FzeroError("add_decayed_weights", "has no parameters", "pass them: update(updates, state, params)")
+        treedef, (weights, steps) = columns(params, updates)
+        chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or mask(path, weights[i])]
+        if not chosen:
+            return updates
+        decayed = torch._foreach_add([steps[i] for i in chosen], [weights[i] for i in chosen], alpha=weight_decay)
+        replaced = dict(zip(chosen, decayed))
+        return tree.unflatten(treedef, [replaced.get(i, step) for i, step in enumerate(steps)])
+
+    return stateless(update)
+
+
+def scale(step_size: float) -> GradientTransformation:
+    """`step_size * updates`."""
+    return stateless(lambda updates, params: _times(updates, step_size))
+
+
+class ScaleByScheduleState(NamedTuple):
+    """Where a schedule stands."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int32, steps so far (hides tuple.count, as optax does)
+
+
+def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
+    """`step_size_fn(steps so far) * updates`; the first step sees 0."""
+
+    def init(params: Tree) -> ScaleByScheduleState:
+        return ScaleByScheduleState(step_count(params))
+
+    def update(
+        updates: Tree, state: ScaleByScheduleState, params: Tree | None = None
+    ) -> tuple[Tree, ScaleByScheduleState]:
+        return _times(updates, step_size_fn(state.count)), ScaleByScheduleState(state.count + 1)
+
+    return GradientTransformation(init, update)
+
+
+def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransformation:
+    """`-learning_rate * updates`: down the gradient. The rate is a number or a schedule of steps so far."""
+    if callable(learning_rate):
+        schedule = learning_rate
+        return scale_by_schedule(lambda count: -schedule(count))
+    return scale(-learning_rate)
+
+
+def global_norm(updates: Tree) -> Tensor:
+    """The 2-norm over all elements of all leaves, 0-d, computed in float32 (float64 if a leaf is)."""
+    leaves = tree.leaves(updates)
+    wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
+    squares = [leaf.to(wide).square().sum() for leaf in leaves]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=wide)
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """`updates`, scaled down to a global norm of `max_norm` where it is larger.
+
+    Pascanu et al., On the difficulty of training recurrent neural networks, https://arxiv.org/abs/1211.5063.
+
+    Raises:
+        FzeroError: for a `max_norm` that is not positive.
+    """
+    if not max_norm > 0:
+        raise FzeroError("clip_by_global_norm", f"max_norm is {max_norm}", "give a positive one")
+
+    def update(updates: Tree, params: Tree | None) -> Tree:
+        norm = global_norm(updates)
+        return _times(updates, torch.where(norm < max_norm, 1.0, max_norm / norm))
+
+    return stateless(update)
+
+
+def _times(updates: Tree, factor: float | Tensor) -> Tree:
+    """`factor * updates`, each leaf in its own dtype (a 0-d leaf would take that of a 0-d factor)."""
+    leaves, treedef = tree.flatten(updates)
+    if not leaves:
+        return updates
+    return tree.unflatten(treedef, cast(torch._foreach_mul(leaves, factor), leaves))
+
+
+def _check_decay(where: str, name: str, value: Any) -> None:
+    if not 0 <= value < 1:
+        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")

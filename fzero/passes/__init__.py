@@ -1,0 +1,21 @@
+"""Passes: each a function of a `Program` to a `Program`, one file a pass, its guarantee in its docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from fzero.passes.bucket import bucket
+from fzero.passes.coalesce import coalesce
+from fzero.passes.donate import donate
+from fzero.passes.fuse import fuse
+from fzero.passes.prefetch import prefetch
+from fzero.passes.release import release
+from fzero.program import Program
+
+__all__ = ["bucket", "coalesce", "defaults", "donate", "fuse", "prefetch", "release"]
+
+
+def defaults(*, stage: int, in_place: bool) -> tuple[Callable[[Program], Program], ...]:
+    """The passes of `shard`, in order."""
+    return (bucket, coalesce, partial(release, stage=stage), fuse, prefetch, *([donate] if in_place else []))

@@ -1,0 +1,205 @@
+"""The donate pass: state is updated in place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fzero import ops
+from fzero.ops import is_call, name_of
+from fzero.program import Program
+
+
+def donate(program: Program) -> Program:
+    """Results of state take the memory of the state arguments that they replace; those are marked `donated`.
+
+    Same results, bit for bit; no second copy of parameters or optimizer state. An operation works in place where what
+    it overwrites is read by nothing after it; where that fails a result is copied into the argument it replaces once
+    everything has read that one. Lists of gradients that die are overwritten too.
+    """
+    program = program.copy("donate")
+    memory = _Memory(program)
+    _reuse_lists(program, memory)
+    donated = _work_in_place(program, memory)
+    donated |= _copy_back(program, memory, donated)
+    arguments = tuple(
+        replace(argument, donated=node in donated) for argument, node in zip(program.arguments, program.placeholders)
+    )
+    return replace(program, arguments=arguments)
+
+
+class _Memory:
+    """Which nodes share memory, and the position at which each memory is read last."""
+
+    def __init__(self, program: Program) -> None:
+        self.position = {node: index for index, node in enumerate(program.graph.nodes)}
+        self.owner: dict[fx.Node, Any] = {}
+        self.last_read: dict[Any, int] = {}
+        for node in program.graph.nodes:
+            self.owner[node] = self._owner(node)
+            for read in node.all_input_nodes:
+                self._read(read, self.position[node])
+
+    def _owner(self, node: fx.Node) -> Any:
+        """What stands for a node's memory: its fake tensor's storage, which views share. A leaf of a gathered buffer, or
+        a slice of a scattered block, counts as the tensor that was sent: with one rank they are one."""
+        if is_call(node, ops.whole, ops.part):
+            started = node.args[0].args[0]  # type: ignore[union-attr]
+            return self.owner[started.args[0][node.args[3]]]  # type: ignore[union-attr, index]
+        value = node.meta.get("val")
+        return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
+
+    def _read(self, node: fx.Node, at: int) -> None:
+        """Note that `node` is read at this position. What a communication sends is read until it is waited for."""
+        owner = self.owner[node]
+        self.last_read[owner] = max(self.last_read.get(owner, -1), at)
+        if is_call(node, ops.all_gather, ops.reduce_scatter):
+            for sent in node.all_input_nodes:
+                self._read(sent, at)
+
+    def dies_at(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether nothing reads the memory of `node` after `user`."""
+        return self.last_read[self.owner[node]] <= self.position[user]
+
+    def join(self, old: fx.Node, new: fx.Node) -> None:
+        """Note that `new` has taken the memory of `old`."""
+        owner, former = self.owner[old], self.owner[new]
+        self.last_read[owner] = max(self.last_read[owner], self.last_read.get(former, -1))
+        self.owner.update({node: owner for node, its in self.owner.items() if its == former})
+
+
+def _state_results(program: Program) -> list[tuple[int, Any, fx.Node]]:
+    """`(position in the output, result, node)` of each result that is state."""
+    tensors = [result for result in program.results if not result.is_constant]
+    returned = zip(tensors, program.output.args[0])  # type: ignore[arg-type]
+    return [(i, result, node) for i, (result, node) in enumerate(returned) if result.bucket is not None]
+
+
+def _matches(program: Program, placeholder: fx.Node, result: Any, node: fx.Node) -> bool:
+    """Whether a state argument has the layout, leaf and dtype of a result."""
+    argument = program.arguments[program.placeholders.index(placeholder)]
+    same = (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
+    return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
+
+
+def _work_in_place(program: Program, memory: _Memory) -> set[fx.Node]:
+    """Turn operations whose results replace what they read into their in-place forms."""
+    wanted = {node: result for _, result, node in _state_results(program)}
+    donated: set[fx.Node] = set()
+    for node in list(program.graph.nodes):
+        if is_call(node, ops.adamw):
+            donated |= _adamw_in_place(program, memory, node, wanted)
+        elif name_of(node).startswith("_foreach_"):
+            donated |= _foreach_in_place(program, memory, node, wanted)
+    return donated
+
+
+def _adamw_in_place(program: Program, memory: _Memory, call: fx.Node, wanted: dict[fx.Node, Any]) -> set[fx.Node]:
+    columns = {column.args[1]: column for column in call.users}
+    news: dict[fx.Node, fx.Node | None] = {}
+    for index, argument in enumerate((0, 2, 3)):
+        items = {item.args[1]: item for item in columns[index].users} if index in columns else {}
+        news.update({old: items.get(position) for position, old in enumerate(call.args[argument])})  # type: ignore[arg-type]
+    if not all(_replaces(program, memory, call, old, new, wanted) for old, new in news.items()):
+        return set()
+    call.target, call.meta["val"] = ops.adamw_, None
+    for old, new in news.items():
+        new.replace_all_uses_with(old)  # type: ignore[union-attr]
+        program.graph.erase_node(new)  # type: ignore[arg-type]
+    for column in columns.values():
+        program.graph.erase_node(column)
+    return set(news)
+
+
+def _foreach_in_place(program: Program, memory: _Memory, call: fx.Node, wanted: dict[fx.Node, Any]) -> set[fx.Node]:
+    in_place = _in_place_overload(call)
+    items = {item.args[1]: item for item in call.users}
+    olds = list(call.args[0])  # type: ignore[arg-type]
+    if in_place is None or len(set(olds)) < len(olds):
+        return set()
+    if not all(_replaces(program, memory, call, old, items.get(i), wanted) for i, old in enumerate(olds)):
+        return set()
+    _overwrite(program, call, in_place)
+    return set(olds)
+
+
+def _replaces(
+    program: Program, memory: _Memory, call: fx.Node, old: fx.Node, new: fx.Node | None, wanted: dict[fx.Node, Any]
+) -> bool:
+    """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it."""
+    return (
+        new in wanted
+        and old.op == "placeholder"
+        and _matches(program, old, wanted[new], new)
+        and memory.dies_at(old, call)
+    )
+
+
+def _reuse_lists(program: Program, memory: _Memory) -> None:
+    """List operations on temporaries that die there, and share nothing with each other, work in place."""
+    given = {memory.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
+    for call in list(program.graph.nodes):
+        in_place = _in_place_overload(call)
+        if in_place is None:
+            continue
+        olds = list(call.args[0])
+        owners = [memory.owner[old] for old in olds]
+        beside = [memory.owner[node] for node in call.all_input_nodes if node not in olds]
+        apart = len({*owners, *beside}) == len(owners) + len(set(beside)) and not given & set(owners)
+        fits = all(_is_whole(old) and old.meta["val"].dtype == new.dtype for old, new in zip(olds, call.meta["val"]))
+        if apart and fits and all(memory.dies_at(old, call) for old in olds):
+            for item in call.users:
+                memory.join(olds[item.args[1]], item)
+            _overwrite(program, call, in_place)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether writing to a node's value writes each element once: it is no expanded view."""
+    return 0 not in [stride for size, stride in zip(node.meta["val"].shape, node.meta["val"].stride()) if size > 1]
+
+
+def _in_place_overload(call: fx.Node) -> Any:
+    """`_foreach_mul_.Scalar` for `_foreach_mul.Scalar`; None where there is none."""
+    name, _, overload = getattr(call.target, "__name__", "").partition(".")
+    if call.op != "call_function" or not name.startswith("_foreach_") or name.endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, name + "_", None)
+    return getattr(packet, overload, None)
+
+
+def _overwrite(program: Program, call: fx.Node, in_place: Any) -> None:
+    """Make `call` write into its first list: its items are that list's nodes."""
+    for item in list(call.users):
+        item.replace_all_uses_with(call.args[0][item.args[1]])
+        program.graph.erase_node(item)
+    call.target, call.meta["val"] = in_place, None
+
+
+def _copy_back(program: Program, memory: _Memory, donated: set[fx.Node]) -> set[fx.Node]:
+    """Copy remaining state results into the arguments that they replace, in one list operation at the end."""
+    returned = list(program.output.args[0])  # type: ignore[arg-type]
+    kept = {memory.owner.get(node, node) for node in returned}
+    free = [
+        node
+        for node, argument in zip(program.placeholders, program.arguments)
+        if argument.bucket is not None and node not in donated and node not in kept
+    ]
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    for position, result, node in _state_results(program):
+        if node.op == "placeholder" or memory.owner.get(node, node) in donated:
+            continue
+        into = next((old for old in free if _matches(program, old, result, node)), None)
+        if into is not None:
+            free.remove(into)
+            pairs.append((into, node))
+            returned[position] = into
+    if pairs:
+        with program.graph.inserting_before(program.output):
+            program.graph.call_function(
+                torch.ops.aten._foreach_copy_.default, tuple([pair[side] for pair in pairs] for side in (0, 1))
+            )
+        program.output.args = (returned,)
+    return {into for into, _ in pairs}

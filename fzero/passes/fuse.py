@@ -1,0 +1,113 @@
+"""The fuse pass: the Adam update of all leaves in one call of torch's fused kernel."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fzero import ops
+from fzero.ops import is_call
+from fzero.optim.kernels import scale_by_adam
+from fzero.passes.order import settle
+from fzero.program import Program
+
+_aten = torch.ops.aten
+
+
+class _Row(NamedTuple):
+    """What becomes of one leaf that `scale_by_adam` has scaled: the values and the sum that the fused kernel replaces."""
+
+    param: fx.Node
+    grad: fx.Node
+    mu: fx.Node
+    nu: fx.Node
+    rate: Any
+    decay: float
+    results: tuple[fx.Node, fx.Node, fx.Node]  # new param, mu, nu
+
+
+def fuse(program: Program) -> Program:
+    """`scale_by_adam`, `add_decayed_weights`, `scale_by_learning_rate` and `apply_updates` become `ops.adamw`.
+
+    One call for all leaves of one dtype, rate and decay. Same results up to the rounding of a few operations: the
+    kernel decays the parameter first and adds the step to that. Leaves whose updates go anywhere else are left alone.
+    """
+    program = program.copy("fuse")
+    groups: dict[tuple[Any, ...], list[_Row]] = {}
+    for node in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
+        for row in filter(None, (_row(node, i) for i in range(len(node.args[0])))):
+            dtypes = {x.meta["val"].dtype for x in (row.param, row.mu, row.nu)}
+            if len(dtypes) == 1:
+                groups.setdefault((node, row.rate, row.decay, *dtypes), []).append(row)
+    for (adam, rate, decay, _), rows in groups.items():
+        _call(program, adam, rate, decay, rows)
+    settle(program.graph)
+    return program
+
+
+def _row(adam: fx.Node, index: int) -> _Row | None:
+    """The chain behind leaf `index` of a `scale_by_adam`, if every link of it is used once."""
+    step, mu, nu = (_item(_item(adam, column), index) for column in range(3))
+    lists = [adam.args[column][index] for column in range(3)]  # type: ignore[index]
+    decay, link = 0.0, _next(step)
+    if link and link.target is _aten._foreach_add.List:
+        decay = _given(link, "alpha", 2, 1)
+        weight = link.args[1][_position(link, step)]  # type: ignore[index]
+        step, link = _item(link, _position(link, step)), _next(_item(link, _position(link, step)))
+    else:
+        weight = None
+    if (
+        link is None
+        or link.target not in (_aten._foreach_mul.Scalar, _aten._foreach_mul.Tensor)
+        or mu is None
+        or nu is None
+    ):
+        return None
+    rate, step = link.args[1], _item(link, _position(link, step))
+    total = _next(step)
+    if total is None or total.target is not _aten._foreach_add.List or step not in total.args[1]:  # type: ignore[operator]
+        return None
+    position = total.args[1].index(step)  # type: ignore[union-attr]
+    param, result = total.args[0][position], _item(total, position)  # type: ignore[index]
+    if result is None or weight not in (None, param) or _given(total, "alpha", 2, 1) != 1:
+        return None
+    return _Row(param, *lists, rate, decay, (result, mu, nu))
+
+
+def _call(program: Program, adam: fx.Node, rate: Any, decay: float, rows: list[_Row]) -> None:
+    """One `ops.adamw` for these rows. Their chain multiplies by `rate`, which is minus the learning rate."""
+    with program.graph.inserting_after(max(row.results[0].args[0] for row in rows)):
+        if isinstance(rate, fx.Node):
+            learning_rate = program.emit(_aten.neg.default, rate)
+        else:
+            learning_rate = -rate
+    with program.graph.inserting_after(max(row.results[0].args[0] for row in rows).next):
+        lists = [[row[column] for row in rows] for column in range(4)]
+        call = program.emit(ops.adamw, *lists, adam.args[3], learning_rate, *adam.args[4:], decay)
+    for column in range(3):
+        with program.graph.inserting_after(call):
+            values = program.emit(operator.getitem, call, column)
+        for index, row in enumerate(rows):
+            with program.graph.inserting_after(values):
+                row.results[column].replace_all_uses_with(program.emit(operator.getitem, values, index))
+
+
+def _item(node: fx.Node | None, index: int) -> fx.Node | None:
+    """The one node that takes item `index` of a list's node."""
+    users = [user for user in node.users if is_call(user, operator.getitem) and user.args[1] == index] if node else []
+    return users[0] if len(users) == 1 else None
+
+
+def _next(node: fx.Node | None) -> fx.Node | None:
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def _position(link: fx.Node, step: fx.Node | None) -> int:
+    return link.args[0].index(step)  # type: ignore[union-attr]
+
+
+def _given(node: fx.Node, name: str, position: int, default: Any) -> Any:
+    return node.kwargs.get(name, node.args[position] if len(node.args) > position else default)

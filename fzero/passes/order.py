@@ -1,0 +1,87 @@
+"""The order of a graph's nodes: gathers at their first use, everything else as written. A helper of the passes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from fzero import ops
+from fzero.ops import is_call
+
+_aten = torch.ops.aten
+VIEWS = frozenset({
+    _aten.alias.default, _aten.detach.default, _aten.view.default, _aten._unsafe_view.default, _aten.t.default,
+    _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim,
+    _aten.squeeze.dims, _aten.expand.default, _aten.slice.Tensor, _aten.select.int, _aten.as_strided.default,
+    _aten.unfold.default, _aten.diagonal.default, _aten.view.dtype, _aten.real.default,
+    ops.wait, ops.whole, ops.part,
+})  # fmt: skip
+"""Operations of one tensor whose result shares its memory."""
+
+DERIVED = VIEWS | {_aten._to_copy.default, _aten.clone.default}
+"""Operations so cheap that they are done again rather than keeping a gathered leaf alive for them."""
+
+
+def gathered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Each all-gather, and each node derived from one alone -> that all-gather."""
+    origin: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if is_call(node, ops.all_gather):
+            origin[node] = node
+        elif node.target in DERIVED and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in origin:
+            origin[node] = origin[node.all_input_nodes[0]]
+    return origin
+
+
+def sink_gathers(graph: fx.Graph) -> None:
+    """Move each all-gather, with what is derived from it, to its first use. Drops what has no use."""
+    settle(graph)
+    lazy = gathered(graph)
+    order: dict[fx.Node, None] = {}
+    for root in graph.nodes:
+        stack = [] if root in lazy else [root]
+        while stack:
+            waiting = [n for n in reversed(stack[-1].all_input_nodes) if n not in order]
+            if waiting:
+                stack.extend(waiting)
+            else:
+                order.setdefault(stack.pop())
+    rearrange(graph, list(order))
+
+
+def settle(graph: fx.Graph) -> None:
+    """Move each node that stands before one of its inputs to just behind the last of them. Drops what has no use."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    missing = {node: len(node.all_input_nodes) for node in position}
+    ready = [(index, node) for node, index in position.items() if not missing[node]]
+    order: list[fx.Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (position[user], user))
+    rearrange(graph, order)
+    graph.eliminate_dead_code()
+
+
+def rearrange(graph: fx.Graph, order: list[fx.Node]) -> None:
+    """Put the graph's nodes into this order; the output stays last."""
+    anchor = graph._root
+    for node in order:
+        anchor.append(node)
+        anchor = node
+
+
+def hops(graph: fx.Graph, counted: Callable[[fx.Node], bool]) -> dict[fx.Node, int]:
+    """For each node the most counted nodes on a path that ends in it: equal counts of two counted nodes mean that
+    neither depends on the other."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        below = max((depth[n] for n in node.all_input_nodes), default=0)
+        depth[node] = below + bool(counted(node))
+    return depth

@@ -1,0 +1,115 @@
+"""Program: a flat graph of aten operations and communication, with what its arguments and results are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from fzero import ops
+from fzero.costs import Comm, Memory, comm, memory
+from fzero.layout import Layout
+from fzero.listing import listing
+from fzero.mesh import VirtualMesh
+from fzero.tree import TreeDef
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor argument: its path among the step's arguments and, for state, its bucket and leaf; None for the batch.
+
+    One that is `donated` is updated in place and gone for the caller.
+    """
+
+    path: str
+    bucket: str | None = None
+    leaf: int = 0
+    donated: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A leaf of what the step returns: state (`bucket`, `leaf`), a tensor (`bucket` None), or a `constant`."""
+
+    path: str
+    bucket: str | None = None
+    leaf: int = 0
+    constant: Any = None
+    is_constant: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step as one graph that every rank of `mesh` runs. Passes take a program and return another.
+
+    `graph` is a `torch.fx.Graph` whose placeholders are `arguments` in order and whose output is a list of the
+    tensors among `results`. `layouts` says what a bucket's name means in it.
+    """
+
+    name: str
+    graph: fx.Graph
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    out_tree: TreeDef
+    layouts: dict[str | None, Layout]
+    constants: dict[str, Tensor]
+    mesh: VirtualMesh
+    fake_mode: Any = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    def copy(self, note: str | None = None) -> Program:
+        """A program with a graph of its own, for a pass to change; `note` says which pass that is."""
+        graph = fx.Graph()
+        output = graph.graph_copy(self.graph, {}, return_output_node=True)
+        assert output is not None  # every traced graph has an output
+        graph.output(output[0]).meta = dict(output[1].meta)
+        return replace(self, graph=graph, notes=(*self.notes, note) if note else self.notes)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The nodes of `arguments`, in order."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def output(self) -> fx.Node:
+        """The node whose first argument lists the results that are tensors."""
+        return next(iter(reversed(self.graph.nodes)))
+
+    def lines(self) -> list[str]:
+        """What all ranks must have in common, a line each: arguments, then nodes. No local size is in it."""
+        described = [
+            f"argument {argument.path}: {_described(node.meta['val'], self.layouts.get(argument.bucket))}"
+            for argument, node in zip(self.arguments, self.placeholders)
+        ]
+        return described + [f"node {node.name}: {node.format_node()}" for node in self.graph.nodes]
+
+    def comm(self) -> list[Comm]:
+        """Every collective, in the order in which all ranks start them."""
+        return comm(self.graph, self.layouts, self.mesh)
+
+    def memory(self) -> Memory:
+        """Bytes of tensors that are alive on one rank, arguments included, node by node."""
+        return memory(self.graph, self.layouts)
+
+    def __str__(self) -> str:
+        return listing(self.name, self.graph, self.layouts, self.mesh)
+
+    def layout_of(self, node: fx.Node) -> Layout:
+        """The layout that a node of `ops` names."""
+        return self.layouts[node.args[1]]  # type: ignore[index]
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node, at the graph's insert point, that knows its fake result."""
+        node = self.graph.call_function(target, args, kwargs)
+        with self.fake_mode:
+            node.meta["val"] = ops.FAKES.get(target, target)(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return node
+
+
+def _described(value: Tensor, layout: Layout | None) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    if layout is None:
+        return f"{dtype}{list(value.shape)}"
+    return f"{dtype} of {layout.bucket} {[list(leaf.shape) for leaf in layout.leaves]} on {layout.mesh}"
