@@ -10,8 +10,8 @@ from fzero import optim, tree
 from fzero.collectives import axis_index, pmax, pmean, psum
 from fzero.differentiation import grad, value_and_grad
 from fzero.errors import FzeroError
-
-# from fzero.lowering import lower, lower_stateful
+from fzero.interop import ShardedBackend as _ShardedBackend  # noqa: F401  found by einops
+from fzero.lowering import lower, lower_stateful
 from fzero.mesh import VirtualMesh
 from fzero.placement import partition, unpartition
 from fzero.program import Program
@@ -25,8 +25,8 @@ __all__ = [
     "VirtualMesh",
     "axis_index",
     "grad",
-    # "lower",
-    # "lower_stateful",
+    "lower",
+    "lower_stateful",
     "optim",
     "partition",
     "pmax",

@@ -1,4 +1,4 @@
-"""Buffers: leaves and slices into the flat memory that a collective moves, and out of it again; views where they can be.
+"""Buffers: leaves and slices into the flat memory that a collective moves and out again, as views where they can be.
 
 slices --block_of--> [S] --all_gather--> [N * S] --whole--> leaf
 leaves --blocks_of--> [N * S] --reduce_scatter--> [S] --part--> slice

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fzero import ops
 from fzero.layout import Layout, wire
 from fzero.mesh import VirtualMesh
-from fzero.ops import is_call
+from fzero.ops import Node, is_call
 
 Layouts = Mapping[str | None, Layout]
 
@@ -39,7 +39,7 @@ def comm(graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh) -> list[Comm]:
     return [entry for node in graph.nodes for entry in collectives(node, layouts, mesh)]
 
 
-def collectives(node: fx.Node, layouts: Layouts, mesh: VirtualMesh) -> Iterator[Comm]:
+def collectives(node: Node, layouts: Layouts, mesh: VirtualMesh) -> Iterator[Comm]:
     """The collectives that a node starts, in order."""
     axis, others = mesh.shard_axis, [name for name in mesh.names if name != mesh.shard_axis]
     if is_call(node, ops.all_gather, ops.gather):
@@ -55,7 +55,7 @@ def collectives(node: fx.Node, layouts: Layouts, mesh: VirtualMesh) -> Iterator[
         yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(value))
 
 
-def _wire_nbytes(node: fx.Node, layouts: Layouts) -> int:
+def _wire_nbytes(node: Node, layouts: Layouts) -> int:
     leaves = node.args[2]
     sent = wire(layouts[node.args[1]], (leaves,) if isinstance(leaves, int) else tuple(leaves))
     return sent.numel * node.meta["val"].element_size()
@@ -75,7 +75,7 @@ def memory(graph: fx.Graph, layouts: Layouts) -> Memory:
     """
     last_use = _last_uses(graph)
     held: dict[Any, int] = {}
-    alive: dict[fx.Node, set[Any]] = {}
+    alive: dict[Node, set[Any]] = {}
     users: dict[Any, int] = {}
     timeline, peak, at, live = [], 0, "", 0
     for node in graph.nodes:
@@ -96,22 +96,22 @@ def memory(graph: fx.Graph, layouts: Layouts) -> Memory:
     return Memory(peak, at, timeline)
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def _last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
     """Node -> the values that nothing needs after it. Placeholders belong to the caller and are never among them."""
-    last: dict[fx.Node, fx.Node] = {}
+    last: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
             last[node] = node
         for source in node.all_input_nodes:
             if source.op != "placeholder":
                 last[source] = node
-    dying: dict[fx.Node, list[fx.Node]] = {}
+    dying: dict[Node, list[Node]] = {}
     for source, node in last.items():
         dying.setdefault(node, []).append(source)
     return dying
 
 
-def _storages(node: fx.Node, layouts: Layouts) -> dict[Any, int]:
+def _storages(node: Node, layouts: Layouts) -> dict[Any, int]:
     """Memory that a node's value keeps alive: storage -> bytes. Views share their base's storage."""
     value = node.meta.get("val")
     tensors = [x for x in _flat(value) if isinstance(x, Tensor)]
@@ -124,7 +124,7 @@ def _storages(node: fx.Node, layouts: Layouts) -> dict[Any, int]:
     return owned
 
 
-def _is_alone(node: fx.Node, layouts: Layouts) -> bool:
+def _is_alone(node: Node, layouts: Layouts) -> bool:
     while not is_call(node, ops.all_gather):
         node = node.all_input_nodes[0]
         if is_call(node, ops.reduce_scatter):

@@ -37,7 +37,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
             tensors, rebuild = _tensors_of(aux)
             return value, tensors
 
-        value, pull_back, tensors = torch.func.vjp(of_leaves, *leaves, has_aux=True)
+        value, pull_back, tensors = torch.func.vjp(of_leaves, *leaves, has_aux=True)  # type: ignore[misc]
         gradient = tree.unflatten(treedef, pull_back(torch.ones_like(value), retain_graph=False))
         return ((value, rebuild(tensors)) if has_aux else value), gradient
 

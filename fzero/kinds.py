@@ -18,7 +18,7 @@ from torch import fx
 
 from fzero import ops
 from fzero.errors import FzeroError
-from fzero.ops import is_call, name_of
+from fzero.ops import Node, is_call, name_of
 from fzero.program import Program
 
 SHARDED, UNIFORM, PER_RANK = "sharded", "uniform", "per-rank"
@@ -58,13 +58,13 @@ def resolve(program: Program) -> Program:
     return program
 
 
-def infer(program: Program) -> dict[fx.Node, Kind]:
+def infer(program: Program) -> dict[Node, Kind]:
     """The kind of each node.
 
     Raises:
         FzeroError: where a per-rank value meets a slice, with the leaf and the user's line.
     """
-    kinds: dict[fx.Node, Kind] = {}
+    kinds: dict[Node, Kind] = {}
     for argument, node in zip(program.arguments, program.placeholders):
         kinds[node] = _kind_of_argument(program, argument.bucket)
     for node in program.graph.nodes:
@@ -81,7 +81,7 @@ def _kind_of_argument(program: Program, bucket: str | None) -> str:
     return UNIFORM if program.layouts[bucket].replicated else SHARDED
 
 
-def _kind(program: Program, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+def _kind(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
     name = name_of(node)
     if node.target in _FIXED:
         return _FIXED[node.target]
@@ -103,7 +103,7 @@ def _kind(program: Program, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
     return _join(program, node, flat, pointwise)
 
 
-def _join(program: Program, node: fx.Node, flat: set[str], pointwise: bool) -> str:
+def _join(program: Program, node: Node, flat: set[str], pointwise: bool) -> str:
     """The kind of a result that depends on values of these kinds."""
     if SHARDED in flat and pointwise:
         if PER_RANK in flat:
@@ -112,7 +112,7 @@ def _join(program: Program, node: fx.Node, flat: set[str], pointwise: bool) -> s
     return UNIFORM if flat <= {UNIFORM} else PER_RANK
 
 
-def _listwise(program: Program, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+def _listwise(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
     """One kind a position of the lists that the operation takes."""
     columns = [arg for arg in node.args if isinstance(arg, Sequence) and any(isinstance(x, fx.Node) for x in arg)]
     beside = {kinds[arg] for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)}
@@ -121,13 +121,13 @@ def _listwise(program: Program, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Ki
     )
 
 
-def _item(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+def _item(node: Node, kinds: dict[Node, Kind]) -> Kind:
     """The kind of one result of several: of a position where the node holds one list, of the whole for one of lists."""
     source, index = node.args
-    kind = kinds[source]  # type: ignore[index]
+    kind = kinds[source]
     if not isinstance(kind, tuple) or isinstance(node.meta["val"], (list, tuple)):
         return kind
-    return kind[index]  # type: ignore[index]
+    return kind[index]
 
 
 _FIXED = {
@@ -139,13 +139,13 @@ _FIXED = {
 _LISTWISE = {"scale_by_adam"}
 
 
-def _is_needless_mean(node: fx.Node, kinds: dict[fx.Node, Kind]) -> bool:
+def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:
     return is_call(node, ops.all_reduce) and node.args[1] != "sum" and kinds.get(node.args[0]) == UNIFORM
 
 
-def _average_results(program: Program, kinds: dict[fx.Node, Kind]) -> None:
+def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
     """Floating 0-d per-rank results become their mean over every axis of the mesh."""
-    returned = list(program.output.args[0])  # type: ignore[arg-type]
+    returned = list(program.output.args[0])
     tensors = [result for result in program.results if not result.is_constant]
     for position, (result, node) in enumerate(zip(tensors, returned)):
         value = node.meta["val"]
@@ -158,30 +158,31 @@ def _average_results(program: Program, kinds: dict[fx.Node, Kind]) -> None:
     program.output.args = (returned,)
 
 
-def _check_results(program: Program, kinds: dict[fx.Node, Kind]) -> None:
+def _check_results(program: Program, kinds: dict[Node, Kind]) -> None:
     tensors = [result for result in program.results if not result.is_constant]
-    for result, node in zip(tensors, program.output.args[0]):  # type: ignore[arg-type]
+    for result, node in zip(tensors, program.output.args[0]):
         if result.bucket is not None and kinds[node] == PER_RANK:
             path = program.layouts[result.bucket].leaves[result.leaf].path or result.path
             raise FzeroError(
                 path,
-                f"result {result.path} is state but depends on this rank's batch, so ranks would drift apart ({node.stack_trace})",
+                f"result {result.path} is state but depends on this rank's batch: ranks would drift apart "
+                f"({node.stack_trace})",
                 f"make it the same on every rank first, with fzero.pmean(x, {program.mesh.shard_axis!r})",
             )
 
 
-def _meets_a_slice(program: Program, node: fx.Node) -> FzeroError:
+def _meets_a_slice(program: Program, node: Node) -> FzeroError:
     return FzeroError(
         _leaf_near(program, node),
-        f"a per-rank value meets a slice of this leaf in {name_of(node)}, so ranks would drift apart ({node.stack_trace})",
+        f"a per-rank value meets a slice of this leaf in {name_of(node)}: ranks would drift apart ({node.stack_trace})",
         f"make it the same on every rank first, with fzero.pmean(x, {program.mesh.shard_axis!r})",
     )
 
 
-def _leaf_near(program: Program, node: fx.Node) -> str:
-    """The path of the leaf that a node works on: its own, or that of the nearest state argument behind it or its user."""
+def _leaf_near(program: Program, node: Node) -> str:
+    """The path of the leaf that a node works on: its own, or that of the nearest state argument behind it."""
     if is_call(node, ops.take):
-        return program.layout_of(node).leaves[node.args[2]].path  # type: ignore[index]
+        return program.layout_of(node).leaves[node.args[2]].path
     state = {p: a.path for p, a in zip(program.placeholders, program.arguments) if a.bucket is not None}
     frontier = [node, *node.users]
     for _ in range(len(program.graph.nodes)):

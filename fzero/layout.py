@@ -35,7 +35,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """One bucket: its leaves in order, flattened and concatenated, padded to `world * align` and cut into `world` slices.
+    """One bucket: its leaves in order, flattened, concatenated, padded to `world * align` and cut into `world` slices.
 
     With `replicated` every rank holds all of it and there is no padding.
     """
@@ -90,7 +90,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Wire:
-    """A buffer of `world` equal blocks that carries some leaves of a bucket: block r holds rank r's parts, in leaf order.
+    """A buffer of `world` equal blocks that carries some leaves of a bucket: block r has rank r's parts in leaf order.
 
     With all leaves it is the bucket itself and every leaf is one contiguous range of it.
     """

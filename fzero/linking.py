@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero import ops
+from fzero.ops import Node
 from fzero.program import Program
 
 Runner = Callable[[list[Tensor]], list[Tensor]]
@@ -20,7 +21,8 @@ def link(program: Program, runtime: Any) -> Runner:
     Aten operations run as they are; each operation of `ops` is a call of the method of that name on `runtime`. The code
     is generated once, and lets go of every value at its last use.
     """
-    graph, values = fx.Graph(), {}
+    graph = fx.Graph()
+    values: dict[Node, Node] = {}
     receiver = graph.placeholder("runtime")
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target in ops.FAKES:

@@ -11,7 +11,7 @@ from torch import fx
 from fzero import ops
 from fzero.costs import Layouts, collectives, comm, memory
 from fzero.mesh import VirtualMesh
-from fzero.ops import is_call, name_of
+from fzero.ops import Node, is_call, name_of
 
 _QUIET = frozenset({
     "view", "t", "transpose", "permute", "detach", "alias", "unsqueeze", "squeeze", "expand", "slice", "select",
@@ -53,7 +53,7 @@ def _lines(graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh) -> Iterator[str
             yield f"release         {bucket}"
 
 
-def _line(node: fx.Node, layouts: Layouts, mesh: VirtualMesh) -> str | None:
+def _line(node: Node, layouts: Layouts, mesh: VirtualMesh) -> str | None:
     entry = next(collectives(node, layouts, mesh), None)
     if entry is not None:
         values = node.args[0]
@@ -70,10 +70,10 @@ def _summary(computed: Counter[str]) -> str:
     return ", ".join(shown) + (", ..." if len(computed) > 6 else "")
 
 
-def _releases(graph: fx.Graph) -> dict[fx.Node, list[str]]:
+def _releases(graph: fx.Graph) -> dict[Node, list[str]]:
     """Node -> buckets whose gathered buffer nothing reads after it."""
-    bucket: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, fx.Node] = {}
+    bucket: dict[Node, Node] = {}
+    last: dict[Node, Node] = {}
     for node in graph.nodes:
         for source in node.all_input_nodes:
             if source in bucket:
@@ -82,11 +82,11 @@ def _releases(graph: fx.Graph) -> dict[fx.Node, list[str]]:
             bucket[node] = node
         elif node.all_input_nodes and node.all_input_nodes[0] in bucket and _is_view(node):
             bucket[node] = bucket[node.all_input_nodes[0]]
-    releases: dict[fx.Node, list[str]] = {}
+    releases: dict[Node, list[str]] = {}
     for start, node in last.items():
         releases.setdefault(node, []).append(str(start.args[1]))
     return releases
 
 
-def _is_view(node: fx.Node) -> bool:
+def _is_view(node: Node) -> bool:
     return node.target is not operator.getitem and name_of(node) in _QUIET

@@ -1,7 +1,7 @@
 """Mesh shapes: axis names and sizes, without devices.
 
-`VirtualMesh(fsdp=8)` is a plan for eight ranks. A torch `DeviceMesh` becomes one through `mesh_shape`, so that everything
-which only plans (layouts, programs, costs) sees names and numbers and nothing else.
+`VirtualMesh(fsdp=8)` is a plan for eight ranks. A torch `DeviceMesh` becomes one through `mesh_shape`, so what only
+plans (layouts, programs, costs) sees names and numbers and nothing else.
 """
 
 from __future__ import annotations

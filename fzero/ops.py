@@ -13,7 +13,7 @@ Traced, a leaf at a time:
     all_reduce  any -> uniform       "sum", "avg", "max" or "min" over a mesh axis
     axis_index  -> per-rank          this rank's position along a mesh axis, a 0-d int64
 
-Made by passes, a bucket at a time; plain functions of fake tensors, of which only the name and the result's shape matter:
+Made by passes, a bucket at a time; plain functions of which only the name and the result for fake tensors matter:
 
     all_gather, wait, whole          slices of some leaves -> their buffer -> one leaf, a view of it
     reduce_scatter, wait, part       leaves in full -> this rank's block of their mean -> one leaf's slice, a view of it
@@ -27,7 +27,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+
+Node = Any
+"""A `torch.fx.Node`, whose arguments are typed as a union of twenty types that no call site can tell apart."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -127,11 +130,11 @@ def adamw_(
     """`adamw` that writes into the lists that it is given."""
 
 
-def is_call(node: fx.Node, *targets: Any) -> bool:
+def is_call(node: Node, *targets: Any) -> bool:
     """Whether a node calls one of these."""
     return node.op == "call_function" and node.target in targets
 
 
-def name_of(node: fx.Node) -> str:
+def name_of(node: Node) -> str:
     """The name of what a node calls, without its overload: "mm", "all_gather"; of its target where it calls nothing."""
     return getattr(node.target, "__name__", str(node.target)).partition(".")[0]

@@ -43,7 +43,7 @@ def partition(params: tree.Tree, mesh: Any, *, layers: Buckets | None = None) ->
 def layouts(
     keys: list[tuple[str | int, ...]], leaves: list[Tensor], mesh: VirtualMesh, layers: Buckets | None = None
 ) -> list[tuple[Layout, list[int]]]:
-    """The buckets of a tree, `(layout, positions of its leaves)`, one a layer and dtype. Needs shapes and dtypes only."""
+    """The buckets of a tree, one a layer and dtype: `(layout, positions of its leaves)`. Reads shapes and dtypes."""
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for position, (key, leaf) in enumerate(zip(keys, leaves)):
         named = layers(tree.dotted(key)) if layers else None
@@ -63,7 +63,7 @@ def layouts(
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:
-    """The layer that a leaf belongs to: up to and with the outermost list position on its path, else the first entry."""
+    """The layer that a leaf belongs to: its path up to the outermost list position, else its first entry."""
     for depth, part in enumerate(key):
         if isinstance(part, int):
             return tree.dotted(key[: depth + 1])
@@ -84,7 +84,7 @@ def place(leaves: list[Tensor], layout: Layout, on: Live) -> list[Tensor]:
 
 
 def unpartition(params: tree.Tree) -> tree.Tree:
-    """`params` with each `Sharded` leaf gathered whole, on every rank; other leaves stay. Collective: all ranks call it."""
+    """`params` with each `Sharded` leaf gathered whole, on every rank; others stay. All ranks call it together."""
     return tree.map(lambda leaf: leaf.gather().detach().clone() if is_sharded(leaf) else leaf, params)
 
 

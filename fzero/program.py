@@ -13,6 +13,7 @@ from fzero.costs import Comm, Memory, comm, memory
 from fzero.layout import Layout
 from fzero.listing import listing
 from fzero.mesh import VirtualMesh
+from fzero.ops import Node
 from fzero.tree import TreeDef
 
 
@@ -68,12 +69,12 @@ class Program:
         return replace(self, graph=graph, notes=(*self.notes, note) if note else self.notes)
 
     @property
-    def placeholders(self) -> list[fx.Node]:
+    def placeholders(self) -> list[Node]:
         """The nodes of `arguments`, in order."""
         return self.graph.find_nodes(op="placeholder")
 
     @property
-    def output(self) -> fx.Node:
+    def output(self) -> Node:
         """The node whose first argument lists the results that are tensors."""
         return next(iter(reversed(self.graph.nodes)))
 
@@ -96,11 +97,11 @@ class Program:
     def __str__(self) -> str:
         return listing(self.name, self.graph, self.layouts, self.mesh)
 
-    def layout_of(self, node: fx.Node) -> Layout:
+    def layout_of(self, node: Node) -> Layout:
         """The layout that a node of `ops` names."""
-        return self.layouts[node.args[1]]  # type: ignore[index]
+        return self.layouts[node.args[1]]
 
-    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A new node, at the graph's insert point, that knows its fake result."""
         node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:

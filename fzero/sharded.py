@@ -168,7 +168,7 @@ Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is e
 torch_pytree.register_pytree_node(
     Sharded,
     lambda value: ([value.local], (value.layout, value.index, value.on)),
-    lambda slices, context: Sharded(slices[0], *context),
+    lambda slices, context: Sharded(*slices, *context),
     serialized_type_name="fzero.Sharded",
 )
 
@@ -251,7 +251,7 @@ def _listwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     result = func(*map(operand, args), **{key: operand(x) for key, x in kwargs.items()})
     if result is None:
         return None
-    columns = result if isinstance(result, tuple) and isinstance(result[0], (list, tuple)) else (result,)
+    columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
     wrapped = [[x if like is None else like.new(x) for x, like in zip(column, likes)] for column in columns]
     return tuple(wrapped) if columns is result else wrapped[0]
 

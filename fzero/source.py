@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from functools import cache, lru_cache
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import optree
@@ -44,11 +44,11 @@ def user_line_of_error(tb: TracebackType | None) -> str:
 
 
 def _running_user_line() -> str:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if _is_user(frame.f_code.co_filename):
             return _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

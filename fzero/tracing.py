@@ -30,7 +30,7 @@ class Tracer:
 
     def __init__(self, mesh: VirtualMesh) -> None:
         self.mesh = mesh
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str | None, Layout] = {}
         self._names: dict[Layout, str] = {}
 
     def name(self, layout: Layout) -> str:
@@ -73,7 +73,9 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     """
     leaves, treedef = tree.flatten(args)
     paths = [tree.dotted(key) for key in tree.keys(treedef)]
-    tracer, results, out_tree = Tracer(mesh), [], []
+    tracer = Tracer(mesh)
+    results: list[Result] = []
+    out_tree: list[tree.TreeDef] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         values = iter(tensors)

@@ -1,7 +1,7 @@
 """Transports: how a collective is performed on one process group, per backend.
 
-`all_gather` and `reduce_scatter` start and return a `Pending`; its `wait()` gives the result, once. Every rank calls the
-same ones in the same order. The average is taken in a fixed order of ranks, so that it is the same run after run.
+`all_gather` and `reduce_scatter` start and return a `Pending`; its `wait()` gives the result, once. Every rank calls
+the same ones in the same order. The average is taken in a fixed order of ranks, so it is the same run after run.
 """
 
 from __future__ import annotations

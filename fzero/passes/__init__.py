@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from fzero.passes.accumulate import accumulate
 from fzero.passes.bucket import bucket
 from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
@@ -13,9 +14,11 @@ from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.program import Program
 
-__all__ = ["bucket", "coalesce", "defaults", "donate", "fuse", "prefetch", "release"]
+__all__ = ["accumulate", "bucket", "coalesce", "defaults", "donate", "fuse", "prefetch", "release"]
 
 
 def defaults(*, stage: int, in_place: bool) -> tuple[Callable[[Program], Program], ...]:
     """The passes of `shard`, in order."""
-    return (bucket, coalesce, partial(release, stage=stage), fuse, prefetch, *([donate] if in_place else []))
+    first = (accumulate,) if stage == 1 else ()
+    last = (donate,) if in_place else ()
+    return (*first, bucket, coalesce, partial(release, stage=stage), fuse, prefetch, *last)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import fx
+from typing import Any
 
 from fzero import ops
 from fzero.layout import wire
-from fzero.ops import is_call
+from fzero.ops import Node, is_call
 from fzero.passes.order import hops, sink_gathers
 from fzero.program import Program
 
@@ -33,7 +33,7 @@ def bucket(program: Program) -> Program:
 
 def _merge_repeated(program: Program) -> None:
     """Gathers of the same slice become the first of them."""
-    first: dict[tuple[object, ...], fx.Node] = {}
+    first: dict[tuple[object, ...], Node] = {}
     for node in program.graph.find_nodes(op="call_function", target=ops.gather):
         kept = first.setdefault(tuple(node.args[:3]), node)
         if kept is not node:
@@ -41,9 +41,9 @@ def _merge_repeated(program: Program) -> None:
             program.graph.erase_node(node)
 
 
-def _groups(program: Program, target: object, depth: dict[fx.Node, int]) -> list[list[fx.Node]]:
+def _groups(program: Program, target: Any, depth: dict[Node, int]) -> list[list[Node]]:
     """Nodes that may become one collective: of one bucket, dtype and tree of state, independent, each leaf once."""
-    groups: dict[tuple[object, ...], dict[int, fx.Node]] = {}
+    groups: dict[tuple[object, ...], dict[int, Node]] = {}
     for node in program.graph.find_nodes(op="call_function", target=target):
         key = (node.args[1], node.meta["val"].dtype, depth[node], _family(program, node))
         repeat = 0
@@ -53,11 +53,11 @@ def _groups(program: Program, target: object, depth: dict[fx.Node, int]) -> list
     return [[members[leaf] for leaf in sorted(members)] for members in groups.values()]
 
 
-def _family(program: Program, node: fx.Node) -> str | None:
+def _family(program: Program, node: Node) -> str | None:
     """Which tree of state a gathered slice comes from: what its argument's path has before the leaf's own."""
     if not is_call(node, ops.gather):
         return None
-    leaf = program.layout_of(node).leaves[node.args[2]].path  # type: ignore[index]
+    leaf = program.layout_of(node).leaves[node.args[2]].path
     source = node
     while source.all_input_nodes:
         source = source.all_input_nodes[0]
@@ -67,7 +67,7 @@ def _family(program: Program, node: fx.Node) -> str | None:
     return path.removesuffix(leaf)
 
 
-def _gather_together(program: Program, members: list[fx.Node]) -> None:
+def _gather_together(program: Program, members: list[Node]) -> None:
     name, layout = members[0].args[1], program.layout_of(members[0])
     leaves = [node.args[2] for node in members]
     with program.graph.inserting_after(max(members)):
@@ -82,7 +82,7 @@ def _gather_together(program: Program, members: list[fx.Node]) -> None:
         _take_over(program, node, leaf)
 
 
-def _scatter_together(program: Program, members: list[fx.Node]) -> None:
+def _scatter_together(program: Program, members: list[Node]) -> None:
     name, layout = members[0].args[1], program.layout_of(members[0])
     leaves = [node.args[2] for node in members]
     size = wire(layout, tuple(leaves)).stride
@@ -96,7 +96,7 @@ def _scatter_together(program: Program, members: list[fx.Node]) -> None:
         _take_over(program, node, piece)
 
 
-def _take_over(program: Program, old: fx.Node, new: fx.Node) -> None:
+def _take_over(program: Program, old: Node, new: Node) -> None:
     new.meta["stack_trace"] = old.stack_trace or ""
     old.replace_all_uses_with(new)
     program.graph.erase_node(old)

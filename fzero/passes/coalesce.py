@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import operator
 
-from torch import fx
-
 from fzero import ops
-from fzero.ops import is_call
+from fzero.ops import Node, is_call
 from fzero.passes.order import hops, settle
 from fzero.program import Program
 
@@ -20,7 +18,7 @@ def coalesce(program: Program) -> Program:
     """
     program = program.copy("coalesce")
     depth = hops(program.graph, lambda node: is_call(node, ops.all_reduce))
-    groups: dict[tuple[object, ...], list[fx.Node]] = {}
+    groups: dict[tuple[object, ...], list[Node]] = {}
     for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
         value = node.meta["val"]
         groups.setdefault((*node.args[1:], value.dtype, value.device, depth[node]), []).append(node)
@@ -31,7 +29,7 @@ def coalesce(program: Program) -> Program:
     return program
 
 
-def _reduce_together(program: Program, members: list[fx.Node]) -> None:
+def _reduce_together(program: Program, members: list[Node]) -> None:
     with program.graph.inserting_after(max(members)):
         together = program.emit(ops.all_reduce_list, [node.args[0] for node in members], *members[0].args[1:])
     for position, node in reversed(list(enumerate(members))):

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fzero import ops
-from fzero.ops import is_call, name_of
+from fzero.ops import Node, is_call, name_of
 from fzero.program import Program
 
 
@@ -36,23 +36,25 @@ class _Memory:
 
     def __init__(self, program: Program) -> None:
         self.position = {node: index for index, node in enumerate(program.graph.nodes)}
-        self.owner: dict[fx.Node, Any] = {}
+        self.owner: dict[Node, Any] = {}
         self.last_read: dict[Any, int] = {}
         for node in program.graph.nodes:
             self.owner[node] = self._owner(node)
             for read in node.all_input_nodes:
                 self._read(read, self.position[node])
 
-    def _owner(self, node: fx.Node) -> Any:
-        """What stands for a node's memory: its fake tensor's storage, which views share. A leaf of a gathered buffer, or
-        a slice of a scattered block, counts as the tensor that was sent: with one rank they are one."""
+    def _owner(self, node: Node) -> Any:
+        """What stands for a node's memory: its fake tensor's storage, which views share.
+
+        A leaf of a gathered buffer, or a slice of a scattered block, counts as what was sent: with one rank it is that.
+        """
         if is_call(node, ops.whole, ops.part):
-            started = node.args[0].args[0]  # type: ignore[union-attr]
-            return self.owner[started.args[0][node.args[3]]]  # type: ignore[union-attr, index]
+            started = node.args[0].args[0]
+            return self.owner[started.args[0][node.args[3]]]
         value = node.meta.get("val")
         return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
 
-    def _read(self, node: fx.Node, at: int) -> None:
+    def _read(self, node: Node, at: int) -> None:
         """Note that `node` is read at this position. What a communication sends is read until it is waited for."""
         owner = self.owner[node]
         self.last_read[owner] = max(self.last_read.get(owner, -1), at)
@@ -60,35 +62,35 @@ class _Memory:
             for sent in node.all_input_nodes:
                 self._read(sent, at)
 
-    def dies_at(self, node: fx.Node, user: fx.Node) -> bool:
+    def dies_at(self, node: Node, user: Node) -> bool:
         """Whether nothing reads the memory of `node` after `user`."""
         return self.last_read[self.owner[node]] <= self.position[user]
 
-    def join(self, old: fx.Node, new: fx.Node) -> None:
+    def join(self, old: Node, new: Node) -> None:
         """Note that `new` has taken the memory of `old`."""
         owner, former = self.owner[old], self.owner[new]
         self.last_read[owner] = max(self.last_read[owner], self.last_read.get(former, -1))
         self.owner.update({node: owner for node, its in self.owner.items() if its == former})
 
 
-def _state_results(program: Program) -> list[tuple[int, Any, fx.Node]]:
+def _state_results(program: Program) -> list[tuple[int, Any, Node]]:
     """`(position in the output, result, node)` of each result that is state."""
     tensors = [result for result in program.results if not result.is_constant]
-    returned = zip(tensors, program.output.args[0])  # type: ignore[arg-type]
+    returned = zip(tensors, program.output.args[0])
     return [(i, result, node) for i, (result, node) in enumerate(returned) if result.bucket is not None]
 
 
-def _matches(program: Program, placeholder: fx.Node, result: Any, node: fx.Node) -> bool:
+def _matches(program: Program, placeholder: Node, result: Any, node: Node) -> bool:
     """Whether a state argument has the layout, leaf and dtype of a result."""
     argument = program.arguments[program.placeholders.index(placeholder)]
     same = (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
     return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
 
 
-def _work_in_place(program: Program, memory: _Memory) -> set[fx.Node]:
+def _work_in_place(program: Program, memory: _Memory) -> set[Node]:
     """Turn operations whose results replace what they read into their in-place forms."""
     wanted = {node: result for _, result, node in _state_results(program)}
-    donated: set[fx.Node] = set()
+    donated: set[Node] = set()
     for node in list(program.graph.nodes):
         if is_call(node, ops.adamw):
             donated |= _adamw_in_place(program, memory, node, wanted)
@@ -97,27 +99,27 @@ def _work_in_place(program: Program, memory: _Memory) -> set[fx.Node]:
     return donated
 
 
-def _adamw_in_place(program: Program, memory: _Memory, call: fx.Node, wanted: dict[fx.Node, Any]) -> set[fx.Node]:
+def _adamw_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     columns = {column.args[1]: column for column in call.users}
-    news: dict[fx.Node, fx.Node | None] = {}
+    news: dict[Node, Node] = {}
     for index, argument in enumerate((0, 2, 3)):
         items = {item.args[1]: item for item in columns[index].users} if index in columns else {}
-        news.update({old: items.get(position) for position, old in enumerate(call.args[argument])})  # type: ignore[arg-type]
+        news.update({old: items.get(position) for position, old in enumerate(call.args[argument])})
     if not all(_replaces(program, memory, call, old, new, wanted) for old, new in news.items()):
         return set()
     call.target, call.meta["val"] = ops.adamw_, None
     for old, new in news.items():
-        new.replace_all_uses_with(old)  # type: ignore[union-attr]
-        program.graph.erase_node(new)  # type: ignore[arg-type]
+        new.replace_all_uses_with(old)
+        program.graph.erase_node(new)
     for column in columns.values():
         program.graph.erase_node(column)
     return set(news)
 
 
-def _foreach_in_place(program: Program, memory: _Memory, call: fx.Node, wanted: dict[fx.Node, Any]) -> set[fx.Node]:
+def _foreach_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     in_place = _in_place_overload(call)
     items = {item.args[1]: item for item in call.users}
-    olds = list(call.args[0])  # type: ignore[arg-type]
+    olds = list(call.args[0])
     if in_place is None or len(set(olds)) < len(olds):
         return set()
     if not all(_replaces(program, memory, call, old, items.get(i), wanted) for i, old in enumerate(olds)):
@@ -127,7 +129,7 @@ def _foreach_in_place(program: Program, memory: _Memory, call: fx.Node, wanted: 
 
 
 def _replaces(
-    program: Program, memory: _Memory, call: fx.Node, old: fx.Node, new: fx.Node | None, wanted: dict[fx.Node, Any]
+    program: Program, memory: _Memory, call: Node, old: Node, new: Node | None, wanted: dict[Node, Any]
 ) -> bool:
     """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it."""
     return (
@@ -156,12 +158,12 @@ def _reuse_lists(program: Program, memory: _Memory) -> None:
             _overwrite(program, call, in_place)
 
 
-def _is_whole(node: fx.Node) -> bool:
+def _is_whole(node: Node) -> bool:
     """Whether writing to a node's value writes each element once: it is no expanded view."""
     return 0 not in [stride for size, stride in zip(node.meta["val"].shape, node.meta["val"].stride()) if size > 1]
 
 
-def _in_place_overload(call: fx.Node) -> Any:
+def _in_place_overload(call: Node) -> Any:
     """`_foreach_mul_.Scalar` for `_foreach_mul.Scalar`; None where there is none."""
     name, _, overload = getattr(call.target, "__name__", "").partition(".")
     if call.op != "call_function" or not name.startswith("_foreach_") or name.endswith("_"):
@@ -170,7 +172,7 @@ def _in_place_overload(call: fx.Node) -> Any:
     return getattr(packet, overload, None)
 
 
-def _overwrite(program: Program, call: fx.Node, in_place: Any) -> None:
+def _overwrite(program: Program, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list: its items are that list's nodes."""
     for item in list(call.users):
         item.replace_all_uses_with(call.args[0][item.args[1]])
@@ -178,16 +180,16 @@ def _overwrite(program: Program, call: fx.Node, in_place: Any) -> None:
     call.target, call.meta["val"] = in_place, None
 
 
-def _copy_back(program: Program, memory: _Memory, donated: set[fx.Node]) -> set[fx.Node]:
+def _copy_back(program: Program, memory: _Memory, donated: set[Node]) -> set[Node]:
     """Copy remaining state results into the arguments that they replace, in one list operation at the end."""
-    returned = list(program.output.args[0])  # type: ignore[arg-type]
+    returned = list(program.output.args[0])
     kept = {memory.owner.get(node, node) for node in returned}
     free = [
         node
         for node, argument in zip(program.placeholders, program.arguments)
         if argument.bucket is not None and node not in donated and node not in kept
     ]
-    pairs: list[tuple[fx.Node, fx.Node]] = []
+    pairs: list[tuple[Node, Node]] = []
     for position, result, node in _state_results(program):
         if node.op == "placeholder" or memory.owner.get(node, node) in donated:
             continue

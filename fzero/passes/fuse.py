@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fzero import ops
-from fzero.ops import is_call
+from fzero.ops import Node, is_call
 from fzero.optim.kernels import scale_by_adam
 from fzero.passes.order import settle
 from fzero.program import Program
@@ -18,15 +18,15 @@ _aten = torch.ops.aten
 
 
 class _Row(NamedTuple):
-    """What becomes of one leaf that `scale_by_adam` has scaled: the values and the sum that the fused kernel replaces."""
+    """One leaf that `scale_by_adam` scales: what the fused kernel takes, and the results that it gives instead."""
 
-    param: fx.Node
-    grad: fx.Node
-    mu: fx.Node
-    nu: fx.Node
+    param: Node
+    grad: Node
+    mu: Node
+    nu: Node
     rate: Any
     decay: float
-    results: tuple[fx.Node, fx.Node, fx.Node]  # new param, mu, nu
+    results: tuple[Node, Node, Node]  # new param, mu, nu
 
 
 def fuse(program: Program) -> Program:
@@ -48,14 +48,14 @@ def fuse(program: Program) -> Program:
     return program
 
 
-def _row(adam: fx.Node, index: int) -> _Row | None:
+def _row(adam: Node, index: int) -> _Row | None:
     """The chain behind leaf `index` of a `scale_by_adam`, if every link of it is used once."""
     step, mu, nu = (_item(_item(adam, column), index) for column in range(3))
-    lists = [adam.args[column][index] for column in range(3)]  # type: ignore[index]
+    grad, old_mu, old_nu = (adam.args[column][index] for column in range(3))
     decay, link = 0.0, _next(step)
     if link and link.target is _aten._foreach_add.List:
         decay = _given(link, "alpha", 2, 1)
-        weight = link.args[1][_position(link, step)]  # type: ignore[index]
+        weight = link.args[1][_position(link, step)]
         step, link = _item(link, _position(link, step)), _next(_item(link, _position(link, step)))
     else:
         weight = None
@@ -68,16 +68,16 @@ def _row(adam: fx.Node, index: int) -> _Row | None:
         return None
     rate, step = link.args[1], _item(link, _position(link, step))
     total = _next(step)
-    if total is None or total.target is not _aten._foreach_add.List or step not in total.args[1]:  # type: ignore[operator]
+    if total is None or total.target is not _aten._foreach_add.List or step not in total.args[1]:
         return None
-    position = total.args[1].index(step)  # type: ignore[union-attr]
-    param, result = total.args[0][position], _item(total, position)  # type: ignore[index]
+    position = total.args[1].index(step)
+    param, result = total.args[0][position], _item(total, position)
     if result is None or weight not in (None, param) or _given(total, "alpha", 2, 1) != 1:
         return None
-    return _Row(param, *lists, rate, decay, (result, mu, nu))
+    return _Row(param, grad, old_mu, old_nu, rate, decay, (result, mu, nu))
 
 
-def _call(program: Program, adam: fx.Node, rate: Any, decay: float, rows: list[_Row]) -> None:
+def _call(program: Program, adam: Node, rate: Any, decay: float, rows: list[_Row]) -> None:
     """One `ops.adamw` for these rows. Their chain multiplies by `rate`, which is minus the learning rate."""
     with program.graph.inserting_after(max(row.results[0].args[0] for row in rows)):
         if isinstance(rate, fx.Node):
@@ -95,19 +95,19 @@ def _call(program: Program, adam: fx.Node, rate: Any, decay: float, rows: list[_
                 row.results[column].replace_all_uses_with(program.emit(operator.getitem, values, index))
 
 
-def _item(node: fx.Node | None, index: int) -> fx.Node | None:
+def _item(node: Node | None, index: int) -> Node | None:
     """The one node that takes item `index` of a list's node."""
     users = [user for user in node.users if is_call(user, operator.getitem) and user.args[1] == index] if node else []
     return users[0] if len(users) == 1 else None
 
 
-def _next(node: fx.Node | None) -> fx.Node | None:
+def _next(node: Node | None) -> Node | None:
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
 
-def _position(link: fx.Node, step: fx.Node | None) -> int:
-    return link.args[0].index(step)  # type: ignore[union-attr]
+def _position(link: Node, step: Node | None) -> int:
+    return link.args[0].index(step)
 
 
-def _given(node: fx.Node, name: str, position: int, default: Any) -> Any:
+def _given(node: Node, name: str, position: int, default: Any) -> Any:
     return node.kwargs.get(name, node.args[position] if len(node.args) > position else default)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fzero import ops
-from fzero.ops import is_call
+from fzero.ops import Node, is_call
 
 _aten = torch.ops.aten
 VIEWS = frozenset({
@@ -25,9 +25,9 @@ DERIVED = VIEWS | {_aten._to_copy.default, _aten.clone.default}
 """Operations so cheap that they are done again rather than keeping a gathered leaf alive for them."""
 
 
-def gathered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def gathered(graph: fx.Graph) -> dict[Node, Node]:
     """Each all-gather, and each node derived from one alone -> that all-gather."""
-    origin: dict[fx.Node, fx.Node] = {}
+    origin: dict[Node, Node] = {}
     for node in graph.nodes:
         if is_call(node, ops.all_gather):
             origin[node] = node
@@ -40,7 +40,7 @@ def sink_gathers(graph: fx.Graph) -> None:
     """Move each all-gather, with what is derived from it, to its first use. Drops what has no use."""
     settle(graph)
     lazy = gathered(graph)
-    order: dict[fx.Node, None] = {}
+    order: dict[Node, None] = {}
     for root in graph.nodes:
         stack = [] if root in lazy else [root]
         while stack:
@@ -57,7 +57,7 @@ def settle(graph: fx.Graph) -> None:
     position = {node: index for index, node in enumerate(graph.nodes)}
     missing = {node: len(node.all_input_nodes) for node in position}
     ready = [(index, node) for node, index in position.items() if not missing[node]]
-    order: list[fx.Node] = []
+    order: list[Node] = []
     while ready:
         _, node = heapq.heappop(ready)
         order.append(node)
@@ -69,7 +69,7 @@ def settle(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def rearrange(graph: fx.Graph, order: list[fx.Node]) -> None:
+def rearrange(graph: fx.Graph, order: list[Node]) -> None:
     """Put the graph's nodes into this order; the output stays last."""
     anchor = graph._root
     for node in order:
@@ -77,10 +77,10 @@ def rearrange(graph: fx.Graph, order: list[fx.Node]) -> None:
         anchor = node
 
 
-def hops(graph: fx.Graph, counted: Callable[[fx.Node], bool]) -> dict[fx.Node, int]:
+def hops(graph: fx.Graph, counted: Callable[[Node], bool]) -> dict[Node, int]:
     """For each node the most counted nodes on a path that ends in it: equal counts of two counted nodes mean that
     neither depends on the other."""
-    depth: dict[fx.Node, int] = {}
+    depth: dict[Node, int] = {}
     for node in graph.nodes:
         below = max((depth[n] for n in node.all_input_nodes), default=0)
         depth[node] = below + bool(counted(node))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import fx
 
 from fzero import ops
@@ -10,8 +12,8 @@ from fzero.program import Program
 
 
 def prefetch(program: Program, *, ahead: int = 1) -> Program:
-    """Start each all-gather when the one `ahead` of it is first used, and wait for each reduce-scatter only when the next
-    one starts or its result is used.
+    """Start each all-gather when the one `ahead` of it is first used; wait for each reduce-scatter when the next one
+    starts or its result is used.
 
     Same results, bit for bit. Live gathered bytes grow by `ahead` buckets, and by one block of gradients.
     """
@@ -37,7 +39,7 @@ def _wait_for_scatters_late(graph: fx.Graph) -> None:
     """In front of the next reduce-scatter, or of the first use, with the views of its result."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     starts = [node for node in graph.nodes if is_call(node, ops.reduce_scatter)]
-    following = dict(zip(starts, starts[1:]))
+    following = dict(pairwise(starts))
     for start in starts:
         (wait,) = start.users
         family = [wait, *wait.users]

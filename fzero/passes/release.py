@@ -9,7 +9,7 @@ from torch import fx
 
 from fzero import ops
 from fzero.errors import FzeroError
-from fzero.ops import is_call
+from fzero.ops import Node, is_call
 from fzero.passes.order import gathered, rearrange, sink_gathers
 from fzero.program import Program
 
@@ -44,9 +44,9 @@ def _regather(program: Program) -> None:
     sink_gathers(program.graph)
 
 
-def _spans(uses: list[tuple[fx.Node, set[fx.Node]]]) -> Iterator[tuple[fx.Node, list[list[fx.Node]]]]:
+def _spans(uses: list[tuple[Node, set[Node]]]) -> Iterator[tuple[Node, list[list[Node]]]]:
     """For each all-gather the runs of its uses that no use of only other buckets interrupts."""
-    positions: dict[fx.Node, list[int]] = {}
+    positions: dict[Node, list[int]] = {}
     for position, (_, buckets) in enumerate(uses):
         for bucket in buckets:
             positions.setdefault(bucket, []).append(position)
@@ -59,11 +59,11 @@ def _spans(uses: list[tuple[fx.Node, set[fx.Node]]]) -> Iterator[tuple[fx.Node, 
         yield bucket, spans
 
 
-def _gather_again(program: Program, bucket: fx.Node, users: list[fx.Node], origin: dict[fx.Node, fx.Node]) -> None:
+def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dict[Node, Node]) -> None:
     """Give these users their own copy of an all-gather and of what they use that is derived from it."""
-    copies: dict[fx.Node, fx.Node] = {}
+    copies: dict[Node, Node] = {}
 
-    def copy(node: fx.Node) -> fx.Node:
+    def copy(node: Node) -> Node:
         chain = [node]
         while chain[-1] is not bucket and chain[-1] not in copies:
             chain.append(chain[-1].all_input_nodes[0])
@@ -82,7 +82,7 @@ def _gather_again(program: Program, bucket: fx.Node, users: list[fx.Node], origi
 
 def _scatter_last(program: Program) -> None:
     """Move every reduce-scatter, and what needs one, behind everything that needs none."""
-    late: set[fx.Node] = set()
+    late: set[Node] = set()
     for node in program.graph.nodes:
         if is_call(node, ops.reduce_scatter) or any(n in late for n in node.all_input_nodes):
             late.add(node)

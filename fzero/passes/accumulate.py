@@ -1,0 +1,55 @@
+"""The accumulate pass: gradients are summed whole and scattered once. Stage 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero import ops
+from fzero.ops import Node, is_call
+from fzero.program import Program
+
+_aten = torch.ops.aten
+_SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
+_SCALINGS = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.neg.default)
+
+
+def accumulate(program: Program) -> Program:
+    """Sums and multiples of scattered gradients of one leaf become the scatter of the sum: k microbatches cost the
+    communication of one.
+
+    Same results up to rounding, since sums over microbatches and means over ranks change places. Whole gradients stay
+    alive from the first microbatch to the last.
+    """
+    program = program.copy("accumulate")
+    for node in list(program.graph.nodes):
+        scatters = [source for source in node.all_input_nodes if is_call(source, ops.scatter)]
+        if scatters and _is_linear(node, scatters):
+            _swap(program, node, scatters[0])
+    program.graph.eliminate_dead_code()
+    return program
+
+
+def _is_linear(node: Node, scatters: list[Node]) -> bool:
+    """Whether a node takes slices of one leaf's gradient, and numbers, to another such slice, and alone uses them."""
+    if len(scatters) != len(node.all_input_nodes) or any(len(scatter.users) > 1 for scatter in scatters):
+        return False
+    if node.meta["val"].dtype != scatters[0].meta["val"].dtype:
+        return False
+    of_one_leaf = len({scatter.args[1:3] for scatter in scatters}) == 1
+    return of_one_leaf and (
+        is_call(node, *_SCALINGS) or (is_call(node, *_SUMS) and len(node.args) == len(scatters) == 2)
+    )
+
+
+def _swap(program: Program, node: Node, scatter: Node) -> None:
+    """`op(scatter(x), ...)` to `scatter(op(x, ...))`."""
+    with program.graph.inserting_before(node):
+        args = [arg.args[0] if _is_scatter(arg) else arg for arg in node.args]
+        whole = program.emit(node.target, *args, **node.kwargs)
+        node.replace_all_uses_with(program.emit(ops.scatter, whole, *scatter.args[1:]))
+
+
+def _is_scatter(arg: Any) -> bool:
+    return hasattr(arg, "op") and is_call(arg, ops.scatter)

@@ -1,0 +1,175 @@
+"""The examples: what the corpus, the bigram model, the meter and the GPT promise, and a tiny run of the main job."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import bigram  # noqa: E402
+import corpus  # noqa: E402
+import measure  # noqa: E402
+import report  # noqa: E402
+from corpus import Cut  # noqa: E402
+from gpt import GPT, GPTConfig  # noqa: E402
+
+TINY = GPTConfig(vocab=11, seq=8, dim=16, layers=2, heads=2)
+TEXT = torch.arange(100, dtype=torch.uint8)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """Forty files whose text is their own name, among files that do not belong."""
+    for name in [*(f"pkg{i % 3}/m{i}.py" for i in range(40)), "test/t.py", "site-packages/s.py", "pkg0/data.txt"]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"<{name}>")
+    return tmp_path
+
+
+def files(text: torch.Tensor) -> set[str]:
+    return set(bytes(text.tolist()).decode().strip("<>").split("><"))
+
+
+def test_split_is_disjoint_and_covers_the_library(library: Path) -> None:
+    train, heldout = map(files, corpus.read(library))
+    assert train.isdisjoint(heldout) and heldout
+    assert train | heldout == {f"pkg{i % 3}/m{i}.py" for i in range(40)} == set(corpus.names(library))
+
+
+def test_split_depends_on_names_alone(library: Path) -> None:
+    first = corpus.read(library)
+    (library / "pkg0" / "new.py").write_text("<pkg0/new.py>")
+    second = corpus.read(library)
+    assert files(first.heldout) <= files(second.heldout) and files(first.train) <= files(second.train)
+
+
+def test_the_standard_library_is_large_and_a_tenth_is_held_out() -> None:
+    text = corpus.stdlib()
+    total = len(text.train) + len(text.heldout)
+    assert total > 5_000_000 and 0.03 < len(text.heldout) / total < 0.25
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    def draw(seed: int, step: int) -> list[list[int]]:
+        return corpus.train_batch(TEXT, Cut(4, 5), seed=seed, step=step)["inputs"].tolist()
+
+    assert draw(0, 1) == draw(0, 1)
+    assert len({str(draw(seed, step)) for seed in range(3) for step in range(3)}) == 9
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_together_have_the_batch_of_one_process(world: int) -> None:
+    whole = corpus.train_batch(TEXT, Cut(4, 5), seed=3, step=7)
+    parts = [corpus.train_batch(TEXT, Cut(4, 5, rank, world), seed=3, step=7) for rank in range(world)]
+    for key in whole:
+        assert torch.equal(torch.cat([part[key] for part in parts]), whole[key])
+
+
+def test_windows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 windows do not divide among 3 ranks"):
+        corpus.train_batch(TEXT, Cut(4, 5, 0, 3), seed=0, step=0)
+
+
+def test_targets_are_the_next_bytes() -> None:
+    batch = corpus.windows(TEXT, torch.tensor([0, 90]), Cut(2, 3))
+    assert batch["inputs"].tolist() == [[0, 1, 2], [90, 91, 92]]
+    assert batch["targets"].tolist() == [[1, 2, 3], [91, 92, 93]]
+
+
+def test_heldout_windows_lie_evenly_and_inside() -> None:
+    batches = list(corpus.heldout_batches(TEXT, Cut(2, 9), 3))
+    assert torch.cat([batch["inputs"][:, 0] for batch in batches]).tolist() == [0, 15, 30, 45, 60, 75]
+
+
+def test_bigram_by_hand() -> None:
+    text = torch.tensor([0, 1, 0, 1, 1], dtype=torch.uint8)  # pairs 01 10 01 11; with one more each of 00 01 10 11
+    model = bigram.count(text, vocab=2)
+    assert model.exp2().tolist() == [pytest.approx([1 / 4, 3 / 4]), pytest.approx([1 / 2, 1 / 2])]
+    batches = [{"inputs": torch.tensor([[0, 1]]), "targets": torch.tensor([[1, 0]])}]  # 3/4, then 1/2
+    assert bigram.bits_per_byte(model, batches) == pytest.approx((math.log2(4 / 3) + 1) / 2)
+
+
+def test_gpt_shape_and_names() -> None:
+    model = GPT(TINY)
+    assert model(torch.zeros(3, 5, dtype=torch.long)).shape == (3, 5, 11)
+    assert [name for name, _ in model.named_children()] == ["wte", "wpe", "blocks", "norm", "head"]
+
+
+def test_gpt_is_causal() -> None:
+    model, tokens = GPT(TINY), torch.arange(8)[None]
+    changed = tokens.clone()
+    changed[0, 5] = 10
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :5], after[0, :5]) and not torch.equal(before[0, 5:], after[0, 5:])
+
+
+def test_gpt_starts_near_the_uniform_distribution() -> None:
+    torch.manual_seed(0)
+    logits = GPT(TINY)(torch.randint(11, (4, 8)))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.randint(11, (32,)))
+    assert loss.item() == pytest.approx(math.log(11), rel=0.05)  # logits have a standard deviation near 0.02 * sqrt(16)
+
+
+def test_gpt_of_benchmark_size_m() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab=8192, seq=256, dim=768, layers=8, heads=12))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 69_484_032
+
+
+def test_nbytes_counts_each_storage_once() -> None:
+    flat = torch.zeros(100)
+    assert measure.nbytes({"a": flat, "b": (flat[:10], flat[50:]), "c": torch.zeros(3, dtype=torch.int64)}) == 424
+
+
+@pytest.mark.skipif(measure.malloc_in_use() is None, reason="needs mallinfo2 of glibc 2.33")
+def test_measure_sees_a_peak_that_is_gone_at_the_end() -> None:
+    held = torch.ones(1000)
+    peak = measure.measure(lambda: torch.ones(5_000_000).sum().item(), held, torch.device("cpu")).peak
+    assert peak == pytest.approx(20_004_000, rel=0.01)  # malloc rounds to pages, python takes a little
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(None, "-"), (8, "8 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+)
+def test_sizes_read_well(nbytes: int | None, text: str) -> None:
+    assert report.size(nbytes) == text
+
+
+def test_a_rank_sends_what_the_others_lack() -> None:
+    ops = ["all_gather", "reduce_scatter", "all_reduce"]
+    comm = [SimpleNamespace(op=op, nbytes=400) for op in ops]
+    assert report.sent_nbytes(comm, world=4) == 300 + 300 + 600
+
+
+def run_main(*launcher: str, flags: str = "") -> str:
+    """Standard output of a tiny run of the main job."""
+    sizes = "--layers 2 --dim 32 --heads 2 --seq 16 --batch 4 --steps 12 --heldout 2 --lr 1e-2"
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "train_bytes.py"), *sizes.split(), *flags.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def bits_per_byte(output: str) -> list[float]:
+    """The GPT's and the bigram model's."""
+    line = next(line for line in output.splitlines() if "bits per byte" in line)
+    return [float(word) for word in line.split()[-2:]]
+
+
+def test_main_job_learns_the_same_on_two_ranks_and_in_one_process() -> None:
+    two = run_main("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", flags="--stage 3")
+    assert "all-gather" in two and "peak memory" in two
+    assert bits_per_byte(run_main()) == pytest.approx(bits_per_byte(two), abs=2e-3)  # printed to 3 digits
+    assert bits_per_byte(two)[0] < 7.5  # a uniform guess has 8
