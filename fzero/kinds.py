@@ -1,10 +1,11 @@
 """Kinds: which values of a program are sharded, uniform or per-rank, found by walking its graph once.
 
-    sharded    one global value of which this rank holds a slice
-    uniform    the same on every rank
-    per-rank   differs between ranks: the batch, random draws, and whatever is computed from them
+    sharded    one global value of which this rank holds a slice: "sharded"
+    otherwise  the mesh axes along which the value differs between ranks, a frozenset
+               uniform, the same everywhere: none of them
+               per-rank, the batch and random draws and what is computed from them: all of them
 
-After the idea of varying and invariant values in JAX's shard_map. A per-rank value that meets a slice, or that is
+After the varying and invariant values of JAX's shard_map. A value that differs between ranks and meets a slice, or is
 returned as state, would let ranks drift apart and is refused.
 """
 
@@ -21,8 +22,9 @@ from fzero.errors import FzeroError
 from fzero.ops import Node, is_call, name_of
 from fzero.program import Program
 
-SHARDED, UNIFORM, PER_RANK = "sharded", "uniform", "per-rank"
-Kind = Any  # a str, or for a list of leaves a tuple of them
+SHARDED = "sharded"
+UNIFORM: frozenset[str] = frozenset()
+Kind = Any  # one of these, or for a list of leaves a tuple of them
 
 _KEEPS_SLICE = {
     torch.ops.aten.zeros_like.default,
@@ -75,16 +77,26 @@ def infer(program: Program) -> dict[Node, Kind]:
     return kinds
 
 
-def _kind_of_argument(program: Program, bucket: str | None) -> str:
+def _per_rank(program: Program) -> Kind:
+    return frozenset(program.mesh.names)
+
+
+def _kind_of_argument(program: Program, bucket: str | None) -> Kind:
     if bucket is None:
-        return PER_RANK
+        return _per_rank(program)
     return UNIFORM if program.layouts[bucket].replicated else SHARDED
 
 
 def _kind(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
     name = name_of(node)
-    if node.target in _FIXED:
-        return _FIXED[node.target]
+    if is_call(node, ops.gather):
+        return UNIFORM
+    if is_call(node, ops.scatter):
+        return SHARDED
+    if is_call(node, ops.all_reduce):
+        return kinds[node.args[0]] - {node.args[2]}
+    if is_call(node, ops.axis_index):
+        return frozenset({node.args[0]})
     if is_call(node, ops.take, ops.beside, ops.spread):
         if kinds[node.args[0]] != UNIFORM:
             raise _meets_a_slice(program, node)
@@ -92,7 +104,7 @@ def _kind(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
     if name == "getitem":
         return _item(node, kinds)
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return PER_RANK
+        return _per_rank(program)
     if name.startswith("_foreach_") or name in _LISTWISE:
         return _listwise(program, node, kinds)
     given = [kinds[n] for n in node.all_input_nodes]
@@ -103,13 +115,15 @@ def _kind(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
     return _join(program, node, flat, pointwise)
 
 
-def _join(program: Program, node: Node, flat: set[str], pointwise: bool) -> str:
-    """The kind of a result that depends on values of these kinds."""
+def _join(program: Program, node: Node, flat: set[Kind], pointwise: bool) -> Kind:
+    """The kind of a result that depends on values of these kinds. What is computed from a slice but is no slice differs
+    between the ranks that hold different slices."""
     if SHARDED in flat and pointwise:
-        if PER_RANK in flat:
+        if flat - {SHARDED, UNIFORM}:
             raise _meets_a_slice(program, node)
         return SHARDED
-    return UNIFORM if flat <= {UNIFORM} else PER_RANK
+    partial = {frozenset({program.mesh.shard_axis})} if SHARDED in flat else set()
+    return UNIFORM.union(*(flat - {SHARDED}), *partial)
 
 
 def _listwise(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
@@ -122,7 +136,7 @@ def _listwise(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
 
 
 def _item(node: Node, kinds: dict[Node, Kind]) -> Kind:
-    """The kind of one result of several: of a position where the node holds one list, of the whole for one of lists."""
+    """The kind of one result of several: its position's where the operation returned a list of leaves."""
     source, index = node.args
     kind = kinds[source]
     if not isinstance(kind, tuple) or isinstance(node.meta["val"], (list, tuple)):
@@ -130,42 +144,35 @@ def _item(node: Node, kinds: dict[Node, Kind]) -> Kind:
     return kind[index]
 
 
-_FIXED = {
-    ops.gather: UNIFORM,
-    ops.scatter: SHARDED,
-    ops.all_reduce: UNIFORM,
-    ops.axis_index: PER_RANK,
-}
 _LISTWISE = {"scale_by_adam"}
 
 
 def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:
-    return is_call(node, ops.all_reduce) and node.args[1] != "sum" and kinds.get(node.args[0]) == UNIFORM
+    """Whether a node averages (or takes the extreme of) a value along an axis on which it does not differ."""
+    return is_call(node, ops.all_reduce) and node.args[1] != "sum" and node.args[2] not in kinds[node.args[0]]
 
 
 def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
-    """Floating 0-d per-rank results become their mean over every axis of the mesh."""
+    """Floating 0-d results that differ between ranks become their mean over the axes along which they do."""
     returned = list(program.output.args[0])
     tensors = [result for result in program.results if not result.is_constant]
     for position, (result, node) in enumerate(zip(tensors, returned)):
         value = node.meta["val"]
-        if result.bucket is None and kinds[node] == PER_RANK and value.ndim == 0 and value.is_floating_point():
-            for axis in program.mesh.names:
+        if result.bucket is None and value.ndim == 0 and value.is_floating_point():
+            for axis in sorted(kinds[node], key=program.mesh.names.index):
                 with program.graph.inserting_before(program.output):
-                    node = program.emit(ops.all_reduce, node, "avg", axis)
-                kinds[node] = UNIFORM
-            returned[position] = node
+                    returned[position] = program.emit(ops.all_reduce, returned[position], "avg", axis)
+                kinds[returned[position]] = kinds[returned[position].args[0]] - {axis}
     program.output.args = (returned,)
 
 
 def _check_results(program: Program, kinds: dict[Node, Kind]) -> None:
     tensors = [result for result in program.results if not result.is_constant]
     for result, node in zip(tensors, program.output.args[0]):
-        if result.bucket is not None and kinds[node] == PER_RANK:
-            path = program.layouts[result.bucket].leaves[result.leaf].path or result.path
+        if result.bucket is not None and kinds[node] not in (SHARDED, UNIFORM):
             raise FzeroError(
-                path,
-                f"result {result.path} is state but depends on this rank's batch: ranks would drift apart "
+                program.path_of(result),
+                f"result {result.path!r} is state but depends on this rank's batch: ranks would drift apart "
                 f"({node.stack_trace})",
                 f"make it the same on every rank first, with fzero.pmean(x, {program.mesh.shard_axis!r})",
             )
@@ -183,7 +190,8 @@ def _leaf_near(program: Program, node: Node) -> str:
     """The path of the leaf that a node works on: its own, or that of the nearest state argument behind it."""
     if is_call(node, ops.take):
         return program.layout_of(node).leaves[node.args[2]].path
-    state = {p: a.path for p, a in zip(program.placeholders, program.arguments) if a.bucket is not None}
+    given = zip(program.placeholders, program.arguments)
+    state = {node: program.path_of(argument) for node, argument in given if argument.bucket is not None}
     frontier = [node, *node.users]
     for _ in range(len(program.graph.nodes)):
         for near in frontier:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,22 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero import buffers
+from fzero.errors import FzeroError
 from fzero.layout import Layout, wire
-from fzero.mesh import mesh_shape
+from fzero.mesh import VirtualMesh, mesh_shape
 from fzero.transport import Pending, Transport, transport
 
 
 class Live:
-    """This process's place in a mesh, with a transport for each axis. Performs the `Primitives` of `collectives`."""
+    """This process's place in a mesh, with a transport for each axis. Performs the `Primitives` of `collectives`.
 
-    def __init__(self, mesh: Any) -> None:
-        self.mesh = mesh_shape(mesh)
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device()) if _is_cuda(mesh) else _cpu(mesh)
-        self.transports: dict[str, Transport] = {
-            axis: transport(mesh.get_group(axis), mesh.device_type) for axis in self.mesh.names
-        }
-        self.rank = self.transports[self.mesh.shard_axis].rank
-        self.control = _control(mesh)
+    Made by `live`. `groups` are the process groups of the axes, `device_type` is where tensors live.
+    """
+
+    def __init__(self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str) -> None:
+        self.mesh = mesh
+        self.device = torch.device(device_type)
+        if device_type == "cuda":
+            self.device = torch.device(device_type, torch.cuda.current_device())
+        self.transports = {axis: transport(group, device_type) for axis, group in zip(mesh.names, groups)}
+        self.rank = self._sharding.rank
+        self.control = _control(mesh, groups)
 
     @property
     def _sharding(self) -> Transport:
@@ -79,24 +83,27 @@ class Live:
         return torch.tensor(self.transports[axis].rank, device=device)
 
 
-def _is_cuda(mesh: Any) -> bool:
-    return mesh.device_type == "cuda"
+def live(mesh: Any) -> Live:
+    """The one `Live` of a `DeviceMesh`; equal meshes on the same process groups have the same.
+
+    Raises:
+        FzeroError: for a mesh without devices or without named axes.
+    """
+    shape = mesh_shape(mesh)
+    if isinstance(mesh, VirtualMesh):
+        raise FzeroError("mesh", f"{mesh} has names and sizes but no devices", "give a DeviceMesh")
+    return _live(shape, tuple(mesh.get_group(axis) for axis in shape.names), mesh.device_type)
 
 
-def _cpu(mesh: Any) -> torch.device:
-    return torch.device(mesh.device_type)
+_live = lru_cache(maxsize=None)(Live)
 
 
-def _control(mesh: Any) -> dist.ProcessGroup | None:
+def _control(mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...]) -> dist.ProcessGroup | None:
     """A CPU process group over all ranks of the mesh, to agree on; None for one rank alone. Makes one where needed."""
     if mesh.size() == 1:
         return None
-    if mesh.ndim == 1 and dist.get_backend(mesh.get_group()) == "gloo":
-        return mesh.get_group()
-    return dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo")
-
-
-@cache
-def live(mesh: Any) -> Live:
-    """The one `Live` of a mesh in this process."""
-    return Live(mesh)
+    if len(groups) == 1 and dist.get_backend(groups[0]) == "gloo":
+        return groups[0]
+    if mesh.size() != dist.get_world_size():
+        raise FzeroError("mesh", f"has {mesh.size()} of {dist.get_world_size()} ranks", "make it of all ranks")
+    return dist.new_group(backend="gloo")

@@ -70,8 +70,8 @@ class Apply:
     attributes of its submodules is forgotten when it returns.
 
     Raises:
-        FzeroError: when `params` has other leaves or shapes than the module, or when the forward changes a buffer or a
-            parameter.
+        FzeroError: when `params` has other leaves or shapes than the module, or when the forward changed a buffer or a
+            parameter. Outside of a trace or transform, what it wrote in place is then written, as by the module itself.
     """
 
     def __init__(self, module: nn.Module, params: Tree) -> None:

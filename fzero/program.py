@@ -101,6 +101,11 @@ class Program:
         """The layout that a node of `ops` names."""
         return self.layouts[node.args[1]]
 
+    def path_of(self, value: Argument | Result) -> str:
+        """A state value's path in the tree that was partitioned, else the value's own."""
+        leaf = self.layouts[value.bucket].leaves[value.leaf].path if value.bucket is not None else ""
+        return leaf or value.path
+
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A new node, at the graph's insert point, that knows its fake result."""
         node = self.graph.call_function(target, args, kwargs)

@@ -433,7 +433,9 @@ def traced_gradient(fn: Callable[[Tensor], Tensor], x: Tensor) -> Any:
 @pytest.mark.parametrize(("kind", "path"), [(InPlace, "inner.calls"), (Assigning, "mean")])
 def test_a_changed_constant_is_refused_by_name(kind: type[nn.Module], path: str, how: Callable[..., Any]) -> None:
     params, apply = lower(kind())
-    with pytest.raises(FzeroError, match=rf"^{path}: the forward of {kind.__name__} changes this buffer; use fzero.lower"):
+    with pytest.raises(
+        FzeroError, match=rf"^{path}: the forward of {kind.__name__} changes this buffer; use fzero.lower"
+    ):
         how(lambda x: apply(params, x), torch.randn(3))
 
 

@@ -21,7 +21,7 @@ RUNGS = [
         "errors",
         "ranges tree mesh transport source",
         "layout buffers collectives ops",
-        "rules sharded lowering live optim",
+        "rules sharded interop lowering live optim",
         "placement kinds program tracing costs listing differentiation linking agreement runtime",
         "passes",
         "transform simulation checkpoint",
