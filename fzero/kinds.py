@@ -53,9 +53,9 @@ def resolve(program: Program) -> Program:
     kinds = infer(program)
     _check_results(program, kinds)
     _average_results(program, kinds)
-    for node in program.graph.nodes:
+    for node in list(program.graph.nodes):
         if is_call(node, ops.beside) or _is_needless_mean(node, kinds):
-            node.replace_all_uses_with(node.args[0])
+            program.substitute(node, node.args[0])
     program.graph.eliminate_dead_code()
     return program
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ from torch import fx
 from fzero import ops
 from fzero.costs import Layouts, collectives, comm, memory
 from fzero.mesh import VirtualMesh
-from fzero.ops import Node, is_call, name_of
+from fzero.ops import Node, is_call, name_of, shares_memory
 
 _QUIET = frozenset({
     "view", "t", "transpose", "permute", "detach", "alias", "unsqueeze", "squeeze", "expand", "slice", "select",
@@ -80,13 +79,9 @@ def _releases(graph: fx.Graph) -> dict[Node, list[str]]:
                 last[bucket[source]] = node
         if is_call(node, ops.all_gather):
             bucket[node] = node
-        elif node.all_input_nodes and node.all_input_nodes[0] in bucket and _is_view(node):
+        elif node.all_input_nodes and node.all_input_nodes[0] in bucket and shares_memory(node):
             bucket[node] = bucket[node.all_input_nodes[0]]
     releases: dict[Node, list[str]] = {}
     for start, node in last.items():
         releases.setdefault(node, []).append(str(start.args[1]))
     return releases
-
-
-def _is_view(node: Node) -> bool:
-    return node.target is not operator.getitem and name_of(node) in _QUIET

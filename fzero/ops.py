@@ -23,6 +23,7 @@ Made by passes, a bucket at a time; plain functions of which only the name and t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -133,6 +134,14 @@ def adamw_(
 def is_call(node: Node, *targets: Any) -> bool:
     """Whether a node calls one of these."""
     return node.op == "call_function" and node.target in targets
+
+
+def shares_memory(node: Node) -> bool:
+    """Whether a node's result is a view of what it is given, or an item of it, or that itself, overwritten."""
+    if node.target in (operator.getitem, wait, whole, part, torch.ops.aten._unsafe_view.default):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
 
 
 def name_of(node: Node) -> str:

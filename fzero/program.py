@@ -13,7 +13,7 @@ from fzero.costs import Comm, Memory, comm, memory
 from fzero.layout import Layout
 from fzero.listing import listing
 from fzero.mesh import VirtualMesh
-from fzero.ops import Node
+from fzero.ops import Node, shares_memory
 from fzero.tree import TreeDef
 
 
@@ -106,12 +106,27 @@ class Program:
         leaf = self.layouts[value.bucket].leaves[value.leaf].path if value.bucket is not None else ""
         return leaf or value.path
 
+    def substitute(self, old: Node, new: Node) -> None:
+        """Give every user of `old` the node `new`, and erase `old`; what shares its memory learns whose that now is."""
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        stale = [new]
+        while stale:
+            for user in stale.pop().users:
+                if shares_memory(user):
+                    user.meta["val"] = self._fake(user.target, user.args, user.kwargs)
+                    stale.append(user)
+
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A new node, at the graph's insert point, that knows its fake result."""
         node = self.graph.call_function(target, args, kwargs)
-        with self.fake_mode:
-            node.meta["val"] = ops.FAKES.get(target, target)(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        node.meta["val"] = self._fake(target, args, kwargs)
         return node
+
+    def _fake(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with self.fake_mode:
+            return ops.FAKES.get(target, target)(*args, **kwargs)
 
 
 def _described(value: Tensor, layout: Layout | None) -> str:

@@ -53,7 +53,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # takes a free port itself
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.device_mesh", "torch.func", "fzero"])  # once, in one process
+    context.set_forkserver_preload(["torch._dynamo", "fzero"])  # what a first trace imports, once in one process
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
         context.Process(target=_rank, args=(rank, world, store.port, timeout, pipes[rank][1], fn, args), daemon=True)

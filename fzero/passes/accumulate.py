@@ -48,7 +48,7 @@ def _swap(program: Program, node: Node, scatter: Node) -> None:
     with program.graph.inserting_before(node):
         args = [arg.args[0] if _is_scatter(arg) else arg for arg in node.args]
         whole = program.emit(node.target, *args, **node.kwargs)
-        node.replace_all_uses_with(program.emit(ops.scatter, whole, *scatter.args[1:]))
+        program.substitute(node, program.emit(ops.scatter, whole, *scatter.args[1:]))
 
 
 def _is_scatter(arg: Any) -> bool:

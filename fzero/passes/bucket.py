@@ -37,8 +37,7 @@ def _merge_repeated(program: Program) -> None:
     for node in program.graph.find_nodes(op="call_function", target=ops.gather):
         kept = first.setdefault(tuple(node.args[:3]), node)
         if kept is not node:
-            node.replace_all_uses_with(kept)
-            program.graph.erase_node(node)
+            program.substitute(node, kept)
 
 
 def _groups(program: Program, target: Any, depth: dict[Node, int]) -> list[list[Node]]:
@@ -78,8 +77,7 @@ def _gather_together(program: Program, members: list[Node]) -> None:
         buffer = program.emit(ops.wait, pending)
     for position, node in enumerate(members):
         with program.graph.inserting_after(buffer):
-            leaf = program.emit(ops.whole, buffer, name, leaves, position, node.args[3])
-        _take_over(program, node, leaf)
+            program.substitute(node, program.emit(ops.whole, buffer, name, leaves, position, node.args[3]))
 
 
 def _scatter_together(program: Program, members: list[Node]) -> None:
@@ -92,11 +90,4 @@ def _scatter_together(program: Program, members: list[Node]) -> None:
         block = program.emit(ops.wait, pending)
     for position, node in enumerate(members):
         with program.graph.inserting_after(block):
-            piece = program.emit(ops.part, block, name, leaves, position, node.args[3])
-        _take_over(program, node, piece)
-
-
-def _take_over(program: Program, old: Node, new: Node) -> None:
-    new.meta["stack_trace"] = old.stack_trace or ""
-    old.replace_all_uses_with(new)
-    program.graph.erase_node(old)
+            program.substitute(node, program.emit(ops.part, block, name, leaves, position, node.args[3]))

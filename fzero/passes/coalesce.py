@@ -34,6 +34,4 @@ def _reduce_together(program: Program, members: list[Node]) -> None:
         together = program.emit(ops.all_reduce_list, [node.args[0] for node in members], *members[0].args[1:])
     for position, node in reversed(list(enumerate(members))):
         with program.graph.inserting_after(together):
-            item = program.emit(operator.getitem, together, position)
-        node.replace_all_uses_with(item)
-        program.graph.erase_node(node)
+            program.substitute(node, program.emit(operator.getitem, together, position))

@@ -109,8 +109,7 @@ def _adamw_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[
         return set()
     call.target, call.meta["val"] = ops.adamw_, None
     for old, new in news.items():
-        new.replace_all_uses_with(old)
-        program.graph.erase_node(new)
+        program.substitute(new, old)
     for column in columns.values():
         program.graph.erase_node(column)
     return set(news)
@@ -175,8 +174,7 @@ def _in_place_overload(call: Node) -> Any:
 def _overwrite(program: Program, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list: its items are that list's nodes."""
     for item in list(call.users):
-        item.replace_all_uses_with(call.args[0][item.args[1]])
-        program.graph.erase_node(item)
+        program.substitute(item, call.args[0][item.args[1]])
     call.target, call.meta["val"] = in_place, None
 
 

@@ -92,7 +92,7 @@ def _call(program: Program, adam: Node, rate: Any, decay: float, rows: list[_Row
             values = program.emit(operator.getitem, call, column)
         for index, row in enumerate(rows):
             with program.graph.inserting_after(values):
-                row.results[column].replace_all_uses_with(program.emit(operator.getitem, values, index))
+                program.substitute(row.results[column], program.emit(operator.getitem, values, index))
 
 
 def _item(node: Node | None, index: int) -> Node | None:

@@ -1,0 +1,112 @@
+"""Laws of buffers: what goes in comes out, exactly, for all leaves of a bucket and for some."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from fzero.buffers import block_of, blocks_of, part, whole
+from fzero.layout import Wire
+from fzero.placement import place
+from property_tests.strategies import wires_with_leaves
+
+CPU = torch.device("cpu")
+Drawn = tuple[Wire, list[Tensor]]
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Same dtype, shape and bits."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def slices(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
+    """The part of each leaf that `rank` owns, each in memory of its own."""
+    return [leaf.reshape(-1)[p.start : p.stop].clone() for leaf, p in zip(leaves, sent.parts(rank))]
+
+
+def placed(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
+    """The same as views of one buffer, for a wire of all leaves."""
+    return place(leaves, sent.layout, SimpleNamespace(rank=rank, device=CPU))
+
+
+@given(wires_with_leaves())
+def test_gathered_blocks_hold_each_leaf_whole(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    buffer = torch.cat([block_of(slices(sent, leaves, rank), sent) for rank in range(sent.layout.world)])
+    assert buffer.shape == (sent.numel,)
+    assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+
+
+@given(wires_with_leaves(complete=True))
+def test_gathered_placed_slices_hold_each_leaf_whole(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    buffer = torch.cat([block_of(placed(sent, leaves, rank), sent) for rank in range(sent.layout.world)])
+    assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+
+
+@given(wires_with_leaves())
+def test_blocks_of_whole_leaves_hold_the_slices_of_each_rank(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    for rank, block in enumerate(blocks_of(leaves, sent).view(sent.layout.world, sent.stride)):
+        expected = slices(sent, leaves, rank)
+        assert all(equal(part(block, sent, rank, i), piece) for i, piece in enumerate(expected))
+
+
+@given(wires_with_leaves())
+def test_what_is_scattered_and_what_is_gathered_lie_alike(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    buffer = blocks_of(leaves, sent)
+    assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+
+
+@given(wires_with_leaves())
+def test_padding_of_blocks_is_zero(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    assert int(blocks_of(leaves, sent).count_nonzero()) == sum(leaf.numel() for leaf in leaves)
+
+
+@given(wires_with_leaves())
+def test_padding_of_a_packed_block_is_zero(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    for rank in range(sent.layout.world):
+        given = slices(sent, leaves, rank)
+        filled = sum(x.numel() for x in given)
+        if filled < sent.stride:
+            assert int(block_of(given, sent)[filled:].count_nonzero()) == 0
+
+
+@given(wires_with_leaves(complete=True))
+def test_placed_slices_are_the_parts(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    for rank in range(sent.layout.world):
+        assert all(map(equal, placed(sent, leaves, rank), slices(sent, leaves, rank)))
+
+
+@given(wires_with_leaves(complete=True))
+def test_placed_slices_are_sent_without_a_copy_and_padded_with_zeros(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    for rank in range(sent.layout.world):
+        given = placed(sent, leaves, rank)
+        filled = [x for x in given if x.numel()]
+        if filled:
+            block = block_of(given, sent)
+            assert block.data_ptr() == filled[0].data_ptr()
+            assert int(block.count_nonzero()) == sum(x.numel() for x in filled)
+
+
+@given(wires_with_leaves(complete=True))
+def test_leaves_of_a_whole_bucket_are_views(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    buffer = blocks_of(leaves, sent)
+    for i, leaf in enumerate(leaves):
+        assert whole(buffer, sent, i, leaf.shape).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+@given(wires_with_leaves())
+def test_leaves_need_not_be_contiguous(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    strided = [leaf.mT.contiguous().mT if leaf.ndim > 1 else leaf for leaf in leaves]
+    assert equal(blocks_of(strided, sent), blocks_of(leaves, sent))

@@ -1,0 +1,123 @@
+"""Laws of layouts and wires."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import example, given
+
+from fzero.layout import Layout, Leaf, Wire
+from fzero.mesh import VirtualMesh
+from fzero.ranges import shift
+from property_tests.strategies import layouts, layouts_with_ranks, wires
+
+EMPTY = Layout("bucket", (Leaf("leaf0", (0,)),), VirtualMesh(fsdp=3))
+RAGGED = Layout("bucket", (Leaf("leaf0", (5,)), Leaf("leaf1", ())), VirtualMesh(fsdp=4), align=1)
+
+
+@given(layouts())
+@example(EMPTY)
+@example(RAGGED)
+def test_slices_tile_the_bucket(layout: Layout) -> None:
+    assert [i for rank in range(layout.world) for i in layout.rank_range(rank)] == list(range(layout.padded))
+
+
+@given(layouts())
+@example(EMPTY)
+@example(RAGGED)
+def test_parts_of_a_leaf_tile_the_leaf(layout: Layout) -> None:
+    for index, leaf in enumerate(layout.leaves):
+        assert [i for rank in range(layout.world) for i in layout.part(index, rank)] == list(range(leaf.numel))
+
+
+@given(layouts())
+def test_leaves_tile_the_bucket_without_its_padding(layout: Layout) -> None:
+    assert [i for whole in layout.leaf_ranges for i in whole] == list(range(layout.numel))
+
+
+@given(layouts(max_world=4096))
+@example(EMPTY)
+def test_padding_is_below_one_alignment_unit(layout: Layout) -> None:
+    assert 0 <= layout.padded - layout.numel < layout.world * layout.align
+
+
+@given(layouts_with_ranks(max_world=4096))
+def test_every_slice_is_equally_long_and_aligned(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    assert len(layout.rank_range(rank)) == layout.shard == layout.padded / layout.world
+    assert layout.rank_range(rank).start % layout.align == 0
+
+
+@given(layouts_with_ranks(max_world=4096))
+def test_parts_lie_in_the_slice_of_their_rank(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    for index, whole in enumerate(layout.leaf_ranges):
+        assert set(shift(layout.part(index, rank), whole.start)) <= set(layout.rank_range(rank))
+
+
+@given(layouts_with_ranks(max_world=4096))
+def test_a_part_begins_where_that_of_the_rank_before_ends(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    for index in range(len(layout.leaves)):
+        before = layout.part(index, rank - 1).stop if rank else 0
+        assert layout.part(index, rank).start == before
+
+
+@given(layouts_with_ranks())
+def test_layouts_of_equal_arguments_are_equal(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    twin = replace(layout, leaves=tuple(Leaf(leaf.path, leaf.shape) for leaf in layout.leaves))
+    assert twin == layout and hash(twin) == hash(layout) and twin.rank_range(rank) == layout.rank_range(rank)
+
+
+@given(layouts_with_ranks())
+def test_names_and_other_axes_do_not_move_anything(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    renamed = tuple(Leaf(f"other.{leaf.path}", leaf.shape) for leaf in layout.leaves)
+    other = Layout("other", renamed, VirtualMesh(pipe=2, fsdp=layout.world), layout.align)
+    assert [other.part(i, rank) for i in range(len(renamed))] == [layout.part(i, rank) for i in range(len(renamed))]
+
+
+@given(layouts_with_ranks())
+def test_every_rank_holds_all_of_a_replicated_layout(drawn: tuple[Layout, int]) -> None:
+    layout, rank = replace(drawn[0], replicated=True), drawn[1]
+    assert layout.padded == layout.shard == layout.numel
+    assert [len(layout.part(i, rank)) for i in range(len(layout.leaves))] == [leaf.numel for leaf in layout.leaves]
+
+
+@given(wires())
+def test_a_block_is_the_parts_of_a_rank_from_its_start(sent: Wire) -> None:
+    for rank in range(sent.layout.world):
+        ends = [i for piece in sent.block(rank) for i in piece]
+        assert ends == list(range(sum(map(len, sent.parts(rank))))) and len(ends) <= sent.stride
+
+
+@given(wires())
+def test_a_block_is_aligned_and_padded_by_less_than_one_unit(sent: Wire) -> None:
+    if len(sent.leaves) < len(sent.layout.leaves):
+        longest = max(sum(map(len, sent.parts(rank))) for rank in range(sent.layout.world))
+        assert sent.stride % sent.layout.align == 0 and longest <= sent.stride < longest + sent.layout.align
+
+
+@given(wires())
+def test_pieces_of_a_leaf_are_its_parts_in_rank_order(sent: Wire) -> None:
+    for position, leaf in enumerate(sent.leaves):
+        expected = [
+            rank * sent.stride + i for rank in range(sent.layout.world) for i in sent.block(rank)[position]
+        ]
+        assert [i for piece in sent.pieces(position) for i in piece] == expected
+        assert len(expected) == sent.layout.leaves[leaf].numel
+
+
+@given(wires())
+def test_pieces_neither_touch_nor_are_empty(sent: Wire) -> None:
+    for position in range(len(sent.leaves)):
+        pieces = sent.pieces(position)
+        assert all(pieces) and all(a.stop < b.start for a, b in zip(pieces, pieces[1:]))
+
+
+@given(wires(complete=True))
+def test_with_all_leaves_a_wire_is_the_bucket(sent: Wire) -> None:
+    assert sent.numel == sent.layout.padded
+    for position, whole in enumerate(sent.layout.leaf_ranges):
+        assert sent.pieces(position) == ((whole,) if whole else ())
