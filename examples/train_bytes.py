@@ -88,6 +88,8 @@ def main(flags: argparse.Namespace) -> None:
         baseline = bigram.bits_per_byte(bigram.count(text.train), whole)
         print(report.quality(torch.stack(losses).mean().item() / math.log(2), baseline))
         print(report.costs(cost, MEASURED_STEPS, program, world))
+        if flags.program:
+            print(f"\n{program}")
     finish(mesh)
 
 
@@ -126,6 +128,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="ZeRO stage")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--program", action="store_true", help="also print the step's program")
     parser.add_argument("--heldout", type=int, default=48, help="held-out batches to evaluate on")
     return parser.parse_args()
 

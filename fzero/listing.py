@@ -65,8 +65,8 @@ def _line(node: Node, layouts: Layouts, mesh: VirtualMesh) -> str | None:
 
 
 def _summary(computed: Counter[str]) -> str:
-    shown = [name if count == 1 else f"{name} x{count}" for name, count in computed.most_common(6)]
-    return ", ".join(shown) + (", ..." if len(computed) > 6 else "")
+    shown = [name if count == 1 else f"{name} x{count}" for name, count in computed.most_common(4)]
+    return ", ".join(shown) + (", ..." if len(computed) > 4 else "")
 
 
 def _releases(graph: fx.Graph) -> dict[Node, list[str]]:
