@@ -19,7 +19,7 @@ from torch import fx
 
 from fzero import ops
 from fzero.errors import FzeroError
-from fzero.ops import Node, is_call, name_of
+from fzero.ops import Node, is_call, name_of, overwritten, storage
 from fzero.program import Program
 
 SHARDED = "sharded"
@@ -69,12 +69,40 @@ def infer(program: Program) -> dict[Node, Kind]:
     kinds: dict[Node, Kind] = {}
     for argument, node in zip(program.arguments, program.placeholders):
         kinds[node] = _kind_of_argument(program, argument.bucket)
+    _check_pure(program)
     for node in program.graph.nodes:
         if node.op == "get_attr":
             kinds[node] = UNIFORM
         elif node.op == "call_function":
             kinds[node] = _kind(program, node, kinds)
+            if overwritten(node):
+                _spread_to_views(node, kinds)
     return kinds
+
+
+def _spread_to_views(node: Node, kinds: dict[Node, Kind]) -> None:
+    """What shares the memory that a node has overwritten now differs along the axes along which its result does."""
+    changed = {storage(written) for written in overwritten(node)}
+    for other, kind in kinds.items():
+        if storage(other) in changed and SHARDED not in (kind, kinds[node]) and not isinstance(kinds[node], tuple):
+            kinds[other] = kind | kinds[node]
+
+
+def _check_pure(program: Program) -> None:
+    """Refuse operations that write into an argument, a gathered leaf or a captured constant."""
+    given = {storage(node): program.path_of(arg) for arg, node in zip(program.arguments, program.placeholders)}
+    for node in program.graph.nodes:
+        if is_call(node, ops.gather):
+            given[storage(node)] = program.layout_of(node).leaves[node.args[2]].path
+        elif node.op == "get_attr":
+            given[storage(node)] = "a tensor that the step captured"
+        for memory in map(storage, overwritten(node)):
+            if memory in given:
+                raise FzeroError(
+                    given[memory],
+                    f"{name_of(node)} writes into it, but a step is a pure function ({node.stack_trace})",
+                    "write the operation without its trailing underscore, or clone first",
+                )
 
 
 def _per_rank(program: Program) -> Kind:

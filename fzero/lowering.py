@@ -66,7 +66,7 @@ def lower_stateful(module: nn.Module) -> tuple[Tree, Tree, StatefulApply]:
 class Apply:
     """The pure function of a lowered module: `apply(params, *args, **kwargs)` returns what the module would.
 
-    Leaves of `params` are tensors, or anything whose `gather()` gives the full tensor. What the forward stores in
+    Leaves of `params` are tensors, or anything whose `full_tensor()` gives the full tensor. What the forward stores in
     attributes of its submodules is forgotten when it returns.
 
     Raises:
@@ -135,11 +135,11 @@ class _Slots(NamedTuple):
 
 def full(leaf: Any) -> Tensor:
     """The full tensor of a leaf."""
-    return leaf if isinstance(leaf, Tensor) else leaf.gather()
+    return leaf if isinstance(leaf, Tensor) else leaf.full_tensor()
 
 
 def _check_leaf(path: str, leaf: Any, shape: torch.Size) -> None:
-    if not isinstance(leaf, Tensor) and not hasattr(leaf, "gather"):
+    if not isinstance(leaf, Tensor) and not hasattr(leaf, "full_tensor"):
         raise FzeroError(
             path, f"this leaf is a {type(leaf).__name__}, not a tensor", "give the tree that lower returned"
         )

@@ -144,6 +144,21 @@ def shares_memory(node: Node) -> bool:
     return schema is not None and any(result.alias_info for result in schema.returns)
 
 
+def overwritten(node: Node) -> list[Node]:
+    """The arguments of a node whose memory it writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [x for position in (0, 2, 3) for x in node.args[position]] if node.target is adamw_ else []
+    written = [arg for arg, given in zip(node.args, schema.arguments) if given.alias_info and given.alias_info.is_write]
+    return [x for arg in written for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+
+
+def storage(node: Node) -> Any:
+    """What stands for the memory of a node's value, equal for its views; the node itself where it is no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
+
+
 def name_of(node: Node) -> str:
     """The name of what a node calls, without its overload: "mm", "all_gather"; of its target where it calls nothing."""
     return getattr(node.target, "__name__", str(node.target)).partition(".")[0]

@@ -85,7 +85,7 @@ def place(leaves: list[Tensor], layout: Layout, on: Live) -> list[Tensor]:
 
 def unpartition(params: tree.Tree) -> tree.Tree:
     """`params` with each `Sharded` leaf gathered whole, on every rank; others stay. All ranks call it together."""
-    return tree.map(lambda leaf: leaf.gather().detach().clone() if is_sharded(leaf) else leaf, params)
+    return tree.map(lambda leaf: leaf.full_tensor().detach().clone() if is_sharded(leaf) else leaf, params)
 
 
 def _check(keys: list[tuple[str | int, ...]], leaves: list[Any]) -> None:

@@ -101,21 +101,21 @@ class Sharded:
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
-    def gather(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The whole value, a plain tensor that is the same on every rank. Its transpose scatters the cotangent."""
         if self.layout.replicated:
             return Whole.apply(self.local, self.on)
         return Gather.apply(self.local, self.on, self.layout, self.index)
 
-    def new(self, local: Tensor) -> Sharded:
+    def with_local(self, local: Tensor) -> Sharded:
         """A value of this layout with another slice."""
         return Sharded(local, self.layout, self.index, self.on)
 
-    def take(self, full: Tensor) -> Sharded:
-        """This rank's slice of `full`, a uniform tensor of the global shape: the inverse of `gather`."""
+    def slice_of(self, full: Tensor) -> Sharded:
+        """This rank's slice of `full`, a uniform tensor of the global shape: the inverse of `full_tensor`."""
         if self.layout.replicated:
-            return self.new(full)
-        return self.new(Take.apply(full, self.on, self.layout, self.index))
+            return self.with_local(full)
+        return self.with_local(Take.apply(full, self.on, self.layout, self.index))
 
     def new_zeros(self, *shape: Any, dtype: torch.dtype | None = None) -> Sharded:
         """Zeros that every rank of this value's mesh holds whole: a step count, say."""
@@ -135,7 +135,7 @@ class Sharded:
             raise AttributeError(f"Sharded has no attribute {name!r}")
         if callable(attribute):
             return functools.partial(_apply_method, attribute, self)
-        return getattr(self.gather(), name)
+        return getattr(self.full_tensor(), name)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -200,7 +200,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _gathered(x: Any) -> Any:
-    return x.gather() if isinstance(x, Sharded) else x
+    return x.full_tensor() if isinstance(x, Sharded) else x
 
 
 def _contains_sharded(x: Any) -> bool:
@@ -220,7 +220,7 @@ def _anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
 
 def _elementwise(func: Callable[..., Any], like: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*(_operand(x, like) for x in args), **{key: _operand(x, like) for key, x in kwargs.items()})
-    return torch_pytree.tree_map(lambda x: like.new(x) if isinstance(x, Tensor) else x, result)
+    return torch_pytree.tree_map(lambda x: like.with_local(x) if isinstance(x, Tensor) else x, result)
 
 
 def _operand(x: Any, like: Sharded) -> Any:
@@ -228,12 +228,12 @@ def _operand(x: Any, like: Sharded) -> Any:
     if isinstance(x, Sharded):
         if x.layout == like.layout and x.index == like.index:
             return x.local
-        x = x.gather()
+        x = x.full_tensor()
     if not isinstance(x, Tensor) or like.layout.replicated:
         return x
     if x.ndim == 0 and like.ndim > 0:
         return Beside.apply(x, like.on)
-    return like.take(x).local
+    return like.slice_of(x).local
 
 
 def _listwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +252,7 @@ def _listwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if result is None:
         return None
     columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
-    wrapped = [[x if like is None else like.new(x) for x, like in zip(column, likes)] for column in columns]
+    wrapped = [[x if like is None else like.with_local(x) for x, like in zip(column, likes)] for column in columns]
     return tuple(wrapped) if columns is result else wrapped[0]
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fzero import ops
-from fzero.ops import Node, is_call, name_of
+from fzero.ops import Node, is_call, name_of, storage
 from fzero.program import Program
 
 
@@ -51,8 +50,7 @@ class _Memory:
         if is_call(node, ops.whole, ops.part):
             started = node.args[0].args[0]
             return self.owner[started.args[0][node.args[3]]]
-        value = node.meta.get("val")
-        return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
+        return storage(node)
 
     def _read(self, node: Node, at: int) -> None:
         """Note that `node` is read at this position. What a communication sends is read until it is waited for."""

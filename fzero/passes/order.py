@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
 from fzero import ops
-from fzero.ops import Node, is_call
+from fzero.ops import Node, is_call, overwritten, storage
 
 _aten = torch.ops.aten
 VIEWS = frozenset({
@@ -28,11 +29,14 @@ DERIVED = VIEWS | {_aten._to_copy.default, _aten.clone.default}
 def gathered(graph: fx.Graph) -> dict[Node, Node]:
     """Each all-gather, and each node derived from one alone -> that all-gather."""
     origin: dict[Node, Node] = {}
+    changed = {storage(written) for node in graph.nodes for written in overwritten(node)}
     for node in graph.nodes:
         if is_call(node, ops.all_gather):
             origin[node] = node
-        elif node.target in DERIVED and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in origin:
-            origin[node] = origin[node.all_input_nodes[0]]
+        elif node.target in DERIVED and len(node.all_input_nodes) == 1 and storage(node) not in changed:
+            (source,) = node.all_input_nodes
+            if source in origin:
+                origin[node] = origin[source]
     return origin
 
 
@@ -55,18 +59,35 @@ def sink_gathers(graph: fx.Graph) -> None:
 def settle(graph: fx.Graph) -> None:
     """Move each node that stands before one of its inputs to just behind the last of them. Drops what has no use."""
     position = {node: index for index, node in enumerate(graph.nodes)}
+    followers = _followers(graph)
     missing = {node: len(node.all_input_nodes) for node in position}
+    for later in followers.values():
+        for node in later:
+            missing[node] += 1
     ready = [(index, node) for node, index in position.items() if not missing[node]]
     order: list[Node] = []
     while ready:
         _, node = heapq.heappop(ready)
         order.append(node)
-        for user in node.users:
+        for user in (*node.users, *followers.get(node, ())):
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (position[user], user))
     rearrange(graph, order)
     graph.eliminate_dead_code()
+
+
+def _followers(graph: fx.Graph) -> dict[Node, list[Node]]:
+    """Node -> nodes that must stay behind it although they do not take its value: both touch memory that is changed."""
+    changed = {storage(written) for node in graph.nodes for written in overwritten(node)}
+    last: dict[Any, Node] = {}
+    followers: dict[Node, list[Node]] = {}
+    for node in graph.nodes if changed else ():
+        for memory in {storage(n) for n in (node, *node.all_input_nodes)} & changed:
+            if memory in last:
+                followers.setdefault(last[memory], []).append(node)
+            last[memory] = node
+    return followers
 
 
 def rearrange(graph: fx.Graph, order: list[Node]) -> None:
