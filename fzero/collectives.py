@@ -38,6 +38,7 @@ class Primitives(Protocol):
 
     mesh: VirtualMesh
     rank: int  # along the mesh's shard axis
+    is_tracing: bool  # whether moves are written down, not performed
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """The whole leaf, in its shape, from each rank's slice."""

@@ -97,7 +97,7 @@ def memory(graph: fx.Graph, layouts: Layouts) -> Memory:
 
 
 def _last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
-    """Node -> the values that nothing needs after it. Placeholders belong to the caller and are never among them."""
+    """Node -> the values that nothing needs after it. Arguments and results belong to the caller: never among them."""
     last: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -105,6 +105,8 @@ def _last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
         for source in node.all_input_nodes:
             if source.op != "placeholder":
                 last[source] = node
+    for source in graph.output_node().all_input_nodes:
+        last.pop(source, None)
     dying: dict[Node, list[Node]] = {}
     for source, node in last.items():
         dying.setdefault(node, []).append(source)
@@ -119,9 +121,19 @@ def _storages(node: Node, layouts: Layouts) -> dict[Any, int]:
         return {}  # one rank: a gathered leaf is a view of its slice
     owned = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
     if is_call(node, ops.reduce_scatter):
-        world = layouts[node.args[1]].world
-        owned[node] = _wire_nbytes(node, layouts) + (world - 2) * nbytes(value) if world > 1 else 0
+        owned |= _sent(node, layouts)
     return owned
+
+
+def _sent(node: Node, layouts: Layouts) -> dict[Any, int]:
+    """Memory that a reduce-scatter keeps until it is waited for, besides its result: what it sends, which is packed
+    unless it is one leaf that fills the buffer, and what it receives from other ranks than one."""
+    world, size = layouts[node.args[1]].world, _wire_nbytes(node, layouts)
+    first = node.args[0][0].meta["val"]
+    received = {node: max(world - 2, 0) * nbytes(node.meta["val"])}
+    if len(node.args[0]) == 1 and nbytes(first) == size:
+        return received | {first.untyped_storage()._cdata: first.untyped_storage().nbytes()}
+    return received | {(node, "packed"): size if world > 1 else 0}
 
 
 def _is_alone(node: Node, layouts: Layouts) -> bool:

@@ -37,6 +37,14 @@ _KEEPS_SLICE = {
     torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh_copy.default,
 }
+_UNTAGGED = {
+    "fill",
+    "fill_",
+    "masked_fill",
+    "masked_fill_",
+    "hardswish",
+    "rsub",
+}  # elementwise, but torch does not say so
 _SHAPE_ONLY = {
     "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like",
 }  # fmt: skip
@@ -127,7 +135,7 @@ def _kind(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
         return frozenset({node.args[0]})
     if is_call(node, ops.take, ops.beside, ops.spread):
         if kinds[node.args[0]] != UNIFORM:
-            raise _meets_a_slice(program, node)
+            raise _meets_a_slice(program, node, kinds[node.args[0]])
         return UNIFORM if is_call(node, ops.beside) else SHARDED
     if name == "getitem":
         return _item(node, kinds)
@@ -139,8 +147,15 @@ def _kind(program: Program, node: Node, kinds: dict[Node, Kind]) -> Kind:
     flat = {kind for item in given for kind in (item if isinstance(item, tuple) else (item,))}
     if name in _SHAPE_ONLY and (SHARDED not in flat or node.target not in _KEEPS_SLICE):
         return UNIFORM
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _KEEPS_SLICE
-    return _join(program, node, flat, pointwise)
+    return _join(program, node, flat, _is_pointwise(node))
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Whether each element of the result depends on the elements at its position: nothing else is applied to slices by
+    the rules of `Sharded` and their derivatives, but sums and extremes."""
+    name = name_of(node)
+    tagged = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _KEEPS_SLICE
+    return tagged or name in _UNTAGGED or name.endswith("_backward")
 
 
 def _join(program: Program, node: Node, flat: set[Kind], pointwise: bool) -> Kind:
@@ -148,7 +163,7 @@ def _join(program: Program, node: Node, flat: set[Kind], pointwise: bool) -> Kin
     between the ranks that hold different slices."""
     if SHARDED in flat and pointwise:
         if flat - {SHARDED, UNIFORM}:
-            raise _meets_a_slice(program, node)
+            raise _meets_a_slice(program, node, UNIFORM.union(*(flat - {SHARDED})))
         return SHARDED
     partial = {frozenset({program.mesh.shard_axis})} if SHARDED in flat else set()
     return UNIFORM.union(*(flat - {SHARDED}), *partial)
@@ -202,15 +217,19 @@ def _check_results(program: Program, kinds: dict[Node, Kind]) -> None:
                 program.path_of(result),
                 f"result {result.path!r} is state but depends on this rank's batch: ranks would drift apart "
                 f"({node.stack_trace})",
-                f"make it the same on every rank first, with fzero.pmean(x, {program.mesh.shard_axis!r})",
+                _average_first(kinds[node]),
             )
 
 
-def _meets_a_slice(program: Program, node: Node) -> FzeroError:
+def _average_first(axes: Kind) -> str:
+    return f"make it the same on every rank first, with {' and '.join(f'fzero.pmean(x, {a!r})' for a in sorted(axes))}"
+
+
+def _meets_a_slice(program: Program, node: Node, axes: Kind) -> FzeroError:
     return FzeroError(
         _leaf_near(program, node),
         f"a per-rank value meets a slice of this leaf in {name_of(node)}: ranks would drift apart ({node.stack_trace})",
-        f"make it the same on every rank first, with fzero.pmean(x, {program.mesh.shard_axis!r})",
+        _average_first(axes),
     )
 
 

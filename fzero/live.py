@@ -23,6 +23,8 @@ class Live:
     Made by `live`. `groups` are the process groups of the axes, `device_type` is where tensors live.
     """
 
+    is_tracing = False
+
     def __init__(self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str) -> None:
         self.mesh = mesh
         self.device = torch.device(device_type)

@@ -16,25 +16,31 @@ from fzero.collectives import Peak, Primitives, Total
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
     clone conj conj_physical cos cosh deg2rad detach digamma erf erfc erfinv exp exp2 expm1 expit floor frac i0
-    isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not logit nan_to_num
-    ndtr neg negative positive rad2deg real reciprocal relu relu6 round rsqrt sgn sigmoid sign signbit silu sin sinc
+    isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not nan_to_num
+    ndtr neg negative positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc
     sinh softplus softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink
     softshrink hardshrink threshold sqrt square tan tanh trunc fix zeros_like ones_like full_like empty_like
     to type float double half bfloat16 int long short bool byte char cpu cuda
 """
 _BINARY = """
     add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
-    rfloordiv fmod remainder mod rmod pow rpow float_power atan2 arctan2 maximum minimum fmax fmin hypot copysign
-    nextafter ldexp logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge equal_to not_equal less less_equal
+    rfloordiv fmod remainder mod rmod pow rpow float_power atan2 arctan2 maximum minimum fmax fmin hypot
+    ldexp logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge equal_to not_equal less less_equal
     greater greater_equal isclose logical_and logical_or logical_xor and rand or ror xor rxor invert bitwise_and
     bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift lshift rlshift rshift rrshift
 """
 _MORE = "where clamp clamp_min clamp_max clip lerp addcmul addcdiv masked_fill type_as"
 ELEMENTWISE = frozenset((_UNARY + _BINARY + _MORE).split())
-"""Names of functions whose every output element depends on the input elements at its position only."""
+"""Names of functions whose every output element depends on the input elements at its position only.
+
+Not copysign, nextafter, logit and sgn, whose derivatives make tensors of the slice's size, which differs between ranks.
+"""
 
 LIST_OPS = frozenset({"scale_by_adam"})
 """Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
+
+LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
+"""Functions on lists of leaves that reduce each one -> what they do to it."""
 
 OPERATORS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__

@@ -32,11 +32,13 @@ class Sharded:
     itself, in its shape. A `Sharded` is immutable: write `p = p - g`.
     """
 
-    __slots__ = ("_local", "index", "layout", "on")
+    __slots__ = ("_full", "_level", "_local", "index", "layout", "on")
 
     def __init__(self, local: Tensor, layout: Layout, index: int, on: Primitives) -> None:
         self._local: Tensor | None = local
         self.layout, self.index, self.on = layout, index, on
+        self._full: Tensor | None = None
+        self._level = _transform_level() if on.is_tracing else None
 
     @property
     def local(self) -> Tensor:
@@ -102,10 +104,20 @@ class Sharded:
         return self.dtype.is_floating_point
 
     def full_tensor(self) -> Tensor:
-        """The whole value, a plain tensor that is the same on every rank. Its transpose scatters the cotangent."""
+        """The whole value, a plain tensor that is the same on every rank. Its transpose scatters the cotangent.
+
+        In a trace all uses within one torch.func transform share one gather, so that their cotangents are summed first
+        and scattered once.
+        """
+        if self._full is not None and self._level == _transform_level():
+            return self._full
         if self.layout.replicated:
-            return Whole.apply(self.local, self.on)
-        return Gather.apply(self.local, self.on, self.layout, self.index)
+            full = Whole.apply(self.local, self.on)
+        else:
+            full = Gather.apply(self.local, self.on, self.layout, self.index)
+        if self.on.is_tracing and torch.is_grad_enabled() and self._level == _transform_level():
+            self._full = full
+        return full
 
     def with_local(self, local: Tensor) -> Sharded:
         """A value of this layout with another slice."""
@@ -147,6 +159,12 @@ class Sharded:
         return f"Sharded({self.path or 'value'}: {state}{list(self.shape)}, {held}, bucket {where})"
 
 
+def _transform_level() -> int | None:
+    """How deep in torch.func transforms this runs. A value belongs to the transform that made it, and torch has no
+    public way to ask which one that is."""
+    return torch._C._functorch.maybe_current_level()
+
+
 def _apply_method(method: Callable[..., Any], self: Sharded, *args: Any, **kwargs: Any) -> Any:
     return _apply(method, (self, *args), kwargs)
 
@@ -185,6 +203,8 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         first = next(x for x in (*args, *kwargs.values()) if _contains_sharded(x))
         path = first.path if is_sharded(first) else ""
         raise FzeroError(path, f"{name} would change a value in place", "a Sharded is immutable; write p = p + u")
+    if name in rules.LIST_REDUCTIONS:
+        return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
     if name in rules.LIST_OPS or name.startswith("_foreach_"):
         return _listwise(func, args, kwargs)
     if name in rules.ELEMENTWISE:

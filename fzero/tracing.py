@@ -27,6 +27,7 @@ class Tracer:
     """The `Primitives` that write each move down as a node of `ops`."""
 
     rank = RANK
+    is_tracing = True
 
     def __init__(self, mesh: VirtualMesh) -> None:
         self.mesh = mesh

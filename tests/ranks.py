@@ -3,9 +3,9 @@
     run(2, fn, 7)               -> [fn(mesh, 7) of rank 0, fn(mesh, 7) of rank 1]
     run_cases(2, {"a": case})   -> {"a": [Outcome of rank 0, Outcome of rank 1]}
 
-Ranks are forked from one process that has imported torch and done nothing else. To start and to join takes them a second
-still, so a test file runs all its cases in one `run_cases` a world size, behind a fixture of module scope, and each test
-looks at the outcome of its own.
+Ranks are forked from one process that has imported torch and done nothing else, and are there in a tenth of a second.
+A test file runs its cases in one `run_cases` a world size all the same, behind a fixture of module scope, and each test
+looks at the outcome of its own: what a process does first (import, trace, connect) costs more than what it does next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Case = Callable[[DeviceMesh], Any]
-STALL = timedelta(seconds=30)
+STALL = timedelta(seconds=20)
 """After this long a collective that not all ranks have joined fails on those that have."""
 GRACE = 10.0
 """Seconds that ranks have to report after another failed, and to end after they reported."""

@@ -282,11 +282,11 @@ class Slice:
     def __init__(self, local: Tensor, shape: tuple[int, ...]) -> None:
         self.local, self.shape = local, torch.Size(shape)
 
-    def gather(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         return self.local.reshape(self.shape)
 
 
-def test_leaves_that_gather_are_gathered() -> None:
+def test_leaves_with_a_full_tensor_are_gathered() -> None:
     module = Mixed()
     params, apply = lower(module)
     slices = tree.map(lambda leaf: Slice(leaf.reshape(-1), leaf.shape), params)

@@ -10,7 +10,7 @@ from fzero.ops import Node, is_call
 from fzero.passes.order import hops, sink_gathers
 from fzero.program import Program
 
-_LEAFWISE = (ops.gather, ops.scatter, ops.all_reduce)
+_LEAFWISE = (ops.gather, ops.scatter)
 
 
 def bucket(program: Program) -> Program:
@@ -53,7 +53,8 @@ def _groups(program: Program, target: Any, depth: dict[Node, int]) -> list[list[
 
 
 def _family(program: Program, node: Node) -> str | None:
-    """Which tree of state a gathered slice comes from: what its argument's path has before the leaf's own."""
+    """Which tree of state a gathered slice comes from: what its argument's path has before the end it shares with the
+    leaf's own path."""
     if not is_call(node, ops.gather):
         return None
     leaf = program.layout_of(node).leaves[node.args[2]].path
@@ -62,8 +63,10 @@ def _family(program: Program, node: Node) -> str | None:
         source = source.all_input_nodes[0]
     if source.op != "placeholder":
         return None
-    path = program.arguments[program.placeholders.index(source)].path
-    return path.removesuffix(leaf)
+    given, own = program.arguments[program.placeholders.index(source)].path.split("."), leaf.split(".")
+    while given and own and given[-1] == own[-1]:
+        given, own = given[:-1], own[:-1]
+    return ".".join(given)
 
 
 def _gather_together(program: Program, members: list[Node]) -> None:

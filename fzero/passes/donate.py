@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from fzero import ops
-from fzero.ops import Node, is_call, name_of, storage
+from fzero.ops import Node, is_call, name_of, shares_memory, storage
 from fzero.program import Program
 
 
 def donate(program: Program) -> Program:
     """Results of state take the memory of the state arguments that they replace; those are marked `donated`.
 
-    Same results, bit for bit; no second copy of parameters or optimizer state. An operation works in place where what
-    it overwrites is read by nothing after it; where that fails a result is copied into the argument it replaces once
-    everything has read that one. Lists of gradients that die are overwritten too.
+    Same results, bit for bit; no second copy of parameters or optimizer state. An operation whose first operand is a
+    state argument, and whose result is state of the same leaf, works in place where nothing reads the argument after
+    it. A step that has such a result is an update: its other state results are copied into the arguments of the same
+    path once everything has been read. Lists of gradients that die are overwritten too.
     """
     program = program.copy("donate")
     memory = _Memory(program)
     _reuse_lists(program, memory)
+    is_update = _is_update(program)
     donated = _work_in_place(program, memory)
-    donated |= _copy_back(program, memory, donated)
+    if is_update:
+        donated |= _copy_back(program, memory, donated)
     arguments = tuple(
         replace(argument, donated=node in donated) for argument, node in zip(program.arguments, program.placeholders)
     )
@@ -43,14 +48,15 @@ class _Memory:
                 self._read(read, self.position[node])
 
     def _owner(self, node: Node) -> Any:
-        """What stands for a node's memory: its fake tensor's storage, which views share.
+        """What stands for a node's memory: its fake tensor's storage, or that of what it is a view of.
 
         A leaf of a gathered buffer, or a slice of a scattered block, counts as what was sent: with one rank it is that.
         """
         if is_call(node, ops.whole, ops.part):
             started = node.args[0].args[0]
             return self.owner[started.args[0][node.args[3]]]
-        return storage(node)
+        sources = [self.owner[source] for source in node.all_input_nodes] if shares_memory(node) else []
+        return sources[0] if sources and not isinstance(sources[0], fx.Node) else storage(node)
 
     def _read(self, node: Node, at: int) -> None:
         """Note that `node` is read at this position. What a communication sends is read until it is waited for."""
@@ -85,6 +91,21 @@ def _matches(program: Program, placeholder: Node, result: Any, node: Node) -> bo
     return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
 
 
+def _is_update(program: Program) -> bool:
+    """Whether some state result is computed with the state argument of its leaf as first operand: `p + u`."""
+    for _, result, node in _state_results(program):
+        call = node
+        path: list[int] = []
+        while is_call(call, operator.getitem):
+            call, path = call.args[0], [call.args[1], *path]
+        if is_call(call, ops.adamw):
+            return True
+        first = call.args[0][path[-1]] if path and isinstance(call.args[0], (list, tuple)) else (*call.args, None)[0]
+        if isinstance(first, fx.Node) and first.op == "placeholder" and _matches(program, first, result, node):
+            return True
+    return False
+
+
 def _work_in_place(program: Program, memory: _Memory) -> set[Node]:
     """Turn operations whose results replace what they read into their in-place forms."""
     wanted = {node: result for _, result, node in _state_results(program)}
@@ -94,6 +115,8 @@ def _work_in_place(program: Program, memory: _Memory) -> set[Node]:
             donated |= _adamw_in_place(program, memory, node, wanted)
         elif name_of(node).startswith("_foreach_"):
             donated |= _foreach_in_place(program, memory, node, wanted)
+        elif node in wanted:
+            donated |= _one_in_place(program, memory, node, wanted)
     return donated
 
 
@@ -107,6 +130,7 @@ def _adamw_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[
         return set()
     call.target, call.meta["val"] = ops.adamw_, None
     for old, new in news.items():
+        memory.join(old, new)
         program.substitute(new, old)
     for column in columns.values():
         program.graph.erase_node(column)
@@ -121,8 +145,21 @@ def _foreach_in_place(program: Program, memory: _Memory, call: Node, wanted: dic
         return set()
     if not all(_replaces(program, memory, call, old, items.get(i), wanted) for i, old in enumerate(olds)):
         return set()
-    _overwrite(program, call, in_place)
+    _overwrite(program, memory, call, in_place)
     return set(olds)
+
+
+def _one_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+    in_place, old = _in_place_overload(call), call.args[0] if call.args else None
+    if in_place is None or call.args.count(old) > 1 or not isinstance(old, fx.Node):
+        return set()
+    if not _replaces(program, memory, call, old, call, wanted):
+        return set()
+    with program.graph.inserting_after(call):
+        program.emit(in_place, *call.args, **call.kwargs)
+    memory.join(old, call)
+    program.substitute(call, old)
+    return {old}
 
 
 def _replaces(
@@ -141,7 +178,7 @@ def _reuse_lists(program: Program, memory: _Memory) -> None:
     """List operations on temporaries that die there, and share nothing with each other, work in place."""
     given = {memory.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
     for call in list(program.graph.nodes):
-        in_place = _in_place_overload(call)
+        in_place = _in_place_overload(call) if name_of(call).startswith("_foreach_") else None
         if in_place is None:
             continue
         olds = list(call.args[0])
@@ -150,9 +187,7 @@ def _reuse_lists(program: Program, memory: _Memory) -> None:
         apart = len({*owners, *beside}) == len(owners) + len(set(beside)) and not given & set(owners)
         fits = all(_is_whole(old) and old.meta["val"].dtype == new.dtype for old, new in zip(olds, call.meta["val"]))
         if apart and fits and all(memory.dies_at(old, call) for old in olds):
-            for item in call.users:
-                memory.join(olds[item.args[1]], item)
-            _overwrite(program, call, in_place)
+            _overwrite(program, memory, call, in_place)
 
 
 def _is_whole(node: Node) -> bool:
@@ -161,37 +196,38 @@ def _is_whole(node: Node) -> bool:
 
 
 def _in_place_overload(call: Node) -> Any:
-    """`_foreach_mul_.Scalar` for `_foreach_mul.Scalar`; None where there is none."""
+    """`_foreach_mul_.Scalar` for `_foreach_mul.Scalar`, `add_.Tensor` for `add.Tensor`; None where there is none."""
     name, _, overload = getattr(call.target, "__name__", "").partition(".")
-    if call.op != "call_function" or not name.startswith("_foreach_") or name.endswith("_"):
+    pointwise = name.startswith("_foreach_") or torch.Tag.pointwise in getattr(call.target, "tags", ())
+    if call.op != "call_function" or not pointwise or name.endswith("_"):
         return None
     packet = getattr(torch.ops.aten, name + "_", None)
     return getattr(packet, overload, None)
 
 
-def _overwrite(program: Program, call: Node, in_place: Any) -> None:
+def _overwrite(program: Program, memory: _Memory, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list: its items are that list's nodes."""
     for item in list(call.users):
+        memory.join(call.args[0][item.args[1]], item)
         program.substitute(item, call.args[0][item.args[1]])
     call.target, call.meta["val"] = in_place, None
 
 
 def _copy_back(program: Program, memory: _Memory, donated: set[Node]) -> set[Node]:
-    """Copy remaining state results into the arguments that they replace, in one list operation at the end."""
+    """Copy remaining state results of an update into the arguments of the same path, in one operation at the end."""
     returned = list(program.output.args[0])
     kept = {memory.owner.get(node, node) for node in returned}
-    free = [
-        node
+    free = {
+        argument.path: node
         for node, argument in zip(program.placeholders, program.arguments)
-        if argument.bucket is not None and node not in donated and node not in kept
-    ]
+        if argument.bucket is not None and node not in donated and memory.owner[node] not in kept
+    }
     pairs: list[tuple[Node, Node]] = []
     for position, result, node in _state_results(program):
         if node.op == "placeholder" or memory.owner.get(node, node) in donated:
             continue
-        into = next((old for old in free if _matches(program, old, result, node)), None)
-        if into is not None:
-            free.remove(into)
+        into = free.get(result.path)
+        if into is not None and _matches(program, into, result, node):
             pairs.append((into, node))
             returned[position] = into
     if pairs:

@@ -53,7 +53,7 @@ def _row(adam: Node, index: int) -> _Row | None:
     step, mu, nu = (_item(_item(adam, column), index) for column in range(3))
     grad, old_mu, old_nu = (adam.args[column][index] for column in range(3))
     decay, link = 0.0, _next(step)
-    if link and link.target is _aten._foreach_add.List:
+    if link and link.target is _aten._foreach_add.List and step in link.args[0]:
         decay = _given(link, "alpha", 2, 1)
         weight = link.args[1][_position(link, step)]
         step, link = _item(link, _position(link, step)), _next(_item(link, _position(link, step)))

@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import fx
 
 from fzero import ops
-from fzero.ops import is_call
+from fzero.ops import Node, is_call
 from fzero.program import Program
 
 
@@ -25,14 +25,19 @@ def prefetch(program: Program, *, ahead: int = 1) -> Program:
 
 
 def _start_gathers_early(graph: fx.Graph, ahead: int) -> None:
-    """Behind the wait of the gather that is `ahead` of it, or as early as its slices are there."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    starts = [node for node in graph.nodes if is_call(node, ops.all_gather)]
-    waits = {node.args[0]: node for node in graph.nodes if is_call(node, ops.wait)}
-    for earlier, start in zip(starts, starts[ahead:]):
-        after = max([waits[earlier], *start.all_input_nodes], key=position.__getitem__)
-        if position[after] < position[start]:
-            after.append(start)
+    """Behind the wait of the gather that is `ahead` of it, or as early as its slices are there, in the order of use."""
+    nodes = list(graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    starts = [node for node in nodes if is_call(node, ops.all_gather)]
+    waits = {node.args[0]: node for node in nodes if is_call(node, ops.wait)}
+    triggers = starts[:1] * ahead + [waits[start] for start in starts]
+    last: dict[int, Node] = {}  # position -> what was put behind the node there last
+    at = 0
+    for start, trigger in zip(starts[1:], triggers[1:]):
+        at = min(max(at, position[trigger], *map(position.__getitem__, start.all_input_nodes)), position[start])
+        if at < position[start]:
+            last.get(at, nodes[at]).append(start)
+            last[at] = start
 
 
 def _wait_for_scatters_late(graph: fx.Graph) -> None:

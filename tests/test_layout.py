@@ -1,0 +1,89 @@
+"""Layouts and wires, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from fzero.layout import Layout, Leaf, wire
+from fzero.mesh import VirtualMesh
+
+# w 0..6, b 6..10, u 10..15, padded to 18: ranks own 0..6, 6..12, 12..18
+THREE = Layout("layer", (Leaf("w", (2, 3)), Leaf("b", (4,)), Leaf("u", (5,))), VirtualMesh(fsdp=3), align=2)
+
+
+def bounds(*ranges: range) -> list[tuple[int, int]]:
+    """Starts and stops: all empty ranges compare equal."""
+    return [(r.start, r.stop) for r in ranges]
+
+
+def test_five_elements_on_four_ranks() -> None:
+    layout = Layout("layer", (Leaf("w", (5,)),), VirtualMesh(fsdp=4), align=1)
+    assert [len(layout.part(0, rank)) for rank in range(4)] == [2, 2, 1, 0]
+    assert layout.padded == 8 and layout.shard == 2
+
+
+def test_leaves_and_slices_in_the_bucket() -> None:
+    assert THREE.numel == 15 and THREE.padded == 18 and THREE.shard == 6
+    assert bounds(*THREE.leaf_ranges) == [(0, 6), (6, 10), (10, 15)]
+    assert bounds(*(THREE.rank_range(rank) for rank in range(3))) == [(0, 6), (6, 12), (12, 18)]
+
+
+def test_parts_count_from_the_start_of_the_leaf() -> None:
+    assert bounds(*(THREE.part(0, rank) for rank in range(3))) == [(0, 6), (6, 6), (6, 6)]
+    assert bounds(*(THREE.part(1, rank) for rank in range(3))) == [(0, 0), (0, 4), (4, 4)]
+    assert bounds(*(THREE.part(2, rank) for rank in range(3))) == [(0, 0), (0, 2), (2, 5)]
+
+
+def test_default_alignment_is_sixteen_elements_a_rank() -> None:
+    assert Layout("layer", (Leaf("w", (33,)),), VirtualMesh(fsdp=2)).padded == 64
+
+
+def test_scalars_and_empty_leaves() -> None:
+    layout = Layout("layer", (Leaf("scale", ()), Leaf("none", (0, 3))), VirtualMesh(fsdp=2), align=1)
+    assert layout.numel == 1 and layout.padded == 2
+    assert [len(layout.part(0, rank)) for rank in range(2)] == [1, 0]
+    assert [len(layout.part(1, rank)) for rank in range(2)] == [0, 0]
+
+
+def test_replicated_layout_is_whole_on_every_rank() -> None:
+    layout = Layout("layer", THREE.leaves, THREE.mesh, replicated=True)
+    assert layout.padded == layout.shard == 15
+    assert bounds(layout.part(2, 1)) == [(0, 5)]
+
+
+def test_state_is_cut_along_the_shard_axis_alone() -> None:
+    mesh = VirtualMesh(fsdp=3, tensor=5)
+    assert Layout("layer", THREE.leaves, mesh, align=2).part(2, 2) == THREE.part(2, 2)
+
+
+def test_wire_of_all_leaves_is_the_bucket() -> None:
+    sent = wire(THREE, (0, 1, 2))
+    assert sent.stride == 6 and sent.numel == 18
+    assert bounds(*sent.block(1)) == [(0, 0), (0, 4), (4, 6)]
+    assert [bounds(*sent.pieces(i)) for i in range(3)] == [[(0, 6)], [(6, 10)], [(10, 15)]]
+
+
+def test_wire_of_some_leaves_has_blocks_as_long_as_the_longest() -> None:
+    sent = wire(THREE, (0, 2))  # ranks hold 6 + 0, 0 + 2 and 0 + 3 elements of w and u
+    assert sent.stride == 6
+    assert bounds(*sent.pieces(0)) == [(0, 6)]
+    assert bounds(*sent.pieces(1)) == [(6, 8), (12, 15)]
+    assert wire(THREE, (2,)).stride == 4  # 3, padded to 2
+
+
+def test_wires_are_interned() -> None:
+    twin = Layout("layer", THREE.leaves, VirtualMesh(fsdp=3), align=2)
+    assert wire(twin, (0, 2)) is wire(THREE, (0, 2))
+
+
+def test_what_a_wire_worked_out_is_remembered_in_models_of_many_leaves() -> None:
+    leaves = tuple(Leaf(f"layer.{i}", (5,)) for i in range(300))
+    sent = wire(Layout("layer", leaves, VirtualMesh(fsdp=2)), tuple(range(300)))
+    first, second = ([sent.pieces(i) for i in range(300)] for _ in range(2))
+    assert all(a is b for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("change", [{"bucket": "other"}, {"align": 4}, {"replicated": True}])
+def test_layouts_differ_in_any_argument(change: dict[str, object]) -> None:
+    arguments = {"bucket": "layer", "leaves": THREE.leaves, "mesh": THREE.mesh, "align": 2}
+    assert Layout(**arguments) == THREE and Layout(**arguments | change) != THREE

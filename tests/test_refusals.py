@@ -1,0 +1,451 @@
+"""Bad input, on two ranks: each an FzeroError that names the leaf, the numbers and the way out, on every rank, soon."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import Outcome, run_cases, values
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fzero
+from fzero import optim, tree
+
+SOON = 5.0
+"""Seconds. A collective that a rank does not join would wait four times as long."""
+
+OPTIMIZER = optim.adamw(0.1)
+Params = dict[str, Any]
+
+
+class Refusal(NamedTuple):
+    """The error that a call raised: its class, its message, and after how many seconds it came."""
+
+    kind: str
+    message: str
+    seconds: float
+
+
+def refusal(use: Callable[[], Any]) -> Refusal:
+    start = time.monotonic()
+    try:
+        use()
+    except Exception as error:
+        return Refusal(type(error).__name__, str(error), time.monotonic() - start)
+    return Refusal("nothing", "was raised", time.monotonic() - start)
+
+
+def full_params() -> Params:
+    return {"layers": [{"w": torch.ones(5, 7), "b": torch.ones(7)}], "scale": torch.tensor(0.5)}
+
+
+def batch_of(rows: int = 2) -> Tensor:
+    return torch.ones(rows, 5)
+
+
+def loss_of(params: Params, x: Tensor) -> Tensor:
+    (layer,) = params["layers"]
+    return (x @ layer["w"] + layer["b"]).square().mean() * params["scale"]
+
+
+def train_step(params: Params, state: Any, x: Tensor) -> Any:
+    value, grads = fzero.value_and_grad(loss_of)(params, x)
+    updates, state = OPTIMIZER.update(grads, state, params)
+    return optim.apply_updates(params, updates), state, value
+
+
+class Setup(NamedTuple):
+    """A job on one rank, ready for its first step."""
+
+    mesh: DeviceMesh
+    rank: int
+    params: Params
+    state: Any
+    step: Callable[..., Any]
+
+
+def setup(mesh: DeviceMesh, step: Callable[..., Any] = train_step) -> Setup:
+    params = fzero.partition(full_params(), mesh)
+    return Setup(mesh, mesh.get_rank(), params, OPTIMIZER.init(params), fzero.shard(step, mesh, donate=False))
+
+
+# one tree, one mesh
+
+
+def partitioned_twice(mesh: DeviceMesh) -> Refusal:
+    return refusal(lambda: fzero.partition({"all": setup(mesh).params}, mesh))
+
+
+def of_another_mesh(mesh: DeviceMesh) -> list[Refusal]:
+    """State of one mesh in a step on another; the whole tree, one leaf of it, and a trace."""
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "fsdp"))
+    job, other = setup(mesh), fzero.partition(full_params(), grid)
+    mixed = {**job.params, "scale": other["scale"]}
+    return [
+        refusal(lambda: job.step(other, OPTIMIZER.init(other), batch_of())),
+        refusal(lambda: job.step(mixed, job.state, batch_of())),
+        refusal(lambda: job.step.trace(other, OPTIMIZER.init(other), batch_of())),  # type: ignore[attr-defined]
+        refusal(lambda: fzero.shard(train_step, grid)(job.params, job.state, batch_of())),
+    ]
+
+
+def of_no_mesh(mesh: DeviceMesh) -> list[Refusal]:
+    """What is not a mesh of devices with named axes."""
+    nameless = init_device_mesh("cpu", (2,))
+    virtual = fzero.VirtualMesh(fsdp=2)
+    return [
+        refusal(lambda: fzero.partition(full_params(), nameless)),
+        refusal(lambda: fzero.shard(train_step, nameless)),
+        refusal(lambda: fzero.partition(full_params(), virtual)),
+        refusal(lambda: fzero.shard(train_step, virtual)),
+    ]
+
+
+def unusual_arguments(mesh: DeviceMesh) -> list[Refusal]:
+    """A stage that there is not, and a constant that does not hash."""
+    job = setup(mesh)
+    return [
+        refusal(lambda: fzero.shard(train_step, mesh, stage=4)(job.params, job.state, batch_of())),
+        refusal(lambda: job.step(job.params, job.state, {"x": batch_of(), "note": bytearray(b"text")})),
+    ]
+
+
+# gradients
+
+
+def missing_leaf(params: Params, state: Any, x: Tensor) -> Any:
+    grads = fzero.grad(loss_of)(params, x)
+    del grads["layers"][0]["b"]
+    return OPTIMIZER.update(grads, state, params)
+
+
+def other_shape(params: Params, state: Any, x: Tensor) -> Any:
+    grads = fzero.grad(loss_of)(params, x)
+    grads["layers"][0]["w"] = params["layers"][0]["b"]
+    return OPTIMIZER.update(grads, state, params)
+
+
+def surplus_leaf(params: Params, state: Any, x: Tensor) -> Any:
+    grads = fzero.grad(loss_of)(params, x)
+    return optim.apply_updates(params, {**grads, "spare": grads["scale"]})
+
+
+def other_gradients(mesh: DeviceMesh) -> list[Refusal]:
+    """Gradients that are not as the parameters, in a step and outside of one."""
+    found = []
+    for wrong in (missing_leaf, other_shape, surplus_leaf):
+        job = setup(mesh, wrong)
+        found += [
+            refusal(lambda job=job: job.step(job.params, job.state, batch_of())),
+            refusal(lambda job=job, wrong=wrong: wrong(job.params, job.state, batch_of())),
+        ]
+    return found
+
+
+def integer_parameters(mesh: DeviceMesh) -> list[Refusal]:
+    params = {**full_params(), "steps": torch.tensor([3, 4])}
+    placed = fzero.partition(params, mesh)
+    step = fzero.shard(lambda params, x: fzero.value_and_grad(loss_of)(params, x), mesh)
+    return [
+        refusal(lambda: fzero.value_and_grad(loss_of)(params, batch_of())),
+        refusal(lambda: fzero.grad(loss_of)(placed, batch_of())),
+        refusal(lambda: step(placed, batch_of())),
+    ]
+
+
+def no_single_number(mesh: DeviceMesh) -> list[Refusal]:
+    """Functions whose value is not one floating number."""
+    params = fzero.partition(full_params(), mesh)
+    functions = [lambda p: p["layers"][0]["b"], lambda p: (p["scale"] > 0) & True, lambda p: (p["scale"].sum(), 1)]
+    return [refusal(lambda fn=fn: fzero.value_and_grad(fn)(params)) for fn in functions]
+
+
+# Python that looks at data
+
+
+def branching(params: Params, state: Any, x: Tensor) -> Any:
+    value = loss_of(params, x)
+    if value > 1:  # line: branching
+        value = value / 2
+    return params, state, value
+
+
+def looping(params: Params, state: Any, x: Tensor) -> Any:
+    while (params["scale"] < 4).all():  # line: looping
+        params = tree.map(lambda p: 2 * p, params)
+    return params, state, x.sum()
+
+
+def converting(params: Params, state: Any, x: Tensor) -> Any:
+    rate = float(x.mean())  # line: converting
+    return tree.map(lambda p: p * rate, params), state, x.sum()
+
+
+def itemizing(params: Params, state: Any, x: Tensor) -> Any:
+    return params, state, params["scale"].item()  # line: itemizing
+
+
+def inside_of_a_loss(params: Params, state: Any, x: Tensor) -> Any:
+    def loss(params: Params) -> Tensor:
+        value = loss_of(params, x)
+        return value if value.isfinite() else value * 0  # line: inside_of_a_loss
+
+    return fzero.grad(loss)(params), state, x.sum()
+
+
+def masking(params: Params, state: Any, x: Tensor) -> Any:
+    return params, state, x[x > 0].sum()  # line: masking
+
+
+LOOKING = [branching, looping, converting, itemizing, inside_of_a_loss, masking]
+
+
+def looking_at_data(mesh: DeviceMesh) -> dict[str, Refusal]:
+    found = {}
+    for wrong in LOOKING:
+        job = setup(mesh, wrong)
+        found[wrong.__name__] = refusal(lambda job=job: job.step(job.params, job.state, batch_of()))
+    return found
+
+
+# values that differ between ranks
+
+
+def meeting_a_slice(params: Params, state: Any, x: Tensor) -> Any:
+    params["layers"][0]["w"] = params["layers"][0]["w"] * x.mean()  # line: meeting_a_slice
+    return params, state, x.sum()
+
+
+def full_shaped(params: Params, state: Any, x: Tensor) -> Any:
+    params["layers"][0]["w"] = 0.9 * params["layers"][0]["w"] + x.sum(0)[:, None].expand(5, 7)  # line: full_shaped
+    return params, state, x.sum()
+
+
+def scaled_by_data(params: Params, state: Any, x: Tensor) -> Any:
+    _, grads = fzero.value_and_grad(loss_of)(params, x)
+    return tree.map(lambda p, g: p - g * x.max(), params, grads), state, x.sum()  # line: scaled_by_data
+
+
+def with_noise(params: Params, state: Any, x: Tensor) -> Any:
+    noisy = torch.randn(7) + params["layers"][0]["b"]  # line: with_noise
+    return {**params, "layers": [{**params["layers"][0], "b": noisy}]}, state, x.sum()
+
+
+def counting_rows(params: Params, state: Any, x: Tensor) -> Any:
+    adam, *rest = state
+    count = adam.count + (x > 0).sum()  # line: counting_rows
+    return params, (adam._replace(count=count), *rest), x.sum()
+
+
+DRIFTING = [meeting_a_slice, full_shaped, scaled_by_data, with_noise, counting_rows]
+
+
+def drifting_apart(mesh: DeviceMesh) -> dict[str, Refusal]:
+    found = {}
+    for wrong in DRIFTING:
+        job = setup(mesh, wrong)
+        found[wrong.__name__] = refusal(lambda job=job: job.step(job.params, job.state, batch_of()))
+    return found
+
+
+def averaged_first(mesh: DeviceMesh) -> list[float]:
+    """The way out that the refusals name: a mean over ranks may be state. The new scale, a number."""
+
+    def step(params: Params, x: Tensor) -> Params:
+        return {**params, "scale": params["scale"] * fzero.pmean(x.mean(), "fsdp")}
+
+    params = fzero.partition(full_params(), mesh)
+    x = batch_of() * (1 + 2 * mesh.get_rank())  # 1 and 3
+    return fzero.unpartition(fzero.shard(step, mesh)(params, x)["scale"]).tolist()
+
+
+# ranks that differ
+
+
+class Differing(NamedTuple):
+    """The refusal, and the loss of a step that all ranks take alike afterwards."""
+
+    refusal: Refusal
+    loss_after: float
+
+
+def differing(mesh: DeviceMesh, batch: Callable[[int], Any], known: bool = False) -> Differing:
+    """A step on a batch that depends on the rank, where rank 0 (or none) has traced its own shape before."""
+    job = setup(mesh)
+    if known:
+        job.step(job.params, job.state, batch_of(2))
+    found = refusal(lambda: job.step(job.params, job.state, batch(job.rank)))
+    return Differing(found, float(job.step(job.params, job.state, batch_of(2))[2]))
+
+
+def rows_differ(mesh: DeviceMesh) -> Differing:
+    return differing(mesh, lambda rank: batch_of(2 + rank))
+
+
+def rows_differ_from_known(mesh: DeviceMesh) -> Differing:
+    return differing(mesh, lambda rank: batch_of(2 + rank), known=True)
+
+
+def dtypes_differ(mesh: DeviceMesh) -> Differing:
+    return differing(mesh, lambda rank: batch_of().double() if rank else batch_of())
+
+
+def steps_differ(mesh: DeviceMesh) -> Refusal:
+    """A step that does something else on rank 1."""
+
+    def step(params: Params, x: Tensor) -> Tensor:
+        return loss_of(params, x).exp() if mesh.get_rank() else loss_of(params, x)
+
+    job = setup(mesh)
+    return refusal(lambda: fzero.shard(step, mesh)(job.params, batch_of()))
+
+
+def one_rank_raises(mesh: DeviceMesh, known: bool = False) -> Differing:
+    def step(params: Params, state: Any, x: Tensor) -> Any:
+        if mesh.get_rank() == 1 and len(x) == 3:
+            raise KeyError("no such tokenizer")
+        return train_step(params, state, x)
+
+    job = setup(mesh, step)
+    if known:
+        job.step(job.params, job.state, batch_of(2))
+    rows = 2 if known and job.rank == 0 else 3
+    found = refusal(lambda: job.step(job.params, job.state, batch_of(rows)))
+    return Differing(found, float(job.step(job.params, job.state, batch_of(2))[2]))
+
+
+def one_rank_raises_where_others_know(mesh: DeviceMesh) -> Differing:
+    return one_rank_raises(mesh, known=True)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        partitioned_twice, of_another_mesh, of_no_mesh, unusual_arguments, other_gradients, integer_parameters,
+        no_single_number, looking_at_data, drifting_apart, averaged_first, rows_differ, rows_differ_from_known,
+        dtypes_differ, steps_differ, one_rank_raises, one_rank_raises_where_others_know,
+    )
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Outcome]]:
+    return run_cases(2, CASES)
+
+
+def assert_refused(refusal: Refusal, *parts: str) -> None:
+    """An FzeroError, soon, whose message has these parts and a way out."""
+    assert refusal.kind == "FzeroError", refusal
+    missing = [part for part in parts if part not in refusal.message]
+    assert not missing, f"{missing} not in: {refusal.message}"
+    assert "; " in refusal.message, f"no way out: {refusal.message}"
+    assert refusal.seconds < SOON
+
+
+def line_of(name: str) -> str:
+    """`file:line` of the line of this file that is marked with this name."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# line: {name}")]
+    return f"{Path(__file__).name}:{number} in "
+
+
+def test_a_tree_is_partitioned_once(found: dict[str, list[Outcome]]) -> None:
+    for refused in values(found["partitioned_twice"]):
+        assert_refused(refused, "all.layers.0.b: ", "partitioned already", "2 ranks", "fzero.unpartition")
+
+
+def test_state_of_another_mesh_is_named(found: dict[str, list[Outcome]]) -> None:
+    for whole, mixed, traced, reverse in values(found["of_another_mesh"]):
+        for refused in (whole, traced):
+            assert_refused(refused, "layers.0.b: ", "VirtualMesh(replica=1, fsdp=2)", "VirtualMesh(fsdp=2)")
+        assert_refused(mixed, "scale: ", "VirtualMesh(replica=1, fsdp=2)", "partition the tree on the step's mesh")
+        assert_refused(reverse, "layers.0.b: ", "VirtualMesh(replica=1, fsdp=2)", "VirtualMesh(fsdp=2)")
+
+
+def test_a_mesh_has_devices_and_names(found: dict[str, list[Outcome]]) -> None:
+    for nameless, nameless_step, virtual, virtual_step in values(found["of_no_mesh"]):
+        assert_refused(nameless, "mesh: ", "no named axes", "mesh_dim_names")
+        assert_refused(nameless_step, "mesh: ", "no named axes", "mesh_dim_names")
+        assert_refused(virtual, "mesh: ", "VirtualMesh(fsdp=2)", "DeviceMesh")
+        assert_refused(virtual_step, "mesh: ", "VirtualMesh(fsdp=2)", "DeviceMesh")
+
+
+def test_arguments_that_make_no_sense_are_named(found: dict[str, list[Outcome]]) -> None:
+    for stage, constant in values(found["unusual_arguments"]):
+        assert_refused(stage, "stage: ", "4", "1, 2 and 3")
+        assert_refused(constant, "2.note: ", "bytearray")
+
+
+def test_gradients_of_another_structure_are_named(found: dict[str, list[Outcome]]) -> None:
+    for refusals in values(found["other_gradients"]):
+        for missing in refusals[:2]:
+            assert_refused(missing, "layers.0.b: ", "missing", "3 leaves expected, 2 given")
+        for shape in refusals[2:4]:
+            assert_refused(shape, "layers.0.w: ", "(7,)", "(5, 7)")
+        for surplus in refusals[4:]:
+            assert_refused(surplus, "spare: ", "not expected", "3 leaves expected, 4 given")
+
+
+def test_an_integer_parameter_has_no_gradient(found: dict[str, list[Outcome]]) -> None:
+    for refusals in values(found["integer_parameters"]):
+        for refused in refusals:
+            assert_refused(refused, "steps: ", "int64", "fzero.tree.split")
+
+
+def test_a_gradient_is_of_one_number(found: dict[str, list[Outcome]]) -> None:
+    for sharded, boolean, several in values(found["no_single_number"]):
+        assert_refused(sharded, "value_and_grad: ")
+        assert_refused(boolean, "value_and_grad: ", "bool")
+        assert_refused(several, "value_and_grad: ", "tuple")
+
+
+@pytest.mark.parametrize("name", [step.__name__ for step in LOOKING])
+def test_python_that_needs_data_is_refused_with_its_line(found: dict[str, list[Outcome]], name: str) -> None:
+    for refusals in values(found["looking_at_data"]):
+        assert_refused(refusals[name], line_of(name), "torch.where")
+
+
+@pytest.mark.parametrize("name", [step.__name__ for step in DRIFTING])
+def test_what_would_let_ranks_drift_apart_is_refused_with_leaf_and_line(
+    found: dict[str, list[Outcome]], name: str
+) -> None:
+    leaf = {"with_noise": "layers.0.b: ", "counting_rows": "count", "scaled_by_data": ": "}.get(name, "layers.0.w: ")
+    for refusals in values(found["drifting_apart"]):
+        assert_refused(refusals[name], leaf, line_of(name), "fzero.pmean(x, 'fsdp')")
+
+
+def test_a_mean_over_ranks_may_be_state(found: dict[str, list[Outcome]]) -> None:
+    assert values(found["averaged_first"]) == [1.0, 1.0]  # 0.5 times the mean of 1 and 3
+
+
+@pytest.mark.parametrize("name", ["rows_differ", "rows_differ_from_known"])
+def test_ranks_with_other_shapes_are_told_so_and_can_go_on(found: dict[str, list[Outcome]], name: str) -> None:
+    for refused, loss_after in values(found[name]):
+        assert_refused(refused, "rank 0", "[2, 5]", "rank 1", "[3, 5]", "same shapes")
+        assert loss_after == float(loss_of(full_params(), batch_of()))
+
+
+def test_ranks_with_other_dtypes_are_told_so(found: dict[str, list[Outcome]]) -> None:
+    refusals = [differing.refusal for differing in values(found["dtypes_differ"])]
+    assert_refused(refusals[0], "rank 1")
+    assert re.search("float|double", refusals[0].message)
+    assert refusals[1].kind != "nothing"  # its own error: float times double
+
+
+def test_ranks_with_other_steps_are_told_the_first_line_that_differs(found: dict[str, list[Outcome]]) -> None:
+    for refused in values(found["steps_differ"]):
+        assert_refused(refused, "different steps", "rank 0", "rank 1", "exp")
+
+
+@pytest.mark.parametrize("name", ["one_rank_raises", "one_rank_raises_where_others_know"])
+def test_an_error_of_one_rank_reaches_all_and_they_can_go_on(found: dict[str, list[Outcome]], name: str) -> None:
+    other, raising = values(found[name])
+    assert_refused(other.refusal, "rank 1: ", "KeyError", "no such tokenizer")
+    assert raising.refusal.kind == "KeyError" and raising.refusal.seconds < SOON
+    assert other.loss_after == raising.loss_after == float(loss_of(full_params(), batch_of()))
