@@ -7,7 +7,8 @@ averaged over ranks; the cotangent of a sharded value is the slice of that avera
     gather   sharded -> uniform     scatter
     scatter  any -> sharded         gather      (mean over ranks, keep the slice)
     take     uniform -> sharded     gather      (keep the slice: no communication)
-    beside   uniform -> beside it   psum        (autograd sums over the slice; the other ranks' slices count too)
+    beside   uniform -> beside it   parts       (autograd sums over the slice; the other ranks' slices count too)
+    parts    sums of slices -> uniform  beside
     total    sharded -> uniform     spread
     peak     sharded -> uniform     to the elements that hold it, in equal parts
     spread   uniform -> sharded     total
@@ -133,7 +134,20 @@ class Beside(_Move):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         (on,) = ctx.rest
-        return AllReduce.apply(cotangent, on, "sum", (on.mesh.shard_axis,)), None
+        return Parts.apply(cotangent, on), None
+
+
+class Parts(_Move):
+    """`(x, on)`: what each rank has summed over its slice -> the uniform sum over all slices. Transpose of `Beside`."""
+
+    @staticmethod
+    def forward(x: Tensor, on: Primitives) -> Tensor:
+        return on.all_reduce(x, "sum", on.mesh.shard_axis)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        (on,) = ctx.rest
+        return Beside.apply(AllReduce.apply(cotangent, on, "avg", on.mesh.names), on), None
 
 
 class AllReduce(_Move):
@@ -202,8 +216,14 @@ class Peak(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, on: Primitives, op: str) -> Tensor:
-        padded = torch.cat([x.reshape(-1), x.new_full((1,), _identity(x.dtype, op))])  # a slice may be empty
-        return on.all_reduce(padded.amax() if op == "max" else padded.amin(), op, on.mesh.shard_axis)
+        identity = x.new_full((1,), _identity(x.dtype, op))
+        padded = torch.cat([x.reshape(-1), identity])  # a slice may be empty
+        local = padded.amax() if op == "max" else padded.amin()
+        # Backends differ in what they make of a nan, so it travels beside: 1 under "max", -1 under "min".
+        flag = local.isnan().to(x.dtype) if op == "max" else -local.isnan().to(x.dtype)
+        pair = torch.stack([torch.where(flag != 0, identity[0], local), flag])
+        peak, flag = on.all_reduce(pair, op, on.mesh.shard_axis).unbind()
+        return torch.where(flag != 0, torch.full_like(peak, math.nan), peak) if x.is_floating_point() else peak.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

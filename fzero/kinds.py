@@ -37,14 +37,8 @@ _KEEPS_SLICE = {
     torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh_copy.default,
 }
-_UNTAGGED = {
-    "fill",
-    "fill_",
-    "masked_fill",
-    "masked_fill_",
-    "hardswish",
-    "rsub",
-}  # elementwise, but torch does not say so
+_UNTAGGED = frozenset("fill fill_ masked_fill masked_fill_ hardswish rsub floor_divide log_sigmoid_forward".split())
+"""Elementwise operations that torch does not tag as pointwise, besides derivatives."""
 _SHAPE_ONLY = {
     "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like",
 }  # fmt: skip

@@ -23,9 +23,9 @@ _UNARY = """
     to type float double half bfloat16 int long short bool byte char cpu cuda
 """
 _BINARY = """
-    add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
+    add radd sub rsub subtract mul rmul multiply div divide true_divide truediv rtruediv floor_divide floordiv
     rfloordiv fmod remainder mod rmod pow rpow float_power atan2 arctan2 maximum minimum fmax fmin hypot
-    ldexp logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge equal_to not_equal less less_equal
+    ldexp logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge not_equal less less_equal
     greater greater_equal isclose logical_and logical_or logical_xor and rand or ror xor rxor invert bitwise_and
     bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift lshift rlshift rshift rrshift
 """
@@ -45,7 +45,8 @@ LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": to
 OPERATORS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__
     __rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__
-    __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __getitem__ __bool__ __float__ __int__ __index__
+    __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __getitem__ __setitem__ __bool__
+    __lshift__ __rlshift__ __rshift__ __rrshift__ __float__ __int__ __index__
 """.split()
 """Special methods that a `Sharded` takes from `Tensor`."""
 
@@ -53,10 +54,16 @@ OPERATORS = """
 _CONVERSIONS = frozenset({"__bool__", "__float__", "__int__", "__index__"})  # to a Python number: not `Tensor.bool`
 
 
+_ALIASES = {"_threshold": "threshold", "log_sigmoid": "logsigmoid", "rdiv": "rtruediv"}
+"""What some functions call themselves -> the name they are known by."""
+
+
 def name_of(func: Callable[..., Any]) -> str:
     """The name under which a function stands in these tables: `add` for `Tensor.__add__`."""
-    name = getattr(func, "__name__", str(func)).partition(".")[0]
-    return name.strip("_") if name.startswith("__") and name not in _CONVERSIONS else name
+    name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")
+    if name.startswith("__") and name not in _CONVERSIONS:
+        name = name.strip("_")
+    return _ALIASES.get(name, name)
 
 
 def mutates(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -68,7 +75,7 @@ def mutates(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 def _sum(x: Tensor, numel: int, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
     exact = x.dtype if dtype is None and x.dtype.is_floating_point else dtype or torch.int64
-    return Total.apply(x.to(exact), on)
+    return Total.apply(x.to(exact), on).to(exact)
 
 
 def _mean(x: Tensor, numel: int, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -86,8 +93,8 @@ def _norm(x: Tensor, numel: int, on: Primitives, p: Any = 2, *, dtype: torch.dty
 
 def _root(total: Tensor) -> Tensor:
     """sqrt with the subgradient 0 at 0, as torch's norm has it."""
-    positive = total > 0
-    return torch.where(positive, torch.where(positive, total, torch.ones_like(total)).sqrt(), torch.zeros_like(total))
+    zero = total == 0
+    return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total).sqrt())
 
 
 def _vector_norm(x: Tensor, numel: int, on: Primitives, ord: Any = 2, **kwargs: Any) -> Tensor | None:

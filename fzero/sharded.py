@@ -149,6 +149,9 @@ class Sharded:
             return functools.partial(_apply_method, attribute, self)
         return getattr(self.full_tensor(), name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        return self.with_local(self.local.clone())
+
     def __len__(self) -> int:
         return self.shape[0]
 

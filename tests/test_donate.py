@@ -230,11 +230,15 @@ def test_both_of_two_results_of_one_argument_are_right() -> None:
     donated(on_params(step))
 
 
-def test_a_result_that_another_update_starts_from_is_kept() -> None:
+def added_to(params: tree.Tree) -> tree.Tree:
+    return optim.apply_updates(params, tree.map(torch.ones_like, params))
+
+
+@pytest.mark.parametrize("update", [doubled, added_to])
+def test_a_result_that_another_update_starts_from_is_kept(update: Callable[[tree.Tree], tree.Tree]) -> None:
     def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
-        updates = doubled(params)
-        once = optim.apply_updates(params, updates)
-        return once, optim.apply_updates(once, updates)
+        once = update(params)
+        return once, update(once)
 
     donated(on_params(step))
 

@@ -287,6 +287,16 @@ def odd_leaves() -> Job:
     return simple(loss, params)
 
 
+def weighed() -> Job:
+    """Two losses, weighed by learnable 0-d leaves (Kendall et al., https://arxiv.org/abs/1705.07115)."""
+
+    def loss(params: tree.Tree, batch: Batch) -> Tensor:
+        residual, (s, t) = forward(params, batch) - batch["y"], params["log_variances"]
+        return residual.square().mean() * torch.exp(-s) + s + residual.abs().mean() * torch.exp(-t) + t
+
+    return simple(loss, {**mlp_params(), "log_variances": [torch.tensor(0.3), torch.tensor(-0.2)]})
+
+
 def mixed(**options: Any) -> Job:
     """bf16 and fp32 leaves in one layer; products are in fp32, so that only storing rounds to bf16."""
     params = mlp_params()
@@ -358,6 +368,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "a penalty on weights": penalty,
     "0-d and empty leaves": odd_leaves,
     "bf16 and fp32 in a layer": mixed,
+    "0-d leaves weigh the loss": weighed,
     "other containers": containers,
     "dict output": functools.partial(outputs, "dict"),
     "tuple output": functools.partial(outputs, "tuple"),

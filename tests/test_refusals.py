@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def batch_of(rows: int = 2) -> Tensor:
 
 def loss_of(params: Params, x: Tensor) -> Tensor:
     (layer,) = params["layers"]
-    return (x @ layer["w"] + layer["b"]).square().mean() * params["scale"]
+    return ((x @ layer["w"] + layer["b"]) * params["scale"]).square().mean()
 
 
 def train_step(params: Params, state: Any, x: Tensor) -> Any:
@@ -162,7 +163,7 @@ def integer_parameters(mesh: DeviceMesh) -> list[Refusal]:
 def no_single_number(mesh: DeviceMesh) -> list[Refusal]:
     """Functions whose value is not one floating number."""
     params = fzero.partition(full_params(), mesh)
-    functions = [lambda p: p["layers"][0]["b"], lambda p: (p["scale"] > 0) & True, lambda p: (p["scale"].sum(), 1)]
+    functions = [lambda p: p["layers"][0]["b"], lambda p: p["scale"].sum() > 0, lambda p: (p["scale"].sum(), 1)]
     return [refusal(lambda fn=fn: fzero.value_and_grad(fn)(params)) for fn in functions]
 
 
@@ -400,7 +401,7 @@ def test_an_integer_parameter_has_no_gradient(found: dict[str, list[Outcome]]) -
 
 def test_a_gradient_is_of_one_number(found: dict[str, list[Outcome]]) -> None:
     for sharded, boolean, several in values(found["no_single_number"]):
-        assert_refused(sharded, "value_and_grad: ")
+        assert_refused(sharded, "value_and_grad: ", "not one floating number")
         assert_refused(boolean, "value_and_grad: ", "bool")
         assert_refused(several, "value_and_grad: ", "tuple")
 
@@ -449,3 +450,9 @@ def test_an_error_of_one_rank_reaches_all_and_they_can_go_on(found: dict[str, li
     assert_refused(other.refusal, "rank 1: ", "KeyError", "no such tokenizer")
     assert raising.refusal.kind == "KeyError" and raising.refusal.seconds < SOON
     assert other.loss_after == raising.loss_after == float(loss_of(full_params(), batch_of()))
+
+
+def test_an_error_survives_the_way_to_another_process() -> None:
+    error = fzero.FzeroError("blocks.3.up", "has 12 elements, 16 expected", "partition the tree again")
+    copied = pickle.loads(pickle.dumps(error))
+    assert str(copied) == str(error) and (copied.where, copied.way_out) == (error.where, error.way_out)

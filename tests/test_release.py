@@ -21,17 +21,18 @@ from programs import (
     loss,
     most_gathered,
     moved,
+    names,
     partition,
     rows,
     tried,
 )
 from torch import Tensor
 
-from fzero import ops, tree
+from fzero import grad, ops, tree
 from fzero.errors import FzeroError
 from fzero.mesh import VirtualMesh
 from fzero.ops import is_call
-from fzero.passes import bucket, release
+from fzero.passes import accumulate, bucket, release
 from fzero.program import Program
 
 MESH = VirtualMesh(fsdp=2)
@@ -41,8 +42,8 @@ def released(case: Case, stage: int) -> Program:
     return apply(case.trace(), bucket, functools.partial(release, stage=stage))
 
 
-def forward(fn: Callable[..., Any], count: int) -> Case:
-    return Case(fn, MESH, lambda seat: (partition(layers(count), seat), rows(seat)))
+def forward(fn: Callable[..., Any], count: int, mesh: VirtualMesh = MESH) -> Case:
+    return Case(fn, mesh, lambda seat: (partition(layers(count), seat), rows(seat)))
 
 
 def gathered_sizes(program: Program) -> dict[str | None, int]:
@@ -172,3 +173,48 @@ def test_stage_3_needs_less_memory() -> None:
     peaks = [released(case, stage).memory().peak for stage in (1, 2, 3)]
     layer = (32 * 32 + 32 + 96) * 4  # 1056 elements, padded to 8 * 16 * 9
     assert peaks[1] - peaks[2] == 6 * layer  # of layers 1 to 7 stage 2 keeps all, stage 3 the last one
+
+
+# what stage 1 has before it: gradients of microbatches are summed whole
+
+
+def microbatches(params: tree.Tree, x: Tensor) -> tree.Tree:
+    """The mean gradient of three parts of a batch, one after the other."""
+    grads = [grad(loss)(params, part) for part in (x, x.flip(0), x * 2)]
+    return tree.map(lambda a, b, c: (a + b + c) / 3, *grads)
+
+
+@pytest.mark.parametrize(("passes", "times"), [((bucket,), 3), ((accumulate, bucket), 1)])
+def test_accumulated_microbatches_scatter_once(passes: tuple[Any, ...], times: int) -> None:
+    program = apply(forward(microbatches, 2).trace(), *passes)
+    assert Counter(moved(program))["reduce_scatter layers.0"] == times
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_accumulated_microbatches_give_the_same_up_to_rounding(world: int) -> None:
+    case = forward(microbatches, 2, VirtualMesh(fsdp=world))
+    program = case.trace()
+    for got, expected in zip(case.run(apply(program, accumulate)), case.run(program)):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)  # sums of 3 parts and 3 ranks change places
+
+
+def test_a_gradient_that_is_used_twice_is_scattered_first() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
+        grads = grad(loss)(params, x)
+        return grads, tree.map(lambda g: g * 2, grads)
+
+    program = forward(step, 1).trace()
+    assert names(apply(program, accumulate)) == names(program)
+
+
+def test_slices_that_are_no_gradients_are_added_behind_the_scatter() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tree.Tree:
+        return tree.map(lambda p, g: p - g, params, grad(loss)(params, x))
+
+    program = forward(step, 1).trace()
+    assert names(apply(program, accumulate)) == names(program)
+
+
+def test_gradients_may_be_all_that_a_step_returns() -> None:
+    program = forward(grad(loss), 1).trace()
+    assert names(apply(program, accumulate)) == names(program)

@@ -49,6 +49,7 @@ def leaves() -> Values:
         "bools": torch.arange(35).reshape(5, 7) % 3 == 0,
         "zeros": torch.zeros(5, 7),
         "signed": draw(5, 7, low=-1.0, seed=5),
+        "wave": torch.complex(draw(5, 7, seed=10), draw(5, 7, seed=11)),
         "holed": torch.where(torch.arange(35) == 30, math.nan, torch.arange(35.0)).reshape(5, 7),
     }
 
@@ -67,14 +68,14 @@ def bucket(path: str) -> str | None:
 UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh ceil clone conj
     conj_physical cos cosh deg2rad detach digamma erf erfc erfinv exp exp2 expm1 expit floor frac i0 isfinite isinf
-    isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not logit nan_to_num ndtr neg negative
-    positive rad2deg real reciprocal relu relu6 round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus
+    isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not nan_to_num ndtr neg negative
+    positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc sinh softplus
     softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink softshrink
     hardshrink sqrt square tan tanh trunc fix zeros_like ones_like
 """.split()
 BINARY = """
     add sub rsub subtract mul multiply div divide true_divide floor_divide fmod remainder pow float_power atan2 arctan2
-    maximum minimum fmax fmin hypot copysign nextafter logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge
+    maximum minimum fmax fmin hypot logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge
     not_equal less less_equal greater greater_equal isclose logical_and logical_or logical_xor
 """.split()
 METHODS = "float double half bfloat16 int long short bool byte char cpu".split()
@@ -164,7 +165,7 @@ ELEMENTWISE: dict[str, Function] = {
     "addcmul": lambda v: torch.addcmul(v["w"], v["v"], v["far"], value=0.5),
     "addcdiv": lambda v: v["w"].addcdiv(v["v"], v["full"], value=0.5),
     "masked_fill": lambda v: v["w"].masked_fill(v["bools"], 0.0),
-    "threshold": lambda v: F.threshold(v["w"], 0.5, 0.1),
+    "threshold": lambda v: torch.threshold(v["w"], 0.5, 0.1),
     "gelu with option": lambda v: F.gelu(v["w"], approximate="tanh"),
     "leaky_relu with option": lambda v: F.leaky_relu(v["signed"], 0.3),
     "functions of negatives": lambda v: F.elu(v["signed"]) + F.celu(v["signed"]) + F.selu(v["signed"]).relu(),
@@ -174,6 +175,7 @@ ELEMENTWISE: dict[str, Function] = {
     "bf16 with 0-d fp32": on(torch.mul, "half", "c"),
     "ints with scalar": lambda v: v["ints"] / 4 + v["ints"] // 3,
     "ints with 0-d leaf": lambda v: v["ints"] * v["s"],
+    "complex numbers": lambda v: (v["wave"] * 2 + v["w"]).conj() * v["wave"],
     "0-d leaves": lambda v: v["s"].exp() * v["s"] + 1,
     "0-d leaf with 0-d": lambda v: (v["s"] - v["c"]) * v["s"] / v["c"],
     "0-d leaf with python numbers": lambda v: 2 ** v["s"] + (1 - v["s"]) / 3,
@@ -210,6 +212,7 @@ REDUCTIONS: dict[str, Function] = {
     **each("all any count_nonzero".split(), "{} of empty", function, "empty"),
     **each("all any count_nonzero".split(), "{} of a 0-d leaf", function, "s"),
     **each("all any count_nonzero".split(), "{} of a nan", function, "holed"),
+    **each("sum mean norm any".split(), "{} of complex numbers", function, "wave"),
     "sum as float64": lambda v: v["w"].sum(dtype=torch.float64),
     "sum of bf16 as float32": lambda v: v["half"].sum(dtype=torch.float32),
     "sum of ints as int32": lambda v: v["ints"].sum(dtype=torch.int32),
@@ -246,6 +249,8 @@ REDUCTIONS: dict[str, Function] = {
 }  # fmt: skip
 
 GATHERED: dict[str, Function] = {
+    **each(["logit", "sgn"], "{}", function, "w"),  # derivatives of these make tensors of the slice's size
+    **each(["copysign", "nextafter"], "{}", function, "w", "v"),
     "matmul": lambda v: v["x"] @ v["w"].T,
     "matmul of sharded": lambda v: v["w"] @ v["v"].mT,
     "torch.matmul": lambda v: torch.matmul(v["w"], v["row"]),
@@ -323,21 +328,22 @@ class Evaluated(NamedTuple):
     error: str = ""
 
 
-def number(function: Function, v: Values, rows: Tensor) -> Tensor:
-    """A number that depends on each element of a result in its own way, and on this rank's rows: their mean counts."""
-    total = rows.mean() * 0
-    for y in tree.leaves(function(v)):
-        if y.is_floating_point():
-            y = y.to(torch.float32).nan_to_num(0.0, 0.0, 0.0)
+def evaluate(function: Function, v: Values, rows: Tensor, wanted: Iterable[str]) -> tuple[Any, Values]:
+    """`function(v)`, and gradients for the wanted leaves of a number made of it and of this rank's rows: each element
+    counts in its own way, and the mean of ranks' numbers is the number of all rows."""
+
+    def number(chosen: Values) -> tuple[Tensor, Any]:
+        result = function(v | chosen)
+        total = rows.mean() * 0
+        for y in (part.to(torch.float32) for part in tree.leaves(result) if part.is_floating_point()):
             weights = torch.arange(1.0, y.numel() + 1).remainder(7).reshape(y.shape) / 7
-            total = total + rows.mean() * (y * weights).sum() + 0.1 * (y * y).sum()
-    return total
+            total = total + rows.mean() * ((y * y + y).nan_to_num(0.0, 0.0, 0.0) * weights).sum()
+        return total, result
 
-
-def grads_of(function: Function, v: Values, rows: Tensor, wanted: Iterable[str]) -> Values:
-    """Gradients for the wanted leaves of `v`."""
-    chosen = {name: v[name] for name in wanted}
-    return fzero.grad(lambda given: number(function, v | given, rows))(chosen) if chosen else {}
+    if not wanted:
+        return function(v), {}
+    gradient, result = fzero.grad(number, has_aux=True)({name: v[name] for name in wanted})
+    return result, gradient
 
 
 def rows_of(rank: int, world: int) -> Tensor:
@@ -356,10 +362,10 @@ def expected(name: str) -> Evaluated:
     v = leaves() | uniform()
     floating = [path for path, leaf in v.items() if leaf.is_floating_point()]
     try:
-        gradient = grads_of(FUNCTIONS[name], v, rows_of(0, 1), floating)
+        result, gradient = evaluate(FUNCTIONS[name], v, rows_of(0, 1), floating)
     except (RuntimeError, NotImplementedError):  # torch has no derivative of it
-        gradient = {}
-    return described(FUNCTIONS[name](v), {path: part for path, part in gradient.items() if part.count_nonzero()})
+        result, gradient = FUNCTIONS[name](v), {}
+    return described(result, {path: part for path, part in gradient.items() if part.count_nonzero()})
 
 
 def eagerly(mesh: DeviceMesh, names: Iterable[str]) -> dict[str, Evaluated]:
@@ -370,8 +376,8 @@ def eagerly(mesh: DeviceMesh, names: Iterable[str]) -> dict[str, Evaluated]:
 
 
 def eager(name: str, v: Values, rows: Tensor) -> Evaluated:
-    gradient = grads_of(FUNCTIONS[name], v, rows, expected(name).grads)
-    return described(FUNCTIONS[name](v), {path: averaged(part) for path, part in gradient.items()})
+    result, gradient = evaluate(FUNCTIONS[name], v, rows, expected(name).grads)
+    return described(result, {path: averaged(part) for path, part in gradient.items()})
 
 
 def averaged(cotangent: Any) -> Any:
@@ -393,18 +399,15 @@ def tracedly(mesh: DeviceMesh, names: Iterable[str]) -> dict[str, Evaluated]:
 def in_a_step(name: str, v: Values, rows: Tensor, mesh: DeviceMesh) -> Evaluated:
     constants, wanted = uniform(), [path for path in expected(name).grads if path in v]
 
-    def call(given: Values) -> Any:
-        return FUNCTIONS[name](given | constants)
-
     def step(v: Values, rows: Tensor) -> Any:
-        return call(v), grads_of(call, v, rows, wanted)
+        return evaluate(lambda given: FUNCTIONS[name](given | constants), v, rows, wanted)
 
     return described(*fzero.shard(step, mesh, passes=())(v, rows))
 
 
-def attempt(name: str, evaluate: Callable[[str], Evaluated]) -> Evaluated:
+def attempt(name: str, in_mode: Callable[[str], Evaluated]) -> Evaluated:
     try:
-        return evaluate(name)
+        return in_mode(name)
     except Exception:
         return Evaluated(set(), [], {}, traceback.format_exc(limit=-4))
 
@@ -414,7 +417,7 @@ def poisoned(v: Values) -> Values:
     for leaf in v.values():
         block, layout = leaf.local._base, leaf.layout
         held = sum(len(layout.part(index, leaf.on.rank)) for index in range(len(layout.leaves)))
-        block[held:] = math.nan if block.is_floating_point() else True if block.dtype == torch.bool else 10**6
+        block[held:] = True if block.dtype == torch.bool else math.nan if block.dtype in ROUNDING else 10**6
     return v
 
 
@@ -430,8 +433,8 @@ def evaluated_in_steps() -> list[dict[str, Evaluated]]:
     return on_ranks(2, tracedly, TRACED)
 
 
-def on_ranks(world: int, evaluate: Callable[..., dict[str, Evaluated]], names: Iterable[str]) -> list[Any]:
-    parts = [run(world, evaluate, [name for name in group if name in names]) for group in GROUPS.values()]
+def on_ranks(world: int, try_all: Callable[..., dict[str, Evaluated]], names: Iterable[str]) -> list[Any]:
+    parts = [run(world, try_all, [name for name in group if name in names]) for group in GROUPS.values()]
     return [ones | lists for ones, lists in zip(*parts)]
 
 
@@ -466,14 +469,20 @@ def assert_as_expected(name: str, got: Evaluated) -> None:
         assert_same(gradient, want.grads[path], through)
 
 
-ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+ROUNDING = {
+    torch.float64: 1e-9,
+    torch.float32: 3e-6,
+    torch.complex64: 3e-6,
+    torch.float16: 2**-10,
+    torch.bfloat16: 2**-7,
+}
 """Of the largest element: sums in another order, and libm's functions where vector ones do not fill a register."""
 
 
 def assert_same(got: Tensor, want: Tensor, through: torch.dtype) -> None:
     """Equal up to the rounding of their dtype, or of one `through` which they were computed."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    tolerance = max(ROUNDING[want.dtype], ROUNDING[through]) if want.is_floating_point() else 0
+    tolerance = max(ROUNDING[want.dtype], ROUNDING[through]) if want.dtype in ROUNDING else 0
     size = float(want.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tolerance and want.numel() else 0.0
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * size, equal_nan=True)
 
