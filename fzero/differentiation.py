@@ -33,6 +33,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
             nonlocal rebuild
             result = fn(tree.unflatten(treedef, given), *args, **kwargs)
             value, aux = result if has_aux else (result, None)
+            value = value.full_tensor() if isinstance(value, Sharded) else value
             _check_value(value)
             tensors, rebuild = _tensors_of(aux)
             return value, tensors

@@ -15,3 +15,6 @@ class FzeroError(ValueError):
         message = f"{where}: {problem}" if where else problem
         super().__init__(f"{message}; {way_out}" if way_out else message)
         self.where, self.problem, self.way_out = where, problem, way_out
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.where, self.problem, self.way_out)

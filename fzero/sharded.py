@@ -231,12 +231,15 @@ def _contains_sharded(x: Any) -> bool:
 
 
 def _anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
-    """The operand whose layout the elementwise result has; None where operands broadcast and must be gathered."""
+    """The operand whose layout the elementwise result has; None where the operands must be gathered: they broadcast, or
+    a 0-d leaf meets a plain 0-d tensor that is being differentiated, as a weight meets a rank's own loss."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, (Sharded, Tensor))]
     values = [x for x in operands if isinstance(x, Sharded)]
     if not values:
         return None
     like = max(values, key=lambda x: (x.ndim > 0, not x.layout.replicated))
+    if like.ndim == 0 and len(values) < len(operands) and any(x.requires_grad for x in operands):
+        return None
     fits = all(x.ndim == 0 or tuple(x.shape) == tuple(like.shape) for x in operands)
     return like if fits else None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import ops, tree
@@ -148,9 +148,9 @@ class _named_errors:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        if isinstance(error, DataDependentOutputException):
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             raise FzeroError(
                 user_line_of_error(tb) or getattr(self.fn, "__name__", "step"),
-                "Python needs a value that is only known when the step runs",
+                "Python needs a value, or a shape, that is only known when the step runs",
                 "choose with torch.where, or return the tensor and look at it outside the step",
             ) from error

@@ -5,16 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch import Tensor
 
 from fzero.buffers import block_of, blocks_of, part, whole
-from fzero.layout import Wire
+from fzero.layout import Layout, Leaf, Wire, wire
+from fzero.mesh import VirtualMesh
 from fzero.placement import place
 from property_tests.strategies import wires_with_leaves
 
 CPU = torch.device("cpu")
 Drawn = tuple[Wire, list[Tensor]]
+
+ROW = Layout("bucket", tuple(Leaf(f"leaf{i}", (1,)) for i in range(3)), VirtualMesh(fsdp=1), align=1)
+GAP = wire(ROW, (0, 2)), [torch.tensor([1.0]), torch.tensor([2.0])]  # in one memory, with another leaf between them
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -44,6 +48,7 @@ def test_gathered_blocks_hold_each_leaf_whole(drawn: Drawn) -> None:
 
 
 @given(wires_with_leaves())
+@example(GAP)
 def test_gathered_placed_slices_hold_each_leaf_whole(drawn: Drawn) -> None:
     sent, leaves = drawn
     buffer = torch.cat([block_of(placed(sent, leaves, rank), sent) for rank in range(sent.layout.world)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import example, given
 
@@ -102,9 +103,7 @@ def test_a_block_is_aligned_and_padded_by_less_than_one_unit(sent: Wire) -> None
 @given(wires())
 def test_pieces_of_a_leaf_are_its_parts_in_rank_order(sent: Wire) -> None:
     for position, leaf in enumerate(sent.leaves):
-        expected = [
-            rank * sent.stride + i for rank in range(sent.layout.world) for i in sent.block(rank)[position]
-        ]
+        expected = [rank * sent.stride + i for rank in range(sent.layout.world) for i in sent.block(rank)[position]]
         assert [i for piece in sent.pieces(position) for i in piece] == expected
         assert len(expected) == sent.layout.leaves[leaf].numel
 
@@ -113,7 +112,7 @@ def test_pieces_of_a_leaf_are_its_parts_in_rank_order(sent: Wire) -> None:
 def test_pieces_neither_touch_nor_are_empty(sent: Wire) -> None:
     for position in range(len(sent.leaves)):
         pieces = sent.pieces(position)
-        assert all(pieces) and all(a.stop < b.start for a, b in zip(pieces, pieces[1:]))
+        assert all(pieces) and all(a.stop < b.start for a, b in pairwise(pieces))
 
 
 @given(wires(complete=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from programs import (
@@ -32,6 +35,11 @@ from fzero.passes.order import DERIVED
 from fzero.program import Program
 
 MESH = VirtualMesh(fsdp=2)
+
+
+def on_layer(step: Callable[..., Any]) -> Case:
+    """`step(params, x)` with params of one layer."""
+    return Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
 
 
 def bucketed(case: Case) -> Program:
@@ -163,6 +171,39 @@ def test_parameters_and_their_moving_average_keep_gathers_of_their_own() -> None
     assert_same(case.run(program), case.run(case.trace()))
 
 
+def test_gathers_of_two_trees_are_not_mixed() -> None:
+    def step(params: tree.Tree, average: tree.Tree, x: Tensor) -> Tensor:
+        (ours,), (theirs,) = params["layers"], average["layers"]
+        return (x + theirs["b"]) @ ours["w"] + (x + ours["b"]) @ theirs["w"]
+
+    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), partition(layers(1, seed=1), seat), rows(seat)))
+    program = bucketed(case)
+    arguments = dict(zip(program.placeholders, program.arguments))
+    assert sorted([arguments[x].path for x in start.args[0]] for start in calls(program, ops.all_gather)) == [
+        ["0.layers.0.b", "0.layers.0.w"], ["1.layers.0.b", "1.layers.0.w"]
+    ]  # fmt: skip
+
+
+def test_a_leaf_that_two_gradients_need_is_gathered_once() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
+        return fzero.grad(loss)(params, x), fzero.grad(loss)(params, x * 2)
+
+    program = bucketed(on_layer(step))
+    assert moved(program) == ["all_gather layers.0", "reduce_scatter layers.0", "reduce_scatter layers.0"]
+
+
+def test_a_use_stays_in_front_of_what_overwrites_its_operand() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        (layer,) = params["layers"]
+        y = x * 2
+        z = y @ layer["w"]  # waits for the gather of both leaves, of which one is asked for below
+        y.add_(1.0)
+        return z + y * layer["b"]
+
+    case = on_layer(step)
+    assert_same(case.run(bucketed(case)), case.run(case.trace()))
+
+
 def test_a_layer_passed_alone_is_one_bucket_still() -> None:
     def step(layer: tree.Tree, x: Tensor) -> Tensor:
         return dense(layer, x)
@@ -176,7 +217,7 @@ def test_a_gather_that_depends_on_another_is_not_merged_with_it() -> None:
         grads = fzero.grad(loss)(params, x)
         return mlp(tree.map(lambda p, g: p - g, params, grads), x)
 
-    program = bucketed(Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat))))
+    program = bucketed(on_layer(step))
     assert moved(program) == ["all_gather layers.0", "reduce_scatter layers.0", "all_gather layers.0"]
 
 

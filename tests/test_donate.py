@@ -207,6 +207,27 @@ def test_a_list_that_holds_one_memory_twice_is_not_overwritten() -> None:
     assert names(program).count("_foreach_mul") == 1
 
 
+def test_a_list_whose_result_is_wider_is_not_overwritten() -> None:
+    program, _ = donated(on_params(lambda p, x: torch._foreach_add([(x * 2).to(torch.bfloat16)], [x])))
+    assert names(program).count("_foreach_add") == 1
+
+
+def test_an_expanded_view_is_not_overwritten() -> None:
+    program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x * 2)[:1].expand(2, 5)], 2.0)))
+    assert names(program).count("_foreach_mul") == 1
+
+
+def test_what_is_on_its_way_is_not_overwritten() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, Tensor]:
+        first, second = params["layers"]
+        y = dense(first, x)
+        new = optim.apply_updates(params, doubled(params))  # the gather of `second` has started
+        return new, dense(second, y)
+
+    case = on_params(step)
+    assert_same(case.run(apply(case.trace(), *defaults(stage=3, in_place=True))), case.run(case.trace()))
+
+
 def test_state_of_another_dtype_does_not_take_the_memory() -> None:
     program, paths = donated(on_params(lambda p, x: tree.map(lambda leaf: leaf.to(torch.bfloat16), p)))
     assert paths == set() and "_foreach_copy_" not in names(program)
@@ -241,6 +262,16 @@ def test_a_result_that_another_update_starts_from_is_kept(update: Callable[[tree
         return once, update(once)
 
     donated(on_params(step))
+
+
+def test_parameters_that_another_update_starts_from_are_kept() -> None:
+    case = trained(optim.adamw(0.1), layers(), MESH)
+
+    def step(*args: Any) -> tuple[Any, Any]:
+        params, state, _ = case.step(*args)
+        return (params, state), added_to(params)
+
+    donated(Case(step, MESH, case.given))
 
 
 def test_an_average_that_reads_the_new_parameters_is_right() -> None:

@@ -121,6 +121,18 @@ def test_each_dtype_has_a_call_of_its_own() -> None:
     assert_close(case.run(program), case.run(case.trace()))
 
 
+def test_parameters_narrower_than_their_moments_are_left_alone() -> None:
+    optimizer = optim.adamw(0.1)
+
+    def given(seat: Any) -> tuple[Any, ...]:
+        held = partition(layers(), seat)
+        return tree.map(lambda p: p.to(torch.bfloat16), held), optimizer.init(held), rows(seat).to(torch.bfloat16)
+
+    case = Case(training(optimizer), MESH, given)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
 def test_two_optimizers_have_a_call_each() -> None:
     slow, fast = optim.adamw(0.01), optim.adamw(0.1)
 

@@ -287,14 +287,14 @@ def odd_leaves() -> Job:
     return simple(loss, params)
 
 
-def weighed() -> Job:
+def weighed_loss(params: tree.Tree, batch: Batch) -> Tensor:
     """Two losses, weighed by learnable 0-d leaves (Kendall et al., https://arxiv.org/abs/1705.07115)."""
+    residual, (s, t) = forward(params, batch) - batch["y"], params["log_variances"]
+    return residual.square().mean() * torch.exp(-s) + s + residual.abs().mean() * torch.exp(-t) + t
 
-    def loss(params: tree.Tree, batch: Batch) -> Tensor:
-        residual, (s, t) = forward(params, batch) - batch["y"], params["log_variances"]
-        return residual.square().mean() * torch.exp(-s) + s + residual.abs().mean() * torch.exp(-t) + t
 
-    return simple(loss, {**mlp_params(), "log_variances": [torch.tensor(0.3), torch.tensor(-0.2)]})
+def weighed_params() -> tree.Tree:
+    return {**mlp_params(), "log_variances": [torch.tensor(0.3), torch.tensor(-0.2)]}
 
 
 def mixed(**options: Any) -> Job:
@@ -368,7 +368,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "a penalty on weights": penalty,
     "0-d and empty leaves": odd_leaves,
     "bf16 and fp32 in a layer": mixed,
-    "0-d leaves weigh the loss": weighed,
+    "0-d leaves weigh the loss": functools.partial(simple, weighed_loss, weighed_params()),
     "other containers": containers,
     "dict output": functools.partial(outputs, "dict"),
     "tuple output": functools.partial(outputs, "tuple"),
@@ -563,6 +563,20 @@ def undonated(mesh: DeviceMesh) -> bool:
     return all(torch.equal(a, b) for _, a, b in kept)
 
 
+LOSSES = {
+    "plain": (squared, mlp_params),
+    "penalized": (penalized, mlp_params),
+    "weighed": (weighed_loss, weighed_params),
+}
+
+
+def evaluating(mesh: DeviceMesh, name: str) -> float:
+    """A loss alone, without a gradient, of this rank's rows."""
+    loss, params = LOSSES[name]
+    evaluate = fzero.shard(loss, mesh)
+    return float(evaluate(fzero.partition(params(), mesh), batch_at(0, mesh.get_rank(), mesh.size())))
+
+
 def refusal(use: Callable[[], Any]) -> str:
     """The message of the FzeroError that `use` raises."""
     with pytest.raises(fzero.FzeroError) as caught:
@@ -580,6 +594,7 @@ def hybrid(mesh: DeviceMesh) -> Trained:
 
 BESIDE = {
     **{name: functools.partial(with_torch_func, name=name) for name in ("fzero", *DIFFERENTIATORS)},
+    **{f"{name} loss": functools.partial(evaluating, name=name) for name in LOSSES},
     "retracing": retracing,
     "donating": donating,
     "undonated": undonated,
@@ -596,6 +611,12 @@ def test_torch_func_gives_the_same_bit_for_bit(beside: dict[str, list[Outcome]],
     for ours, theirs in zip(values(beside["fzero"]), values(beside[name])):
         for path, a, b in rows(ours, theirs):
             assert torch.equal(a, b), path
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_alone_is_that_of_all_rows(beside: dict[str, list[Outcome]], name: str) -> None:
+    loss, params = LOSSES[name]
+    assert values(beside[f"{name} loss"]) == pytest.approx([float(loss(params(), batch_at(0)))] * 2, LOSS_TOLERANCE)
 
 
 def test_a_step_is_traced_once_a_shape_and_says_so(beside: dict[str, list[Outcome]]) -> None:

@@ -145,6 +145,19 @@ def test_a_use_of_two_buckets_at_once_parts_neither_from_its_next_use() -> None:
     assert [line[-1] for line in moved(released(forward(step, 2), 3))] == list("01")
 
 
+def test_a_copy_of_a_leaf_that_is_written_to_is_kept() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        first, second = params["layers"]
+        copy = first["w"].full_tensor().clone()
+        copy.mul_(2.0)
+        return dense(second, x @ copy) @ copy
+
+    case = forward(step, 2)
+    program = released(case, 3)
+    assert [line[-1] for line in moved(program)] == list("01")
+    assert_same(case.run(program), case.run(case.trace()))
+
+
 def test_a_returned_leaf_is_held_to_the_end() -> None:
     def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         kept = params["layers"][0]["w"].full_tensor()
