@@ -256,7 +256,8 @@ class Ranks:
             together = [blocks[number] for number in row]
             for number in row:
                 buffer = torch.cat(together) if len(row) > 1 else together[0]
-                pending[number] = _started(buffer, blocks[number])
+                parts = sum(x.numel() for x in slices[number])  # behind them a block may hold what lies next to it
+                pending[number] = _started(buffer, blocks[number][:parts])
         return [pending[seat.number] for seat in self.seats]
 
     def reduce_scatter(

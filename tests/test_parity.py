@@ -289,8 +289,22 @@ def odd_leaves() -> Job:
 
 def weighed_loss(params: tree.Tree, batch: Batch) -> Tensor:
     """Two losses, weighed by learnable 0-d leaves (Kendall et al., https://arxiv.org/abs/1705.07115)."""
-    residual, (s, t) = forward(params, batch) - batch["y"], params["log_variances"]
-    return residual.square().mean() * torch.exp(-s) + s + residual.abs().mean() * torch.exp(-t) + t
+    return weighed(params, *separate_losses(params, batch))
+
+
+def separate_losses(params: tree.Tree, batch: Batch) -> list[Tensor]:
+    residual = forward(params, batch) - batch["y"]
+    return [residual.square().mean(), residual.abs().mean()]
+
+
+def weighed(params: tree.Tree, first: Tensor, second: Tensor) -> Tensor:
+    s, t = params["log_variances"]
+    return first * torch.exp(-s) + s + second * torch.exp(-t) + t
+
+
+def weighed_means(params: tree.Tree, batch: Batch) -> Tensor:
+    """The same where nothing is differentiated: then a number that meets a 0-d leaf is uniform, for it may be state."""
+    return weighed(params, *fzero.pmean(separate_losses(params, batch), "fsdp"))
 
 
 def weighed_params() -> tree.Tree:
@@ -566,7 +580,7 @@ def undonated(mesh: DeviceMesh) -> bool:
 LOSSES = {
     "plain": (squared, mlp_params),
     "penalized": (penalized, mlp_params),
-    "weighed": (weighed_loss, weighed_params),
+    "weighed": (weighed_means, weighed_params),
 }
 
 

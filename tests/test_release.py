@@ -149,7 +149,7 @@ def test_a_copy_of_a_leaf_that_is_written_to_is_kept() -> None:
     def step(params: tree.Tree, x: Tensor) -> Tensor:
         first, second = params["layers"]
         copy = first["w"].full_tensor().clone()
-        copy.mul_(2.0)
+        copy[0].mul_(2.0)
         return dense(second, x @ copy) @ copy
 
     case = forward(step, 2)
@@ -231,3 +231,9 @@ def test_slices_that_are_no_gradients_are_added_behind_the_scatter() -> None:
 def test_gradients_may_be_all_that_a_step_returns() -> None:
     program = forward(grad(loss), 1).trace()
     assert names(apply(program, accumulate)) == names(program)
+
+
+def test_a_gradient_times_itself_is_the_square_of_the_mean() -> None:
+    case = forward(lambda params, x: tree.map(lambda g: g * g, grad(loss)(params, x)), 1)
+    program = case.trace()
+    assert_same(case.run(apply(program, accumulate)), case.run(program))

@@ -321,7 +321,7 @@ TRACED = [
     and ("operator" not in name or " add" in name)
     and (name.split()[0] not in ("all", "any", "count_nonzero") or name.endswith("w"))
 ]
-"""What a trace can hold, without shapes and Python values that only data tells. What traces as another stands for it."""
+"""What a trace can hold, without shapes and Python values that only data tells; of what traces alike, one."""
 
 
 # evaluation
