@@ -23,10 +23,14 @@ RATE, B1, B2, EPS, DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
 
 
 class Contender(NamedTuple):
-    """Ready to train: a step on this rank's batch, which returns its loss, and the tensors held between steps."""
+    """Ready to train: a step on this rank's batch, which returns its loss, and the tensors held between steps.
+
+    One that can tell before it runs predicts the peak bytes of a step.
+    """
 
     step: Callable[[Batch], Tensor]
     state: Callable[[], Any]
+    predict: Callable[[Batch], int] | None = None
 
 
 Setup = Callable[[nn.Module, DeviceMesh, bool], Contender]
@@ -56,7 +60,10 @@ def fzero_stage3(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> Contender:
         params, opt_state, loss = sharded_step(params, opt_state, batch)
         return loss
 
-    return Contender(step, lambda: (params, opt_state))
+    def predict(batch: Batch) -> int:
+        return sharded_step.trace(params, opt_state, batch).memory().peak
+
+    return Contender(step, lambda: (params, opt_state), predict)
 
 
 def fsdp2(model: nn.Module, mesh: DeviceMesh, bf16: bool) -> Contender:

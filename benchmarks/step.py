@@ -49,6 +49,8 @@ def main(flags: argparse.Namespace) -> None:
     rows, difference = summary(results), loss_difference(results)
     print(table(plan, flags.ranks, rows))
     print(f"losses of fzero and fsdp2 differ by at most {difference:.1e} of their size")
+    predicted, peak = (results["fzero"][key] / 2**20 for key in ("predicted", "peak"))
+    print(f"fzero predicted a peak of {predicted:.1f} MiB before it ran, {predicted / peak:.3f} of what was measured")
     if flags.json:
         record = {"plan": asdict(plan), "gpt": asdict(SIZES[plan.size]), "ranks": flags.ranks} | machine()
         record |= {"summary": {name: row._asdict() for name, row in rows.items()}, "loss_difference": difference}
@@ -65,7 +67,7 @@ def plan_of(flags: argparse.Namespace) -> Plan:
 
 
 def measured(plan: Plan, ranks: int, timeout: float) -> Results:
-    """Per contender: `seconds` [rounds][steps], `losses` [rounds * steps], `peak` and `state` bytes of a rank."""
+    """Per contender: `seconds` [rounds][steps], `losses` [rounds * steps], `peak`, `state` and `predicted` bytes."""
     results = launch(plan, ranks, timeout)
     for name in plan.contenders:
         results[name] |= launch(replace(plan, contenders=(name,), meter="memory"), ranks, timeout)[name]

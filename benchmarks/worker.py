@@ -93,7 +93,7 @@ def weigh(contenders: dict[str, Contender], plan: Plan, batch: Batch) -> dict[st
 
 
 def weigh_one(contender: Contender, plan: Plan, batch: Batch) -> dict[str, int]:
-    """As `weigh`; -1 where this platform cannot tell."""
+    """As `weigh`, with the peak that the contender predicted; -1 where this platform, or it, cannot tell."""
 
     def run() -> None:
         for _ in range(plan.steps):
@@ -102,9 +102,10 @@ def weigh_one(contender: Contender, plan: Plan, batch: Batch) -> dict[str, int]:
     device = batch["inputs"].device
     peak = measure(run, (contender.state(), batch), device).peak
     held = nbytes(contender.state())
-    most = torch.tensor([-1 if peak is None else peak, held], device=device)
+    predicted = contender.predict(batch) if contender.predict else -1
+    most = torch.tensor([-1 if peak is None else peak, held, predicted], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    return {"peak": int(most[0]), "state": int(most[1])}
+    return dict(zip(("peak", "state", "predicted"), most.tolist()))
 
 
 def mean(loss: Tensor) -> Tensor:

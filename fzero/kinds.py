@@ -37,7 +37,12 @@ _KEEPS_SLICE = {
     torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh_copy.default,
 }
-_UNTAGGED = frozenset("fill fill_ masked_fill masked_fill_ hardswish rsub floor_divide log_sigmoid_forward".split())
+_UNTAGGED = frozenset(
+    """
+    fill fill_ masked_fill masked_fill_ hardswish rsub floor_divide log_sigmoid_forward real imag _conj resolve_conj
+    _neg_view resolve_neg
+    """.split()
+)
 """Elementwise operations that torch does not tag as pointwise, besides derivatives."""
 _SHAPE_ONLY = {
     "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like",

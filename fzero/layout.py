@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 
 from fzero.mesh import VirtualMesh
 from fzero.ranges import intersect, pad, shift, tile
@@ -111,17 +111,17 @@ class Wire:
         """Elements of the whole buffer."""
         return self.stride * self.layout.world
 
-    @lru_cache  # noqa: B019  wires are interned by `wire` and live as long as the process
+    @cache  # noqa: B019  wires are interned by `wire` and live as long as the process
     def parts(self, rank: int) -> tuple[range, ...]:
         """The part of each carried leaf that `rank` owns, counted from the leaf's start."""
         return tuple(self.layout.part(leaf, rank) for leaf in self.leaves)
 
-    @lru_cache  # noqa: B019
+    @cache  # noqa: B019
     def block(self, rank: int) -> tuple[range, ...]:
         """Where these parts lie in the rank's block; they tile a prefix of [0, stride)."""
         return tile(map(len, self.parts(rank)))
 
-    @lru_cache  # noqa: B019
+    @cache  # noqa: B019
     def pieces(self, position: int) -> tuple[range, ...]:
         """Where the leaf at `position` of `leaves` lies in the buffer: adjoining pieces joined, empty ones dropped."""
         joined: list[range] = []

@@ -74,7 +74,8 @@ def mutates(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _sum(x: Tensor, numel: int, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
-    exact = x.dtype if dtype is None and x.dtype.is_floating_point else dtype or torch.int64
+    inexact = x.dtype.is_floating_point or x.dtype.is_complex
+    exact = x.dtype if dtype is None and inexact else dtype or torch.int64
     return Total.apply(x.to(exact), on).to(exact)
 
 
@@ -85,7 +86,7 @@ def _mean(x: Tensor, numel: int, on: Primitives, *, dtype: torch.dtype | None = 
 def _norm(x: Tensor, numel: int, on: Primitives, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
     x = x if dtype is None else x.to(dtype)
     if p in (2, "fro", None):
-        return _root(Total.apply(x * x, on))
+        return _root(Total.apply((x * x.conj()).real if x.is_complex() else x * x, on))
     if p == 1:
         return Total.apply(x.abs(), on)
     return None

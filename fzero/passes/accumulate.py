@@ -33,14 +33,15 @@ def accumulate(program: Program) -> Program:
 
 def _is_linear(node: Node, scatters: list[Node]) -> bool:
     """Whether a node takes slices of one leaf's gradient, and numbers, to another such slice, and alone uses them."""
-    if len(scatters) != len(node.all_input_nodes) or any(len(scatter.users) > 1 for scatter in scatters):
+    if node.op != "call_function" or len(scatters) != len(node.all_input_nodes):
+        return False
+    if any(len(scatter.users) > 1 for scatter in scatters):
         return False
     if node.meta["val"].dtype != scatters[0].meta["val"].dtype:
         return False
     of_one_leaf = len({scatter.args[1:3] for scatter in scatters}) == 1
-    return of_one_leaf and (
-        is_call(node, *_SCALINGS) or (is_call(node, *_SUMS) and len(node.args) == len(scatters) == 2)
-    )
+    given = sum(map(_is_scatter, node.args))
+    return of_one_leaf and ((is_call(node, *_SCALINGS) and given == 1) or (is_call(node, *_SUMS) and given == 2))
 
 
 def _swap(program: Program, node: Node, scatter: Node) -> None:
