@@ -216,14 +216,8 @@ class Peak(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, on: Primitives, op: str) -> Tensor:
-        identity = x.new_full((1,), _identity(x.dtype, op))
-        padded = torch.cat([x.reshape(-1), identity])  # a slice may be empty
-        local = padded.amax() if op == "max" else padded.amin()
-        # Backends differ in what they make of a nan, so it travels beside: 1 under "max", -1 under "min".
-        flag = local.isnan().to(x.dtype) if op == "max" else -local.isnan().to(x.dtype)
-        pair = torch.stack([torch.where(flag != 0, identity[0], local), flag])
-        peak, flag = on.all_reduce(pair, op, on.mesh.shard_axis).unbind()
-        return torch.where(flag != 0, torch.full_like(peak, math.nan), peak) if x.is_floating_point() else peak.clone()
+        padded = torch.cat([x.reshape(-1), x.new_full((1,), _identity(x.dtype, op))])  # a slice may be empty
+        return on.all_reduce(padded.amax() if op == "max" else padded.amin(), op, on.mesh.shard_axis)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -21,8 +21,8 @@ Buckets = Callable[[str], str | None]
 def partition(params: tree.Tree, mesh: Any, *, layers: Buckets | None = None) -> tree.Tree:
     """`params` with each tensor replaced by this rank's `Sharded` part of it, on the mesh's device.
 
-    `unpartition(partition(params, mesh)) == params`. Leaves are grouped into buckets, each of which is gathered and
-    scattered as one: an element of the outermost list on a leaf's path, else the top-level entry, is a bucket.
+    `unpartition(partition(params, mesh)) == params`. Leaves are grouped into buckets, each gathered and scattered as
+    one: an element of the outermost list (or tuple) on a leaf's path, else the top-level entry, is a bucket.
     `layers(path)` may name another bucket for a leaf, or return None to keep that rule. Every rank gives the same
     values. The tensors of `params` are copied, never aliased.
 
@@ -63,7 +63,7 @@ def layouts(
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:
-    """The layer that a leaf belongs to: its path up to the outermost list position, else its first entry."""
+    """The layer that a leaf belongs to: its path up to the outermost list or tuple position, else its first entry."""
     for depth, part in enumerate(key):
         if isinstance(part, int):
             return tree.dotted(key[: depth + 1])

@@ -39,6 +39,9 @@ Not copysign, nextafter, logit and sgn, whose derivatives make tensors of the sl
 LIST_OPS = frozenset({"scale_by_adam"})
 """Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
 
+WHOLE_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
+"""Those of `_foreach_*` that are neither elementwise nor reductions known here: their operands are gathered."""
+
 LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
 """Functions on lists of leaves that reduce each one -> what they do to it."""
 

@@ -208,7 +208,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         raise FzeroError(path, f"{name} would change a value in place", "a Sharded is immutable; write p = p + u")
     if name in rules.LIST_REDUCTIONS:
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
-    if name in rules.LIST_OPS or name.startswith("_foreach_"):
+    if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.WHOLE_LIST_OPS):
         return _listwise(func, args, kwargs)
     if name in rules.ELEMENTWISE:
         like = _anchor(args, kwargs)

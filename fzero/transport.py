@@ -6,6 +6,7 @@ the same ones in the same order. The average is taken in a fixed order of ranks,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -89,6 +90,8 @@ class PointToPoint:
         return Pending(works, lambda: self._mean({**theirs, self.rank: mine[self.rank]}, theirs))
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        if op in ("max", "min") and x.is_floating_point():
+            return _extreme(x, op, self.group)
         result = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, dist.ReduceOp.SUM if op == "avg" else _OPS[op], group=self.group)
         return result.div_(self.world) if op == "avg" else result
@@ -125,9 +128,19 @@ class Native:
         return Pending([work], lambda: out)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        if op in ("max", "min") and x.is_floating_point():
+            return _extreme(x, op, self.group)
         result = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, _OPS[op], group=self.group)
         return result
+
+
+def _extreme(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise "max" or "min", nan where a rank has one: backends differ in that, so nans travel beside."""
+    sign = 1 if op == "max" else -1
+    pair = torch.stack([x.nan_to_num(-sign * math.inf, math.inf, -math.inf), sign * x.isnan().to(x.dtype)])
+    dist.all_reduce(pair, _OPS[op], group=group)
+    return torch.where(pair[1] != 0, math.nan, pair[0])
 
 
 _OPS = {

@@ -148,7 +148,7 @@ def most_gathered(program: Program) -> int:
 def whole(program: Program, outputs: Outputs) -> dict[str, Tensor]:
     """Path -> result, as one process would have it: state from the slices of all ranks along the shard axis, numbers as
     rank 0 has them, other tensors of all ranks one behind the other."""
-    slices = [seat.number for seat in seats(program.mesh) if seat.number == seat.rank]
+    slices = [seat.number for seat in seats(program.mesh) if sum(seat.position) == seat.rank]  # 0 along other axes
     tensors = [result for result in program.results if not result.is_constant]
     values = {}
     for result, parts in zip(tensors, zip(*outputs), strict=True):
@@ -162,7 +162,7 @@ def whole(program: Program, outputs: Outputs) -> dict[str, Tensor]:
 
 
 def run(program: Program, arguments: Sequence[Sequence[Tensor]]) -> Outputs:
-    """What each rank returns, given its arguments, which are left as they are (but see `Ranks.wait`)."""
+    """What each rank returns, given its arguments, which are left as they are."""
     given = [copy.deepcopy(list(tensors)) for tensors in arguments]  # keeps what shares memory sharing it
     known: list[dict[fx.Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in given]
     ranks = Ranks(program)

@@ -231,6 +231,18 @@ def test_a_sum_over_ranks_behind_one_leaf_does_not_split_its_bucket() -> None:
     assert [line for line in moved(program) if "layers" in line] == ["all_gather layers.0", "reduce_scatter layers.0"]
 
 
+def test_a_gradient_that_needs_no_gather_is_scattered_with_its_bucket() -> None:
+    def linear(params: tree.Tree, x: Tensor) -> Tensor:
+        first, second = params["layers"]
+        return ((x @ first["w"]) @ second["w"] + second["b"]).sum()  # of second.b the gradient is a constant
+
+    def step(params: tree.Tree, x: Tensor) -> tree.Tree:
+        return torch.func.vjp(lambda p: linear(p, x), params)[1](torch.ones(()))[0]
+
+    program = bucketed(Case(step, MESH, lambda seat: (partition(layers(2), seat), rows(seat))))
+    assert moved(program).count("reduce_scatter layers.1") == 1
+
+
 def test_a_cast_before_the_gather_halves_what_is_moved() -> None:
     def narrow(params: tree.Tree, x: Tensor) -> Tensor:
         return loss(tree.map(lambda p: p.to(torch.bfloat16), params), x.to(torch.bfloat16))

@@ -244,7 +244,11 @@ def counting_rows(params: Params, state: Any, x: Tensor) -> Any:
     return params, (adam._replace(count=count), *rest), x.sum()
 
 
-DRIFTING = [meeting_a_slice, full_shaped, scaled_by_data, with_noise, counting_rows]
+def weighing(params: Params, state: Any, x: Tensor) -> Any:
+    return params, state, x.mean() * params["scale"]  # line: weighing
+
+
+DRIFTING = [weighing, meeting_a_slice, full_shaped, scaled_by_data, with_noise, counting_rows]
 
 
 def drifting_apart(mesh: DeviceMesh) -> dict[str, Refusal]:
@@ -416,7 +420,8 @@ def test_python_that_needs_data_is_refused_with_its_line(found: dict[str, list[O
 def test_what_would_let_ranks_drift_apart_is_refused_with_leaf_and_line(
     found: dict[str, list[Outcome]], name: str
 ) -> None:
-    leaf = {"with_noise": "layers.0.b: ", "counting_rows": "count", "scaled_by_data": ": "}.get(name, "layers.0.w: ")
+    leaves = {"with_noise": "layers.0.b: ", "counting_rows": "count", "scaled_by_data": ": ", "weighing": "scale: "}
+    leaf = leaves.get(name, "layers.0.w: ")
     for refusals in values(found["drifting_apart"]):
         assert_refused(refusals[name], leaf, line_of(name), "fzero.pmean(x, 'fsdp')")
 

@@ -410,7 +410,21 @@ def in_a_step(name: str, v: Values, rows: Tensor, mesh: DeviceMesh) -> Evaluated
     def step(v: Values, rows: Tensor) -> Any:
         return evaluate(lambda given: FUNCTIONS[name](given | constants), v, rows, wanted)
 
-    return described(*fzero.shard(step, mesh, passes=())(v, rows))
+    used = {path: v[path] for path in names_used(FUNCTIONS[name]) if path in v}
+    return described(*fzero.shard(step, mesh, passes=())(used, rows))
+
+
+def names_used(function: Function) -> set[str]:
+    """The values that a function looks up."""
+    used: set[str] = set()
+
+    class Watched(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            used.add(name)
+            return super().__getitem__(name)
+
+    function(Watched(leaves() | uniform()))
+    return used
 
 
 def attempt(name: str, in_mode: Callable[[str], Evaluated]) -> Evaluated:
@@ -648,9 +662,13 @@ def twice(mesh: DeviceMesh) -> Values:
     return fzero.unpartition(curvature(v, rows_of(mesh.get_rank(), mesh.size())))
 
 
-def spoiled(mesh: DeviceMesh) -> Any:
-    """A `max` that one rank's nan decides, which every rank must see."""
-    return fzero.partition({"holed": leaves()["holed"]}, mesh)["holed"].max().isnan().item()
+def spoiled(mesh: DeviceMesh) -> list[bool]:
+    """Whether maxima are nan that the nan of one rank decides: of a value's slices, and of a tensor of each rank."""
+    largest = fzero.shard(lambda x: fzero.pmax(x, "fsdp"), mesh)
+    one = largest(torch.tensor([1.0, math.nan if mesh.get_rank() == 0 else 2.0]))
+    other = largest(torch.tensor([math.nan if mesh.get_rank() == 1 else 2.0, 1.0]))
+    holed = fzero.partition({"holed": leaves()["holed"]}, mesh)["holed"]
+    return [holed.max().isnan().item(), one.isnan().tolist() == [False, True], other.isnan().tolist() == [True, False]]
 
 
 BESIDE = {
@@ -741,4 +759,4 @@ def test_a_gradient_of_a_gradient(beside: dict[str, list[Outcome]]) -> None:
 
 
 def test_a_nan_on_one_rank_is_the_maximum_on_all(beside: dict[str, list[Outcome]]) -> None:
-    assert values(beside["spoiled"]) == [True, True]
+    assert values(beside["spoiled"]) == [[True, True, True]] * 2

@@ -7,10 +7,8 @@ from typing import Any
 from fzero import ops
 from fzero.layout import wire
 from fzero.ops import Node, is_call
-from fzero.passes.order import hops, sink_gathers
+from fzero.passes.order import hops, settle, sink_gathers
 from fzero.program import Program
-
-_LEAFWISE = (ops.gather, ops.scatter)
 
 
 def bucket(program: Program) -> Program:
@@ -22,10 +20,10 @@ def bucket(program: Program) -> Program:
     """
     program = program.copy("bucket")
     _merge_repeated(program)
-    depth = hops(program.graph, lambda node: is_call(node, *_LEAFWISE))
-    for members in _groups(program, ops.gather, depth):
+    for members in _groups(program, ops.gather):
         _gather_together(program, members)
-    for members in _groups(program, ops.scatter, depth):
+    settle(program.graph)
+    for members in _groups(program, ops.scatter):
         _scatter_together(program, members)
     sink_gathers(program.graph)
     return program
@@ -40,8 +38,9 @@ def _merge_repeated(program: Program) -> None:
             program.substitute(node, kept)
 
 
-def _groups(program: Program, target: Any, depth: dict[Node, int]) -> list[list[Node]]:
+def _groups(program: Program, target: Any) -> list[list[Node]]:
     """Nodes that may become one collective: of one bucket, dtype and tree of state, independent, each leaf once."""
+    depth = hops(program.graph, lambda node: is_call(node, target))
     groups: dict[tuple[object, ...], dict[int, Node]] = {}
     for node in program.graph.find_nodes(op="call_function", target=target):
         key = (node.args[1], node.meta["val"].dtype, depth[node], _family(program, node))
@@ -71,11 +70,9 @@ def _family(program: Program, node: Node) -> str | None:
 
 def _gather_together(program: Program, members: list[Node]) -> None:
     name, layout = members[0].args[1], program.layout_of(members[0])
-    leaves = [node.args[2] for node in members]
-    with program.graph.inserting_after(max(members)):
-        pending = program.emit(
-            ops.all_gather, [n.args[0] for n in members], name, leaves, wire(layout, tuple(leaves)).numel
-        )
+    slices, leaves = [node.args[0] for node in members], [node.args[2] for node in members]
+    with program.graph.inserting_after(max(slices)):
+        pending = program.emit(ops.all_gather, slices, name, leaves, wire(layout, tuple(leaves)).numel)
     with program.graph.inserting_after(pending):
         buffer = program.emit(ops.wait, pending)
     for position, node in enumerate(members):
