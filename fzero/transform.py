@@ -40,8 +40,8 @@ def shard(
     batch. Other results computed from the batch stay this rank's own.
 
     `stage` 3 gathers each layer's parameters for each use, 2 keeps them from first to last use, 1 keeps whole gradients
-    too. With `donate` state is updated in place and the `Sharded` values given become unusable. `passes` replaces
-    the default ones, each a function of a `Program` to a `Program`.
+    too. With `donate` a step that updates state (`p + u`) does it in place, and the `Sharded` values that it was given
+    become unusable. `passes` replaces the default ones, each a function of a `Program` to a `Program`.
 
     The step is traced at its first call and again when shapes, dtypes, structure or constants change, which the logger
     "fzero" reports.
