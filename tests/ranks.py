@@ -16,14 +16,16 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 Case = Callable[[DeviceMesh], Any]
 STALL = timedelta(seconds=20)
@@ -43,10 +45,19 @@ class Outcome(NamedTuple):
     error: str = ""
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    stall: timedelta = STALL,
+    lost: Collection[int] | None = None,
+) -> list[Any]:
     """`fn(mesh, *args)` of each of `world` ranks, in their order. `fn` is importable; its result is pickled.
 
-    `mesh` is a `DeviceMesh` with the one axis "fsdp". No process outlives the call.
+    `mesh` is a `DeviceMesh` with the one axis "fsdp". `stall` is the timeout of its process group, once all ranks are
+    there. Where `lost` is given, those ranks are not waited for, their results are None, and each of the others leaves
+    without a word as soon as it has its own. No process outlives the call.
 
     Raises:
         RankError: when a rank raises, dies, or does not return within `timeout` seconds.
@@ -56,7 +67,11 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
     context.set_forkserver_preload(["torch._dynamo", "fzero"])  # what a first trace imports, once in one process
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        context.Process(target=_rank, args=(rank, world, store.port, timeout, pipes[rank][1], fn, args), daemon=True)
+        context.Process(
+            target=_rank,
+            args=(rank, world, store.port, timeout, stall, lost is not None, pipes[rank][1], fn, args),
+            daemon=True,
+        )
         for rank in range(world)
     ]
     grace = 0.0
@@ -64,9 +79,9 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
         for process, (_, theirs) in zip(processes, pipes):
             process.start()
             theirs.close()  # or the pipe of a rank that dies would never end
-        results = _collect([ours for ours, _ in pipes], timeout)
-        grace = GRACE
-        return results
+        results = _collect({pipes[rank][0]: rank for rank in range(world) if rank not in (lost or ())}, timeout)
+        grace = GRACE if lost is None else 0.0
+        return [results.get(rank) for rank in range(world)]
     finally:
         _end([process for process in processes if process.pid is not None], grace)
 
@@ -90,8 +105,22 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
+def chosen(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """The values of a parameter in those tests of the fixture's file that will run: others need no cases."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return {item.callspec.params[parameter] for item in items if parameter in item.callspec.params}
+
+
 def _rank(
-    rank: int, world: int, port: int, timeout: float, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    stall: timedelta,
+    abrupt: bool,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     """The life of one rank: join, run, report, leave. Ends itself after `timeout`, with its stack on stderr."""
     faulthandler.dump_traceback_later(timeout, exit=True)
@@ -100,19 +129,24 @@ def _rank(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=STALL)
-        result = fn(init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",)), *args)
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+        dist.barrier()
+        _set_pg_timeout(stall)  # not from the start: on a busy machine ranks may start further apart than that
+        result = fn(mesh, *args)
         message = pickle.dumps((result, ""))  # by value: torch's own pickling for pipes shares memory
     except BaseException:
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
         os._exit(1)  # without waiting for ranks that wait for this one
     pipe.send_bytes(message)
+    if abrupt:
+        os._exit(0)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, Any]:
     """What each rank sent."""
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting = dict(pipes)
     results: dict[int, Any] = {}
     failed: dict[int, str] = {}
     deadline = time.monotonic() + timeout + GRACE
@@ -127,7 +161,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         raise _failure(failed)
     if waiting:
         raise RankError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not return within {timeout:.0f} s")
-    return [results[rank] for rank in range(len(pipes))]
+    return results
 
 
 def _received(pipe: Connection) -> tuple[Any, str]:
