@@ -49,6 +49,11 @@ class VirtualMesh:
             raise FzeroError(f"mesh axis {axis!r}", f"this mesh has {self.names}", "name one of these")
         return self.sizes[axis]
 
+    def position(self, number: int, axis: str) -> int:
+        """The position along `axis` of a rank, by its number among all; ranks are counted row by row."""
+        inner = math.prod(self.sizes[name] for name in self.names[self.names.index(axis) + 1 :])
+        return number // inner % self.sizes[axis]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VirtualMesh) and tuple(self.sizes.items()) == tuple(other.sizes.items())
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fzero import kinds, tree
+from fzero import tree
 from fzero.agreement import agree, digest
-from fzero.errors import FzeroError
 from fzero.linking import Runner, link
 from fzero.live import Live, live
-from fzero.passes import defaults
+from fzero.passes import defaults, verify
+from fzero.pipeline import Pass, Pipeline, returned
 from fzero.program import Program
 from fzero.runtime import Runtime
 from fzero.sharded import Sharded
-from fzero.tracing import trace
-
-Pass = Callable[[Program], Program]
-_log = logging.getLogger("fzero")
 
 
 def shard(
@@ -46,7 +41,7 @@ def shard(
     The step is traced at its first call and again when shapes, dtypes, structure or constants change, which the logger
     "fzero" reports.
     """
-    return Step(fn, live(mesh), defaults(stage=stage, in_place=donate) if passes is None else tuple(passes))
+    return Step(fn, live(mesh), defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify))
 
 
 class _Compiled(NamedTuple):
@@ -62,99 +57,35 @@ class Step:
 
     def __init__(self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass]) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._on, self._passes = fn, on, passes
-        self._compiled: dict[Any, _Compiled] = {}
+        self._on = on
+        self._pipeline = Pipeline(fn, on, passes, self._link)
 
     def __repr__(self) -> str:
-        return f"fzero.shard({getattr(self, '__name__', self._fn)}, {self._on.mesh})"
+        return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
 
     def trace(self, *args: Any) -> Program:
         """The program that a call with these arguments runs. No collective."""
-        leaves, treedef = tree.flatten(args)
-        _signature(leaves, treedef, self._on)
-        return self._program(args)
+        return self._pipeline.program(args)
 
     def __call__(self, *args: Any) -> Any:
         leaves, treedef = tree.flatten(args)
-        compiled = self._compile(args, leaves, treedef)
+        compiled = self._compiled(leaves, treedef)
         agree(self._on.control, compiled.number, compiled.lines)
         tensors = _unaliased([x for x in leaves if isinstance(x, (Sharded, Tensor))], compiled.donated)
-        outputs = iter(compiled.run(tensors))
-        return tree.unflatten(compiled.program.out_tree, self._results(compiled.program, outputs))
+        return returned(compiled.program, compiled.run(tensors), self._on)
 
-    def _compile(self, args: tuple[Any, ...], leaves: list[Any], treedef: Any) -> _Compiled:
+    def _compiled(self, leaves: list[Any], treedef: tree.TreeDef) -> _Compiled:
         try:
-            signature = _signature(leaves, treedef, self._on)
-            if signature not in self._compiled:
-                self._report()
-                self._compiled[signature] = self._make(args)
-            return self._compiled[signature]
+            return self._pipeline.made(leaves, treedef)
         except Exception as error:
             agree(self._on.control, 0, [], error)
             raise
 
-    def _make(self, args: tuple[Any, ...]) -> _Compiled:
-        program = self._program(args)
+    def _link(self, program: Program) -> _Compiled:
         runner = link(program, Runtime(self._on, program.layouts))
         lines = program.lines()
         donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
         return _Compiled(program, runner, donated, digest(lines), lines)
-
-    def _program(self, args: tuple[Any, ...]) -> Program:
-        program = kinds.resolve(trace(self._fn, args, self._on.mesh))
-        for rewrite in self._passes:
-            program = rewrite(program)
-        return program
-
-    def _report(self) -> None:
-        if self._compiled:
-            _log.warning("%r is traced again: its arguments differ from the %d seen", self, len(self._compiled))
-
-    def _results(self, program: Program, outputs: Any) -> list[Any]:
-        return [
-            result.constant
-            if result.is_constant
-            else next(outputs)
-            if result.bucket is None
-            else Sharded(next(outputs), program.layouts[result.bucket], result.leaf, self._on)
-            for result in program.results
-        ]
-
-
-def _signature(leaves: list[Any], treedef: Any, on: Live) -> Any:
-    """What decides whether a traced program fits these arguments.
-
-    Raises:
-        FzeroError: for state of another mesh, or a constant that does not hash.
-    """
-    return treedef, tuple([_leaf_signature(i, leaf, treedef, on) for i, leaf in enumerate(leaves)])
-
-
-def _leaf_signature(position: int, leaf: Any, treedef: Any, on: Live) -> Any:
-    if isinstance(leaf, Sharded):
-        if leaf.on is not on:
-            raise _of_another_mesh(leaf, on)
-        return leaf.layout, leaf.index, leaf.local.dtype
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
-    try:
-        hash(leaf)
-    except TypeError:
-        where = tree.dotted(tree.keys(treedef)[position])
-        raise FzeroError(
-            f"argument {where}", f"a {type(leaf).__name__} is no tensor and does not hash", "give a tensor or a number"
-        ) from None
-    return type(leaf), leaf
-
-
-def _of_another_mesh(leaf: Sharded, on: Live) -> FzeroError:
-    return FzeroError(
-        leaf.path,
-        f"was partitioned on {leaf.on.mesh} as rank {leaf.on.rank}, the step runs on {on.mesh} as rank {on.rank}"
-        if leaf.on.mesh != on.mesh
-        else "was partitioned on another mesh of the same shape",
-        "partition the tree on the step's mesh",
-    )
 
 
 def _unaliased(values: list[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:

@@ -4,31 +4,29 @@
     program = case.trace()
     assert_same(case.run(bucket(program)), case.run(program))
 
-Every op is performed as `fzero.ops` defines it. At the end stand the steps on which all passes are tried.
+`fzero.lockstep` runs them. At the end stand the steps on which all passes are tried.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from fzero import buffers, grad, kinds, ops, optim, tracing, tree, value_and_grad
-from fzero.layout import wire
+from fzero import grad, lockstep, ops, optim, tracing, tree, value_and_grad
+from fzero.buckets import Layers, layouts
 from fzero.mesh import VirtualMesh
-from fzero.optim.kernels import fused_adamw_
+from fzero.passes import resolve
 from fzero.passes.order import gathered
-from fzero.placement import Buckets, layouts, place
 from fzero.program import Program
 from fzero.sharded import Sharded
+from fzero.streaming import place
 
-CPU = torch.device("cpu")
 Pass = Callable[[Program], Program]
 Outputs = list[list[Tensor]]
 """The tensors that a program returns, rank by rank."""
@@ -40,32 +38,22 @@ class Seat(NamedTuple):
     mesh: VirtualMesh
     position: tuple[int, ...]  # along each axis
     number: int  # among all ranks of the mesh, row by row
-    device: torch.device = CPU
+    rank: int  # along the axis that state is partitioned over
     is_tracing: bool = False
-
-    def along(self, axis: str) -> int:
-        """This rank's position along an axis."""
-        return self.position[self.mesh.names.index(axis)]
-
-    @property
-    def rank(self) -> int:
-        """This rank's position along the axis that state is partitioned over."""
-        return self.along(self.mesh.shard_axis)
 
 
 def seats(mesh: VirtualMesh) -> list[Seat]:
     """The ranks of a mesh in order."""
-    positions = itertools.product(*(range(mesh.size(axis)) for axis in mesh.names))
-    return [Seat(mesh, position, number) for number, position in enumerate(positions)]
+    return [Seat(mesh, seat.position, seat.number, seat.rank) for seat in lockstep.seats(mesh)]
 
 
-def partition(params: tree.Tree, seat: Seat, layers: Buckets | None = None) -> tree.Tree:
+def partition(params: tree.Tree, seat: Seat, layers: Layers | None = None) -> tree.Tree:
     """What `fzero.partition` makes of `params` on the rank at `seat`."""
     leaves, treedef = tree.flatten(params)
     sharded: dict[int, Sharded] = {}
     for layout, members in layouts(tree.keys(treedef), leaves, seat.mesh, layers):
-        slices = place([leaves[i] for i in members], layout, seat)
-        sharded.update((i, Sharded(x, layout, index, seat)) for index, (i, x) in enumerate(zip(members, slices)))
+        slices = place({index: leaves[i] for index, i in enumerate(members)}, layout, seat.rank)
+        sharded.update((i, Sharded(slices[index], layout, index, seat)) for index, i in enumerate(members))
     return tree.unflatten(treedef, [sharded[i] for i in range(len(leaves))])
 
 
@@ -78,7 +66,7 @@ class Case(NamedTuple):
 
     def trace(self) -> Program:
         """The step's program before any pass, its kinds resolved."""
-        return kinds.resolve(self.trace_as_written())
+        return resolve(self.trace_as_written())
 
     def trace_as_written(self) -> Program:
         """The step's program, its kinds not looked at."""
@@ -149,9 +137,8 @@ def whole(program: Program, outputs: Outputs) -> dict[str, Tensor]:
     """Path -> result, as one process would have it: state from the slices of all ranks along the shard axis, numbers as
     rank 0 has them, other tensors of all ranks one behind the other."""
     slices = [seat.number for seat in seats(program.mesh) if sum(seat.position) == seat.rank]  # 0 along other axes
-    tensors = [result for result in program.results if not result.is_constant]
     values = {}
-    for result, parts in zip(tensors, zip(*outputs), strict=True):
+    for result, parts in zip(program.tensor_results, zip(*outputs), strict=True):
         layout = program.layouts[result.bucket] if result.bucket is not None else None
         if layout is not None and not layout.replicated:
             flat = torch.cat([parts[number] for number in slices])
@@ -164,155 +151,9 @@ def whole(program: Program, outputs: Outputs) -> dict[str, Tensor]:
 def run(program: Program, arguments: Sequence[Sequence[Tensor]]) -> Outputs:
     """What each rank returns, given its arguments, which are left as they are."""
     given = [copy.deepcopy(list(tensors)) for tensors in arguments]  # keeps what shares memory sharing it
-    known: list[dict[fx.Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in given]
-    ranks = Ranks(program)
-    for node in program.graph.nodes:
-        if node.op == "get_attr":
-            results = [program.constants[node.target] for _ in known]
-        elif node.op == "call_function":
-            results = ranks.call(node, [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in known])
-        else:
-            continue
-        for values, result in zip(known, results, strict=True):
-            values[node] = result
-    return [list(fx.map_arg(program.output.args[0], values.__getitem__)) for values in known]
-
-
-class _Pending(NamedTuple):
-    """A started communication: its result, what it reads, and what that was at the start."""
-
-    result: Tensor
-    sent: Tensor
-    before: Tensor
-
-
-_EXCHANGES = {ops.gather, ops.scatter, ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.all_reduce_list}
-
-
-class Ranks:
-    """All ranks of a program's mesh. Methods are named as `ops`.
-
-    An exchange takes, as its first argument, what each rank gives; the rest is the same on all of them, and it returns
-    a result a rank. Every other method is one rank's. Memory is shared where it is on a live mesh: what one rank
-    gathers alone is a view of its slices.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.layouts, self.mesh, self.seats = program.layouts, program.mesh, seats(program.mesh)
-        self.random = [torch.Generator().manual_seed(seat.number).get_state() for seat in self.seats]
-
-    def call(self, node: fx.Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """What a node gives on each rank, called with each rank's arguments."""
-        if node.target in _EXCHANGES:
-            return getattr(self, ops.name_of(node))([args[0] for args, _ in calls], *calls[0][0][1:])
-        if node.target in ops.FAKES:
-            perform = getattr(self, ops.name_of(node))
-            return [perform(seat, *args, **kwargs) for seat, (args, kwargs) in zip(self.seats, calls)]
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            return [self._draw(seat.number, node, *call) for seat, call in zip(self.seats, calls)]
-        return [node.target(*args, **kwargs) for args, kwargs in calls]
-
-    def _draw(self, number: int, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random[number])
-            result = node.target(*args, **kwargs)
-            self.random[number] = torch.get_rng_state()
-        return result
-
-    def _rows(self, axis: str) -> Iterator[list[int]]:
-        """The numbers of the ranks that communicate along an axis: those whose other positions are equal."""
-        along = self.mesh.names.index(axis)
-        rows: dict[tuple[int, ...], list[int]] = {}
-        for seat in self.seats:
-            rows.setdefault((*seat.position[:along], *seat.position[along + 1 :]), []).append(seat.number)
-        yield from rows.values()
-
-    def gather(self, slices: list[Tensor], bucket: str, leaf: int, shape: Sequence[int]) -> list[Tensor]:
-        fulls = dict[int, Tensor]()
-        for row in self._rows(self.mesh.shard_axis):
-            full = torch.cat([slices[number] for number in row]).view(shape)
-            fulls.update((number, full.clone()) for number in row)
-        return [fulls[seat.number] for seat in self.seats]
-
-    def scatter(self, fulls: list[Tensor], bucket: str, leaf: int, numel: int) -> list[Tensor]:
-        mean = _reduced([full.reshape(-1) for full in fulls], "avg")
-        return [self.take(seat, mean, bucket, leaf, numel).clone() for seat in self.seats]
-
-    def all_reduce(self, values: list[Tensor], op: str, axis: str) -> list[Tensor]:
-        reduced = dict[int, Tensor]()
-        for row in self._rows(axis):
-            result = _reduced([values[number] for number in row], op)
-            reduced.update((number, result.clone()) for number in row)
-        return [reduced[seat.number] for seat in self.seats]
-
-    def all_reduce_list(self, values: list[Sequence[Tensor]], op: str, axis: str) -> list[list[Tensor]]:
-        columns = [self.all_reduce(list(column), op, axis) for column in zip(*values)]
-        return [list(row) for row in zip(*columns)]
-
-    def all_gather(self, slices: list[Sequence[Tensor]], bucket: str, leaves: Sequence[int], numel: int) -> list[Any]:
-        blocks = [buffers.block_of(given, wire(self.layouts[bucket], tuple(leaves))) for given in slices]
-        pending = dict[int, _Pending]()
-        for row in self._rows(self.mesh.shard_axis):
-            together = [blocks[number] for number in row]
-            for number in row:
-                buffer = torch.cat(together) if len(row) > 1 else together[0]
-                parts = sum(x.numel() for x in slices[number])  # behind them a block may hold what lies next to it
-                pending[number] = _started(buffer, blocks[number][:parts])
-        return [pending[seat.number] for seat in self.seats]
-
-    def reduce_scatter(
-        self, fulls: list[Sequence[Tensor]], bucket: str, leaves: Sequence[int], numel: int
-    ) -> list[Any]:
-        sent = [buffers.blocks_of(given, wire(self.layouts[bucket], tuple(leaves))) for given in fulls]
-        if len(sent) == 1:
-            return [_started(sent[0], sent[0])]
-        blocks = _reduced(sent, "avg").view(-1, numel)
-        return [_started(blocks[seat.rank].clone(), sent[seat.number]) for seat in self.seats]
-
-    def wait(self, seat: Seat, pending: _Pending) -> Tensor:
-        """The result. Nothing may write to what is sent while it is on its way."""
-        assert torch.equal(pending.sent, pending.before), "written to before it was sent"
-        return pending.result
-
-    def whole(
-        self, seat: Seat, buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]
-    ) -> Tensor:
-        return buffers.whole(buffer, wire(self.layouts[bucket], tuple(leaves)), position, shape)
-
-    def part(self, seat: Seat, block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
-        return buffers.part(block, wire(self.layouts[bucket], tuple(leaves)), seat.rank, position)
-
-    def take(self, seat: Seat, full: Tensor, bucket: str, leaf: int, numel: int) -> Tensor:
-        part = self.layouts[bucket].part(leaf, seat.rank)
-        return full.reshape(-1)[part.start : part.stop]
-
-    def beside(self, seat: Seat, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def spread(self, seat: Seat, x: Tensor, like: Tensor) -> Tensor:
-        return x.expand(like.shape).clone()
-
-    def axis_index(self, seat: Seat, axis: str, device: torch.device) -> Tensor:
-        return torch.tensor(seat.along(axis), device=device)
-
-    def adamw(self, seat: Seat, *args: Any) -> tuple[list[Tensor], ...]:
-        params, grads, mu, nu = ([x.clone() for x in column] for column in args[:4])
-        fused_adamw_(params, grads, mu, nu, *args[4:])
-        return params, mu, nu
-
-    def adamw_(self, seat: Seat, *args: Any) -> None:
-        fused_adamw_(*args)
-
-
-def _started(result: Tensor, sent: Tensor) -> _Pending:
-    return _Pending(result, sent, sent.clone())
-
-
-def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
-    """The values of all ranks to one, in rank order."""
-    join = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
-    total = functools.reduce(join, values).clone()
-    return total / len(values) if op == "avg" else total
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return lockstep.run(program, given)
 
 
 def layers(count: int = 3, *, width: int = 5, seed: int = 0) -> tree.Tree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import bigram  # noqa: E402
 import corpus  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
+import virtual_ranks  # noqa: E402
 from corpus import Cut  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 
@@ -173,3 +175,11 @@ def test_main_job_learns_the_same_on_two_ranks_and_in_one_process() -> None:
     assert "all-gather" in two and "peak memory" in two
     assert bits_per_byte(run_main()) == pytest.approx(bits_per_byte(two), abs=2e-3)  # printed to 3 digits
     assert bits_per_byte(two)[0] < 7.5  # a uniform guess has 8
+
+
+def test_the_wrong_step_on_virtual_ranks_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    virtual_ranks.main()
+    wrong, right = capsys.readouterr().out.splitlines()
+    assert re.match(r"wrong step: 0\.v, step 1, rank 0: element 0 is [\d.-]+ sharded and [\d.-]+ unsharded", wrong)
+    assert "'0.w': '" in right
+    assert len((ROOT / "examples" / "virtual_ranks.py").read_text().splitlines()) < 40

@@ -1,0 +1,152 @@
+"""Simulation: a sharded step without a cluster, for every rank of a virtual mesh in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.buckets import grouped
+from fzero.errors import FzeroError
+from fzero.lockstep import Seat, Watch, run, seats
+from fzero.mesh import VirtualMesh
+from fzero.passes import defaults, verify
+from fzero.pipeline import Pass, Pipeline, returned
+from fzero.program import Program, Result
+from fzero.sharded import Sharded
+from fzero.streaming import place
+from fzero.virtual import virtual
+
+
+def simulate(
+    fn: Callable[..., Any],
+    ranks: int | VirtualMesh,
+    *,
+    stage: int = 3,
+    donate: bool = True,
+    passes: Sequence[Pass] | None = None,
+) -> Simulation:
+    """`fn` as a step that runs for every rank of a virtual mesh in this process: the very program that `shard` makes,
+    node by node in lockstep, collectives computed across the ranks in the order of ranks.
+
+        mesh = fzero.VirtualMesh(fsdp=8)
+        params = fzero.partition(params, mesh)
+        step = fzero.simulate(train_step, mesh)
+        params, opt_state, loss = step(params, optimizer.init(params), batch)
+
+    `ranks` is a mesh, or the size of one with the axis "fsdp". State is partitioned on that mesh and holds every rank's
+    slices. Every other tensor is a batch of all ranks, cut along dim 0 into equal parts, one a rank in the order of
+    their numbers; a 0-d tensor is given to each. Results that differ between ranks are joined alike: along dim 0, 0-d
+    ones to [ranks]. `stage`, `donate` and `passes` are as in `shard`.
+    """
+    mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
+    return Simulation(fn, mesh, defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify))
+
+
+class Simulation:
+    """A step on every rank of a virtual mesh. Call it as the function it was made of; `trace` gives its `Program`."""
+
+    def __init__(self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass]) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self.mesh, self._seats = mesh, seats(mesh)
+        self._pipeline = Pipeline(fn, virtual(mesh), passes, lambda program: program)
+
+    def __repr__(self) -> str:
+        return f"fzero.simulate({getattr(self, '__name__', self._pipeline.fn)}, {self.mesh})"
+
+    def trace(self, *args: Any) -> Program:
+        """The program that a call with these arguments runs on each rank. Reads shapes only: leaves may be on meta."""
+        leaves, treedef = tree.flatten(args)
+        return self._pipeline.program(tree.unflatten(treedef, self._of_rank(0, treedef, leaves)))
+
+    def __call__(self, *args: Any, watch: Watch | None = None) -> Any:
+        """Run the step. `watch(node, values)` sees each rank's values after each node of the program.
+
+        Raises:
+            FzeroError: for a batch that does not divide by the ranks; where ranks disagree about a value that must be
+                the same on all of them.
+        """
+        leaves, treedef = tree.flatten(args)
+        program = self._pipeline.made(self._of_rank(0, treedef, leaves), treedef)
+        given = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
+        arguments = self._arguments(treedef, leaves)
+        for argument, value in zip(program.arguments, given):
+            if argument.donated and isinstance(value, Sharded):
+                value._local = None
+        outputs = run(program, arguments, watch)
+        joined = [self._join(program, result, list(row)) for result, row in zip(program.tensor_results, zip(*outputs))]
+        return returned(program, joined, self._pipeline.on)
+
+    def _of_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
+        """The arguments with one rank's part of each batch."""
+        at = functools.partial(self._part, treedef=treedef, number=number)
+        return [at(i, leaf) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+
+    def _part(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
+        if not leaf.ndim:
+            return leaf
+        ranks = len(self._seats)
+        if leaf.shape[0] % ranks:
+            raise FzeroError(
+                f"argument {tree.dotted(tree.keys(treedef)[position])}",
+                f"{leaf.shape[0]} rows do not divide by {ranks} ranks",
+                f"give a multiple of {ranks}; tensors that are not partitioned are batches, cut along dim 0",
+            )
+        rows = leaf.shape[0] // ranks
+        return leaf[number * rows : (number + 1) * rows]
+
+    def _arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
+        """The tensor arguments of each rank: its own copies, the slices of a bucket next to each other."""
+        places = {i: (leaf.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
+        groups = grouped(places, {i: leaves[i].dtype for i in places})
+        return [self._arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
+
+    def _arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
+        values = {
+            i: part.clone()
+            for i, part in enumerate(self._of_rank(seat.number, treedef, leaves))
+            if isinstance(part, Tensor)
+        }
+        for layout, members in groups:
+            full = {index: leaves[i].local for i, index in members.items()}
+            placed = place(full, layout, seat.rank)
+            values.update((i, placed[index]) for i, index in members.items())
+        return [values[i] for i in sorted(values)]
+
+    def _join(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
+        """One value from all ranks'."""
+        layout = program.layouts[result.bucket] if result.bucket is not None else None
+        if layout is not None and not layout.replicated:
+            columns = [[x for x, seat in zip(values, self._seats) if seat.rank == r] for r in range(layout.world)]
+            return torch.cat([self._agreed(program, result, column) for column in columns])
+        if not result.varies:
+            return self._agreed(program, result, values)
+        return torch.cat(values) if values[0].ndim else torch.stack(values)
+
+    def _agreed(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
+        for value in values[1:]:
+            if not _same_bits(value, values[0]):
+                raise FzeroError(
+                    program.path_of(result),
+                    f"ranks that must hold the same value of result {result.path!r} hold {_brief(values[0])} and "
+                    f"{_brief(value)}",
+                    "take a pass out of shard(..., passes=...) to find which one breaks it",
+                )
+        return values[0]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _brief(x: Tensor) -> str:
+    values: Iterator[str] = (f"{value:.6g}" for value in x.reshape(-1)[:4].tolist())
+    return f"[{', '.join(values)}{', ...' if x.numel() > 4 else ''}]"
