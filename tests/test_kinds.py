@@ -12,10 +12,12 @@ from programs import Case, calls, layers, loss, moved, names, partition, rows, s
 from torch import Tensor
 
 import fzero
-from fzero import kinds, ops
+from fzero import ops
 from fzero.errors import FzeroError
-from fzero.kinds import SHARDED, UNIFORM
+from fzero.inference import infer
+from fzero.kinds import RAGGED, UNIFORM, Slice
 from fzero.mesh import VirtualMesh
+from fzero.passes import resolve
 
 MESH = VirtualMesh(fsdp=2)
 HYBRID = VirtualMesh(replica=2, fsdp=2)
@@ -38,7 +40,7 @@ def kind(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Any:
     """The kind of the one tensor that a step returns."""
     program = on_weight(step, mesh).trace_as_written()
     (result,) = program.output.args[0]
-    return kinds.infer(program)[result]
+    return infer(program)[result]
 
 
 def line_of(step: Callable[..., Any]) -> str:
@@ -47,17 +49,18 @@ def line_of(step: Callable[..., Any]) -> str:
 
 
 PER_RANK = frozenset({"fsdp"})
+SLICE = Slice("block", 0)
 
 
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        (lambda w, x: w * 2, SHARDED),
-        (lambda w, x: w + torch.ones(5, 5), SHARDED),
-        (lambda w, x: w * w.sum(), SHARDED),
-        (lambda w, x: torch.zeros_like(w), SHARDED),
-        (lambda w, x: w.to(torch.bfloat16), SHARDED),
-        (lambda w, x: torch._foreach_mul([w], 2.0)[0], SHARDED),
+        (lambda w, x: w * 2, SLICE),
+        (lambda w, x: w + torch.ones(5, 5), SLICE),
+        (lambda w, x: w * w.sum(), SLICE),
+        (lambda w, x: torch.zeros_like(w), SLICE),
+        (lambda w, x: w.to(torch.bfloat16), SLICE),
+        (lambda w, x: torch._foreach_mul([w], 2.0)[0], SLICE),
         (lambda w, x: torch._foreach_norm([w])[0], UNIFORM),
         (lambda w, x: w.full_tensor(), UNIFORM),
         (lambda w, x: w @ w, UNIFORM),
@@ -94,9 +97,62 @@ def test_on_two_axes_a_kind_says_along_which_a_value_differs(step: Callable[...,
     assert kind(step, HYBRID) == expected
 
 
+OF_SLICES = PER_RANK | {RAGGED}
+
+
+def written(x: Tensor, into: Tensor) -> Tensor:
+    """`into`, with a rank's rows written into a view of it."""
+    into[:1].add_(x[:1])
+    return into
+
+
+def unwritten(x: Tensor) -> Tensor:
+    first, second = torch.split(torch.zeros(2, 5), 1)
+    first.add_(x[:1])
+    return second
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda w, x: w.local, SLICE),
+        (lambda w, x: w.local.sort().values, OF_SLICES),
+        (lambda w, x: torch.zeros_like(w.local.sort().values), OF_SLICES),
+        (lambda w, x: w.local.new_zeros(3), UNIFORM),
+        (lambda w, x: w.local.sum(), PER_RANK),
+        (lambda w, x: w.local.sort().values.sum(), PER_RANK),
+        (lambda w, x: torch._foreach_norm([w.local])[0], PER_RANK),
+        (lambda w, x: fzero.psum(w.local.sum(), "fsdp"), UNIFORM),
+        (lambda w, x: torch.empty(3), PER_RANK),
+        (lambda w, x: torch.empty_like(w), SLICE),
+        (lambda w, x: torch.empty(3).fill_(1.0), UNIFORM),
+        (lambda w, x: torch.empty(5, 5).copy_(w @ w), UNIFORM),
+        (lambda w, x: torch.empty(2, 5).copy_(x), PER_RANK),
+        (lambda w, x: torch.empty(2, 5)[:1].fill_(1.0), PER_RANK),
+        (lambda w, x: torch.zeros(2, 5).add_(x), PER_RANK),
+        (lambda w, x: written(x, torch.zeros(2, 5)), PER_RANK),
+        (lambda w, x: unwritten(x), PER_RANK),  # of the same memory: told apart by nothing
+        (lambda w, x: torch.nn.functional.scaled_dot_product_attention(*[(w @ w).view(1, 1, 5, 5)] * 3), UNIFORM),
+    ],
+)
+def test_kind_of_memory_that_is_written_to_and_of_what_is_made_of_slices(step: Any, expected: Any) -> None:
+    assert kind(step) == expected
+
+
+@pytest.mark.parametrize("largest", [torch.amax, torch.max, torch.argmin])
+def test_an_extreme_of_a_slice_that_may_be_empty_is_refused(largest: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(
+        FzeroError, match=r"^block\.w: \w+ \w+ fails where a slice is empty .*; join an element to it first"
+    ):
+        kind(lambda w, x: largest(w.local))
+    with pytest.raises(FzeroError, match="fails where a slice is empty"):
+        kind(lambda w, x: largest(w.local.flip(0)))
+    assert kind(lambda w, x: largest(torch.cat([w.local, torch.ones(1)]))) == PER_RANK
+
+
 def test_positions_of_a_list_have_kinds_of_their_own() -> None:
     program = on_weight(lambda w, x: tuple(torch._foreach_mul([x, w @ w], 2.0))).trace_as_written()
-    found = kinds.infer(program)
+    found = infer(program)
     assert [found[node] for node in program.output.args[0]] == [PER_RANK, UNIFORM]
 
 
@@ -280,5 +336,5 @@ def test_random_draws_differ_between_ranks() -> None:
 def test_the_given_program_is_left_as_it_was() -> None:
     program = on_weight(lambda w, x: (x.sum(), w * w.sum())).trace_as_written()
     before = str(program.graph)
-    kinds.resolve(program)
+    resolve(program)
     assert str(program.graph) == before

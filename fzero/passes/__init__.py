@@ -12,13 +12,38 @@ from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
 from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
+from fzero.passes.rematerialize import rematerialize
+from fzero.passes.resolve import resolve
+from fzero.passes.verify import verify
 from fzero.program import Program
 
-__all__ = ["accumulate", "bucket", "coalesce", "defaults", "donate", "fuse", "prefetch", "release"]
+__all__ = [
+    "accumulate",
+    "bucket",
+    "coalesce",
+    "defaults",
+    "donate",
+    "fuse",
+    "prefetch",
+    "release",
+    "rematerialize",
+    "resolve",
+    "verify",
+]
 
 
 def defaults(*, stage: int, in_place: bool) -> tuple[Callable[[Program], Program], ...]:
-    """The passes of `shard`, in order."""
+    """The passes of `shard`, in order. `resolve` comes before them all."""
     first = (accumulate,) if stage == 1 else ()
     last = (donate,) if in_place else ()
-    return (*first, bucket, coalesce, partial(release, stage=stage), fuse, prefetch, *last)
+    return (
+        rematerialize,
+        *first,
+        bucket,
+        coalesce,
+        partial(release, stage=stage),
+        fuse,
+        prefetch,
+        *last,
+        partial(verify, stage=stage),
+    )

@@ -1,0 +1,65 @@
+"""The resolve pass: kinds are checked, and used. The first of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fzero import ops
+from fzero.inference import infer
+from fzero.kinds import Kind, axes_of
+from fzero.ops import Node, is_call
+from fzero.passes.verify import check_results, check_writes
+from fzero.program import Program
+
+
+def resolve(program: Program) -> Program:
+    """`program` as the meaning of a sharded step has it: floating 0-d results of per-rank data become means over the
+    mesh, the mean of a value that is uniform is dropped, and so are the `beside` marks. Each result learns along which
+    axes it varies.
+
+    Raises:
+        FzeroError: where a per-rank value meets a slice or is returned as state, or where the step writes into its
+            arguments, with the leaf and the user's line.
+    """
+    program = program.copy("resolve")
+    check_writes(program)
+    kinds = infer(program)
+    check_results(program, kinds)
+    _average_results(program, kinds)
+    program = _with_axes(program, kinds)
+    for node in list(program.graph.nodes):
+        if is_call(node, ops.beside) or _is_needless_mean(node, kinds):
+            program.substitute(node, node.args[0])
+    program.graph.eliminate_dead_code()
+    return program
+
+
+def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:
+    """Whether a node averages (or takes the extreme of) a value along an axis on which it does not differ."""
+    return is_call(node, ops.all_reduce) and node.args[1] != "sum" and node.args[2] not in kinds[node.args[0]]
+
+
+def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
+    """Floating 0-d results that differ between ranks become their mean over the axes along which they do."""
+    returned = list(program.output.args[0])
+    for position, result in enumerate(program.tensor_results):
+        value = returned[position].meta["val"]
+        if result.bucket is None and value.ndim == 0 and value.is_floating_point():
+            for axis in sorted(kinds[returned[position]], key=program.mesh.names.index):
+                with program.graph.inserting_before(program.output):
+                    returned[position] = program.emit(ops.all_reduce, returned[position], "avg", axis)
+                kinds[returned[position]] = kinds[returned[position].args[0]] - {axis}
+    program.output.args = (returned,)
+
+
+def _with_axes(program: Program, kinds: dict[Node, Kind]) -> Program:
+    nodes = iter(program.output.args[0])
+
+    def noted(result: Any) -> Any:
+        if result.is_constant:
+            return result
+        kind = kinds[next(nodes)]
+        return replace(result, varies=axes_of(program, kind)) if result.bucket is None else result
+
+    return replace(program, results=tuple(map(noted, program.results)))

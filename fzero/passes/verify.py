@@ -1,0 +1,192 @@
+"""The verify pass: a program in which ranks cannot drift apart, wait for each other for ever, or read padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fzero import ops
+from fzero.errors import FzeroError
+from fzero.inference import infer
+from fzero.kinds import Buffer, Kind, average_first, broken, kind_of_state, line_of, words
+from fzero.layout import wire
+from fzero.ops import Node, is_call, name_of, overwritten, storage
+from fzero.passes.order import gathered
+from fzero.program import Program
+
+_STARTS = (ops.all_gather, ops.reduce_scatter)
+_REDUCTIONS = ("sum", "avg", "max", "min")
+
+
+def verify(program: Program, *, stage: int | None = None) -> Program:
+    """`program` itself, when it keeps these rules:
+
+    * the kinds of `inference` hold for every value, so that padding reaches none, and state results have the kind of
+      their leaf: they depend on per-rank data through collectives only;
+    * collectives stand in one order, the same on all ranks since ranks run one program; each that is started is waited
+      for once, later, by one node, names leaves, sizes and axes of the program's layouts and mesh, and nothing writes
+      to what it sends before that;
+    * only donated arguments and temporaries are written to;
+    * at `stage` 3 a gathered bucket is not kept while others are used.
+
+    Taken for true are the shapes and the memory that nodes say they have; that one kernel gives the same bits on every
+    rank; and that what the step captured is the same there. Not seen is what is wrong on all ranks alike: a sum for a
+    mean, one tree of a layout for another.
+
+    Raises:
+        FzeroError: naming the leaf or bucket, the node and, where it has one, the user's line.
+    """
+    _check_order(program)
+    _check_collectives(program)
+    kinds = infer(program)
+    check_results(program, kinds)
+    check_writes(program)
+    if stage == 3:
+        _check_released(program)
+    return program
+
+
+def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
+    """Refuse results that are state and not of the kind of their leaf, and buffers."""
+    returned = program.output.args[0]
+    if len(returned) != len(program.tensor_results):
+        problem = f"returns {len(returned)} tensors for {len(program.tensor_results)} results"
+        raise FzeroError(program.name, problem, "mend the last pass")
+    for result, node in zip(program.tensor_results, returned):
+        kind, expected = kinds[node], kind_of_state(program, result)
+        if kind == expected or (expected is None and not isinstance(kind, Buffer)):
+            continue
+        where, name = program.path_of(result), f"result {result.path!r}"
+        if isinstance(kind, frozenset) and kind:
+            problem = f"{name} is state but depends on this rank's batch in {node.name}: ranks would drift apart"
+            raise FzeroError(where, problem + line_of(node), average_first(kind))
+        wanted = f", not {words(program, expected)}," if expected is not None else ""
+        problem = f"{name} is {words(program, kind)}{wanted} in {node.name}{line_of(node)}"
+        raise FzeroError(where, problem, "return the leaf that belongs there")
+
+
+def check_writes(program: Program) -> None:
+    """Refuse operations that write into an argument that is not donated, a gathered leaf or a captured constant, or
+    into what a collective is sending."""
+    given = {
+        storage(node): program.path_of(argument)
+        for argument, node in zip(program.arguments, program.placeholders)
+        if not argument.donated
+    }
+    sending: dict[Node, set[object]] = {}
+    for node in program.graph.nodes:
+        if is_call(node, ops.gather):
+            given[storage(node)] = program.layout_of(node).leaves[node.args[2]].path
+        elif is_call(node, ops.whole):
+            given[storage(node)] = program.layout_of(node).leaves[node.args[2][node.args[3]]].path
+        elif is_call(node, *_STARTS):
+            sending[node] = {storage(source) for source in node.all_input_nodes}
+        elif is_call(node, ops.wait):
+            sending.pop(node.args[0], None)
+        elif node.op == "get_attr":
+            given[storage(node)] = "a tensor that the step captured"
+        _check_writes_of(program, node, given, sending)
+
+
+def _check_writes_of(program: Program, node: Node, given: dict[object, str], sending: dict[Node, set[object]]) -> None:
+    for memory in map(storage, overwritten(node)):
+        if memory in given:
+            raise FzeroError(
+                given[memory],
+                f"{name_of(node)} writes into it, but a step is a pure function{line_of(node)}",
+                "write the operation without its trailing underscore, or clone first",
+            )
+        for start, sent in sending.items():
+            if memory in sent:
+                raise broken(program, node, f"writes to what {start.name} is sending", "wait for it first")
+
+
+def _check_order(program: Program) -> None:
+    seen: set[Node] = set()
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            if source not in seen:
+                raise broken(program, node, f"stands before its input {source.name}", "order the nodes by their use")
+        seen.add(node)
+
+
+def _check_collectives(program: Program) -> None:
+    for node in program.graph.nodes:
+        if is_call(node, ops.all_reduce, ops.all_reduce_list):
+            _check_reduction(program, node)
+        elif is_call(node, ops.axis_index):
+            _check_axis(program, node, node.args[0])
+        elif is_call(node, *_STARTS):
+            _check_start(program, node)
+        elif is_call(node, ops.gather, ops.scatter, ops.take):
+            _check_leaves(program, node, [node.args[2]])
+
+
+def _check_reduction(program: Program, node: Node) -> None:
+    values, op, axis = node.args
+    _check_axis(program, node, axis)
+    if op not in _REDUCTIONS:
+        raise broken(program, node, f"reduces by {op!r}", f"there are {_REDUCTIONS}")
+    if is_call(node, ops.all_reduce_list):
+        _check_dtypes(program, node, values)
+
+
+def _check_axis(program: Program, node: Node, axis: str) -> None:
+    if axis not in program.mesh.names:
+        raise broken(program, node, f"names the axis {axis!r}", f"the mesh has {program.mesh.names}")
+
+
+def _check_dtypes(program: Program, node: Node, values: list[Node]) -> None:
+    """One buffer holds values of one dtype."""
+    dtypes = sorted({str(value.meta["val"].dtype).removeprefix("torch.") for value in values})
+    if len(dtypes) > 1:
+        raise broken(program, node, f"moves {' and '.join(dtypes)} in one buffer", "move each dtype on its own")
+
+
+def _check_start(program: Program, node: Node) -> None:
+    """One wait, and numbers as the layout has them."""
+    values, bucket, leaves, numel = node.args
+    waits = [user for user in node.users if is_call(user, ops.wait)]
+    if len(waits) != 1 or len(node.users) != 1:
+        raise broken(program, node, f"of {bucket!r} is waited for {len(waits)} times", "wait for a collective once")
+    _check_leaves(program, node, leaves)
+    if len(values) != len(leaves):
+        raise broken(program, node, f"moves {len(values)} values as {len(leaves)} leaves of {bucket!r}", "match them")
+    _check_dtypes(program, node, values)
+    sent = wire(program.layouts[bucket], tuple(leaves))
+    expected = sent.numel if is_call(node, ops.all_gather) else sent.stride
+    if numel != expected:
+        raise broken(program, node, f"of {bucket!r} has {numel} elements, its layout {expected}", "take fzero.layout's")
+
+
+def _check_leaves(program: Program, node: Node, leaves: list[int]) -> None:
+    layout = program.layouts.get(node.args[1])
+    if layout is None:
+        raise broken(
+            program, node, f"names the bucket {node.args[1]!r}", f"there are {sorted(map(str, program.layouts))}"
+        )
+    if sorted(set(leaves)) != list(leaves) or not set(leaves) <= set(range(len(layout.leaves))):
+        raise broken(
+            program, node, f"names leaves {leaves} of {len(layout.leaves)} in {layout.bucket!r}", "see its layout"
+        )
+
+
+def _check_released(program: Program) -> None:
+    """Refuse a gathered buffer with a use of only other buckets between two of its own."""
+    last: dict[Node, tuple[int, Node]] = {}
+    for at, (node, buckets) in enumerate(_uses(program)):
+        for start in buckets:
+            if start in last and last[start][0] != at - 1:
+                raise broken(
+                    program, start, f"of {start.args[1]!r} is kept from {last[start][1].name} to {node.name}",
+                    "at stage 3 release a bucket when another one is used, and gather it again",
+                )  # fmt: skip
+            last[start] = (at, node)
+
+
+def _uses(program: Program) -> Iterator[tuple[Node, set[Node]]]:
+    """Each node that uses gathered leaves, with the all-gathers that they come from."""
+    origin = gathered(program.graph)
+    for node in program.graph.nodes:
+        buckets = {origin[source] for source in node.all_input_nodes if source in origin}
+        if buckets and node not in origin:
+            yield node, buckets
