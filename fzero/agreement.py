@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fzero.control import Control, alike, named
 from fzero.errors import FzeroError
+
+WIDTH = 240  # characters of a line, or of an error, that a message shows
+SHOWN = 4  # different lines that it shows
+
+
+class Told(NamedTuple):
+    """What a rank says to the others: its lines, or the error that it failed with."""
+
+    error: str
+    lines: list[str]
 
 
 def digest(lines: Sequence[str]) -> int:
@@ -17,45 +29,72 @@ def digest(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
 
 
-def agree(group: Any, number: int, lines: Sequence[str], error: BaseException | None = None) -> None:
-    """Return when all ranks of `group` (a CPU process group; None is one rank alone) called this with one `number`.
+def agree(control: Control, number: int, lines: Sequence[str], error: BaseException | None = None) -> None:
+    """Return when all ranks of `control` called this with one `number`.
 
     Costs one all-reduce of 16 bytes. `lines` describe what `number` stands for, and are exchanged when ranks differ.
 
     Raises:
         FzeroError: on every rank when numbers differ, with the first line that does and its ranks; on the other ranks
-            when one of them gives the `error` that it failed with. That rank raises its own error.
+            when some give the `error` that they failed with, which those raise; on the ranks that are left when one
+            does not take part within torch's timeout.
     """
-    if group is None:
-        if error is not None:
-            raise error
-        return
-    mine = -1 if error is not None else number
-    ends = torch.tensor([mine, -mine])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    highest, lowest = int(ends[0]), -int(ends[1])
-    if highest == lowest != -1:
-        return
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        told, (None if error is None else f"{type(error).__name__}: {error}", list(lines)), group=group
-    )
+    told = _told(control, number, lines, error)
     if error is not None:
         raise error
-    raise _difference(told)
+    if told is not None:
+        raise _difference(dict(zip(control.ranks, told)))
 
 
-def _difference(told: list[tuple[str | None, list[str]]]) -> FzeroError:
-    for rank, (error, _) in enumerate(told):
-        if error is not None:
-            return FzeroError(f"rank {rank}", f"could not make its step: {error}", "mend it there; this rank is fine")
-    first = told[0][1]
-    for rank, (_, lines) in enumerate(told):
-        for ours, theirs in zip([*first, "nothing more"], [*lines, "nothing more"]):
-            if ours != theirs:
-                return FzeroError(
-                    ours.partition(":")[0],
-                    f"ranks are about to run different steps: rank 0 has {ours!r}, rank {rank} has {theirs!r}",
-                    "give every rank arguments of the same shapes and the same step",
-                )
+def _told(control: Control, number: int, lines: Sequence[str], error: BaseException | None) -> list[Told] | None:
+    """What each rank has to say, None where there is nothing to say: all numbers are equal and no rank has an error."""
+    if control.group is None:
+        return None
+    mine = -1 if error is not None else number
+    ends = torch.tensor([mine, -mine])
+    told: list[Any] = [None] * len(control.ranks)
+    with control.begin("agreement before a step"):
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=control.group)
+        if int(ends[0]) == -int(ends[1]) != -1:
+            return None
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(told, Told(text, list(lines)), group=control.group)
+    return told
+
+
+def _difference(told: dict[int, Told]) -> FzeroError:
+    failed = {rank: error for rank, (error, _) in told.items() if error}
+    if failed:
+        return _of_errors(failed)
+    for row in zip_longest(*(lines for _, lines in told.values()), fillvalue="nothing more"):
+        if len(set(row)) > 1:
+            return FzeroError(
+                row[0].partition(":")[0],
+                f"ranks are about to run different steps: {_listed(dict(zip(told, row)))}",
+                "give every rank arguments of the same shapes and the same step",
+            )
     raise AssertionError("ranks disagree about equal lines")  # digests of equal lines are equal
+
+
+def _of_errors(failed: dict[int, str]) -> FzeroError:
+    same = len(set(failed.values())) == 1
+    what = _cut(next(iter(failed.values()))) if same else _listed(failed)
+    return FzeroError(named(list(failed)), f"could not make the step: {what}", "mend it there; this rank is fine")
+
+
+def _listed(words: dict[int, str]) -> str:
+    """`{0: "a", 1: "b", 2: "a"} -> "ranks 0, 2 have 'a', rank 1 has 'b'"`, each from shortly before they differ."""
+    differ = next((i for i, row in enumerate(zip(*words.values())) if len(set(row)) > 1), 0)
+    start = max(differ - WIDTH // 2, 0)
+    groups = [
+        f"{named(ranks)} {'have' if len(ranks) > 1 else 'has'} {_cut(word, start)!r}"
+        for word, ranks in alike(words).items()
+    ]
+    more = f" and {len(groups) - SHOWN} more" if len(groups) > SHOWN else ""
+    return ", ".join(groups[:SHOWN]) + more
+
+
+def _cut(word: str, start: int = 0) -> str:
+    """What a message shows of a word, from `start` on."""
+    rest = word[start:]
+    return ("..." if start else "") + (rest if len(rest) <= WIDTH else f"{rest[:WIDTH]}...")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero import buffers
+from fzero.control import Control
 from fzero.errors import FzeroError
 from fzero.layout import Layout, wire
 from fzero.mesh import VirtualMesh, mesh_shape
@@ -18,21 +19,30 @@ from fzero.transport import Pending, Transport, transport
 
 
 class Live:
-    """This process's place in a mesh, with a transport for each axis. Performs the `Primitives` of `collectives`.
+    """This process's place in a mesh, with a transport for each axis. Performs the `Primitives` of `moves`.
 
-    Made by `live`. `groups` are the process groups of the axes, `device_type` is where tensors live.
+    Made by `live`, on all `ranks` of the mesh together. `groups` are the process groups of the axes, `device_type` is
+    where tensors live.
     """
 
     is_tracing = False
 
-    def __init__(self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str) -> None:
-        self.mesh = mesh
+    def __init__(
+        self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str, ranks: tuple[int, ...]
+    ) -> None:
+        self.mesh, self.ranks = mesh, ranks  # global ranks, row by row
         self.device = torch.device(device_type)
         if device_type == "cuda":
             self.device = torch.device(device_type, torch.cuda.current_device())
-        self.transports = {axis: transport(group, device_type) for axis, group in zip(mesh.names, groups)}
+        self.control = Control(ranks, groups)
+        self.transports = {
+            axis: transport(group, device_type, self.control.timeout) for axis, group in zip(mesh.names, groups)
+        }
+        self.groups = dict(zip(mesh.names, groups))
         self.rank = self._sharding.rank
-        self.control = _control(mesh, groups)
+        self.number = 0  # among all ranks of the mesh, row by row
+        for axis in mesh.names:
+            self.number = self.number * mesh.size(axis) + self.transports[axis].rank
 
     @property
     def _sharding(self) -> Transport:
@@ -40,17 +50,20 @@ class Live:
 
     def all_gather(self, slices: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:
         """Start gathering some leaves of a bucket from this rank's slices of them."""
-        return self._sharding.all_gather(buffers.block_of(slices, wire(layout, leaves)))
+        block = buffers.block_of(slices, wire(layout, leaves), self.rank)
+        return self._sharding.all_gather(block, self.control.begin(f"all_gather of {layout.bucket}"))
 
     def reduce_scatter(self, fulls: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:
         """Start scattering some leaves of a bucket, given in full; their mean is over every axis of the mesh."""
-        pending = self._sharding.reduce_scatter(buffers.blocks_of(fulls, wire(layout, leaves)))
+        begun = self.control.begin(f"reduce_scatter of {layout.bucket}")
+        pending = self._sharding.reduce_scatter(buffers.blocks_of(fulls, wire(layout, leaves)), begun)
         others = [axis for axis in self.mesh.names if axis != self.mesh.shard_axis and self.mesh.size(axis) > 1]
-        return Pending([], lambda: self._averaged(pending.wait(), others)) if others else pending
+        return Pending(begun, [], lambda: self._averaged(pending.wait(), layout, others)) if others else pending
 
-    def _averaged(self, block: Tensor, axes: Sequence[str]) -> Tensor:
+    def _averaged(self, block: Tensor, layout: Layout, axes: Sequence[str]) -> Tensor:
         for axis in axes:
-            block = self.all_reduce(block, "avg", axis)
+            begun = self.control.begin(f"all_reduce of {layout.bucket} over {axis}")
+            block = self.transports[axis].all_reduce(block, "avg", begun)
         return block
 
     def all_reduce_list(self, values: Sequence[Tensor], op: str, axis: str) -> list[Tensor]:
@@ -59,6 +72,20 @@ class Live:
             return [self.all_reduce(values[0], op, axis)]
         packed = self.all_reduce(torch.cat([value.reshape(-1) for value in values]), op, axis)
         return [flat.view(value.shape) for flat, value in zip(packed.split([v.numel() for v in values]), values)]
+
+    def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
+        """Overwrite `x`, values of a bucket, with those of the rank at this position of the shard axis."""
+        if self.mesh.size(self.mesh.shard_axis) > 1:
+            with self.control.begin(f"broadcast of {layout.bucket}"):
+                work = dist.broadcast(x, group=self.groups[self.mesh.shard_axis], group_src=rank, async_op=True)
+                work.wait(self.control.timeout)
+
+    def row(self, rank: int) -> list[int]:
+        """The global ranks that hold one copy of all state together: those along the shard axis beside `rank`."""
+        number, axes = self.ranks.index(rank), [name for name in self.mesh.names if name != self.mesh.shard_axis]
+        place = [self.mesh.position(number, axis) for axis in axes]
+        others = ([self.mesh.position(other, axis) for axis in axes] for other in range(len(self.ranks)))
+        return [rank for rank, where in zip(self.ranks, others) if where == place]
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         buffer = self.all_gather([x], layout, (leaf,)).wait()
@@ -79,33 +106,24 @@ class Live:
         return like.new_empty(like.shape, dtype=x.dtype).copy_(x)
 
     def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
-        return self.transports[axis].all_reduce(x, op)
+        return self.transports[axis].all_reduce(x, op, self.control.begin(f"all_reduce over {axis}"))
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return torch.tensor(self.transports[axis].rank, device=device)
 
 
 def live(mesh: Any) -> Live:
-    """The one `Live` of a `DeviceMesh`; equal meshes on the same process groups have the same.
+    """The one `Live` of a `DeviceMesh`; equal meshes on the same process groups have the same. Made where it is not
+    there yet, by all ranks of the mesh together.
 
     Raises:
-        FzeroError: for a mesh without devices or without named axes.
+        FzeroError: for a mesh without devices or without named axes, or when another rank of it does not come.
     """
     shape = mesh_shape(mesh)
     if isinstance(mesh, VirtualMesh):
         raise FzeroError("mesh", f"{mesh} has names and sizes but no devices", "give a DeviceMesh")
-    return _live(shape, tuple(mesh.get_group(axis) for axis in shape.names), mesh.device_type)
+    groups = tuple(mesh.get_group(axis) for axis in shape.names)
+    return _live(shape, groups, mesh.device_type, tuple(mesh.mesh.flatten().tolist()))
 
 
 _live = lru_cache(maxsize=None)(Live)
-
-
-def _control(mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...]) -> dist.ProcessGroup | None:
-    """A CPU process group over all ranks of the mesh, to agree on; None for one rank alone. Makes one where needed."""
-    if mesh.size() == 1:
-        return None
-    if len(groups) == 1 and dist.get_backend(groups[0]) == "gloo":
-        return groups[0]
-    if mesh.size() != dist.get_world_size():
-        raise FzeroError("mesh", f"has {mesh.size()} of {dist.get_world_size()} ranks", "make it of all ranks")
-    return dist.new_group(backend="gloo")

@@ -103,7 +103,6 @@ def of_no_mesh(mesh: DeviceMesh) -> list[Refusal]:
     return [
         refusal(lambda: fzero.partition(full_params(), nameless)),
         refusal(lambda: fzero.shard(train_step, nameless)),
-        refusal(lambda: fzero.partition(full_params(), virtual)),
         refusal(lambda: fzero.shard(train_step, virtual)),
     ]
 
@@ -374,10 +373,9 @@ def test_state_of_another_mesh_is_named(found: dict[str, list[Outcome]]) -> None
 
 
 def test_a_mesh_has_devices_and_names(found: dict[str, list[Outcome]]) -> None:
-    for nameless, nameless_step, virtual, virtual_step in values(found["of_no_mesh"]):
+    for nameless, nameless_step, virtual_step in values(found["of_no_mesh"]):
         assert_refused(nameless, "mesh: ", "no named axes", "mesh_dim_names")
         assert_refused(nameless_step, "mesh: ", "no named axes", "mesh_dim_names")
-        assert_refused(virtual, "mesh: ", "VirtualMesh(fsdp=2)", "DeviceMesh")
         assert_refused(virtual_step, "mesh: ", "VirtualMesh(fsdp=2)", "DeviceMesh")
 
 

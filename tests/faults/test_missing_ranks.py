@@ -1,0 +1,270 @@
+"""Ranks that die or stall, in real processes: each other rank ends in time, with an FzeroError that says which, where.
+
+A fault strikes its rank in place of a collective that the others then wait in.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fzero
+from fzero import optim
+from fzero.live import live
+from fzero.passes import defaults
+from fzero.transport import Native
+
+STALL = timedelta(seconds=2)
+"""Torch's timeout where a rank stalls. Others may be that much later than the first, and be in time."""
+SOON = 10.0
+"""Seconds within which every other rank has its error."""
+GONE, LATE = "died or left", f"did not take part within {STALL.total_seconds():g} s"
+BEFORE = "agreement before a step"
+
+Act = Callable[[], Any]
+
+
+class End(NamedTuple):
+    """The error that a rank ended with: its class and message, the class of its cause, and after how many seconds."""
+
+    kind: str
+    message: str
+    cause: str
+    seconds: float
+
+
+def end(use: Callable[[], Any]) -> End:
+    start = time.monotonic()
+    try:
+        use()
+    except Exception as error:
+        return End(type(error).__name__, str(error), type(error.__cause__).__name__, time.monotonic() - start)
+    return End("nothing", "was raised", "", time.monotonic() - start)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall() -> None:
+    time.sleep(60)  # longer than any test lasts: the process is ended
+
+
+def pause() -> None:
+    time.sleep(1)
+
+
+def full_params() -> dict[str, Any]:
+    return {"layers": [{"w": torch.full((5, 5), 0.1), "b": torch.ones(5)} for _ in range(3)]}
+
+
+def loss_of(params: dict[str, Any], x: Tensor) -> Tensor:
+    for layer in params["layers"]:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return x.square().mean()
+
+
+class Job:
+    """Training on one rank, with its faults. A step without passes gathers a leaf at a time and waits for it, so that
+    nothing is on its way when a rank dies. Ranks meet when they have traced it: on a busy machine that may take some of
+    them longer than a short timeout allows."""
+
+    def __init__(self, mesh: DeviceMesh, passes: tuple[Any, ...] = ()) -> None:
+        self.mesh, self.on, self.rank = mesh, live(mesh), dist.get_rank()
+        self.optimizer = optim.adamw(0.1)
+        self.params = fzero.partition(full_params(), mesh)
+        self.state = self.optimizer.init(self.params)
+        others = dist.new_group(timeout=timedelta(seconds=20))
+
+        def meet(program: Any) -> Any:
+            dist.barrier(group=others)
+            return program
+
+        self._step = fzero.shard(self.train, mesh, passes=(*passes, meet))
+
+    def train(self, params: Any, state: Any, x: Tensor) -> Any:
+        value, grads = fzero.value_and_grad(loss_of)(params, x)
+        updates, state = self.optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, value
+
+    def step(self) -> None:
+        self.params, self.state, _ = self._step(self.params, self.state, torch.ones(2, 5))
+
+    def before(self, what: str, acts: dict[int, Act]) -> None:
+        """From now on these ranks act just before they begin the collective that errors call `what`."""
+        begin, act = self.on.control.begin, acts.get(self.rank)
+
+        def struck(begun: str) -> Any:
+            if act is not None and begun == what:
+                act()
+            return begin(begun)
+
+        self.on.control.begin = struck  # type: ignore[method-assign]
+
+
+def assert_named(ends: list[End | None], where: str, *parts: str, blamed: set[int]) -> None:
+    """Every rank but those that are gone ended soon, with an FzeroError of torch's making that has these parts, blames
+    these ranks and no other."""
+    for found in filter(None, ends):
+        assert found.kind == "FzeroError", found
+        assert found.message.startswith(f"{where}: "), found.message
+        missing = [part for part in parts if part not in found.message]
+        assert not missing, f"{missing} not in: {found.message}"
+        assert ranks_of(found.message) == blamed, found.message
+        assert found.cause.endswith("Error") and "; " in found.message, found
+        assert found.seconds < SOON
+
+
+def ranks_of(message: str) -> set[int]:
+    """`"all_gather of layers.1: ranks 1, 2 died or left; ..." -> {1, 2}`."""
+    problem = message.partition(": ")[2].partition(";")[0]
+    return {int(word) for word in problem.replace(LATE, "").replace(",", "").split() if word.isdigit()}
+
+
+# in a step
+
+
+def second_step(mesh: DeviceMesh, what: str, acts: dict[int, Act], passes: tuple[Any, ...] = ()) -> End:
+    job = Job(mesh, passes)
+    job.step()
+    job.before(what, acts)
+    return end(job.step)
+
+
+IN_A_STEP = ["all_gather of layers.1", "reduce_scatter of layers.1", "all_reduce over fsdp"]
+
+
+@pytest.mark.parametrize("what", IN_A_STEP)
+def test_a_rank_that_dies_in_a_step_is_named(what: str) -> None:
+    ends = run(3, second_step, what, {2: die}, lost=[2])
+    assert_named(ends, what, GONE, blamed={2})
+
+
+def test_a_rank_that_stalls_in_a_step_is_named() -> None:
+    """In a step with the passes that `shard` has by itself, which gather ahead."""
+    passes = defaults(stage=3, in_place=True)
+    ends = run(3, second_step, "all_gather of layers.1", {1: stall}, passes, stall=STALL, lost=[1])
+    assert_named(ends, "all_gather of layers.1", LATE, blamed={1})
+
+
+def with_other_collectives(mesh: DeviceMesh) -> End:
+    live(mesh).transports["fsdp"] = Native(mesh.get_group())
+    return second_step(mesh, "reduce_scatter of layers.1", {1: die})
+
+
+def test_collectives_that_do_not_say_who_is_missing_name_it_too() -> None:
+    """Those that CUDA tensors go through; here gloo's."""
+    assert_named(run(4, with_other_collectives, lost=[1]), "reduce_scatter of layers.1", GONE, blamed={1})
+
+
+def test_every_missing_rank_is_named() -> None:
+    ends = run(4, second_step, "all_gather of layers.0", {1: stall, 3: die}, stall=STALL, lost=[1, 3])
+    assert_named(ends, "all_gather of layers.0", LATE, blamed={1, 3})
+
+
+def test_a_rank_that_left_because_of_another_is_not_blamed() -> None:
+    """Rank 1 sees at once that rank 2 is gone. Rank 0 comes to the collective a second later."""
+    ends = run(3, second_step, "all_gather of layers.1", {0: pause, 2: die}, lost=[2])
+    assert_named(ends, "all_gather of layers.1", GONE, blamed={2})
+
+
+def come_late() -> None:
+    time.sleep(4.5)
+
+
+def test_a_rank_that_comes_too_late_is_told_from_one_that_is_missing() -> None:
+    """Later than the timeout of 3 s, and before the others stop waiting for it after 6 s."""
+    ends = run(3, second_step, "all_gather of layers.1", {1: come_late}, stall=timedelta(seconds=3), lost=[])
+    for found in ends:
+        assert found.kind == "FzeroError" and found.seconds < SOON
+        assert "though every rank answers: " in found.message
+        assert "rank 1 waited 0 s in all_gather of layers.1" in found.message
+
+
+def two_axes(mesh: DeviceMesh) -> End:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "fsdp"))
+    return second_step(grid, "all_reduce of layers.1 over replica", {3: die})
+
+
+def test_ranks_that_do_not_communicate_with_the_missing_one_name_it_too() -> None:
+    ends = run(4, two_axes, lost=[3])
+    for found in filter(None, ends):
+        assert_named([found], found.message.partition(":")[0], GONE, blamed={3})
+    assert ends[1].message.startswith("all_reduce of layers.1 over replica: ")  # rank 1 waits for rank 3 there
+
+
+def a_step_after(mesh: DeviceMesh) -> list[End]:
+    job = Job(mesh)
+    job.before("all_gather of layers.1", {1: die})
+    return [end(job.step), end(job.step)]
+
+
+def test_a_step_after_that_says_so_again_at_once() -> None:
+    (first, second), _ = run(2, a_step_after, lost=[1])
+    assert second.message == first.message and second.seconds < 1
+
+
+# between steps
+
+
+def loading(mesh: DeviceMesh, load: Callable[[int], Any]) -> End:
+    job = Job(mesh)
+    job.step()
+    load(job.rank)
+    return end(job.step)
+
+
+def raising(rank: int) -> None:
+    if rank == 2:
+        raise OSError("no such file: tokens-07.bin")
+
+
+def waiting(rank: int) -> None:
+    if rank == 2:
+        stall()
+
+
+def test_a_rank_that_raises_in_its_data_loader_is_named() -> None:
+    """On four ranks gloo's all-reduce has one that does not hear from the missing one itself."""
+    assert_named(run(4, loading, raising, lost=[2]), BEFORE, GONE, blamed={2})
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    ends = run(3, loading, waiting, stall=STALL, lost=[2])
+    assert_named(ends, BEFORE, LATE, blamed={2})
+
+
+# outside of steps
+
+
+def unpartitioning(mesh: DeviceMesh) -> End:
+    job = Job(mesh)
+    job.before("all_gather of layers.2", {1: die})
+    return end(lambda: fzero.unpartition(job.params))
+
+
+def test_a_gather_outside_of_a_step_names_the_missing_rank() -> None:
+    assert_named(run(2, unpartitioning, lost=[1]), "all_gather of layers.2", GONE, blamed={1})
+
+
+def partitioning(mesh: DeviceMesh) -> End:
+    if mesh.get_rank() == 1:
+        die()
+    return end(lambda: fzero.partition(full_params(), mesh))
+
+
+def test_a_rank_that_does_not_come_to_the_mesh_ends_the_others() -> None:
+    found, _ = run(2, partitioning, stall=STALL, lost=[1])
+    assert found.kind == "FzeroError" and found.seconds < SOON
+    assert found.message.startswith(f"mesh: not all of ranks 0, 1 came to it within {STALL.total_seconds():g} s; ")
