@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.collectives import Peak, Primitives, Total
+from fzero.layout import Leaf
+from fzero.moves import Peak, Primitives, Total
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -76,22 +77,22 @@ def mutates(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return in_place or name == "__setitem__" or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
-def _sum(x: Tensor, numel: int, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
+def _sum(x: Tensor, leaf: Leaf, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
     inexact = x.dtype.is_floating_point or x.dtype.is_complex
     exact = x.dtype if dtype is None and inexact else dtype or torch.int64
-    return Total.apply(x.to(exact), on).to(exact)
+    return Total.apply(x.to(exact), on, leaf.path).to(exact)
 
 
-def _mean(x: Tensor, numel: int, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
-    return _sum(x, numel, on, dtype=dtype) / numel
+def _mean(x: Tensor, leaf: Leaf, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _sum(x, leaf, on, dtype=dtype) / leaf.numel
 
 
-def _norm(x: Tensor, numel: int, on: Primitives, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
+def _norm(x: Tensor, leaf: Leaf, on: Primitives, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
     x = x if dtype is None else x.to(dtype)
     if p in (2, "fro", None):
-        return _root(Total.apply((x * x.conj()).real if x.is_complex() else x * x, on))
+        return _root(Total.apply((x * x.conj()).real if x.is_complex() else x * x, on, leaf.path))
     if p == 1:
-        return Total.apply(x.abs(), on)
+        return Total.apply(x.abs(), on, leaf.path)
     return None
 
 
@@ -101,40 +102,40 @@ def _root(total: Tensor) -> Tensor:
     return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total).sqrt())
 
 
-def _vector_norm(x: Tensor, numel: int, on: Primitives, ord: Any = 2, **kwargs: Any) -> Tensor | None:
-    return _norm(x, numel, on, ord, **kwargs)
+def _vector_norm(x: Tensor, leaf: Leaf, on: Primitives, ord: Any = 2, **kwargs: Any) -> Tensor | None:
+    return _norm(x, leaf, on, ord, **kwargs)
 
 
-def _max(x: Tensor, numel: int, on: Primitives) -> Tensor | None:
-    return Peak.apply(x, on, "max") if numel and x.dtype != torch.bool else None
+def _max(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor | None:
+    return Peak.apply(x, on, leaf.path, "max") if leaf.numel and x.dtype != torch.bool else None
 
 
-def _min(x: Tensor, numel: int, on: Primitives) -> Tensor | None:
-    return Peak.apply(x, on, "min") if numel and x.dtype != torch.bool else None
+def _min(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor | None:
+    return Peak.apply(x, on, leaf.path, "min") if leaf.numel and x.dtype != torch.bool else None
 
 
-def _all(x: Tensor, numel: int, on: Primitives) -> Tensor:
-    return Total.apply((x == 0).to(torch.int64), on) == 0
+def _all(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+    return Total.apply((x == 0).to(torch.int64), on, leaf.path) == 0
 
 
-def _any(x: Tensor, numel: int, on: Primitives) -> Tensor:
-    return Total.apply((x != 0).to(torch.int64), on) > 0
+def _any(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+    return Total.apply((x != 0).to(torch.int64), on, leaf.path) > 0
 
 
-def _count_nonzero(x: Tensor, numel: int, on: Primitives) -> Tensor:
-    return Total.apply((x != 0).to(torch.int64), on)
+def _count_nonzero(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+    return Total.apply((x != 0).to(torch.int64), on, leaf.path)
 
 
 def _whole(rule: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """`rule` for a call that reduces everything; None for one with `dim` or other arguments it does not know."""
 
-    def reduction(x: Tensor, numel: int, on: Primitives, *args: Any, **kwargs: Any) -> Tensor | None:
+    def reduction(x: Tensor, leaf: Leaf, on: Primitives, *args: Any, **kwargs: Any) -> Tensor | None:
         known = {key: value for key, value in kwargs.items() if value is not None and value is not False}
         if set(known) - {"dtype", "p", "ord"}:
             return None
         if args and rule not in (_norm, _vector_norm):
             return None
-        return rule(x, numel, on, *args, **known) if len(args) <= 1 else None
+        return rule(x, leaf, on, *args, **known) if len(args) <= 1 else None
 
     return reduction
 
@@ -153,4 +154,4 @@ REDUCTIONS: dict[str, Callable[..., Tensor | None]] = {
     "any": _whole(_any),
     "count_nonzero": _whole(_count_nonzero),
 }
-"""Reductions of a whole sharded value `(slice, global numel, primitives, ...)`; a None result means: gather instead."""
+"""Reductions of a whole sharded value `(slice, leaf, primitives, ...)`; a None result means: gather instead."""

@@ -5,6 +5,8 @@
 * List ops (`torch._foreach_*`): elementwise, position by position.
 * Anything else: the value is gathered and the plain function runs.
 
+Under `torch.func.vmap` a plain operand may be a batch, of which there are no slices: beside one a value is gathered.
+
 A `Sharded` is a leaf to optree, so that `fzero.tree.map` sees one value, and a node to torch.func, which differentiates
 its slice.
 """
@@ -12,17 +14,17 @@ its slice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from fzero import rules
-from fzero.collectives import Beside, Gather, Primitives, Take, Whole
+from fzero import levels, rules
 from fzero.errors import FzeroError
-from fzero.layout import Layout, Leaf
+from fzero.layout import Layout, Leaf, replicated
+from fzero.moves import WHOLE_FIRST, Beside, Gather, Primitives, Take, Whole
 
 
 class Sharded:
@@ -38,7 +40,7 @@ class Sharded:
         self._local: Tensor | None = local
         self.layout, self.index, self.on = layout, index, on
         self._full: Tensor | None = None
-        self._level = _transform_level() if on.is_tracing else None
+        self._level = levels.depth() if on.is_tracing else 0
 
     @property
     def local(self) -> Tensor:
@@ -109,13 +111,13 @@ class Sharded:
         In a trace all uses within one torch.func transform share one gather, so that their cotangents are summed first
         and scattered once.
         """
-        if self._full is not None and self._level == _transform_level():
+        if self._full is not None:
             return self._full
         if self.layout.replicated:
-            full = Whole.apply(self.local, self.on)
+            full = Whole.apply(self.local, self.on, self.path)
         else:
             full = Gather.apply(self.local, self.on, self.layout, self.index)
-        if self.on.is_tracing and torch.is_grad_enabled() and self._level == _transform_level():
+        if self.on.is_tracing and torch.is_grad_enabled() and self._level == levels.depth():
             self._full = full
         return full
 
@@ -127,13 +129,14 @@ class Sharded:
         """This rank's slice of `full`, a uniform tensor of the global shape: the inverse of `full_tensor`."""
         if self.layout.replicated:
             return self.with_local(full)
-        return self.with_local(Take.apply(full, self.on, self.layout, self.index))
+        value = self.with_local(Take.apply(full, self.on, self.layout, self.index))
+        value._full = full if self.on.is_tracing and torch.is_grad_enabled() else None
+        return value
 
     def new_zeros(self, *shape: Any, dtype: torch.dtype | None = None) -> Sharded:
         """Zeros that every rank of this value's mesh holds whole: a step count, say."""
         local = self.local.new_zeros(*shape, dtype=dtype)
-        leaf = Leaf("", tuple(local.shape))
-        return Sharded(local, Layout("replicated", (leaf,), self.layout.mesh, replicated=True), 0, self.on)
+        return Sharded(local, replicated(local.shape, self.layout.mesh), 0, self.on)
 
     @classmethod
     def __torch_function__(
@@ -157,15 +160,10 @@ class Sharded:
 
     def __repr__(self) -> str:
         held = "replicated" if self.layout.replicated else f"[{self.part.start}:{self.part.stop}] of {self.numel()}"
-        where = f"{self.layout.bucket!r}, rank {self.on.rank} of {self.layout.world}"
+        rank = "every rank" if self.on.rank is None else f"rank {self.on.rank}"
+        where = f"{self.layout.bucket!r}, {rank} of {self.layout.world}"
         state = str(self._local.dtype).removeprefix("torch.") if self._local is not None else "donated"
         return f"Sharded({self.path or 'value'}: {state}{list(self.shape)}, {held}, bucket {where})"
-
-
-def _transform_level() -> int | None:
-    """How deep in torch.func transforms this runs. A value belongs to the transform that made it, and torch has no
-    public way to ask which one that is."""
-    return torch._C._functorch.maybe_current_level()
 
 
 def _apply_method(method: Callable[..., Any], self: Sharded, *args: Any, **kwargs: Any) -> Any:
@@ -186,10 +184,42 @@ for _name in rules.OPERATORS:
     setattr(Sharded, _name, _operator(_name))
 Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is elementwise, as a tensor's
 
+
+class _Place(NamedTuple):
+    """A value without its slice. torch.func compares that of a primal and its tangent, and prints both where they
+    differ."""
+
+    layout: Layout
+    leaf: int
+    on: Primitives
+
+    def __repr__(self) -> str:
+        return f"{self.layout.leaves[self.leaf].path} on {self.layout.mesh}"
+
+
+def _rebuilt(slices: Iterable[Any], place: _Place) -> Sharded:
+    """The value of one slice, as torch.func rebuilds it.
+
+    Raises:
+        FzeroError: for a batch of slices, or a slice of a slice.
+    """
+    (local,) = slices
+    value = Sharded(local, *place)
+    held = value.shape if value.layout.replicated else torch.Size([len(value.part)])
+    if isinstance(local, Tensor) and local.shape != held:
+        raise FzeroError(
+            value.path,
+            f"a transform maps over this leaf, to slices of {list(local.shape)} where a rank holds {list(held)}: "
+            "jacrev, jacfwd, hessian, and in_dims and out_dims of vmap know no dimensions of a Sharded",
+            WHOLE_FIRST,
+        )
+    return value
+
+
 torch_pytree.register_pytree_node(
     Sharded,
-    lambda value: ([value.local], (value.layout, value.index, value.on)),
-    lambda slices, context: Sharded(*slices, *context),
+    lambda value: ([value.local], _Place(value.layout, value.index, value.on)),
+    _rebuilt,
     serialized_type_name="fzero.Sharded",
 )
 
@@ -214,12 +244,18 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         like = _anchor(args, kwargs)
         if like is not None:
             return _elementwise(func, like, args, kwargs)
-    if name in rules.REDUCTIONS and len(args) >= 1 and is_sharded(args[0]) and not args[0].layout.replicated:
-        result = rules.REDUCTIONS[name](args[0].local, args[0].numel(), args[0].on, *args[1:], **kwargs)
+    if name in rules.REDUCTIONS and args and is_sharded(args[0]):
+        result = _reduced(rules.REDUCTIONS[name], *args, **kwargs)
         if result is not None:
             return result
     gathered_args, gathered_kwargs = torch_pytree.tree_map(_gathered, (args, kwargs), is_leaf=is_sharded)
     return func(*gathered_args, **gathered_kwargs)
+
+
+def _reduced(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
+    if x.layout.replicated or _runs_whole(x):
+        return None
+    return rule(x.local, x.leaf, x.on, *args, **kwargs)
 
 
 def _gathered(x: Any) -> Any:
@@ -231,26 +267,45 @@ def _contains_sharded(x: Any) -> bool:
 
 
 def _anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
-    """The operand whose layout the elementwise result has; None where the operands must be gathered: they broadcast, or
-    a 0-d leaf meets a plain 0-d tensor that is being differentiated, as a weight meets a rank's own loss."""
+    """The operand whose layout the elementwise result has; None where the operands must be gathered: they broadcast,
+    one may be a batch of vmap, or a 0-d leaf meets a plain 0-d tensor that is being differentiated, as a weight meets
+    a rank's own loss."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, (Sharded, Tensor))]
     values = [x for x in operands if isinstance(x, Sharded)]
     if not values:
         return None
     like = max(values, key=lambda x: (x.ndim > 0, not x.layout.replicated))
-    if like.ndim == 0 and len(values) < len(operands) and any(x.requires_grad for x in operands):
+    if len(values) < len(operands) and (levels.in_vmap() or (like.ndim == 0 and _is_differentiated(operands))):
         return None
     fits = all(x.ndim == 0 or tuple(x.shape) == tuple(like.shape) for x in operands)
     return like if fits else None
 
 
+def _is_differentiated(operands: list[Any]) -> bool:
+    return levels.in_forward_mode() or any(x.requires_grad for x in operands)
+
+
+def _runs_whole(like: Sharded) -> bool:
+    """Whether functions of `like` are computed on its whole value. In a trace of forward mode and of second derivatives
+    they are: there torch makes tensors by size, a slice's differs between ranks, and one program serves them all."""
+    is_sliced = like.on.is_tracing and not like.layout.replicated
+    return is_sliced and (levels.in_forward_mode() or levels.in_second_order())
+
+
 def _elementwise(func: Callable[..., Any], like: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*(_operand(x, like) for x in args), **{key: _operand(x, like) for key, x in kwargs.items()})
-    return torch_pytree.tree_map(lambda x: like.with_local(x) if isinstance(x, Tensor) else x, result)
+    return torch_pytree.tree_map(lambda x: _result(x, like) if isinstance(x, Tensor) else x, result)
+
+
+def _result(x: Tensor, like: Sharded) -> Sharded:
+    """What was made of operands beside `like`, as a value of its layout."""
+    return like.slice_of(x) if _runs_whole(like) else like.with_local(x)
 
 
 def _operand(x: Any, like: Sharded) -> Any:
-    """`x` as it stands beside the slice of `like`."""
+    """`x` as it stands beside `like`."""
+    if _runs_whole(like):
+        return _gathered(x)
     if isinstance(x, Sharded):
         if x.layout == like.layout and x.index == like.index:
             return x.local
@@ -258,7 +313,7 @@ def _operand(x: Any, like: Sharded) -> Any:
     if not isinstance(x, Tensor) or like.layout.replicated:
         return x
     if x.ndim == 0 and like.ndim > 0:
-        return Beside.apply(x, like.on)
+        return Beside.apply(x, like.on, like.path)
     return like.slice_of(x).local
 
 
@@ -266,19 +321,21 @@ def _listwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """An op on lists of equal length: position by position elementwise, each result as its position's first operand."""
     rows = list(zip(*(x for x in args if isinstance(x, (list, tuple)) and any(map(_is_value, x)))))
     likes = [_anchor(row, {}) for row in rows]
-    on = next((like.on for like in likes if like is not None), None)
+    first = next((like for like in likes if like is not None), None)
 
     def operand(x: Any) -> Any:
         if isinstance(x, (list, tuple)) and any(map(_is_value, x)):
             return [_gathered(item) if like is None else _operand(item, like) for item, like in zip(x, likes)]
         x = _gathered(x)
-        return Beside.apply(x, on) if isinstance(x, Tensor) and x.ndim == 0 and on is not None else x
+        if first is None or _runs_whole(first) or not isinstance(x, Tensor) or x.ndim:
+            return x
+        return Beside.apply(x, first.on, first.path)
 
     result = func(*map(operand, args), **{key: operand(x) for key, x in kwargs.items()})
     if result is None:
         return None
     columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
-    wrapped = [[x if like is None else like.with_local(x) for x, like in zip(column, likes)] for column in columns]
+    wrapped = [[x if like is None else _result(x, like) for x, like in zip(column, likes)] for column in columns]
     return tuple(wrapped) if columns is result else wrapped[0]
 
 

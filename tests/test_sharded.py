@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import einops
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Outcome, run, run_cases, values
+from ranks import Outcome, chosen, run, run_cases, values
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -445,17 +445,17 @@ def poisoned(v: Values) -> Values:
 
 @pytest.fixture(scope="module", params=[1, 3])
 def evaluated(request: pytest.FixtureRequest) -> list[dict[str, Evaluated]]:
-    """What each rank made of all functions."""
-    return on_ranks(request.param, eagerly, FUNCTIONS)
+    """What each rank made of the functions."""
+    return on_ranks(request.param, eagerly, chosen(request, "name") & FUNCTIONS.keys())
 
 
 @pytest.fixture(scope="module")
-def evaluated_in_steps() -> list[dict[str, Evaluated]]:
+def evaluated_in_steps(request: pytest.FixtureRequest) -> list[dict[str, Evaluated]]:
     """Likewise, in traced steps."""
-    return on_ranks(2, tracedly, TRACED)
+    return on_ranks(2, tracedly, chosen(request, "name") & set(TRACED))
 
 
-def on_ranks(world: int, try_all: Callable[..., dict[str, Evaluated]], names: Iterable[str]) -> list[Any]:
+def on_ranks(world: int, try_all: Callable[..., dict[str, Evaluated]], names: Collection[str]) -> list[Any]:
     parts = [run(world, try_all, [name for name in group if name in names]) for group in GROUPS.values()]
     return [ones | lists for ones, lists in zip(*parts)]
 
@@ -734,7 +734,7 @@ def test_a_sharded_value_has_the_attributes_of_the_full_one(beside: dict[str, li
         ("inplace", ("layers.0.w: ", "relu", "in place")),
         ("list", ("_foreach_add_", "in place")),
         ("partition", ("layers.0.b: ", "partitioned already", "2 ranks", "layers.0", "unpartition")),
-        ("no tensor", ("b.0: ", "float", "only tensors")),
+        ("no tensor", ("b.0: ", "float", "give a tensor")),
     ],
 )
 def test_what_is_refused_is_named(beside: dict[str, list[Outcome]], use: str, expected: tuple[str, ...]) -> None:
