@@ -7,11 +7,12 @@ Traced, a leaf at a time:
 
     gather      sharded -> uniform   this leaf, whole
     scatter     any -> sharded       this rank's slice of the mean over ranks
-    take        uniform -> sharded   this rank's slice, no communication
+    take        uniform -> sharded   this rank's slice, a view: no communication
     beside      uniform -> uniform   the identity, on a 0-d value that is about to meet a slice
     spread      uniform -> sharded   a 0-d value, repeated over a slice
     all_reduce  any -> uniform       "sum", "avg", "max" or "min" over a mesh axis
     axis_index  -> per-rank          this rank's position along a mesh axis, a 0-d int64
+    draw        any -> per-rank      what a random operation of aten draws, by its number
 
 Made by passes, a bucket at a time; plain functions of which only the name and the result for fake tensors matter:
 
@@ -63,7 +64,7 @@ scatter = _traced(
 )
 take = _traced(
     "take(Tensor x, str bucket, int leaf, int numel) -> Tensor",
-    lambda x, bucket, leaf, numel: x.new_empty(numel),
+    lambda x, bucket, leaf, numel: x.reshape(-1)[:numel],
 )
 beside = _traced("beside(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
 spread = _traced(
@@ -75,6 +76,13 @@ axis_index = _traced(
     "axis_index(str axis, Device device) -> Tensor",
     lambda axis, device: torch.empty((), dtype=torch.int64, device=device),
 )
+
+
+@_made
+def draw(number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`target(*args, **kwargs)`, a random operation of aten, which draws the same for each call with one number in one
+    step on one rank. Nothing else uses a value that it writes into."""
+    return target(*args, **kwargs)
 
 
 @_made
@@ -136,9 +144,17 @@ def is_call(node: Node, *targets: Any) -> bool:
     return node.op == "call_function" and node.target in targets
 
 
+def is_random(node: Node) -> bool:
+    """Whether a node calls an operation of aten that draws from a generator."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = {argument.name: _given(node, i, argument) for i, argument in enumerate(node.target._schema.arguments)}
+    return given.get("dropout_p") != 0  # that of attention
+
+
 def shares_memory(node: Node) -> bool:
     """Whether a node's result is a view of what it is given, or an item of it, or that itself, overwritten."""
-    if node.target in (operator.getitem, wait, whole, part, torch.ops.aten._unsafe_view.default):
+    if node.target in (operator.getitem, take, wait, whole, part, torch.ops.aten._unsafe_view.default):
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(result.alias_info for result in schema.returns)
@@ -149,8 +165,18 @@ def overwritten(node: Node) -> list[Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [x for position in (0, 2, 3) for x in node.args[position]] if node.target is adamw_ else []
-    written = [arg for arg, given in zip(node.args, schema.arguments) if given.alias_info and given.alias_info.is_write]
-    return [x for arg in written for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    given = (_given(node, i, argument) for i, argument in enumerate(schema.arguments) if _is_written(argument))
+    return [x for arg in given for x in (arg if isinstance(arg, (list, tuple)) else [arg]) if x is not None]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _given(node: Node, position: int, argument: Any) -> Any:
+    """What a node gives for an argument of its operation's schema."""
+    default = node.args[position] if position < len(node.args) else argument.default_value
+    return node.kwargs.get(argument.name, default)
 
 
 def storage(node: Node) -> Any:
@@ -160,5 +186,7 @@ def storage(node: Node) -> Any:
 
 
 def name_of(node: Node) -> str:
-    """The name of what a node calls, without its overload: "mm", "all_gather"; of its target where it calls nothing."""
-    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    """The name of what a node calls, without its overload: "mm", "all_gather"; of a draw what it draws with,
+    "bernoulli"; of its target where it calls nothing."""
+    target = node.args[1] if is_call(node, draw) else node.target
+    return getattr(target, "__name__", str(target)).partition(".")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from fzero import buffers
 from fzero.layout import Layout, wire
 from fzero.live import Live
 from fzero.optim.kernels import fused_adamw_
+from fzero.randomness import drawn, fold
 from fzero.transport import Pending
 
 Lists = Sequence[Tensor]
@@ -32,6 +33,9 @@ class Runtime:
 
     def take(self, x: Tensor, bucket: str, leaf: int, numel: int) -> Tensor:
         return self.on.take(x, self.layouts[bucket], leaf)
+
+    def draw(self, seed: int, number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return drawn(fold(seed, self.on.number, number), target, *args, **kwargs)
 
     def all_gather(self, slices: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Pending:
         return self.on.all_gather(slices, self.layouts[bucket], tuple(leaves))

@@ -1,4 +1,4 @@
-"""The user's line: which line of user code a traced node, or an exception, comes from."""
+"""The user's line: which line of user code is running, or an exception comes from."""
 
 from __future__ import annotations
 
@@ -8,31 +8,11 @@ import sys
 import traceback
 from functools import cache, lru_cache
 from types import FrameType, TracebackType
-from typing import Any
 
 import optree
 import torch
-from torch.fx.traceback import preserve_node_meta, set_stack_trace
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, optree.__file__, __file__))
-
-
-class UserLines(TorchDispatchMode):
-    """Within, while tracing, each node's `stack_trace` becomes the user's line that is running."""
-
-    def __enter__(self) -> UserLines:
-        self._preserved = preserve_node_meta()
-        self._preserved.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._preserved.__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        set_stack_trace([_running_user_line()])
-        return func(*args, **(kwargs or {}))
 
 
 def user_line_of_error(tb: TracebackType | None) -> str:
@@ -43,7 +23,8 @@ def user_line_of_error(tb: TracebackType | None) -> str:
     return ""
 
 
-def _running_user_line() -> str:
+def running_user_line() -> str:
+    """`file:line in function: code` of the innermost running frame outside the libraries; "" where there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if _is_user(frame.f_code.co_filename):

@@ -15,10 +15,13 @@ from fzero.collectives import using
 from fzero.errors import FzeroError
 from fzero.layout import Layout
 from fzero.mesh import VirtualMesh
+from fzero.mode import TraceMode
+from fzero.ops import Node
 from fzero.program import Argument, Program, Result
 from fzero.sharded import Sharded
-from fzero.source import UserLines, user_line_of_error
+from fzero.source import user_line_of_error
 
+_aten = torch.ops.aten
 RANK = 0
 """The rank whose slice sizes the graph shows. No node depends on them: one program serves all ranks."""
 
@@ -81,7 +84,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     def flat(*tensors: Tensor) -> list[Tensor]:
         values = iter(tensors)
         given = [_traced(leaf, next(values), tracer) if _is_traced(leaf) else leaf for leaf in leaves]
-        with UserLines():
+        with TraceMode():
             out_leaves, out_def = tree.flatten(fn(*tree.unflatten(treedef, given)))
         out_tree.append(out_def)
         results.extend(
@@ -95,7 +98,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         traced = make_fx(flat, tracing_mode="real")(*fakes)
     arguments = tuple(_argument(path, leaf, tracer) for path, leaf in zip(paths, leaves) if _is_traced(leaf))
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
-    return Program(
+    program = Program(
         name=getattr(fn, "__name__", type(fn).__name__),
         graph=traced.graph,
         arguments=arguments,
@@ -106,6 +109,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         mesh=mesh,
         fake_mode=fake_mode,
     )
+    _number_draws(program)
+    return program
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -136,6 +141,37 @@ def _result(path: str, leaf: Any, tracer: Tracer) -> Result:
     if isinstance(leaf, Sharded):
         return Result(path, tracer.name(leaf.layout), leaf.index)
     return Result(path) if isinstance(leaf, Tensor) else Result(path, constant=leaf, is_constant=True)
+
+
+def _number_draws(program: Program) -> None:
+    """Random operations become `ops.draw`, numbered in the order in which they were traced."""
+    for number, node in enumerate(filter(ops.is_random, program.graph.nodes)):
+        with program.graph.inserting_before(node):
+            program.substitute(node, _draw(program, number, node))
+
+
+def _draw(program: Program, number: int, node: Node) -> Node:
+    """What takes the place of a random operation. One in place draws apart, into memory that nothing else sees."""
+    known = {key: value for key, value in node.meta.items() if key != "val"}
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+        new = program.emit(target, *args, **kwargs)
+        new.meta.update(known)
+        return new
+
+    written, (first, *rest) = ops.overwritten(node), node.args
+    if not written:
+        return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
+    if written != [first]:
+        raise FzeroError(
+            node.stack_trace,
+            f"{ops.name_of(node)} writes what it draws into an argument other than its first",
+            "draw with an operation that returns it, such as torch.rand_like",
+        )
+    if len(first.users) == 1 and "empty" in ops.name_of(first):
+        return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
+    apart = emit(_aten.clone.default, first)
+    return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, apart, *rest, **node.kwargs))
 
 
 class _named_errors:

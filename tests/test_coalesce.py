@@ -98,3 +98,24 @@ def test_a_reduction_waits_for_the_last_of_its_inputs_and_stands_before_its_firs
     program = apply(of_rows(step).trace(), coalesce)
     position = {node.name: i for i, node in enumerate(program.graph.nodes)}
     assert position["cos"] < position["all_reduce_list"] < position["sin"]
+
+
+def test_what_is_overwritten_is_reduced_where_it_stands() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 1
+        before = fzero.psum(y, "fsdp")
+        y.mul_(2)
+        return before, fzero.psum(y, "fsdp")
+
+    case = of_rows(step)
+    assert_same(case.run(apply(case.trace(), coalesce)), case.run(case.trace()))
+
+
+def test_nothing_waits_for_a_reduction_whose_operand_is_there_early() -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        value = x.square().mean()  # its mean over ranks comes last
+        return value, fzero.pmean(x.sin().mean(), "fsdp").cos() * x, x.exp()
+
+    program = apply(of_rows(step).trace(), coalesce)
+    position = {node.name: i for i, node in enumerate(program.graph.nodes)}
+    assert reductions(program) == [("avg", 2)] and position["all_reduce_list"] < position["exp"]

@@ -215,3 +215,24 @@ def test_each_use_is_written_down_as_gather_and_each_gradient_as_scatter() -> No
     program = on_rows(fzero.grad(loss)).trace_as_written()
     assert [names(program).count(name) for name in ("gather", "scatter")] == [2, 2]
     assert {node.args[1] for node in calls(program, ops.gather, ops.scatter)} == {"layers.0"}
+
+
+def test_a_number_made_in_the_step_may_meet_a_slice_and_a_collective() -> None:
+    """Torch knows the value of `torch.tensor(2.0)` while it traces, and would compute with it."""
+
+    def step(w: Any) -> Any:
+        return w * torch.tensor(2.0), fzero.psum(torch.tensor(3.0), "fsdp")
+
+    mesh = fzero.VirtualMesh(fsdp=2)
+    doubled, total = fzero.simulate(step, mesh)(fzero.partition(torch.ones(40), mesh))
+    assert fzero.unpartition(doubled).tolist() == [2.0] * 40 and total == 6
+
+
+def test_lines_do_not_say_which_gpu_a_rank_uses() -> None:
+    program = fzero.simulate(lambda x: x + torch.zeros(2), 2).trace(torch.ones(4))
+    (made,) = calls(program, torch.ops.aten.zeros.default)
+    lines = []
+    for index in range(2):
+        made.kwargs = {**made.kwargs, "device": torch.device("cuda", index)}
+        lines.append(program.lines())
+    assert lines[0] == lines[1] and any("cuda" in line for line in lines[0])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 
 from fzero import ops
-from fzero.ops import Node, is_call
+from fzero.ops import Node, is_call, overwritten, storage
 from fzero.passes.order import hops, settle
 from fzero.program import Program
 
 
 def coalesce(program: Program) -> Program:
-    """All-reduces of one operation, axis and dtype that do not depend on each other become one.
+    """All-reduces of one operation, axis and dtype that do not depend on each other become one, where the last of their
+    operands is ready. Left alone are operands that the step overwrites.
 
     Same results, bit for bit where the backend reduces each element alike whatever its position, as two ranks always
     do. The sums of squares behind a global norm cost one collective, not one a leaf.
@@ -19,19 +20,22 @@ def coalesce(program: Program) -> Program:
     program = program.copy("coalesce")
     depth = hops(program.graph, lambda node: is_call(node, ops.all_reduce))
     groups: dict[tuple[object, ...], list[Node]] = {}
+    changed = {storage(written) for node in program.graph.nodes for written in overwritten(node)}
     for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
         value = node.meta["val"]
-        groups.setdefault((*node.args[1:], value.dtype, value.device, depth[node]), []).append(node)
-    for members in groups.values():
+        if storage(node.args[0]) not in changed:
+            groups.setdefault((*node.args[1:], value.dtype, value.device, depth[node]), []).append(node)
+    for (op, axis, *_), members in groups.items():
         if len(members) > 1:
-            _reduce_together(program, members)
+            _reduce_together(program, members, op, axis)
     settle(program.graph)
     return program
 
 
-def _reduce_together(program: Program, members: list[Node]) -> None:
-    with program.graph.inserting_after(max(members)):
-        together = program.emit(ops.all_reduce_list, [node.args[0] for node in members], *members[0].args[1:])
-    for position, node in reversed(list(enumerate(members))):
-        with program.graph.inserting_after(together):
-            program.substitute(node, program.emit(operator.getitem, together, position))
+def _reduce_together(program: Program, members: list[Node], op: object, axis: object) -> None:
+    values = [node.args[0] for node in members]
+    with program.graph.inserting_before(max(values).next):
+        together = program.emit(ops.all_reduce_list, values, op, axis)
+        reduced = [program.emit(operator.getitem, together, position) for position in range(len(members))]
+    for node, new in zip(members, reduced):
+        program.substitute(node, new)
