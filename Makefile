@@ -3,17 +3,27 @@
 
 PYTHON ?= python3
 ARGS ?=
+EXAMPLES ?= 1000
+WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/ready
-SOURCES := $(wildcard fzero tests property_tests examples benchmarks)
+SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test check format clean
+.PHONY: train test prove mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest tests property_tests $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests property_tests $(ARGS)
+
+# EXAMPLES random cases of each property, other ones each time, and a fifth of it of those that run a step: hours.
+prove: $(READY)
+	$(BIN)/pytest property_tests --hypothesis-profile=deep --examples=$(EXAMPLES) $(ARGS)
+
+# Mutants of the partition math and the passes, in a copy under build/; `make mutate ARGS="layout donate"` for some.
+mutate: $(READY)
+	$(BIN)/python tools/mutate.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check $(SOURCES)

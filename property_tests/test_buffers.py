@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
+import pytest
 import torch
 from hypothesis import example, given
 from torch import Tensor
 
 from fzero.buffers import block_of, blocks_of, part, whole
+from fzero.errors import FzeroError
 from fzero.layout import Layout, Leaf, Wire, wire
 from fzero.mesh import VirtualMesh
-from fzero.placement import place
+from fzero.streaming import place
 from property_tests.strategies import wires_with_leaves
 
-CPU = torch.device("cpu")
 Drawn = tuple[Wire, list[Tensor]]
 
 ROW = Layout("bucket", tuple(Leaf(f"leaf{i}", (1,)) for i in range(3)), VirtualMesh(fsdp=1), align=1)
 GAP = wire(ROW, (0, 2)), [torch.tensor([1.0]), torch.tensor([2.0])]  # in one memory, with another leaf between them
+
+ROWS = Layout(
+    "bucket", (Leaf("b", (3,)), Leaf("w", (3, 4), 4)), VirtualMesh(fsdp=2), align=1
+)  # b b b . w w w w | w w ..
+APART = wire(ROWS, (0, 1)), [torch.arange(1.0, 4), torch.arange(4.0, 16).view(3, 4)]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -35,7 +39,7 @@ def placed(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
     """The same as views of one buffer that holds the rank's slice of the whole bucket; leaves not sent are ones."""
     ones = {i: torch.ones(leaf.shape, dtype=leaves[0].dtype) for i, leaf in enumerate(sent.layout.leaves)}
     everything = list((ones | dict(zip(sent.leaves, leaves))).values())
-    held = place(everything, sent.layout, SimpleNamespace(rank=rank, device=CPU))
+    held = place(dict(enumerate(everything)), sent.layout, rank)
     return [held[leaf] for leaf in sent.leaves]
 
 
@@ -118,3 +122,67 @@ def test_leaves_need_not_be_contiguous(drawn: Drawn) -> None:
     sent, leaves = drawn
     strided = [leaf.mT.contiguous().mT if leaf.ndim > 1 else leaf for leaf in leaves]
     assert equal(blocks_of(strided, sent), blocks_of(leaves, sent))
+
+
+@given(wires_with_leaves(max_block=7))
+@example(APART)
+def test_blocks_with_gaps_hold_each_leaf_whole(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    for held in (slices, placed):
+        buffer = torch.cat([block_of(held(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
+        assert buffer.shape == (sent.numel,)
+        assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+
+
+@given(wires_with_leaves(max_block=7))
+@example(APART)
+def test_blocks_with_gaps_are_scattered_as_they_are_gathered(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    buffer = torch.cat([block_of(slices(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
+    assert equal(blocks_of(leaves, sent), buffer)
+    for rank, block in enumerate(buffer.view(sent.layout.world, sent.stride)):
+        assert all(equal(part(block, sent, rank, i), x) for i, x in enumerate(slices(sent, leaves, rank)))
+
+
+@given(wires_with_leaves(max_block=7))
+@example(APART)
+def test_gaps_are_zeros(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    assert int(blocks_of(leaves, sent).count_nonzero()) == sum(leaf.numel() for leaf in leaves)
+
+
+@given(wires_with_leaves(complete=True, max_block=7))
+@example(APART)
+def test_placed_slices_with_gaps_are_sent_without_a_copy(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    for rank in range(sent.layout.world):
+        given = placed(sent, leaves, rank)
+        storages = {x.untyped_storage().data_ptr() for x in given if x.numel()}
+        if storages:
+            block = block_of(given, sent, rank)
+            assert {block.untyped_storage().data_ptr()} == storages
+            assert int(block.count_nonzero()) == sum(x.numel() for x in given)
+
+
+@given(wires_with_leaves(complete=True, max_block=7))
+@example(APART)
+def test_leaves_of_a_bucket_with_gaps_are_views(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    buffer = blocks_of(leaves, sent)
+    for i, leaf in enumerate(leaves):
+        assert whole(buffer, sent, i, leaf.shape).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+@given(wires_with_leaves(complete=True, max_block=7))
+@example(APART)
+def test_all_ranks_together_hold_the_bucket(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    held = place(dict(enumerate(leaves)), sent.layout, None)
+    for index, at in enumerate(sent.layout.leaf_ranges):
+        assert held[index].numel() == 0 or held[index].storage_offset() == at.start
+        assert equal(held[index], leaves[index].reshape(-1))
+
+
+def test_whose_block_it_is_has_to_be_known_where_there_are_gaps() -> None:
+    with pytest.raises(FzeroError, match="bucket: has gaps between leaves, other ones on each rank; give the rank"):
+        block_of([torch.ones(3), torch.ones(4)], wire(ROWS, (0, 1)))

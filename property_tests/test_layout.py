@@ -9,11 +9,14 @@ from hypothesis import example, given
 
 from fzero.layout import Layout, Leaf, Wire
 from fzero.mesh import VirtualMesh
-from fzero.ranges import shift
+from fzero.ranges import shift, tile
 from property_tests.strategies import layouts, layouts_with_ranks, wires
 
 EMPTY = Layout("bucket", (Leaf("leaf0", (0,)),), VirtualMesh(fsdp=3))
 RAGGED = Layout("bucket", (Leaf("leaf0", (5,)), Leaf("leaf1", ())), VirtualMesh(fsdp=4), align=1)
+ROWS = Layout(
+    "bucket", (Leaf("leaf0", (3,)), Leaf("leaf1", (3, 4), 4), Leaf("leaf2", ())), VirtualMesh(fsdp=2), align=1
+)
 
 
 @given(layouts())
@@ -120,3 +123,62 @@ def test_with_all_leaves_a_wire_is_the_bucket(sent: Wire) -> None:
     assert sent.numel == sent.layout.padded
     for position, whole in enumerate(sent.layout.leaf_ranges):
         assert sent.pieces(position) == ((whole,) if whole else ())
+
+
+@given(layouts(max_block=7))
+@example(ROWS)
+def test_parts_of_a_leaf_of_blocks_tile_the_leaf(layout: Layout) -> None:
+    for index, leaf in enumerate(layout.leaves):
+        assert [i for rank in range(layout.world) for i in layout.part(index, rank)] == list(range(leaf.numel))
+
+
+@given(layouts_with_ranks(max_world=4096, max_block=7))
+@example((ROWS, 1))
+def test_parts_begin_and_end_with_a_block(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    for index, leaf in enumerate(layout.leaves):
+        part = layout.part(index, rank)
+        assert all(end % leaf.block == 0 or end == leaf.numel for end in (part.start, part.stop))
+
+
+@given(layouts_with_ranks(max_world=4096, max_block=7))
+@example((ROWS, 0))
+def test_slots_are_apart_and_as_long_as_the_parts(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    slots = [layout.slot(index, rank) for index in range(len(layout.leaves))]
+    assert [len(slot) for slot in slots] == [len(layout.part(index, rank)) for index in range(len(slots))]
+    assert all(a.stop <= b.start for a, b in pairwise([range(0), *slots, range(layout.shard, layout.shard)]))
+
+
+@given(layouts_with_ranks(max_world=4096, max_block=7))
+@example((ROWS, 1))
+def test_slots_say_where_the_leaf_lies_in_the_bucket(drawn: tuple[Layout, int]) -> None:
+    layout, rank = drawn
+    for index, whole in enumerate(layout.leaf_ranges):
+        slot, part = layout.slot(index, rank), layout.part(index, rank)
+        assert not part or shift(slot, rank * layout.shard) == shift(part, whole.start)
+        assert layout.slot(index, None) == whole
+
+
+@given(layouts(max_block=7))
+@example(ROWS)
+def test_there_are_gaps_where_leaves_do_not_tile(layout: Layout) -> None:
+    lengths = [leaf.numel for leaf in layout.leaves]
+    assert [len(whole) for whole in layout.leaf_ranges] == lengths
+    assert layout.has_gaps == (layout.leaf_ranges != tile(lengths)) and not replace(layout, replicated=True).has_gaps
+
+
+@given(wires(complete=True, max_block=7))
+def test_with_all_leaves_a_wire_with_gaps_is_the_bucket(sent: Wire) -> None:
+    layout = sent.layout
+    assert sent.numel == layout.padded
+    assert [sent.pieces(i) for i in sent.leaves] == [((whole,) if whole else ()) for whole in layout.leaf_ranges]
+    for rank in range(layout.world):
+        assert sent.block(rank) == tuple(layout.slot(index, rank) for index in sent.leaves)
+
+
+@given(wires(max_block=7))
+def test_pieces_of_a_leaf_of_blocks_are_its_parts_in_rank_order(sent: Wire) -> None:
+    for position in range(len(sent.leaves)):
+        expected = [rank * sent.stride + i for rank in range(sent.layout.world) for i in sent.block(rank)[position]]
+        assert [i for piece in sent.pieces(position) for i in piece] == expected

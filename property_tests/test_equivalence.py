@@ -1,0 +1,58 @@
+"""The law of the project: a sharded step equals its unsharded self, on any mesh, at any stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+
+import fzero
+from fzero.passes import defaults
+from property_tests.laws import everything, slow
+from property_tests.running import bits
+from property_tests.steps import WRONG, Step
+from property_tests.strategies import steps
+
+
+def check(step: Step) -> None:
+    fzero.check_equivalence(
+        step,
+        step.state(),
+        step.batch(),
+        ranks=step.mesh,
+        steps=2,
+        rtol=step.tolerance,
+        atol=step.tolerance,
+        passes=defaults(stage=step.stage, in_place=step.donate),
+    )
+
+
+@given(steps())
+@everything
+@slow
+def test_sharded_equals_unsharded(step: Step) -> None:
+    check(step)
+
+
+@given(steps(losses=WRONG))
+@slow
+def test_a_loss_that_is_no_mean_over_examples_is_caught(step: Step) -> None:
+    """Where the mean of what ranks make of their examples is not what all examples make."""
+    assume(all(op.name != "center" for op in step.ops))  # on one rank's examples alone it takes their mean
+    state, batch, size = step.state(), step.batch(), step.mesh.size()
+    whole, *parts = (step(*state, *given)[-3] for given in (batch, *zip(*(x.chunk(size) for x in batch))))
+    assume(abs(whole - sum(parts) / size) > 2 * step.tolerance * (1 + abs(whole)))
+    with pytest.raises(fzero.FzeroError, match="further apart than rtol"):
+        check(step)
+
+
+@given(steps())
+@slow
+def test_a_step_leaves_what_it_is_given_as_it_was(step: Step) -> None:
+    """Unless it is told to donate; and a second call gives the same, bit for bit."""
+    simulated = fzero.simulate(step, step.mesh, stage=step.stage, donate=False)
+    state, batch = step.sharded(), step.batch()
+    first = fzero.unpartition(simulated(*state, *batch))
+    second = fzero.unpartition(simulated(*state, *batch))
+    pairs = zip(*map(fzero.tree.leaves, ((*step.state(), first), (*fzero.unpartition(state), second))))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in pairs)
