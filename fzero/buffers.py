@@ -11,12 +11,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fzero.errors import FzeroError
 from fzero.layout import Wire
+from fzero.ranges import tile
 
 
-def block_of(slices: Sequence[Tensor], wire: Wire) -> Tensor:
-    """[S] this rank's block: the slices in order, then padding. A view where they adjoin in memory that reaches S."""
-    return _adjoining(slices, wire.stride) if _adjoin(slices, wire.stride) else _packed(slices, wire.stride)
+def block_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> Tensor:
+    """[S] the block of `rank`: the slices in order, then padding. A view where they adjoin in memory that reaches S.
+    Only a wire with gaps, which are zeros, needs to know whose block it is: they lie where `wire.block(rank)` leaves
+    them.
+
+    Raises:
+        FzeroError: for a wire with gaps and no rank.
+    """
+    if rank is None and wire.has_gaps:
+        raise FzeroError(wire.layout.bucket, "has gaps between leaves, other ones on each rank", "give the rank")
+    where = tile(x.numel() for x in slices) if rank is None else wire.block(rank)
+    view = _view(slices, where, wire.stride)
+    return _packed(slices, where, wire.stride) if view is None else view
 
 
 def whole(buffer: Tensor, wire: Wire, position: int, shape: Sequence[int]) -> Tensor:
@@ -29,11 +41,12 @@ def whole(buffer: Tensor, wire: Wire, position: int, shape: Sequence[int]) -> Te
 def blocks_of(fulls: Sequence[Tensor], wire: Wire) -> Tensor:
     """[N * S] every rank's block of these leaves, which are given in full."""
     flats = [full.reshape(-1) for full in fulls]
-    if len(wire.leaves) == len(wire.layout.leaves):
-        return flats[0] if len(flats) == 1 and flats[0].numel() == wire.numel else _packed(flats, wire.numel)
+    if wire.is_complete:
+        alone = len(flats) == 1 and flats[0].numel() == wire.numel
+        return flats[0] if alone else _packed(flats, wire.layout.leaf_ranges, wire.numel)
     blocks = [
-        _packed([flat[part.start : part.stop] for flat, part in zip(flats, wire.parts(rank))], wire.stride)
-        for rank in range(wire.layout.world)
+        _packed([flat[part.start : part.stop] for flat, part in zip(flats, wire.parts(r))], wire.block(r), wire.stride)
+        for r in range(wire.layout.world)
     ]
     return torch.cat(blocks)
 
@@ -44,30 +57,27 @@ def part(block: Tensor, wire: Wire, rank: int, position: int) -> Tensor:
     return block[where.start : where.stop]
 
 
-def _packed(flats: Sequence[Tensor], size: int) -> Tensor:
-    """[size] a new buffer: `flats` one after the other, then zeros."""
-    spare = size - sum(flat.numel() for flat in flats)
-    return torch.cat([*flats, flats[0].new_zeros(spare)]) if spare else torch.cat(list(flats))
+def _packed(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor:
+    """[size] a new buffer: each of `flats`, in order, where it is to lie, and zeros elsewhere."""
+    pieces, end = [], 0
+    for flat, at in zip(flats, where):
+        pieces += [flat.new_zeros(at.start - end), flat] if at.start > end else [flat]
+        end = at.stop
+    return torch.cat([*pieces, flats[0].new_zeros(size - end)]) if size > end else torch.cat(pieces)
 
 
-def _adjoin(slices: Sequence[Tensor], size: int) -> bool:
-    """Whether the slices lie one after the other in one storage, which holds `size` elements from the first one on."""
-    filled = [x for x in slices if x.numel()]
+def _view(slices: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor | None:
+    """[size] the memory in which the slices lie where they are to; None where they do not, or it has an end before."""
+    filled = [(x, at) for x, at in zip(slices, where) if x.numel()]
     if not filled:
-        return False
-    first = filled[0]
-    storage, position = first.untyped_storage(), first.storage_offset()
-    if (position + size) * first.element_size() > storage.nbytes():
-        return False
-    for x in filled:
-        if x.storage_offset() != position or x.untyped_storage().data_ptr() != storage.data_ptr():
-            return False
+        return None
+    first, at = filled[0]
+    storage, start = first.untyped_storage(), first.storage_offset() - at.start
+    if start < 0 or (start + size) * first.element_size() > storage.nbytes():
+        return None
+    for x, at in filled:
+        if x.storage_offset() != start + at.start or x.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
         if not x.is_contiguous():
-            return False
-        position += x.numel()
-    return True
-
-
-def _adjoining(slices: Sequence[Tensor], size: int) -> Tensor:
-    first = next(x for x in slices if x.numel())
-    return first.as_strided((size,), (1,))
+            return None
+    return first.as_strided((size,), (1,), start)

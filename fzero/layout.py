@@ -5,15 +5,21 @@
     ranks             |---- 0 ----|---- 1 ----|---- 2 ----|
 
 A layout is integers and names only: it hashes, compares, and plans for 4,096 ranks without a device.
+
+A rank boundary may fall anywhere in a leaf. Where a leaf has blocks, rows say, it falls between two of them, and zeros
+before the leaf shift it there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from fzero.errors import FzeroError
 from fzero.mesh import VirtualMesh
+from fzero.packing import Packing, pack
 from fzero.ranges import intersect, pad, shift, tile
 
 ALIGN = 16
@@ -22,10 +28,21 @@ ALIGN = 16
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf's dotted path and global shape."""
+    """A leaf's dotted path, its global shape, and the elements of a block that no rank boundary cuts.
+
+    Blocks are counted from the leaf's start; the last one may be shorter.
+
+    Raises:
+        FzeroError: for a block below 1 element.
+    """
 
     path: str
     shape: tuple[int, ...]
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise FzeroError(self.path, f"has blocks of {self.block} elements", "a block is at least 1 element")
 
     @property
     def numel(self) -> int:
@@ -37,7 +54,8 @@ class Leaf:
 class Layout:
     """One bucket: its leaves in order, flattened, concatenated, padded to `world * align` and cut into `world` slices.
 
-    With `replicated` every rank holds all of it and there is no padding.
+    Leaves with blocks may need more padding, also between leaves: the least that leaves their blocks whole and their
+    order as it is. With `replicated` every rank holds all of the bucket and there is no padding.
     """
 
     bucket: str
@@ -58,27 +76,43 @@ class Layout:
 
     @cached_property
     def padded(self) -> int:
-        """Elements of the bucket: `numel` padded to a multiple of `world * align`."""
-        return self.numel if self.replicated else pad(self.numel, self.world * self.align)
+        """Elements of the bucket: a multiple of `world * align`, the first from `numel` on where no leaf has blocks."""
+        return self.shard if self.replicated else self.shard * self.world
 
     @property
     def shard(self) -> int:
         """Elements that a rank holds."""
-        return self.padded if self.replicated else self.padded // self.world
+        return self._packing.shard
+
+    @property
+    def leaf_ranges(self) -> tuple[range, ...]:
+        """Where each leaf lies in the bucket, in order; they tile [0, numel) where there are no gaps."""
+        return self._packing.ranges
 
     @cached_property
-    def leaf_ranges(self) -> tuple[range, ...]:
-        """Where each leaf lies in the bucket; they tile [0, numel)."""
-        return tile(leaf.numel for leaf in self.leaves)
+    def has_gaps(self) -> bool:
+        """Whether there is padding between leaves."""
+        return self.leaf_ranges != tile(map(len, self.leaf_ranges))
 
-    def rank_range(self, rank: int) -> range:
-        """The part of the bucket that `rank` owns; without `replicated` they tile [0, padded)."""
-        return range(self.padded) if self.replicated else shift(range(self.shard), rank * self.shard)
+    @cached_property
+    def _packing(self) -> Packing:
+        if self.replicated:
+            return Packing(self.numel, tile(leaf.numel for leaf in self.leaves))
+        return pack(tuple((leaf.numel, leaf.block) for leaf in self.leaves), self.world, self.align)
 
-    def part(self, leaf: int, rank: int) -> range:
+    def rank_range(self, rank: int | None) -> range:
+        """The part of the bucket that `rank` owns; without `replicated` they tile [0, padded). None owns everything."""
+        return range(self.padded) if self.replicated or rank is None else shift(range(self.shard), rank * self.shard)
+
+    def part(self, leaf: int, rank: int | None) -> range:
         """The elements of a leaf, counted from its own start, that `rank` owns; may be empty."""
         whole = self.leaf_ranges[leaf]
         return shift(intersect(whole, self.rank_range(rank)), -whole.start)
+
+    def slot(self, leaf: int, rank: int | None) -> range:
+        """Where this part lies in what `rank` holds of the bucket, counted from its start."""
+        mine = self.rank_range(rank)
+        return shift(intersect(mine, self.leaf_ranges[leaf]), -mine.start)
 
     @cached_property
     def _hash(self) -> int:
@@ -88,20 +122,35 @@ class Layout:
         return self._hash
 
 
+def replicated(shape: Sequence[int], mesh: VirtualMesh) -> Layout:
+    """The layout of a value that every rank of a mesh holds whole."""
+    return Layout("replicated", (Leaf("", tuple(shape)),), mesh, replicated=True)
+
+
 @dataclass(frozen=True)
 class Wire:
     """A buffer of `world` equal blocks that carries some leaves of a bucket: block r has rank r's parts in leaf order.
 
-    With all leaves it is the bucket itself and every leaf is one contiguous range of it.
+    With all leaves it is the bucket itself and every leaf is one contiguous range of it. Otherwise parts adjoin.
     """
 
     layout: Layout
     leaves: tuple[int, ...]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it carries all leaves."""
+        return len(self.leaves) == len(self.layout.leaves)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether parts of a block may not adjoin: the bucket has gaps, and this is all of it."""
+        return self.is_complete and self.layout.has_gaps
+
     @cached_property
     def stride(self) -> int:
         """Elements of a block: the largest rank's, padded to the layout's alignment."""
-        if len(self.leaves) == len(self.layout.leaves):
+        if self.is_complete:
             return self.layout.shard
         most = max(sum(map(len, self.parts(rank))) for rank in range(self.layout.world))
         return pad(most, self.layout.align)
@@ -112,18 +161,23 @@ class Wire:
         return self.stride * self.layout.world
 
     @cache  # noqa: B019  wires are interned by `wire` and live as long as the process
-    def parts(self, rank: int) -> tuple[range, ...]:
+    def parts(self, rank: int | None) -> tuple[range, ...]:
         """The part of each carried leaf that `rank` owns, counted from the leaf's start."""
         return tuple(self.layout.part(leaf, rank) for leaf in self.leaves)
 
     @cache  # noqa: B019
-    def block(self, rank: int) -> tuple[range, ...]:
-        """Where these parts lie in the rank's block; they tile a prefix of [0, stride)."""
+    def block(self, rank: int | None) -> tuple[range, ...]:
+        """Where these parts lie in the rank's block; without gaps they tile a prefix of [0, stride)."""
+        if self.has_gaps:
+            return tuple(self.layout.slot(leaf, rank) for leaf in self.leaves)
         return tile(map(len, self.parts(rank)))
 
     @cache  # noqa: B019
     def pieces(self, position: int) -> tuple[range, ...]:
         """Where the leaf at `position` of `leaves` lies in the buffer: adjoining pieces joined, empty ones dropped."""
+        if self.is_complete:
+            whole = self.layout.leaf_ranges[self.leaves[position]]
+            return (whole,) if whole else ()
         joined: list[range] = []
         for rank in range(self.layout.world):
             piece = shift(self.block(rank)[position], rank * self.stride)

@@ -6,7 +6,7 @@ A tree is any nesting of dicts, lists, tuples, NamedTuples and classes registere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -35,7 +35,22 @@ def leaves(tree: Tree) -> list[Any]:
 
 def keys(treedef: TreeDef) -> list[tuple[str | int, ...]]:
     """One tuple of dict keys, list positions and field names a leaf."""
-    return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in treedef.accessors()]
+    if treedef.is_leaf():
+        return [()]
+    return [(name, *key) for name, child in zip(_names(treedef), treedef.children()) for key in keys(child)]
+
+
+def _names(treedef: TreeDef) -> Sequence[str | int]:
+    """The dict keys, list positions or field names of a node's children. Only accessors, which are slow to make, know
+    the fields of classes of which optree does not."""
+    kind: Any = treedef.type
+    if optree.is_namedtuple_class(kind):
+        return optree.namedtuple_fields(kind)
+    if kind in (dict, list, tuple):
+        return treedef.entries()
+    heads = [accessor[0] for accessor in treedef.accessors()]
+    fields = {head.entry: head.field for head in heads if hasattr(head, "field")}
+    return [fields.get(entry, entry) for entry in treedef.entries()]
 
 
 def paths(tree: Tree) -> list[str]:

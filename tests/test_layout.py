@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fzero.layout import Layout, Leaf, wire
+from fzero.errors import FzeroError
+from fzero.layout import Layout, Leaf, replicated, wire
 from fzero.mesh import VirtualMesh
 
 # w 0..6, b 6..10, u 10..15, padded to 18: ranks own 0..6, 6..12, 12..18
 THREE = Layout("layer", (Leaf("w", (2, 3)), Leaf("b", (4,)), Leaf("u", (5,))), VirtualMesh(fsdp=3), align=2)
+# b 0..3, a gap, rows of w 4..16: ranks own 0..8, 8..16
+ROWS = Layout("layer", (Leaf("b", (3,)), Leaf("w", (3, 4), block=4)), VirtualMesh(fsdp=2), align=1)
 
 
 def bounds(*ranges: range) -> list[tuple[int, int]]:
@@ -51,6 +56,14 @@ def test_replicated_layout_is_whole_on_every_rank() -> None:
     assert bounds(layout.part(2, 1)) == [(0, 5)]
 
 
+def test_a_replicated_value_is_one_leaf_without_a_name() -> None:
+    assert replicated([2, 3], THREE.mesh) == Layout("replicated", (Leaf("", (2, 3)),), THREE.mesh, replicated=True)
+
+
+def test_without_a_rank_a_part_is_the_whole_leaf() -> None:
+    assert bounds(THREE.rank_range(None), THREE.part(1, None)) == [(0, 18), (0, 4)]
+
+
 def test_state_is_cut_along_the_shard_axis_alone() -> None:
     mesh = VirtualMesh(fsdp=3, tensor=5)
     assert Layout("layer", THREE.leaves, mesh, align=2).part(2, 2) == THREE.part(2, 2)
@@ -87,3 +100,49 @@ def test_what_a_wire_worked_out_is_remembered_in_models_of_many_leaves() -> None
 def test_layouts_differ_in_any_argument(change: dict[str, object]) -> None:
     arguments = {"bucket": "layer", "leaves": THREE.leaves, "mesh": THREE.mesh, "align": 2}
     assert Layout(**arguments) == THREE and Layout(**arguments | change) != THREE
+
+
+def test_hashes_tell_layouts_apart() -> None:
+    assert len({hash(replace(THREE, align=align)) for align in range(1, 9)}) == 8
+
+
+def test_a_boundary_falls_between_blocks() -> None:
+    assert ROWS.numel == 15 and ROWS.padded == 16 and ROWS.shard == 8
+    assert bounds(*ROWS.leaf_ranges) == [(0, 3), (4, 16)] and ROWS.has_gaps and not THREE.has_gaps
+    assert bounds(*(ROWS.part(1, rank) for rank in range(2))) == [(0, 4), (4, 12)]
+
+
+def test_slots_count_from_the_start_of_the_slice() -> None:
+    assert bounds(ROWS.slot(0, 0), ROWS.slot(1, 0)) == [(0, 3), (4, 8)]
+    assert bounds(ROWS.slot(0, 1), ROWS.slot(1, 1)) == [(0, 0), (0, 8)]
+    assert bounds(ROWS.slot(0, None), ROWS.slot(1, None)) == [(0, 3), (4, 16)]
+    assert bounds(*(THREE.slot(2, rank) for rank in range(3))) == [(6, 6), (4, 6), (0, 3)]
+
+
+def test_wire_of_all_leaves_keeps_the_gaps() -> None:
+    sent = wire(ROWS, (0, 1))
+    assert sent.has_gaps and sent.stride == 8 and sent.numel == 16
+    assert [bounds(*sent.block(rank)) for rank in range(2)] == [[(0, 3), (4, 8)], [(0, 0), (0, 8)]]
+    assert [bounds(*sent.pieces(i)) for i in range(2)] == [[(0, 3)], [(4, 16)]]
+
+
+def test_wire_of_some_leaves_has_no_gaps() -> None:
+    sent = wire(ROWS, (1,))
+    assert not sent.has_gaps and [bounds(*sent.block(rank)) for rank in range(2)] == [[(0, 4)], [(0, 8)]]
+    assert bounds(*sent.pieces(0)) == [(0, 4), (8, 16)]
+
+
+def test_a_replicated_layout_has_no_gaps() -> None:
+    layout = replace(ROWS, replicated=True)
+    assert layout.padded == 15 and bounds(*layout.leaf_ranges) == [(0, 3), (3, 15)] and not layout.has_gaps
+
+
+def test_layouts_differ_in_blocks() -> None:
+    other = replace(ROWS, leaves=(Leaf("b", (3,)), Leaf("w", (3, 4))))
+    assert other != ROWS and hash(other) != hash(ROWS)
+
+
+@pytest.mark.parametrize("block", [0, -2])
+def test_a_block_has_an_element(block: int) -> None:
+    with pytest.raises(FzeroError, match=f"w: has blocks of {block} elements; a block is at least 1 element"):
+        Leaf("w", (3, 4), block)

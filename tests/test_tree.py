@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from fzero import tree
 from fzero.errors import FzeroError
@@ -26,6 +27,11 @@ def test_paths_are_dict_keys_positions_and_field_names_in_sorted_order() -> None
 
 def test_a_tree_that_is_one_leaf_has_the_empty_path() -> None:
     assert tree.paths(7) == [""]
+
+
+def test_fields_of_other_classes_are_named_too() -> None:
+    largest = torch.ones(2, 2).max(0)  # a torch.return_types.max, of which optree knows positions
+    assert tree.paths({"k": [largest, None]}) == ["k.0.values", "k.0.indices"]
 
 
 def test_leaves_go_with_their_paths() -> None:
