@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from fzero import ops
-from fzero.costs import Layouts, collectives, comm, memory
+from fzero.costs import Layouts, collectives, comm
 from fzero.mesh import VirtualMesh
 from fzero.ops import Node, is_call, name_of, shares_memory
 
@@ -18,13 +18,13 @@ _QUIET = frozenset({
 })  # fmt: skip
 
 
-def listing(name: str, graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh) -> str:
+def listing(name: str, graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh, peak: int) -> str:
     """One line for each collective, release and update, one for what is computed between them."""
     total = Counter[str]()
     for entry in comm(graph, layouts, mesh):
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {size(nbytes)}" for op, nbytes in total.items()) or "nothing"
-    head = f"{name} on {mesh}: {len(graph.nodes)} nodes, peak {size(memory(graph, layouts).peak)}, moves {moved}"
+    head = f"{name} on {mesh}: {len(graph.nodes)} nodes, peak {size(peak)}, moves {moved}"
     return "\n".join([head, *(f"  {line}" for line in _lines(graph, layouts, mesh))])
 
 

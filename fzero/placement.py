@@ -2,101 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.agreement import agree, digest
+from fzero.buckets import Granularity, Layers, grouped, places
 from fzero.errors import FzeroError
-from fzero.layout import Layout, Leaf
-from fzero.live import Live, live
+from fzero.feed import Feed
+from fzero.layout import Layout
+from fzero.live import live
 from fzero.mesh import VirtualMesh
 from fzero.sharded import Sharded, is_sharded
+from fzero.sources import Source, source_of
+from fzero.streaming import CHUNK, fill, room
+from fzero.virtual import virtual
 
-Buckets = Callable[[str], str | None]
+Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
 
 
-def partition(params: tree.Tree, mesh: Any, *, layers: Buckets | None = None) -> tree.Tree:
-    """`params` with each tensor replaced by this rank's `Sharded` part of it, on the mesh's device.
+def partition(
+    params: tree.Tree,
+    mesh: Any,
+    *,
+    layers: Layers | None = None,
+    like: tree.Tree | None = None,
+    dtype: Dtypes | None = None,
+    persist: int = 0,
+    granularity: Granularity | None = None,
+    chunk: int = CHUNK,
+    device: torch.device | str | None = None,
+    pin: bool = False,
+    source_rank: int | None = None,
+) -> tree.Tree:
+    """`params` with each leaf replaced by this rank's `Sharded` part of it. On a `VirtualMesh` by every rank's parts,
+    for `fzero.simulate`.
 
-    `unpartition(partition(params, mesh)) == params`. Leaves are grouped into buckets, each gathered and scattered as
-    one: an element of the outermost list (or tuple) on a leaf's path, else the top-level entry, is a bucket.
-    `layers(path)` may name another bucket for a leaf, or return None to keep that rule. Every rank gives the same
-    values. The tensors of `params` are copied, never aliased.
+    `unpartition(partition(params, mesh)) == params`. A leaf is a tensor of any strides, a numpy array, or a
+    `fzero.sources.Source`; values are copied, never aliased, and read `chunk` bytes at a time, so that a rank holds no
+    more than its parts and a chunk beside what it was given. Every rank gives the same values; with `source_rank` that
+    rank alone has them and sends each chunk's parts to their owners, the others give leaves of the same shapes and
+    dtypes, on the meta device say.
+
+    Leaves are grouped into buckets, each gathered and scattered as one: an element of the outermost list (or tuple) on
+    a leaf's path, else the top-level entry, is a bucket. `layers(path)` may name another bucket for a leaf, or return
+    None to keep that rule. `like`, a tree of parameters that are partitioned already, is for state that goes with them,
+    such as an optimizer's: a leaf whose path is some prefix and a parameter's path, and that has its shape, lies as
+    that parameter does; any other 0-d leaf, such as a step count, is held whole by every rank.
+
+    `dtype`, one or a function of path and leaf (None keeps the leaf's), casts on the way. Leaves of up to `persist`
+    elements stay whole on every rank; their gradients are averaged. `granularity(path, shape)` is a number of elements,
+    such as a row's, that no rank boundary cuts. Parts are made on `device`, by default the mesh's (of a virtual mesh
+    the leaf's), in pinned memory with `pin`.
 
     Raises:
-        FzeroError: for a leaf that is no tensor, or is partitioned already.
+        FzeroError: for a leaf that is no tensor, is partitioned already or has no values, and on all ranks where one
+            gives other shapes, or where the source rank fails to read.
     """
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
-    _check(keys, leaves)
-    on = live(mesh)
-    values: list[Any] = [None] * len(leaves)
-    for layout, members in layouts(keys, leaves, on.mesh, layers):
-        for index, (position, value) in enumerate(zip(members, place([leaves[i] for i in members], layout, on))):
-            values[position] = Sharded(value, layout, index, on)
-    return tree.unflatten(treedef, values)
+    on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
+    sources = [_source(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
+    cast = [_dtype(dtype, source) for source in sources]
+    goals = [_Absent(source.shape, to, source.path) for source, to in zip(sources, cast)]
+    found = places(keys, goals, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
+    feed = _feed(on, source_rank, sources, goals)
+    values: dict[int, Sharded] = {}
+    for layout, members in grouped(found, cast):
+        given = {index: sources[i] for i, index in members.items()}
+        first = next(iter(members))
+        where = torch.device(device or on.device or getattr(leaves[first], "device", None) or "cpu")
+        slices = room(given, layout, on.rank, cast[first], where, pin)
+        for i, index in members.items():
+            _bring(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
+            values[i] = Sharded(slices[index], layout, index, on)
+    if feed is not None:
+        feed.end()
+    return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
 
 
-def layouts(
-    keys: list[tuple[str | int, ...]], leaves: list[Tensor], mesh: VirtualMesh, layers: Buckets | None = None
-) -> list[tuple[Layout, list[int]]]:
-    """The buckets of a tree, one a layer and dtype: `(layout, positions of its leaves)`. Reads shapes and dtypes."""
-    groups: dict[tuple[str, torch.dtype], list[int]] = {}
-    for position, (key, leaf) in enumerate(zip(keys, leaves)):
-        named = layers(tree.dotted(key)) if layers else None
-        groups.setdefault((bucket_of(key) if named is None else named, leaf.dtype), []).append(position)
-    names = [name for name, _ in groups]
-    return [
-        (
-            Layout(
-                name if names.count(name) == 1 else f"{name}:{str(dtype).removeprefix('torch.')}",
-                tuple(Leaf(tree.dotted(keys[i]), tuple(leaves[i].shape)) for i in members),
-                mesh,
-            ),
-            members,
+@dataclass
+class _Absent:
+    """The source of a leaf without values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    path: str
+
+    def read(self, start: int, out: Tensor) -> None:
+        raise FzeroError(
+            self.path,
+            "is on the meta device: it has a shape but no values",
+            "give it values with fzero.init, fzero.load_safetensors, or source_rank=r where rank r has them",
         )
-        for (name, dtype), members in groups.items()
-    ]
 
 
-def bucket_of(key: tuple[str | int, ...]) -> str:
-    """The layer that a leaf belongs to: its path up to the outermost list or tuple position, else its first entry."""
-    for depth, part in enumerate(key):
-        if isinstance(part, int):
-            return tree.dotted(key[: depth + 1])
-    return tree.dotted(key[:1])
+def _source(path: str, leaf: Any) -> Source:
+    """The source of a leaf."""
+    if is_sharded(leaf):
+        raise FzeroError(
+            path,
+            f"is partitioned already, over {leaf.layout.world} ranks in bucket {leaf.layout.bucket!r}",
+            "partition a tree once; fzero.unpartition gives full tensors again",
+        )
+    if isinstance(leaf, Tensor) and leaf.is_meta:
+        return _Absent(leaf.shape, leaf.dtype, path)
+    return source_of(leaf, path)
 
 
-def place(leaves: list[Tensor], layout: Layout, on: Live) -> list[Tensor]:
-    """This rank's slices of these leaves: views of one new buffer whose padding is zeros."""
-    block = torch.zeros(layout.shard, dtype=leaves[0].dtype, device=on.device)
-    slices, start = [], 0
-    for index, leaf in enumerate(leaves):
-        part = layout.part(index, on.rank)
-        here = block[start : start + len(part)]
-        here.copy_(leaf.detach().reshape(-1)[part.start : part.stop])
-        slices.append(here)
-        start += len(part)
-    return slices
+def _dtype(dtype: Any, source: Source) -> torch.dtype:
+    """What a leaf is cast to: only floating leaves are, unless a function says so."""
+    if isinstance(dtype, torch.dtype):
+        return dtype if source.dtype.is_floating_point else source.dtype
+    return (dtype(source.path, source) if dtype is not None else None) or source.dtype
 
 
-def unpartition(params: tree.Tree) -> tree.Tree:
-    """`params` with each `Sharded` leaf gathered whole, on every rank; others stay. All ranks call it together."""
-    return tree.map(lambda leaf: leaf.full_tensor().detach().clone() if is_sharded(leaf) else leaf, params)
+def _feed(on: Any, source_rank: int | None, sources: Sequence[Source], goals: Sequence[Source]) -> Feed | None:
+    """What brings values from `source_rank`, once all ranks agree about what they will be; None where all have them."""
+    if source_rank is None or on.rank is None:
+        return None
+    lines = [f"leaf {a.path}: {list(a.shape)} {a.dtype}, as {b.dtype}" for a, b in zip(sources, goals)]
+    agree(on.control, digest(lines), lines)
+    return Feed(on, source_rank)
 
 
-def _check(keys: list[tuple[str | int, ...]], leaves: list[Any]) -> None:
-    for key, leaf in zip(keys, leaves):
-        if is_sharded(leaf):
-            raise FzeroError(
-                tree.dotted(key),
-                f"is partitioned already, over {leaf.layout.world} ranks in bucket {leaf.layout.bucket!r}",
-                "partition a tree once; fzero.unpartition gives full tensors again",
-            )
-        if not isinstance(leaf, Tensor):
-            raise FzeroError(
-                tree.dotted(key), f"is a {type(leaf).__name__}, not a tensor", "keep only tensors in the tree"
-            )
+def _bring(
+    out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int, feed: Feed | None
+) -> None:
+    if out.is_meta:
+        return
+    if feed is not None:
+        feed.leaf(out, source, layout, leaf, chunk)
+    else:
+        fill(out, source, layout, leaf, rank, chunk)

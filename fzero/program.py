@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +16,10 @@ from fzero.costs import Comm, Memory, comm, memory
 from fzero.layout import Layout
 from fzero.listing import listing
 from fzero.mesh import VirtualMesh
-from fzero.ops import Node, shares_memory
+from fzero.ops import Node, is_call, shares_memory
 from fzero.tree import TreeDef
+
+_INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,17 @@ class Argument:
 
 @dataclass(frozen=True)
 class Result:
-    """A leaf of what the step returns: state (`bucket`, `leaf`), a tensor (`bucket` None), or a `constant`."""
+    """A leaf of what the step returns: state (`bucket`, `leaf`), a tensor (`bucket` None), or a `constant`.
+
+    `varies` names the mesh axes along which it differs between ranks, its slices apart.
+    """
 
     path: str
     bucket: str | None = None
     leaf: int = 0
     constant: Any = None
     is_constant: bool = False
+    varies: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -74,28 +83,47 @@ class Program:
         return self.graph.find_nodes(op="placeholder")
 
     @property
+    def tensor_results(self) -> list[Result]:
+        """The results that the output node lists, in its order."""
+        return [result for result in self.results if not result.is_constant]
+
+    @property
     def output(self) -> Node:
         """The node whose first argument lists the results that are tensors."""
         return next(iter(reversed(self.graph.nodes)))
 
+    @property
+    def draws(self) -> bool:
+        """Whether some node draws random numbers."""
+        return any(is_call(node, ops.draw) for node in self.graph.nodes)
+
     def lines(self) -> list[str]:
-        """What all ranks must have in common, a line each: arguments, then nodes. No local size is in it."""
-        described = [
-            f"argument {argument.path}: {_described(node.meta['val'], self.layouts.get(argument.bucket))}"
-            for argument, node in zip(self.arguments, self.placeholders)
+        """What all ranks must have in common: arguments, buckets, constants and nodes, a line each. No local size is
+        in it, nor which of its GPUs a rank uses."""
+        values = [node.meta["val"] for node in self.placeholders]
+        return [
+            *(f"argument {given.path}: {self._described(given, x)}" for given, x in zip(self.arguments, values)),
+            *(f"bucket {name}: {_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
+            *(f"constant {name}: {_typed(value)} {_contents(value)}" for name, value in self.constants.items()),
+            *(_INDEX.sub(r"\1", f"node {node.name}: {node.format_node()}") for node in self.graph.nodes),
         ]
-        return described + [f"node {node.name}: {node.format_node()}" for node in self.graph.nodes]
+
+    def _described(self, argument: Argument, value: Tensor) -> str:
+        if argument.bucket is None:
+            return _typed(value)
+        shape = self.layouts[argument.bucket].leaves[argument.leaf].shape
+        return f"{_typed(value, shape)} of {argument.bucket}"
 
     def comm(self) -> list[Comm]:
         """Every collective, in the order in which all ranks start them."""
         return comm(self.graph, self.layouts, self.mesh)
 
     def memory(self) -> Memory:
-        """Bytes of tensors that are alive on one rank, arguments included, node by node."""
-        return memory(self.graph, self.layouts)
+        """Bytes of tensors that are alive on the rank that has most, arguments included, node by node."""
+        return memory(self.graph, self.layouts, [(argument.bucket, argument.leaf) for argument in self.arguments])
 
     def __str__(self) -> str:
-        return listing(self.name, self.graph, self.layouts, self.mesh)
+        return listing(self.name, self.graph, self.layouts, self.mesh, self.memory().peak)
 
     def layout_of(self, node: Node) -> Layout:
         """The layout that a node of `ops` names."""
@@ -110,7 +138,11 @@ class Program:
         """Give every user of `old` the node `new`, and erase `old`; what shares its memory learns whose that now is."""
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
-        stale = [new]
+        self.refresh([new])
+
+    def refresh(self, nodes: Iterable[Node]) -> None:
+        """Let what shares memory with nodes that it has been given in place of others learn whose that now is."""
+        stale = list(nodes)
         while stale:
             for user in stale.pop().users:
                 if shares_memory(user):
@@ -129,8 +161,17 @@ class Program:
             return ops.FAKES.get(target, target)(*args, **kwargs)
 
 
-def _described(value: Tensor, layout: Layout | None) -> str:
-    dtype = str(value.dtype).removeprefix("torch.")
-    if layout is None:
-        return f"{dtype}{list(value.shape)}"
-    return f"{dtype} of {layout.bucket} {[list(leaf.shape) for leaf in layout.leaves]} on {layout.mesh}"
+def _typed(value: Tensor, shape: Sequence[int] | None = None) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape if shape is None else shape)}"
+
+
+def _shapes(layout: Layout) -> list[list[int]]:
+    return [list(leaf.shape) for leaf in layout.leaves]
+
+
+def _contents(value: Tensor) -> str:
+    """The elements of a tensor, a hash of their bytes where they are many."""
+    flat = value.detach().cpu().reshape(-1).contiguous()
+    if flat.numel() <= 16:
+        return str(flat.tolist())
+    return hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.nbytes)).hexdigest()[:16]

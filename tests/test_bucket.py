@@ -102,6 +102,8 @@ def test_a_scatter_stands_right_behind_the_last_of_its_gradients() -> None:
     program = bucketed(differentiated(loss, layers(), MESH))
     for start in calls(program, ops.reduce_scatter):
         assert start.prev in start.args[0]
+        (wait,) = start.users
+        assert start.next is wait and list(wait.users) == [wait.next, wait.next.next]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -184,12 +186,12 @@ def test_gathers_of_two_trees_are_not_mixed() -> None:
     ]  # fmt: skip
 
 
-def test_a_leaf_that_two_gradients_need_is_gathered_once() -> None:
-    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
-        return fzero.grad(loss)(params, x), fzero.grad(loss)(params, x * 2)
+def test_a_leaf_that_three_gradients_need_is_gathered_once() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, ...]:
+        return fzero.grad(loss)(params, x), fzero.grad(loss)(params, x * 2), fzero.grad(loss)(params, x * 3)
 
     program = bucketed(on_layer(step))
-    assert moved(program) == ["all_gather layers.0", "reduce_scatter layers.0", "reduce_scatter layers.0"]
+    assert moved(program) == ["all_gather layers.0", *["reduce_scatter layers.0"] * 3]
 
 
 def test_a_use_stays_in_front_of_what_overwrites_its_operand() -> None:
@@ -219,6 +221,37 @@ def test_a_gather_that_depends_on_another_is_not_merged_with_it() -> None:
 
     program = bucketed(on_layer(step))
     assert moved(program) == ["all_gather layers.0", "reduce_scatter layers.0", "all_gather layers.0"]
+
+
+def test_a_gather_that_depends_on_that_of_another_leaf_is_not_merged_with_it() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        (layer,) = params["layers"]
+        return x @ (layer["w"] * fzero.pmean((x + layer["b"]).mean(), "fsdp"))
+
+    case = on_layer(step)
+    program = bucketed(case)
+    assert moved(program) == ["all_gather layers.0", "all_reduce fsdp", "all_gather layers.0"]
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_scatters_that_depend_on_each_other_are_not_merged() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
+        (layer,) = params["layers"]
+        b = fzero.grad(lambda b: (x + b).square().mean())(layer["b"])
+        return b, fzero.grad(lambda w: (x @ w * fzero.pmean((x + b).mean(), "fsdp")).mean())(layer["w"])
+
+    case = on_layer(step)
+    program = bucketed(case)
+    assert [line for line in moved(program) if "scatter" in line] == ["reduce_scatter layers.0"] * 2
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_leaves_and_slices_keep_their_shapes() -> None:
+    case = differentiated(loss, layers(1), VirtualMesh(fsdp=3))
+    before, after = case.trace(), bucketed(case)
+    for old, new in ((ops.gather, ops.whole), (ops.scatter, ops.part)):
+        shapes = [sorted(node.meta["val"].shape for node in calls(p, op)) for p, op in ((before, old), (after, new))]
+        assert shapes[0] == shapes[1]
 
 
 def test_a_sum_over_ranks_behind_one_leaf_does_not_split_its_bucket() -> None:

@@ -45,12 +45,12 @@ def test_memory_of_a_product_on_two_ranks() -> None:
     # w: 16 floats, all of them rank 0's, as 16 is the least slice; x: 8 floats; gathered: 2 * 16; product: 8
     assert program.memory().timeline[:2] == [64, 64 + 32]
     assert node_by_node(program) == [
-        ("all_gather", 96 + 128),
+        ("all_gather", 96 + 128 + 64),  # on rank 1, which has nothing of w to send, a block of zeros
         ("wait", 96 + 128),
         ("whole", 96 + 128),
         ("mm", 96 + 32),  # the buffer dies here
     ]
-    assert program.memory().peak == 96 + 128 + 32 and program.memory().at == "mm"
+    assert program.memory().peak == 96 + 128 + 64 and program.memory().at == "all_gather"
 
 
 def test_results_do_not_die() -> None:
@@ -141,3 +141,54 @@ def test_comm_of_reductions_is_what_they_reduce() -> None:
 )
 def test_nbytes(value: Any, size: int) -> None:
     assert nbytes(value) == size
+
+
+def test_slices_that_do_not_adjoin_are_packed_to_be_sent() -> None:
+    params = {"layer": {"u": torch.ones(4, 4), "w": torch.ones(4, 4)}}  # 16 elements each: one rank's
+
+    def step(params: Any, x: Tensor) -> Tensor:
+        half = fzero.tree.map(lambda p: p.to(torch.bfloat16), params)["layer"]
+        return x.to(torch.bfloat16) @ half["u"] @ half["w"]
+
+    program = apply(Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat), rows(seat, width=4))).trace(), bucket)  # fmt: skip
+    alive = dict(node_by_node(program))
+    assert alive["_to_copy_1"] - alive["_to_copy"] == 32  # the second of two casts, on the rank that has the slice
+    assert alive["all_gather"] - alive["_to_copy_2"] == 64 + 32  # the buffer, and the block that is sent
+
+
+def test_a_leaf_whose_pieces_do_not_adjoin_is_copied() -> None:
+    params = {"layer": {"a": torch.ones(12), "w": torch.ones(2, 4)}}  # of w each of two ranks has 4
+
+    def step(params: Any, x: Tensor) -> Tensor:
+        return x @ params["layer"]["w"].T
+
+    program = apply(Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat), rows(seat, width=4))).trace(), bucket)  # fmt: skip
+    alive = dict(node_by_node(program))
+    assert alive["whole"] - alive["wait"] == 32 and alive["mm"] == alive["whole"] - 128 + 16 - 0
+
+
+def test_padding_of_the_block_that_arguments_lie_in_is_counted() -> None:
+    case = Case(lambda params: params["w"] * 1, VirtualMesh(fsdp=2), lambda seat: (partition({"w": torch.ones(3)}, seat),))  # fmt: skip
+    assert case.trace().memory().timeline[0] == 16 * 4
+
+
+def test_a_slice_of_a_whole_keeps_that_alive() -> None:
+    params = {"w": torch.ones(4, 8)}
+
+    def step(params: Any) -> Any:
+        return params["w"] * torch.ones(4, 8).cumsum(0)  # the slice of a whole
+
+    program = Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat),)).trace()
+    alive = dict(node_by_node(program))
+    assert alive["take"] == alive["cumsum"] - 128 + 0
+
+
+def test_memory_is_that_of_the_rank_that_has_most() -> None:
+    params = {"layer": {"a": torch.ones(16), "b": torch.ones(12)}}  # a is rank 0's, b rank 1's
+
+    def step(params: Any) -> Tensor:
+        b = params["layer"]["b"]
+        return fzero.tree.map(torch.exp, [b, b, b])
+
+    program = Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat),)).trace()
+    assert program.memory().peak == 64 + 3 * 12 * 4

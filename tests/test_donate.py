@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +29,11 @@ from torch import Tensor
 
 import fzero
 from fzero import ops, optim, tree
+from fzero.layout import replicated
 from fzero.mesh import VirtualMesh
 from fzero.passes import bucket, defaults, donate, fuse
 from fzero.program import Program
+from fzero.sharded import Sharded
 
 MESH = VirtualMesh(fsdp=2)
 ALONE = VirtualMesh(fsdp=1)
@@ -83,7 +86,8 @@ def test_training_donates_all_state_and_no_batch() -> None:
     program = apply(trained(optim.adamw(0.1), layers(), MESH).trace(), bucket, fuse, donate)
     assert {a.path.split(".")[0]: a.donated for a in program.arguments} == {"0": True, "1": True, "2": False}
     assert set(state_results(program)) == {"placeholder"}
-    assert not calls(program, ops.adamw) and len(calls(program, ops.adamw_)) == 1
+    (call,) = calls(program, ops.adamw_)
+    assert not calls(program, ops.adamw) and call.meta["val"] is None
 
 
 def test_the_given_program_is_left_as_it_was() -> None:
@@ -179,8 +183,9 @@ def test_lists_of_gradients_that_die_are_overwritten() -> None:
         return optim.apply_updates(params, tree.unflatten(tree.flatten(params)[1], updates))
 
     program, paths = donated(on_params(step))
-    assert paths == {"0"}
-    assert [name for name in names(program) if "foreach" in name] == ["_foreach_add_", "_foreach_mul_", "_foreach_add_"]
+    lists = [node for node in program.graph.nodes if "foreach" in ops.name_of(node)]
+    assert paths == {"0"} and [node.meta["val"] for node in lists] == [None] * 3
+    assert [ops.name_of(node) for node in lists] == ["_foreach_add_", "_foreach_mul_", "_foreach_add_"]
 
 
 def test_gradients_that_are_returned_are_not_overwritten() -> None:
@@ -207,6 +212,68 @@ def test_a_list_that_holds_one_memory_twice_is_not_overwritten() -> None:
     assert names(program).count("_foreach_mul") == 1
 
 
+def test_an_argument_that_a_list_holds_twice_is_not_overwritten() -> None:
+    def step(params: tree.Tree, x: Tensor) -> list[Tensor]:
+        w = params["layers"][0]["w"]
+        return torch._foreach_mul([w, w], [2.0, 3.0])
+
+    assert donated(on_params(step))[1] == set()
+
+
+def test_an_argument_that_is_returned_as_another_is_not_copied() -> None:
+    assert donated(on_two_trees(lambda a, b, x: (doubled(a), a)))[1] == set()
+
+
+def test_a_view_of_what_is_updated_is_no_operand_of_an_update_in_place() -> None:
+    weight = torch.arange(9.0).view(3, 3)
+
+    def step(params: tree.Tree, others: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
+        return {"w": params["w"] + params["w"].t()}, {"w": torch._foreach_mul([others["w"]], [others["w"].t()])[0]}
+
+    def given(seat: Any) -> tuple[Any, ...]:
+        return *({"w": Sharded(weight.clone(), replicated((3, 3), seat.mesh), 0, seat)} for _ in range(2)), rows(seat)
+
+    program, paths = donated(Case(step, MESH, given))
+    assert paths == {"0", "1"} and names(program)[-1] == "_foreach_copy_"
+
+
+def test_an_argument_that_is_added_to_itself_is_overwritten() -> None:
+    program, paths = donated(on_params(lambda p, x: tree.map(lambda leaf: torch.add(leaf, leaf, alpha=0.5), p)))
+    assert paths == {"0"} and names(program) == ["add_"] * 4
+
+
+def test_leaves_that_change_places_are_not_copied_over_each_other() -> None:
+    def step(params: tree.Tree, others: tree.Tree, x: Tensor) -> tuple[Any, tree.Tree]:
+        kept = tree.map(lambda p: torch.where(p > 0, p, 0.0), params)
+        return {"layers": [{"w": layer["b"], "b": layer["w"]} for layer in kept["layers"]]}, doubled(others)
+
+    assert donated(on_two_trees(step))[1] == {"1"}
+
+
+def without(program: Program, path: str) -> Program:
+    """A program that does not return what has this in its path."""
+    kept = [(result, node) for result, node in zip(program.results, program.output.args[0]) if path not in result.path]
+    program = replace(program.copy(), results=tuple(result for result, _ in kept))
+    program.output.args = ([next(n for n in program.graph.nodes if n.name == node.name) for _, node in kept],)
+    return program
+
+
+@pytest.mark.parametrize("dead_code", [True, False])
+def test_results_that_nothing_uses_are_no_reason_to_fail(dead_code: bool) -> None:
+    case = trained(optim.adamw(0.1), layers(1), MESH)
+    for path in (".mu.", ".w"):
+        program = without(apply(case.trace(), bucket, fuse), path)
+        if not dead_code:
+            program.graph.eliminate_dead_code()
+        assert_same(case.run(apply(program, donate)), case.run(program))
+
+
+def test_lists_that_nothing_uses_are_no_reason_to_fail() -> None:
+    case = trained(optim.sgd(0.1, momentum=0.9), layers(1), MESH)
+    program = without(case.trace(), ".w")
+    assert_same(case.run(apply(program, donate)), case.run(program))
+
+
 def test_a_list_whose_result_is_wider_is_not_overwritten() -> None:
     program, _ = donated(on_params(lambda p, x: torch._foreach_add([(x * 2).to(torch.bfloat16)], [x])))
     assert names(program).count("_foreach_add") == 1
@@ -215,6 +282,11 @@ def test_a_list_whose_result_is_wider_is_not_overwritten() -> None:
 def test_an_expanded_view_is_not_overwritten() -> None:
     program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x * 2)[:1].expand(2, 5)], 2.0)))
     assert names(program).count("_foreach_mul") == 1
+
+
+def test_a_view_that_is_expanded_to_one_is_overwritten() -> None:
+    program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x[0] * 2).expand(1, 5)], 2.0)))
+    assert names(program).count("_foreach_mul_") == 1
 
 
 def test_what_is_on_its_way_is_not_overwritten() -> None:
@@ -229,7 +301,7 @@ def test_what_is_on_its_way_is_not_overwritten() -> None:
 
 
 def test_state_of_another_dtype_does_not_take_the_memory() -> None:
-    program, paths = donated(on_params(lambda p, x: tree.map(lambda leaf: leaf.to(torch.bfloat16), p)))
+    program, paths = donated(on_params(lambda p, x: (tree.map(lambda leaf: leaf.to(torch.bfloat16), p), x)))
     assert paths == set() and "_foreach_copy_" not in names(program)
 
 
@@ -328,3 +400,21 @@ def test_results_of_random_steps_are_the_same_bit_for_bit(seed: int) -> None:
     case = random_step(seed)
     program = case.trace()
     assert_same(case.run(apply(program, *defaults(stage=2 + seed % 2, in_place=True))), case.run(program))
+
+
+CAPTURED = torch.arange(25.0).view(5, 5)
+
+
+@pytest.mark.parametrize("mesh", [ALONE, MESH])
+def test_a_slice_that_is_taken_is_a_view_and_not_written_to(mesh: VirtualMesh) -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Any, ...]:
+        w = params["layers"][0]["w"]
+        product = w @ w
+        moved = torch._foreach_add([w.slice_of(product), w.slice_of(CAPTURED)], 1.0)
+        return *moved, product
+
+    case = on_params(step, mesh)
+    program, _ = donated(case)
+    before = case.run(case.trace())
+    assert_same(case.run(program), before)
+    assert torch.equal(CAPTURED, torch.arange(25.0).view(5, 5))

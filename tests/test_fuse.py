@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,18 @@ def test_adam_is_adamw_without_decay() -> None:
     case = trained(optim.adam(0.1), layers(), MESH)
     assert adamws(fused(case)) == [(6, 0.0)]
     assert_close(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_a_decay_of_one_is_no_decay_of_another_size() -> None:
+    case = trained(optim.adamw(0.1, weight_decay=1.0), layers(1), MESH)
+    assert adamws(fused(case)) == [(2, 1)]
+    assert_close(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_the_call_stands_where_its_chain_has_ended() -> None:
+    case = trained(optim.adamw(0.1), layers(1), MESH)
+    order = names(fused(Case(lambda *args: (case.step(*args), args[-1].exp()), MESH, case.given)))
+    assert order.index("adamw") < order.index("exp")
 
 
 def test_a_mask_makes_one_call_for_each_decay() -> None:
@@ -184,6 +197,34 @@ def test_a_leaf_whose_update_is_used_elsewhere_is_left_alone_among_others() -> N
 
 def test_a_chain_without_a_rate_is_left_alone() -> None:
     case = trained(optim.scale_by_adam(), layers(), MESH)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+@pytest.mark.parametrize(
+    "apply_updates", [torch._foreach_sub, functools.partial(torch._foreach_add, alpha=2.0)], ids=["subtracted", "twice"]
+)
+def test_updates_that_are_not_simply_added_are_left_alone(apply_updates: Callable[..., list[Tensor]]) -> None:
+    optimizer = optim.adamw(0.1)
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> tuple[Any, Any]:
+        _, grads = value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return apply_updates(tree.leaves(params), tree.leaves(updates)), state
+
+    case = Case(step, MESH, trained(optimizer, layers(), MESH).given)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_a_step_that_returns_one_moment_only_is_left_alone() -> None:
+    training_case = trained(optim.adamw(0.1), layers(), MESH)
+
+    def step(*args: Any) -> tuple[Any, Any]:
+        params, (adam, *_), _ = training_case.step(*args)
+        return params, adam.mu
+
+    case = training_case._replace(step=step)
     assert adamws(fused(case)) == []
     assert_same(case.run(fused(case)), case.run(case.trace()))
 

@@ -19,12 +19,13 @@ RUNGS = [
     set(names.split())
     for names in (
         "errors",
-        "ranges tree mesh transport source",
-        "layout buffers collectives ops",
-        "rules sharded interop lowering live optim",
-        "placement kinds program tracing costs listing differentiation linking agreement runtime",
+        "ranges levels tree mesh control transport regions randomness source initializers",
+        "layout packing boxes buffers moves collectives ops mode store deferred",
+        "chunks rules sharded buckets sources interop lowering live virtual streaming feed agreement optim",
+        "placement assembly building initial tensorfiles kinds inference program tracing costs listing "
+        "differentiation linking runtime lockstep",
         "passes",
-        "transform simulation checkpoint",
+        "pipeline transform simulation equivalence checkpoint",
         "report cli",
     )
 ]

@@ -12,6 +12,7 @@ from programs import (
     apply,
     assert_same,
     calls,
+    dense,
     differentiated,
     layers,
     loss,
@@ -61,6 +62,16 @@ def test_gathers_start_in_the_order_in_which_they_are_used(ahead: int) -> None:
     program = prefetched(differentiated(loss, layers(4), MESH), ahead)
     waited = [wait.args[0] for wait in calls(program, ops.wait) if ops.is_call(wait.args[0], ops.all_gather)]
     assert calls(program, ops.all_gather) == waited
+
+
+def test_a_gather_whose_slices_come_late_keeps_its_place_among_the_others() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        first, second, third = params["layers"]
+        y = dense(first, x)
+        return y @ (second["w"] * fzero.pmean(y.mean(), "fsdp")) @ third["w"]
+
+    program = prefetched(Case(step, MESH, lambda seat: (partition(layers(3), seat), rows(seat))), 2)
+    assert [line[-1] for line in moved(program) if "gather" in line] == list("012")
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

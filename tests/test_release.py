@@ -118,9 +118,11 @@ def test_a_transposed_or_cast_leaf_does_not_keep_its_bucket_alive() -> None:
             x = torch.tanh(x.double() @ weight)
         return x
 
-    program = released(forward(step, 3), 3)
+    case = forward(step, 3)
+    program = released(case, 3)
     assert [line[-1] for line in moved(program)] == list("01210")
     assert most_gathered(program) == 1
+    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_uses_in_a_row_share_a_gather() -> None:
@@ -135,6 +137,17 @@ def test_a_layer_used_again_behind_another_is_gathered_again() -> None:
 
     assert [line[-1] for line in moved(released(forward(step, 2), 3))] == list("010")
     assert [line[-1] for line in moved(released(forward(step, 2), 2))] == list("01")
+
+
+def test_one_use_of_another_bucket_parts_two_uses_and_moves_nothing_else() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, ...]:
+        first, second = (layer["w"] for layer in params["layers"])
+        return x @ first @ second @ first @ first, x.exp(), x.sin()
+
+    program = released(forward(step, 2), 3)
+    chain = ["all_gather", "wait", "whole", "mm"]
+    assert [line[-1] for line in moved(program)] == list("010")
+    assert names(program) == [*chain * 3, "mm", "exp", "sin"]
 
 
 def test_a_use_of_two_buckets_at_once_parts_neither_from_its_next_use() -> None:
@@ -209,6 +222,36 @@ def test_accumulated_microbatches_give_the_same_up_to_rounding(world: int) -> No
     program = case.trace()
     for got, expected in zip(case.run(apply(program, accumulate)), case.run(program)):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)  # sums of 3 parts and 3 ranks change places
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of multiples": lambda a, b: a * 0.5 + b / 3,
+    "of a negative": lambda a, b: b + -a,
+    "weighted": lambda a, b: torch.sub(a, b, alpha=0.5),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_multiples_of_gradients_are_scattered_once(name: str) -> None:
+    def step(params: tree.Tree, x: Tensor) -> tree.Tree:
+        return tree.map(SUMS[name], grad(loss)(params, x), grad(loss)(params, x * 2))
+
+    case = forward(step, 1)
+    program = apply(case.trace(), accumulate)
+    assert names(program).count("scatter") == 2  # once a leaf
+    for got, expected in zip(case.run(program), case.run(case.trace())):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_of_two_dtypes_are_scattered_first() -> None:
+    def gradient(params: tree.Tree, x: Tensor, dtype: torch.dtype) -> tree.Tree:
+        return grad(loss)(tree.map(lambda p: p.to(dtype), params), x.to(dtype))
+
+    def step(params: tree.Tree, x: Tensor) -> tree.Tree:
+        return tree.map(torch.add, gradient(params, x, torch.bfloat16), gradient(params, x, torch.float32))
+
+    program = forward(step, 1).trace()
+    assert names(apply(program, accumulate)) == names(program)
 
 
 def test_a_gradient_that_is_used_twice_is_scattered_first() -> None:

@@ -14,17 +14,18 @@ from fzero.program import Program
 def bucket(program: Program) -> Program:
     """Leaf gathers of one bucket become one all-gather, leaf scatters one reduce-scatter; leaves are views of it.
 
-    Same results, bit for bit. A leaf gathered twice from the same slice is gathered once. Each all-gather stands at its
-    first use and each reduce-scatter where the last of its gradients is ready. Two sets of slices in one layout
-    (parameters and their moving average) keep gathers of their own.
+    Same results, bit for bit where kernels do not mind how their operands are aligned, as MKL does unless MKL_CBWR is
+    set: a leaf of a buffer may lie anywhere. A leaf gathered twice from the same slice is gathered once. Each
+    all-gather stands at its first use and each reduce-scatter where the last of its gradients is ready. Two sets of
+    slices in one layout (parameters and their moving average) keep gathers of their own.
     """
     program = program.copy("bucket")
     _merge_repeated(program)
     for members in _groups(program, ops.gather):
-        _gather_together(program, members)
+        _move_together(program, members, ops.all_gather, ops.whole)
     settle(program.graph)
     for members in _groups(program, ops.scatter):
-        _scatter_together(program, members)
+        _move_together(program, members, ops.reduce_scatter, ops.part)
     sink_gathers(program.graph)
     return program
 
@@ -33,7 +34,7 @@ def _merge_repeated(program: Program) -> None:
     """Gathers of the same slice become the first of them."""
     first: dict[tuple[object, ...], Node] = {}
     for node in program.graph.find_nodes(op="call_function", target=ops.gather):
-        kept = first.setdefault(tuple(node.args[:3]), node)
+        kept = first.setdefault(node.args, node)
         if kept is not node:
             program.substitute(node, kept)
 
@@ -51,7 +52,7 @@ def _groups(program: Program, target: Any) -> list[list[Node]]:
     return [[members[leaf] for leaf in sorted(members)] for members in groups.values()]
 
 
-def _family(program: Program, node: Node) -> str | None:
+def _family(program: Program, node: Node) -> tuple[str, ...] | None:
     """Which tree of state a gathered slice comes from: what its argument's path has before the end it shares with the
     leaf's own path."""
     if not is_call(node, ops.gather):
@@ -64,30 +65,18 @@ def _family(program: Program, node: Node) -> str | None:
         return None
     given, own = program.arguments[program.placeholders.index(source)].path.split("."), leaf.split(".")
     while given and own and given[-1] == own[-1]:
-        given, own = given[:-1], own[:-1]
-    return ".".join(given)
+        given.pop()
+        own.pop()
+    return tuple(given)
 
 
-def _gather_together(program: Program, members: list[Node]) -> None:
-    name, layout = members[0].args[1], program.layout_of(members[0])
-    slices, leaves = [node.args[0] for node in members], [node.args[2] for node in members]
-    with program.graph.inserting_after(max(slices)):
-        pending = program.emit(ops.all_gather, slices, name, leaves, wire(layout, tuple(leaves)).numel)
-    with program.graph.inserting_after(pending):
+def _move_together(program: Program, members: list[Node], start: Any, take: Any) -> None:
+    """Behind the last of their operands, one collective, a wait for it, and what `take` takes for each member."""
+    name, values, leaves = members[0].args[1], [node.args[0] for node in members], [node.args[2] for node in members]
+    sent = wire(program.layouts[name], tuple(leaves))
+    with program.graph.inserting_before(max(values).next):
+        pending = program.emit(start, values, name, leaves, sent.numel if start is ops.all_gather else sent.stride)
         buffer = program.emit(ops.wait, pending)
-    for position, node in enumerate(members):
-        with program.graph.inserting_after(buffer):
-            program.substitute(node, program.emit(ops.whole, buffer, name, leaves, position, node.args[3]))
-
-
-def _scatter_together(program: Program, members: list[Node]) -> None:
-    name, layout = members[0].args[1], program.layout_of(members[0])
-    leaves = [node.args[2] for node in members]
-    size = wire(layout, tuple(leaves)).stride
-    with program.graph.inserting_after(max(node.args[0] for node in members)):
-        pending = program.emit(ops.reduce_scatter, [n.args[0] for n in members], name, leaves, size)
-    with program.graph.inserting_after(pending):
-        block = program.emit(ops.wait, pending)
-    for position, node in enumerate(members):
-        with program.graph.inserting_after(block):
-            program.substitute(node, program.emit(ops.part, block, name, leaves, position, node.args[3]))
+        taken = [program.emit(take, buffer, name, leaves, i, node.args[3]) for i, node in enumerate(members)]
+    for node, new in zip(members, taken):
+        program.substitute(node, new)

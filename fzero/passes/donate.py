@@ -19,8 +19,8 @@ def donate(program: Program) -> Program:
 
     Same results, bit for bit; no second copy of parameters or optimizer state. An operation whose first operand is a
     state argument, and whose result is state of the same leaf, works in place where nothing reads the argument after
-    it. A step that has such a result is an update: its other state results are copied into the arguments of the same
-    path once everything has been read. Lists of gradients that die are overwritten too.
+    it, and itself reads no view of it. A step that has such a result is an update: its other state results are copied
+    into the arguments of the same path once everything has been read. Lists of gradients that die are overwritten too.
     """
     program = program.copy("donate")
     memory = _Memory(program)
@@ -59,9 +59,8 @@ class _Memory:
         return sources[0] if sources and not isinstance(sources[0], fx.Node) else storage(node)
 
     def _read(self, node: Node, at: int) -> None:
-        """Note that `node` is read at this position. What a communication sends is read until it is waited for."""
-        owner = self.owner[node]
-        self.last_read[owner] = max(self.last_read.get(owner, -1), at)
+        """Note that `node` is read at this position, the last so far. What is sent is read until it is waited for."""
+        self.last_read[self.owner[node]] = at
         if is_call(node, ops.all_gather, ops.reduce_scatter):
             for sent in node.all_input_nodes:
                 self._read(sent, at)
@@ -70,17 +69,20 @@ class _Memory:
         """Whether nothing reads the memory of `node` after `user`."""
         return self.last_read[self.owner[node]] <= self.position[user]
 
+    def is_read_alone(self, node: Node, user: Node) -> bool:
+        """Whether `user` reads the memory of `node` as `node` only, and no view of it: then it may overwrite it."""
+        return all(read is node or self.owner[read] != self.owner[node] for read in user.all_input_nodes)
+
     def join(self, old: Node, new: Node) -> None:
         """Note that `new` has taken the memory of `old`."""
         owner, former = self.owner[old], self.owner[new]
-        self.last_read[owner] = max(self.last_read[owner], self.last_read.get(former, -1))
+        self.last_read[owner] = max(self.last_read[owner], self.last_read.get(former, 0))
         self.owner.update({node: owner for node, its in self.owner.items() if its == former})
 
 
 def _state_results(program: Program) -> list[tuple[int, Any, Node]]:
     """`(position in the output, result, node)` of each result that is state."""
-    tensors = [result for result in program.results if not result.is_constant]
-    returned = zip(tensors, program.output.args[0])
+    returned = zip(program.tensor_results, program.output.args[0])
     return [(i, result, node) for i, (result, node) in enumerate(returned) if result.bucket is not None]
 
 
@@ -151,9 +153,7 @@ def _foreach_in_place(program: Program, memory: _Memory, call: Node, wanted: dic
 
 def _one_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     in_place, old = _in_place_overload(call), call.args[0] if call.args else None
-    if in_place is None or call.args.count(old) > 1 or not isinstance(old, fx.Node):
-        return set()
-    if not _replaces(program, memory, call, old, call, wanted):
+    if in_place is None or not isinstance(old, fx.Node) or not _replaces(program, memory, call, old, call, wanted):
         return set()
     with program.graph.inserting_after(call):
         program.emit(in_place, *call.args, **call.kwargs)
@@ -171,6 +171,7 @@ def _replaces(
         and old.op == "placeholder"
         and _matches(program, old, wanted[new], new)
         and memory.dies_at(old, call)
+        and memory.is_read_alone(old, call)
     )
 
 
@@ -216,7 +217,7 @@ def _overwrite(program: Program, memory: _Memory, call: Node, in_place: Any) -> 
 def _copy_back(program: Program, memory: _Memory, donated: set[Node]) -> set[Node]:
     """Copy remaining state results of an update into the arguments of the same path, in one operation at the end."""
     returned = list(program.output.args[0])
-    kept = {memory.owner.get(node, node) for node in returned}
+    kept = {memory.owner[node] for node in returned}
     free = {
         argument.path: node
         for node, argument in zip(program.placeholders, program.arguments)
@@ -224,10 +225,8 @@ def _copy_back(program: Program, memory: _Memory, donated: set[Node]) -> set[Nod
     }
     pairs: list[tuple[Node, Node]] = []
     for position, result, node in _state_results(program):
-        if node.op == "placeholder" or memory.owner.get(node, node) in donated:
-            continue
         into = free.get(result.path)
-        if into is not None and _matches(program, into, result, node):
+        if into is not None and node.op != "placeholder" and _matches(program, into, result, node):
             pairs.append((into, node))
             returned[position] = into
     if pairs:

@@ -54,7 +54,7 @@ def _row(adam: Node, index: int) -> _Row | None:
     grad, old_mu, old_nu = (adam.args[column][index] for column in range(3))
     decay, link = 0.0, _next(step)
     if link and link.target is _aten._foreach_add.List and step in link.args[0]:
-        decay = _given(link, "alpha", 2, 1)
+        decay = link.kwargs.get("alpha", 1)
         weight = link.args[1][_position(link, step)]
         step, link = _item(link, _position(link, step)), _next(_item(link, _position(link, step)))
     else:
@@ -72,27 +72,22 @@ def _row(adam: Node, index: int) -> _Row | None:
         return None
     position = total.args[1].index(step)
     param, result = total.args[0][position], _item(total, position)
-    if result is None or weight not in (None, param) or _given(total, "alpha", 2, 1) != 1:
+    if result is None or weight not in (None, param) or total.kwargs.get("alpha", 1) != 1:
         return None
     return _Row(param, grad, old_mu, old_nu, rate, decay, (result, mu, nu))
 
 
 def _call(program: Program, adam: Node, rate: Any, decay: float, rows: list[_Row]) -> None:
     """One `ops.adamw` for these rows. Their chain multiplies by `rate`, which is minus the learning rate."""
-    with program.graph.inserting_after(max(row.results[0].args[0] for row in rows)):
-        if isinstance(rate, fx.Node):
-            learning_rate = program.emit(_aten.neg.default, rate)
-        else:
-            learning_rate = -rate
-    with program.graph.inserting_after(max(row.results[0].args[0] for row in rows).next):
+    with program.graph.inserting_before(max(row.results[0] for row in rows).next):
+        learning_rate = program.emit(_aten.neg.default, rate) if isinstance(rate, fx.Node) else -rate
         lists = [[row[column] for row in rows] for column in range(4)]
         call = program.emit(ops.adamw, *lists, adam.args[3], learning_rate, *adam.args[4:], decay)
-    for column in range(3):
-        with program.graph.inserting_after(call):
-            values = program.emit(operator.getitem, call, column)
-        for index, row in enumerate(rows):
-            with program.graph.inserting_after(values):
-                program.substitute(row.results[column], program.emit(operator.getitem, values, index))
+        columns = [program.emit(operator.getitem, call, column) for column in range(3)]
+        items = [[program.emit(operator.getitem, column, index) for column in columns] for index in range(len(rows))]
+    for row, new in zip(rows, items):
+        for result, item in zip(row.results, new):
+            program.substitute(result, item)
 
 
 def _item(node: Node | None, index: int) -> Node | None:
@@ -107,7 +102,3 @@ def _next(node: Node | None) -> Node | None:
 
 def _position(link: Node, step: Node | None) -> int:
     return link.args[0].index(step)
-
-
-def _given(node: Node, name: str, position: int, default: Any) -> Any:
-    return node.kwargs.get(name, node.args[position] if len(node.args) > position else default)

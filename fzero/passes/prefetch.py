@@ -18,8 +18,7 @@ def prefetch(program: Program, *, ahead: int = 1) -> Program:
     Same results, bit for bit. Live gathered bytes grow by `ahead` buckets, and by one block of gradients.
     """
     program = program.copy(f"prefetch {ahead}")
-    if ahead > 0:
-        _start_gathers_early(program.graph, ahead)
+    _start_gathers_early(program.graph, ahead)
     _wait_for_scatters_late(program.graph)
     return program
 
@@ -42,13 +41,12 @@ def _start_gathers_early(graph: fx.Graph, ahead: int) -> None:
 
 def _wait_for_scatters_late(graph: fx.Graph) -> None:
     """In front of the next reduce-scatter, or of the first use, with the views of its result."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
     starts = [node for node in graph.nodes if is_call(node, ops.reduce_scatter)]
     following = dict(pairwise(starts))
     for start in starts:
         (wait,) = start.users
         family = [wait, *wait.users]
         users = [user for node in family for user in node.users if user not in wait.users]
-        before = min([following.get(start, users[0]), *users], key=position.__getitem__)
+        before = min([following.get(start, users[0]), *users])
         for node in family:
             before.prepend(node)

@@ -38,25 +38,25 @@ def _regather(program: Program) -> None:
     origin = gathered(program.graph)
     uses = [(node, {origin[n] for n in node.all_input_nodes if n in origin}) for node in program.graph.nodes]
     uses = [(node, buckets) for node, buckets in uses if buckets and node not in origin]
-    for bucket, spans in _spans(uses):
-        for span in spans[1:]:
-            _gather_again(program, bucket, span, origin)
+    for bucket, span in _later_spans(uses):
+        _gather_again(program, bucket, span, origin)
     sink_gathers(program.graph)
 
 
-def _spans(uses: list[tuple[Node, set[Node]]]) -> Iterator[tuple[Node, list[list[Node]]]]:
-    """For each all-gather the runs of its uses that no use of only other buckets interrupts."""
+def _later_spans(uses: list[tuple[Node, set[Node]]]) -> Iterator[tuple[Node, list[Node]]]:
+    """Each all-gather with each run of its uses that a use of only other buckets parts from an earlier one."""
     positions: dict[Node, list[int]] = {}
     for position, (_, buckets) in enumerate(uses):
         for bucket in buckets:
             positions.setdefault(bucket, []).append(position)
     for bucket, at in positions.items():
-        spans = [[uses[at[0]][0]]]
+        spans: list[list[Node]] = []
         for before, after in pairwise(at):
             if after > before + 1:
                 spans.append([])
-            spans[-1].append(uses[after][0])
-        yield bucket, spans
+            if spans:
+                spans[-1].append(uses[after][0])
+        yield from ((bucket, span) for span in spans)
 
 
 def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dict[Node, Node]) -> None:
