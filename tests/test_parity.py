@@ -435,10 +435,15 @@ def loss_of(outputs: tree.Tree) -> Tensor:
     return tree.leaves(outputs)[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def on_ranks(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
     """The outcomes of the cases at one world size."""
-    world, names = request.param, chosen(request, "name")
+    return outcomes(request.param, frozenset(chosen(request, "name")))
+
+
+@functools.cache
+def outcomes(world: int, names: frozenset[str]) -> dict[str, list[Outcome]]:
+    """Of the jobs of these names, run once a world size: pytest would run a fixture anew for each row of `CASES`."""
     cases = [(name, stage) for size, name, stage in CASES if size == world and name in names]
     return run_cases(world, {str(case): functools.partial(sharded, case=case) for case in cases})
 
