@@ -1,6 +1,6 @@
 """Seconds a step of a small GPT takes on virtual ranks, in one process.
 
-    python benchmarks/simulate.py --ranks 1 8 64
+python benchmarks/simulate.py --ranks 1 8 64
 """
 
 from __future__ import annotations

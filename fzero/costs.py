@@ -253,31 +253,34 @@ class _Held:
     def _started(self, node: Node) -> tuple[Any, ...]:
         """Where the result of a collective that is under way lies, and what it needs besides."""
         value, along = node.meta["val"], _wire_of(node, self.layouts)
-        sent = self._gathered(node, along) if is_call(node, ops.all_gather) else self._scattered(node, along)
-        if (along.layout.world if is_call(node, ops.all_gather) else along.layout.mesh.size()) == 1:
-            return (sent,)  # one rank: what it gets is what it sends
-        if is_call(node, ops.all_gather):
-            return self._new(node, value), sent.key
-        received = (node, "received")  # from other ranks than one
-        self.nbytes[received] = max(self.world - 2, 0) * nbytes(value)
-        return self._new(node, value), sent.key, received
+        gathers = is_call(node, ops.all_gather)
+        sent = self._gathered(node, along) if gathers else [self._scattered(node, along)]
+        if (along.layout.world if gathers else along.layout.mesh.size()) == 1:
+            return (sent[0],)  # one rank: what it gets is what it sends
+        received = (node, "received")  # by a reduce-scatter from other ranks than one
+        self.nbytes[received] = 0 if gathers else max(self.world - 2, 0) * nbytes(value)
+        return self._new(node, value), received, *(at.key for at in sent)
 
-    def _gathered(self, node: Node, along: Wire) -> _At:
-        """What an all-gather sends: the slices as they lie on ranks where they adjoin, else a packed copy."""
-        slices = [self._at[x] for x in node.args[0]]
-        size, stored = node.meta["val"].element_size(), self.nbytes[slices[0].key]
-        adjoin, base = torch.ones(self.world, dtype=torch.bool), torch.full((self.world,), -1)
-        for at, start in zip(slices, self._starts(along)):
-            here = at.starts is not None and at.key == slices[0].key
-            begin, is_empty = at.starts - start if here else -2, torch.as_tensor(at.counts == 0)
-            base = torch.where(is_empty | (base != -1), base, begin)
-            adjoin &= is_empty | (begin == base)
+    def _gathered(self, node: Node, along: Wire) -> list[_At]:
+        """What an all-gather sends: a packed copy, or the slices as they lie on ranks where they adjoin."""
+        slices, size = [self._at[x] for x in node.args[0]], node.meta["val"].element_size()
+        first, base, stored = torch.full((3, self.world), -1)  # which slice is the first with elements; of its memory
+        adjoin = torch.ones(self.world, dtype=torch.bool)
+        for i, (at, start) in enumerate(zip(slices, self._starts(along))):
+            begin = at.starts - start if at.starts is not None else -1
+            is_filled = torch.as_tensor(at.counts > 0)
+            is_first = is_filled & (first < 0)
+            first, base = torch.where(is_first, i, first), torch.where(is_first, begin, base)
+            stored = torch.where(is_first, self.nbytes[at.key], stored)
+            shares = torch.tensor([other.key == at.key for other in slices])[first]
+            adjoin &= ~is_filled | (shares & (base == begin))
         adjoin &= (base >= 0) & ((base + along.stride) * size <= stored)
+        views = [slices[i] for i in first[adjoin].unique().tolist()]
         if bool(adjoin.all()):
-            return slices[0]
+            return views
         packed = (node, "packed")
         self.nbytes[packed] = torch.where(adjoin, 0, along.stride * size)
-        return _At(packed, along.stride)
+        return [_At(packed, along.stride), *views]
 
     def _scattered(self, node: Node, along: Wire) -> _At:
         """What a reduce-scatter sends: a packed copy, unless it is one leaf that fills the buffer."""

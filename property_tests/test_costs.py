@@ -102,4 +102,4 @@ def test_predicted_memory_is_near_that_of_some_rank(step: Step) -> None:
     world = step.mesh.size(step.mesh.shard_axis)
     scattered = running.program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
     received = max(world - 2, 0) * sum(nbytes(node.meta["val"]) for node in scattered)
-    assert running.program.memory().peak <= 1.02 * max(peaks(running)) + received
+    assert running.program.memory().peak <= 1.01 * max(peaks(running)) + received

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from fzero import optim, tree
+from fzero import tree
 from fzero.buckets import Granularity
 from fzero.mesh import VirtualMesh
 from fzero.sharded import Sharded
 from fzero.streaming import place
 from property_tests.running import bits
-from property_tests.steps import Of, filled
+from property_tests.steps import OPTIMIZERS, Of, Optimizer, filled
 from property_tests.strategies import meshes, param_trees
 
 DTYPES = ("float64", "float32", "bfloat16", "int64", "bool")
@@ -69,12 +69,10 @@ def test_a_leaf_is_in_one_bucket_with_leaves_of_its_dtype(shape: tree.Tree, mesh
     assert all(dtypes.setdefault(leaf.layout.bucket, leaf.dtype) == leaf.dtype for leaf in placed)
 
 
-@given(param_trees(), meshes(max_world=16), st.sampled_from([optim.adamw(0.1), optim.sgd(0.1, momentum=0.9)]))
-def test_state_lies_as_its_parameters(
-    shape: tree.Tree, mesh: VirtualMesh, optimizer: optim.GradientTransformation
-) -> None:
+@given(param_trees(), meshes(max_world=16), st.sampled_from(sorted(OPTIMIZERS)))
+def test_state_lies_as_its_parameters(shape: tree.Tree, mesh: VirtualMesh, name: str) -> None:
     """The state of whole parameters, partitioned `like` them, lies as the state of partitioned ones."""
-    params = filled(shape)
+    params, optimizer = filled(shape), Optimizer(name).made()
     assume(has_paths(params))
     placed = fzero.partition(params, mesh)
     ours = tree.leaves(fzero.partition(optimizer.init(params), mesh, like=placed))

@@ -143,52 +143,49 @@ def test_nbytes(value: Any, size: int) -> None:
     assert nbytes(value) == size
 
 
+def on_two_ranks(step: Callable[..., Any], params: Any) -> Program:
+    """`step(params, x)`, x [2, 4]."""
+    given = Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat), rows(seat, width=4)))
+    return apply(given.trace(), bucket)
+
+
+def halves(params: Any, x: Tensor) -> Tensor:
+    u, w = (p.to(torch.bfloat16) for p in params["layer"].values())
+    return x.to(torch.bfloat16) @ u @ w
+
+
 def test_slices_that_do_not_adjoin_are_packed_to_be_sent() -> None:
-    params = {"layer": {"u": torch.ones(4, 4), "w": torch.ones(4, 4)}}  # 16 elements each: one rank's
-
-    def step(params: Any, x: Tensor) -> Tensor:
-        half = fzero.tree.map(lambda p: p.to(torch.bfloat16), params)["layer"]
-        return x.to(torch.bfloat16) @ half["u"] @ half["w"]
-
-    program = apply(Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat), rows(seat, width=4))).trace(), bucket)  # fmt: skip
-    alive = dict(node_by_node(program))
-    assert alive["_to_copy_1"] - alive["_to_copy"] == 32  # the second of two casts, on the rank that has the slice
-    assert alive["all_gather"] - alive["_to_copy_2"] == 64 + 32  # the buffer, and the block that is sent
+    program = on_two_ranks(halves, {"layer": {"u": torch.ones(4, 2), "w": torch.ones(2, 4)}})
+    # rank 0 has both: 64 arguments, 32 batch, 16 + 32 casts, 64 the buffer, and 32 the block that is sent
+    assert program.memory().peak == 64 + 32 + 16 + 32 + 64 + 32 and program.memory().at == "all_gather"
 
 
-def test_a_leaf_whose_pieces_do_not_adjoin_is_copied() -> None:
-    params = {"layer": {"a": torch.ones(12), "w": torch.ones(2, 4)}}  # of w each of two ranks has 4
+def test_a_slice_that_is_all_of_a_block_is_sent_from_where_it_lies() -> None:
+    program = on_two_ranks(halves, {"layer": {"u": torch.ones(4, 4), "w": torch.ones(4, 4)}})  # u is rank 0's
+    assert program.memory().peak == 64 + 32 + 16 + 32 + 64 and program.memory().at == "all_gather"
 
-    def step(params: Any, x: Tensor) -> Tensor:
-        return x @ params["layer"]["w"].T
 
-    program = apply(Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat), rows(seat, width=4))).trace(), bucket)  # fmt: skip
-    alive = dict(node_by_node(program))
-    assert alive["whole"] - alive["wait"] == 32 and alive["mm"] == alive["whole"] - 128 + 16 - 0
+def test_a_leaf_in_two_pieces_of_a_buffer_is_copied() -> None:
+    params = {"layer": {"a": torch.ones(12), "w": torch.ones(2, 4)}}  # of w each rank has 4
+    program = on_two_ranks(lambda params, x: x @ params["layer"]["w"].T, params)
+    # 64 arguments, 32 batch, 2 * 64 the buffer of blocks of 16, which dies at `whole`
+    nodes, timeline = list(program.graph.nodes), program.memory().timeline
+    whole = next(i for i, node in enumerate(nodes) if node.name == "whole")
+    assert timeline[whole - 1] == 64 + 32 + 128 and timeline[whole] == 64 + 32 + 32
 
 
 def test_padding_of_the_block_that_arguments_lie_in_is_counted() -> None:
-    case = Case(lambda params: params["w"] * 1, VirtualMesh(fsdp=2), lambda seat: (partition({"w": torch.ones(3)}, seat),))  # fmt: skip
-    assert case.trace().memory().timeline[0] == 16 * 4
+    program = on_two_ranks(lambda params, x: params["w"] * 1, {"w": torch.ones(3)})
+    assert program.memory().timeline[0] == 16 * 4
 
 
 def test_a_slice_of_a_whole_keeps_that_alive() -> None:
-    params = {"w": torch.ones(4, 8)}
-
-    def step(params: Any) -> Any:
-        return params["w"] * torch.ones(4, 8).cumsum(0)  # the slice of a whole
-
-    program = Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat),)).trace()
+    program = on_two_ranks(lambda params, x: params["w"] * torch.ones(4, 8).cumsum(0), {"w": torch.ones(4, 8)})
     alive = dict(node_by_node(program))
-    assert alive["take"] == alive["cumsum"] - 128 + 0
+    assert alive["take"] == alive["cumsum"] == alive["mul"] + 128 - 64
 
 
 def test_memory_is_that_of_the_rank_that_has_most() -> None:
     params = {"layer": {"a": torch.ones(16), "b": torch.ones(12)}}  # a is rank 0's, b rank 1's
-
-    def step(params: Any) -> Tensor:
-        b = params["layer"]["b"]
-        return fzero.tree.map(torch.exp, [b, b, b])
-
-    program = Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat),)).trace()
-    assert program.memory().peak == 64 + 3 * 12 * 4
+    program = on_two_ranks(lambda params, x: [torch.exp(params["layer"]["b"]) for _ in range(3)], params)
+    assert program.memory().peak == 64 + 32 + 3 * 12 * 4

@@ -36,7 +36,7 @@ TESTS = {
     "passes/fuse": "test_fuse test_order",
     "passes/donate": "test_donate test_order",
     "passes/rematerialize": "test_rematerialize test_order",
-    "passes/resolve": "test_resolve test_kinds",
+    "passes/resolve": "test_resolve test_kinds test_order",
     "passes/verify": "test_verify test_kinds",
 }
 """Module -> the tests that concern it: files in tests/, and for the partition math in property_tests/ too."""
