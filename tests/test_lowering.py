@@ -202,7 +202,15 @@ def test_apply_holds_no_parameter() -> None:
     del params
     gc.collect()
     alive = [value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter) and not value.is_meta]
-    assert apply is not None and not pointers & {tensor.data_ptr() for tensor in alive}
+    assert apply is not None and not pointers & {pointer(tensor) for tensor in alive}
+
+
+def pointer(tensor: Tensor) -> int | None:
+    """None for what has no memory of its own: wrappers of torch.func, which tests that ran before may have left."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
 
 
 def test_repr_counts_the_parameters() -> None:
