@@ -40,13 +40,15 @@ TESTS = {
     "passes/verify": "test_verify test_kinds",
 }
 """Module -> the tests that concern it: files in tests/, and for the partition math in property_tests/ too."""
-WARM = """import gc
+WARM = """import gc, resource
 import torch._dynamo  # what the first trace imports: 2 seconds
+
+resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))  # bytes; a mutant may loop and collect for ever
 
 def pytest_collection_finish():
     gc.freeze()  # and pytest collects garbage after each run
 """
-"""The conftest.py of a copy: what mutants' processes, forked once the tests are collected, need not do each."""
+"""The conftest.py of a copy: for the processes of mutants, which are forked once the tests are collected."""
 LEAST = {"ranges": 95.0, "boxes": 95.0, "layout": 95.0, "passes": 85.0}
 """Percent to be killed in each of these; of the passes in all of them together."""
 
