@@ -26,6 +26,7 @@ from fzero.placement import partition
 from fzero.sharded import Sharded
 from fzero.sources import source_of
 from fzero.store import CHUNK, Store
+from fzero.streaming import elements
 from fzero.tree import Tree
 from fzero.virtual import virtual
 
@@ -75,6 +76,7 @@ def _check(mesh: Any, how: dict[str, Any]) -> None:
     if how.get("source_rank") is not None:
         raise FzeroError("source_rank", "one rank alone would build the module", "let all ranks run the constructor")
     partition({}, mesh, **how)  # knows its keywords
+    elements(how.get("chunk", CHUNK), torch.uint8)
 
 
 @contextmanager

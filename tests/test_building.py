@@ -424,6 +424,11 @@ def test_what_is_no_module_is_refused() -> None:
         build(lambda: nn.Linear(50, 60, device="meta"), MESH)
 
 
+def test_a_chunk_of_nothing_is_refused() -> None:
+    with pytest.raises(FzeroError, match="chunk: is 0 bytes"):
+        build(lambda: nn.Linear(50, 60), MESH, chunk=0)
+
+
 def test_a_constructor_that_builds_is_refused() -> None:
     with pytest.raises(FzeroError, match="is called inside of a constructor"):
         build(lambda: build(lambda: nn.Linear(3, 3), MESH) and nn.Linear(3, 3), MESH)

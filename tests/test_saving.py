@@ -63,7 +63,7 @@ def files(folder: Path) -> list[str]:
 # One process.
 
 
-@pytest.mark.parametrize("chunk", [1, 10, 2**25])
+@pytest.mark.parametrize("chunk", [8, 10, 2**25])
 def test_a_partitioned_tree_is_saved_whole(tmp_path: Path, chunk: int) -> None:
     save_safetensors(partition(params(), MESH), tmp_path / "x.safetensors", chunk=chunk)
     assert_holds(tmp_path / "x.safetensors", flat(params()))
@@ -222,6 +222,13 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_safetensors(params(), tmp_path / "x.safetensors")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_a_chunk_without_an_element(tmp_path: Path, chunk: int) -> None:
+    with pytest.raises(FzeroError, match=rf"chunk: is {chunk} bytes, an element 8; give some megabytes"):
+        save_safetensors({"n": torch.arange(3)}, tmp_path / "x.safetensors", chunk=chunk)
     assert files(tmp_path) == []
 
 

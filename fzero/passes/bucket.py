@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from fzero import ops
@@ -45,10 +46,8 @@ def _groups(program: Program, target: Any) -> list[list[Node]]:
     groups: dict[tuple[object, ...], dict[int, Node]] = {}
     for node in program.graph.find_nodes(op="call_function", target=target):
         key = (node.args[1], node.meta["val"].dtype, depth[node], _family(program, node))
-        repeat = 0
-        while node.args[2] in groups.setdefault((*key, repeat), {}):
-            repeat += 1
-        groups[*key, repeat][node.args[2]] = node
+        repeats = (groups.setdefault((*key, repeat), {}) for repeat in count())
+        next(members for members in repeats if node.args[2] not in members)[node.args[2]] = node
     return [[members[leaf] for leaf in sorted(members)] for members in groups.values()]
 
 

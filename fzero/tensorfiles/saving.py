@@ -21,7 +21,7 @@ from fzero.errors import FzeroError
 from fzero.live import Live
 from fzero.sharded import Sharded
 from fzero.sources import Source, TensorSource, source_of
-from fzero.streaming import CHUNK
+from fzero.streaming import CHUNK, elements
 from fzero.tensorfiles.header import Header, planned, rendered
 from fzero.tensorfiles.transfer import memory, write_from
 
@@ -47,7 +47,8 @@ def save_safetensors(
 
     Raises:
         FzeroError: for what the format cannot hold; and on every rank, naming the one that failed, when any cannot
-            write. Then nothing of this file is left, and what was at `path` before is as it was.
+            write, as with a chunk without an element. Then nothing of this file is left, and what was at `path` before
+            is as it was.
     """
     leaves = tree.leaves(values)
     save = _Save(tree.paths(values), leaves, _place(leaves), Path(path), dict(metadata or {}))
@@ -236,7 +237,7 @@ def _cause(error: Exception) -> str:
 def _parts(values: Source, chunk: int) -> Iterator[Tensor]:
     """All elements in order, as contiguous CPU tensors: views of what is one already, else copies in one buffer of
     `chunk` bytes, each valid until the next."""
-    numel, step = values.shape.numel(), max(1, chunk // values.dtype.itemsize)
+    numel, step = values.shape.numel(), elements(chunk, values.dtype)
     if isinstance(values, TensorSource) and _is_plain(values):
         yield from values.tensor.reshape(-1).split(step)
         return
