@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from plan import Plan
+from runs import Plan
 
 HERE = Path(__file__).resolve().parent
 GRACE_SECONDS = 60

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from launch import launch
 from machine import machine
-from plan import SIZES, Plan
+from runs import SIZES, Plan
 
 Results = dict[str, dict[str, Any]]
 

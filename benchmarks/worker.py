@@ -15,7 +15,7 @@ import torch.distributed as dist
 from contenders import CONTENDERS, Batch, Contender
 from gpt import GPT, GPTConfig
 from measure import measure, nbytes
-from plan import SIZES, Plan
+from runs import SIZES, Plan
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -84,7 +84,7 @@ def test_results_are_the_same_before_any_other_pass(name: str, world: int) -> No
 
 def test_training_donates_all_state_and_no_batch() -> None:
     program = apply(trained(optim.adamw(0.1), layers(), MESH).trace(), bucket, fuse, donate)
-    assert {a.path.split(".")[0]: a.donated for a in program.arguments} == {"0": True, "1": True, "2": False}
+    assert {(a.path.split(".")[0], a.donated) for a in program.arguments} == {("0", True), ("1", True), ("2", False)}
     assert set(state_results(program)) == {"placeholder"}
     (call,) = calls(program, ops.adamw_)
     assert not calls(program, ops.adamw) and call.meta["val"] is None
@@ -176,6 +176,14 @@ def test_an_operation_without_an_in_place_form_is_copied_back_at_the_end() -> No
     assert names(program)[-1] == "_foreach_copy_" and names(program).count("mul_") == 4
 
 
+def test_numbers_and_operations_without_an_in_place_form_are_left_alone() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree]:
+        return (tree.map(lambda leaf: 1 - leaf if leaf.ndim > 1 else 2**leaf, params),)
+
+    program, paths = donated(on_params(step))
+    assert paths == {"0"} and names(program) == ["pow", "rsub", "pow", "rsub", "_foreach_copy_"]
+
+
 def test_lists_of_gradients_that_die_are_overwritten() -> None:
     def step(params: tree.Tree, x: Tensor) -> tree.Tree:
         grads = fzero.grad(loss)(params, x)
@@ -186,6 +194,11 @@ def test_lists_of_gradients_that_die_are_overwritten() -> None:
     lists = [node for node in program.graph.nodes if "foreach" in ops.name_of(node)]
     assert paths == {"0"} and [node.meta["val"] for node in lists] == [None] * 3
     assert [ops.name_of(node) for node in lists] == ["_foreach_add_", "_foreach_mul_", "_foreach_add_"]
+
+
+def test_a_list_that_dies_is_overwritten_beside_another() -> None:
+    program, _ = donated(on_params(lambda p, x: torch._foreach_add([x * 2], [x])))
+    assert names(program) == ["mul", "_foreach_add_"]
 
 
 def test_gradients_that_are_returned_are_not_overwritten() -> None:
@@ -199,8 +212,8 @@ def test_gradients_that_are_returned_are_not_overwritten() -> None:
 
 def test_constants_and_batches_are_not_overwritten() -> None:
     constant = torch.ones(2, 5)
-    program, _ = donated(on_params(lambda p, x: torch._foreach_mul([constant, x], 2.0)))
-    assert names(program).count("_foreach_mul") == 1
+    program, _ = donated(on_params(lambda p, x: [torch._foreach_mul([given], 2.0) for given in (constant, x)]))
+    assert names(program).count("_foreach_mul") == 2
 
 
 def test_a_list_that_holds_one_memory_twice_is_not_overwritten() -> None:
@@ -274,6 +287,14 @@ def test_lists_that_nothing_uses_are_no_reason_to_fail() -> None:
     assert_same(case.run(apply(program, donate)), case.run(program))
 
 
+def test_an_item_of_a_list_that_nothing_uses_is_no_reason_to_fail() -> None:
+    case = on_params(lambda p, x: torch._foreach_mul([x * 2, x * 3], 2.0))
+    program = without(case.trace(), "1")
+    after = apply(program, donate)
+    assert "_foreach_mul_" in names(after)
+    assert_same(case.run(after), case.run(program))
+
+
 def test_a_list_whose_result_is_wider_is_not_overwritten() -> None:
     program, _ = donated(on_params(lambda p, x: torch._foreach_add([(x * 2).to(torch.bfloat16)], [x])))
     assert names(program).count("_foreach_add") == 1
@@ -284,8 +305,8 @@ def test_an_expanded_view_is_not_overwritten() -> None:
     assert names(program).count("_foreach_mul") == 1
 
 
-def test_a_view_that_is_expanded_to_one_is_overwritten() -> None:
-    program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x[0] * 2).expand(1, 5)], 2.0)))
+def test_one_row_of_an_expanded_view_is_overwritten() -> None:
+    program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x[0] * 2).expand(3, 5)[:1]], 2.0)))
     assert names(program).count("_foreach_mul_") == 1
 
 
@@ -298,6 +319,19 @@ def test_what_is_on_its_way_is_not_overwritten() -> None:
 
     case = on_params(step)
     assert_same(case.run(apply(case.trace(), *defaults(stage=3, in_place=True))), case.run(case.trace()))
+
+
+def test_a_leaf_that_is_sent_again_with_its_bucket_is_not_overwritten_on_its_way() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, Tensor]:
+        first, second = params["layers"]
+        y = dense(first, x) @ second["w"]
+        new = doubled(params)  # both leaves of `first` are on their way, of which only one is used again
+        return new, y @ first["w"]
+
+    case = on_params(step)
+    program = apply(case.trace(), *defaults(stage=3, in_place=True))
+    assert_same(case.run(program), case.run(case.trace()))
+    assert names(program).count("mul_") == 2 and names(program)[-1] == "_foreach_copy_"
 
 
 def test_state_of_another_dtype_does_not_take_the_memory() -> None:
@@ -313,7 +347,7 @@ def test_a_sum_replaces_the_sum_so_far_not_the_parameters() -> None:
 
 
 def test_gradients_do_not_replace_the_parameters() -> None:
-    assert donated(on_params(fzero.grad(loss)))[1] == set()
+    assert donated(on_params(lambda p, x: (fzero.grad(loss)(p, x),)))[1] == set()
 
 
 def test_both_of_two_results_of_one_argument_are_right() -> None:
@@ -344,6 +378,17 @@ def test_parameters_that_another_update_starts_from_are_kept() -> None:
         return (params, state), added_to(params)
 
     donated(Case(step, MESH, case.given))
+
+
+def test_two_updates_in_a_row_are_copied_back() -> None:
+    case = trained(optim.adamw(0.1), layers(1), MESH)
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> Any:
+        params, state, _ = case.step(params, state, x)
+        return case.step(params, state, x)
+
+    program, paths = donated(Case(step, MESH, case.given))
+    assert paths == {"0", "1"} and names(program)[-1] == "_foreach_copy_"
 
 
 def test_an_average_that_reads_the_new_parameters_is_right() -> None:

@@ -96,9 +96,15 @@ def test_a_decay_of_one_is_no_decay_of_another_size() -> None:
 
 
 def test_the_call_stands_where_its_chain_has_ended() -> None:
-    case = trained(optim.adamw(0.1), layers(1), MESH)
-    order = names(fused(Case(lambda *args: (case.step(*args), args[-1].exp()), MESH, case.given)))
-    assert order.index("adamw") < order.index("exp")
+    optimizer = optim.adamw(0.1)
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> Any:
+        updates, state = optimizer.update(value_and_grad(loss)(params, x)[1], state, params)
+        between = x.exp()
+        return optim.apply_updates(params, updates), state, between, x.cos()
+
+    order = names(fused(trained(optimizer, layers(1), MESH)._replace(step=step)))
+    assert [name for name in order if name in ("exp", "adamw", "cos")] == ["exp", "adamw", "cos"]
 
 
 def test_a_mask_makes_one_call_for_each_decay() -> None:
@@ -165,6 +171,19 @@ def test_two_optimizers_have_a_call_each() -> None:
     case = Case(step, MESH, given)
     program = fused(case)
     assert sorted((len(call.args[0]), call.args[5]) for call in calls(program, ops.adamw)) == [(3, 0.01), (3, 0.1)]
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def test_each_of_two_updates_in_a_row_is_a_call() -> None:
+    once = trained(optim.adamw(0.1), layers(), MESH)
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> Any:
+        params, state, _ = once.step(params, state, x)
+        return once.step(params, state, x)
+
+    case = once._replace(step=step)
+    program = fused(case)
+    assert adamws(program) == [(6, 1e-4), (6, 1e-4)] and "scale_by_adam" not in names(program)
     assert_close(case.run(program), case.run(case.trace()))
 
 

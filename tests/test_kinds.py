@@ -291,6 +291,17 @@ def test_on_two_axes_it_becomes_the_mean_over_both() -> None:
     assert [value.item() for value in results(lambda w, x: x.sum(), HYBRID)] == [pytest.approx(mean)] * 4
 
 
+def test_means_are_taken_in_the_order_of_the_mesh() -> None:
+    assert moved(on_weight(lambda w, x: x.sum(), HYBRID).trace()) == ["all_reduce replica", "all_reduce fsdp"]
+
+
+def test_a_result_learns_along_which_axes_it_differs_its_slices_apart() -> None:
+    program = on_weight(lambda w, x: (x, fzero.psum(x, "fsdp"), x.sum(), 3, w * 2, w.sum()), HYBRID).trace()
+    assert [set(result.varies) for result in program.results] == [
+        {"replica", "fsdp"}, {"replica"}, set(), set(), set(), set()
+    ]  # fmt: skip
+
+
 def test_of_a_mean_over_one_axis_only_the_other_is_missing() -> None:
     program = on_weight(lambda w, x: fzero.pmean(x.sum(), "fsdp"), HYBRID).trace()
     assert moved(program) == ["all_reduce fsdp", "all_reduce replica"]

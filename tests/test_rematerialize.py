@@ -275,6 +275,23 @@ def test_nested_regions_keep_less_than_the_outer_alone() -> None:
     assert_same(both.run(passed(both)), outer.run(passed(outer)))
 
 
+def test_within_what_is_computed_again_a_gradient_recomputes_its_own_regions() -> None:
+    def products(inner: Wrap) -> int:
+        def slope(layer: Any, x: Tensor) -> Tensor:
+            return fzero.grad(lambda x: inner(gelu)(layer, x).square().sum())(x)
+
+        case = on_blocks(fzero.value_and_grad(loss_of(fzero.remat(slope))), 2)
+        return names(apply(case.trace(), rematerialize)).count("mm")
+
+    assert products(fzero.remat) == products(plain) + 2  # x @ up, once a layer
+
+
+def test_what_is_computed_again_has_memory_of_its_own() -> None:
+    program = apply(on_blocks(fzero.value_and_grad(loss_of(fzero.remat(gelu)))).trace(), rematerialize)
+    computed = calls(program, torch.ops.aten.gelu.default)
+    assert len({ops.storage(node) for node in computed}) == len(computed) == 8
+
+
 # what is kept
 
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from programs import Case, Outputs, Seat, apply, calls, layers, seats, trained
+from programs import Case, Outputs, Seat, apply, calls, layers, partition, rows, seats, trained
 from torch import Tensor, fx
 
-from fzero import lockstep, ops, optim, tree
+import fzero
+from fzero import grad, lockstep, ops, optim, tree
 from fzero.errors import FzeroError
 from fzero.mesh import VirtualMesh
 from fzero.passes import defaults, verify
@@ -174,6 +175,14 @@ def reduce_otherwise(program: Program) -> None:
     give(at(program, ops.all_reduce_list), 1, "product")
 
 
+def reduce_two_dtypes(program: Program) -> None:
+    together = at(program, ops.all_reduce_list)
+    first, *others = together.args[0]
+    with program.graph.inserting_before(together):
+        narrow = program.emit(aten._to_copy.default, first, dtype=torch.bfloat16)
+    give(together, 0, [narrow, *others])
+
+
 def reduce_slices(program: Program) -> None:
     together = at(program, ops.all_reduce_list)
     give(together, 0, [total.args[0] for total in together.args[0]])
@@ -228,6 +237,10 @@ def forget_wait(program: Program) -> None:
 def wait_twice(program: Program) -> None:
     wait = at(program, ops.wait)
     give(next(iter(wait.users)), 0, behind(program, wait, ops.wait, wait.args[0]))
+
+
+def use_early(program: Program) -> None:
+    give(at(program, ops.whole), 0, at(program, ops.all_gather))
 
 
 def wait_early(program: Program) -> None:
@@ -371,7 +384,9 @@ MISTAKES = {
     "a reduction reads padding": Mistake(
         reduce_padding, r": mean_default reads the padding of a gathered buffer of leaves \[0, 1\] of 'layers\.0'"
     ),
-    "a buffer is returned": Mistake(return_buffer, r"^2: result '2' is a gathered buffer of leaves .* in wait"),
+    "a buffer is returned": Mistake(
+        return_buffer, r"^2: result '2' is a gathered buffer of leaves \[0, 1\] of 'layers\.0' in wait"
+    ),
     "a mean divides by the size of a slice": Mistake(
         divide_by_local_size, r"^layers\.\d\.[bw]: sum\w* mean divides by the size of a slice .*; sum, and divide"
     ),
@@ -385,6 +400,9 @@ MISTAKES = {
         reduce_unknown_axis, r": all_reduce_list names the axis 'model'; the mesh has \('fsdp',\)"
     ),
     "an all-reduce names no reduction": Mistake(reduce_otherwise, r": all_reduce_list reduces by 'product'; there are"),
+    "values of two dtypes are all-reduced": Mistake(
+        reduce_two_dtypes, r": all_reduce_list moves bfloat16 and float32 in one buffer; move each dtype on its own"
+    ),
     "slices are all-reduced": Mistake(
         reduce_slices, r": all_reduce_list takes a slice of layers\.0\.b for a whole value; gather it first"
     ),
@@ -416,6 +434,11 @@ MISTAKES = {
     ),
     "a collective is waited for twice": Mistake(
         wait_twice, r": all_gather of 'layers\.0' is waited for 2 times; wait for a collective once", shows=False
+    ),
+    "what is on its way is used": Mistake(
+        use_early,
+        r"^layers\.0\.[bw]: whole\w* takes a gathered buffer of .* on its way for a gathered buffer of",
+        shows=False,
     ),
     "a wait stands before its start": Mistake(
         wait_early, r": wait stands before its input all_gather; order the nodes"
@@ -493,6 +516,57 @@ def test_it_is_a_mistake_for_ranks_crash_or_compute_something_else(mistake: Mist
 def test_the_good_programs_are_accepted(mesh: VirtualMesh, stage: int, twins: bool) -> None:
     program = good(mesh, stage, twins).program
     assert verify(program, stage=stage) is program
+
+
+# programs as they are written, before any pass: a collective a leaf
+
+
+def every_collective(params: tree.Tree, x: Tensor) -> tuple[Tensor, ...]:
+    w = params["layers"][0]["w"]
+    rank = fzero.axis_index("fsdp")
+    return w.slice_of(w @ w), grad(lambda w: (x @ w).sum())(w), fzero.psum(x, "fsdp"), rank
+
+
+def as_written() -> Program:
+    return Case(every_collective, MESH, lambda seat: (partition(layers(1), seat), rows(seat))).trace_as_written()
+
+
+def test_a_program_as_written_is_accepted() -> None:
+    program = as_written()
+    assert verify(program) is program
+
+
+@pytest.mark.parametrize(
+    ("target", "position", "value", "message"),
+    [
+        (ops.gather, 1, "layers.7", "gather names the bucket 'layers.7'"),
+        (ops.gather, 2, 2, "gather names leaves [2] of 2 in 'layers.0'"),
+        (ops.scatter, 2, -1, "scatter names leaves [-1] of 2 in 'layers.0'"),
+        (ops.take, 2, 2, "take names leaves [2] of 2 in 'layers.0'"),
+        (ops.all_reduce, 2, "model", "all_reduce names the axis 'model'"),
+        (ops.axis_index, 0, "model", "axis_index names the axis 'model'"),
+    ],
+)
+def test_what_a_mesh_or_a_layout_does_not_have_is_refused(target: Any, position: int, value: Any, message: str) -> None:
+    program = as_written()
+    give(at(program, target), position, value)
+    with pytest.raises(FzeroError, match=re.escape(message)):
+        verify(program)
+
+
+CAPTURED = torch.ones(5)
+WRITES: dict[str, tuple[Callable[..., Any], str]] = {
+    "a batch": (lambda params, x: x.mul_(2), "1"),
+    "a gathered leaf": (lambda params, x: params["layers"][0]["w"].full_tensor().mul_(2), "layers.0.w"),
+    "a captured constant": (lambda params, x: CAPTURED.add_(x.sum(0)), "a tensor that the step captured"),
+}
+
+
+@pytest.mark.parametrize(("step", "where"), WRITES.values(), ids=WRITES)
+def test_a_step_that_writes_into_what_is_not_its_own_is_refused(step: Callable[..., Any], where: str) -> None:
+    with pytest.raises(FzeroError, match="writes into it, but a step is a pure function") as error:
+        Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat))).trace()
+    assert error.value.where == where
 
 
 # what it cannot see: programs that are wrong on every rank alike

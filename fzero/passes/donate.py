@@ -36,7 +36,7 @@ def donate(program: Program) -> Program:
 
 
 class _Memory:
-    """Which nodes share memory, and the position at which each memory is read last."""
+    """Which nodes share memory, and the position at which each memory is made or read last."""
 
     def __init__(self, program: Program) -> None:
         self.position = {node: index for index, node in enumerate(program.graph.nodes)}
@@ -44,7 +44,7 @@ class _Memory:
         self.last_read: dict[Any, int] = {}
         for node in program.graph.nodes:
             self.owner[node] = self._owner(node)
-            for read in node.all_input_nodes:
+            for read in (node, *node.all_input_nodes):
                 self._read(read, self.position[node])
 
     def _owner(self, node: Node) -> Any:
@@ -76,7 +76,7 @@ class _Memory:
     def join(self, old: Node, new: Node) -> None:
         """Note that `new` has taken the memory of `old`."""
         owner, former = self.owner[old], self.owner[new]
-        self.last_read[owner] = max(self.last_read[owner], self.last_read.get(former, 0))
+        self.last_read[owner] = max(self.last_read[owner], self.last_read[former])
         self.owner.update({node: owner for node, its in self.owner.items() if its == former})
 
 
@@ -198,12 +198,11 @@ def _is_whole(node: Node) -> bool:
 
 def _in_place_overload(call: Node) -> Any:
     """`_foreach_mul_.Scalar` for `_foreach_mul.Scalar`, `add_.Tensor` for `add.Tensor`; None where there is none."""
-    name, _, overload = getattr(call.target, "__name__", "").partition(".")
-    pointwise = name.startswith("_foreach_") or torch.Tag.pointwise in getattr(call.target, "tags", ())
-    if call.op != "call_function" or not pointwise or name.endswith("_"):
+    name = name_of(call)
+    if not name.startswith("_foreach_") and torch.Tag.pointwise not in getattr(call.target, "tags", ()):
         return None
     packet = getattr(torch.ops.aten, name + "_", None)
-    return getattr(packet, overload, None)
+    return getattr(packet, call.target._overloadname, None)
 
 
 def _overwrite(program: Program, memory: _Memory, call: Node, in_place: Any) -> None:

@@ -36,14 +36,14 @@ def fuse(program: Program) -> Program:
     kernel decays the parameter first and adds the step to that. Leaves whose updates go anywhere else are left alone.
     """
     program = program.copy("fuse")
-    groups: dict[tuple[Any, ...], list[_Row]] = {}
-    for node in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
-        for row in filter(None, (_row(node, i) for i in range(len(node.args[0])))):
+    for adam in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
+        groups: dict[tuple[Any, ...], list[_Row]] = {}
+        for row in filter(None, (_row(adam, i) for i in range(len(adam.args[0])))):
             dtypes = {x.meta["val"].dtype for x in (row.param, row.mu, row.nu)}
             if len(dtypes) == 1:
-                groups.setdefault((node, row.rate, row.decay, *dtypes), []).append(row)
-    for (adam, rate, decay, _), rows in groups.items():
-        _call(program, adam, rate, decay, rows)
+                groups.setdefault((row.rate, row.decay, *dtypes), []).append(row)
+        for (rate, decay, _), rows in groups.items():
+            _call(program, adam, rate, decay, rows)
     settle(program.graph)
     return program
 
