@@ -57,6 +57,31 @@ def part(block: Tensor, wire: Wire, rank: int, position: int) -> Tensor:
     return block[where.start : where.stop]
 
 
+def flat(full: Tensor) -> Tensor:
+    """[numel] all elements in order in one piece of memory: a view where they lie so."""
+    return full.reshape(-1).contiguous()
+
+
+def parts_of(flats: Sequence[Tensor], wire: Wire, rank: int) -> list[Tensor]:
+    """What `rank` owns of these flattened leaves: views."""
+    return [flat[part.start : part.stop] for flat, part in zip(flats, wire.parts(rank))]
+
+
+def slots(block: Tensor, wire: Wire, rank: int) -> list[Tensor]:
+    """Where that lies in the rank's block [S]: views."""
+    return [block[at.start : at.stop] for at in wire.block(rank)]
+
+
+def room(wire: Wire, rank: int, like: Tensor) -> Tensor:
+    """[S] a new block of a rank: zeros where no leaf lies, of any values elsewhere."""
+    block, end = like.new_empty(wire.stride), 0
+    for at in (*wire.block(rank), range(wire.stride, wire.stride)):
+        if at.start > end:
+            block[end : at.start].zero_()
+        end = max(end, at.stop)
+    return block
+
+
 def _packed(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor:
     """[size] a new buffer: each of `flats`, in order, where it is to lie, and zeros elsewhere."""
     pieces, end = [], 0

@@ -45,12 +45,20 @@ class Control:
             self.group = gloo[0] if gloo else self._made()
             self._groups, self._roll = [*groups, self.group], self._made()
 
-    def _made(self) -> dist.ProcessGroup:
-        some = len(self.ranks) < dist.get_world_size()
+    def twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Another process group of a group's ranks, on its backend, made by all of them together: collectives in one do
+        not wait for those in the other."""
+        made = self._made(dist.get_process_group_ranks(group), dist.get_backend(group))
+        self._groups.append(made)
+        return made
+
+    def _made(self, ranks: Sequence[int] = (), backend: str = "gloo") -> dist.ProcessGroup:
+        ranks = list(ranks or self.ranks)
+        some = len(ranks) < dist.get_world_size()
         try:
-            return dist.new_group(self.ranks, self.timeout, "gloo", use_local_synchronization=some)
+            return dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)
         except RuntimeError as error:
-            problem = f"not all of {named(self.ranks)} came to it within {seconds(self.timeout)}"
+            problem = f"not all of {named(ranks)} came to it within {seconds(self.timeout)}"
             raise FzeroError("mesh", problem, "let every rank of a mesh partition and shard on it") from error
 
     def begin(self, what: str) -> Begun:

@@ -15,7 +15,7 @@ from fzero.control import Control
 from fzero.errors import FzeroError
 from fzero.layout import Layout, wire
 from fzero.mesh import VirtualMesh, mesh_shape
-from fzero.transport import Pending, Transport, transport
+from fzero.transports import Pending, Transport, transport
 
 
 class Live:
@@ -35,9 +35,7 @@ class Live:
         if device_type == "cuda":
             self.device = torch.device(device_type, torch.cuda.current_device())
         self.control = Control(ranks, groups)
-        self.transports = {
-            axis: transport(group, device_type, self.control.timeout) for axis, group in zip(mesh.names, groups)
-        }
+        self.transports = {axis: transport(group, device_type, self.control) for axis, group in zip(mesh.names, groups)}
         self.groups = dict(zip(mesh.names, groups))
         self.rank = self._sharding.rank
         self.number = 0  # among all ranks of the mesh, row by row
@@ -56,7 +54,7 @@ class Live:
     def reduce_scatter(self, fulls: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:
         """Start scattering some leaves of a bucket, given in full; their mean is over every axis of the mesh."""
         begun = self.control.begin(f"reduce_scatter of {layout.bucket}")
-        pending = self._sharding.reduce_scatter(buffers.blocks_of(fulls, wire(layout, leaves)), begun)
+        pending = self._sharding.reduce_scatter(fulls, wire(layout, leaves), begun)
         others = [axis for axis in self.mesh.names if axis != self.mesh.shard_axis and self.mesh.size(axis) > 1]
         return Pending(begun, [], lambda: self._averaged(pending.wait(), layout, others)) if others else pending
 
@@ -87,8 +85,13 @@ class Live:
         others = ([self.mesh.position(other, axis) for axis in axes] for other in range(len(self.ranks)))
         return [rank for rank, where in zip(self.ranks, others) if where == place]
 
+    def settle(self) -> None:
+        """Return when no other rank reads this one's memory any more: before what was sent is changed."""
+        self._sharding.settle()
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         buffer = self.all_gather([x], layout, (leaf,)).wait()
+        self.settle()
         return buffers.whole(buffer, wire(layout, (leaf,)), 0, layout.leaves[leaf].shape)
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:

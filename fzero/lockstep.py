@@ -86,8 +86,8 @@ class _Pending(NamedTuple):
     """A started communication: its result, and what it reads, which nothing may write to until it is done."""
 
     result: Tensor
-    sent: Tensor
-    version: int
+    sent: Sequence[Tensor]
+    versions: list[int]
 
 
 _EXCHANGES = {ops.gather, ops.scatter, ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.all_reduce_list}
@@ -136,21 +136,21 @@ class _Ranks:
         along = wire(self._layout(bucket), tuple(leaves))
         blocks = [buffers.block_of(given, along, seat.rank) for given, seat in zip(slices, self.seats)]
         if self._layout(bucket).world == 1:
-            return [_started(block, block) for block in blocks]
+            return [_started(block, [block]) for block in blocks]
         gathered = _copies(self._joined(self.mesh.shard_axis, blocks, torch.cat))
         sizes = [sum(x.numel() for x in given) for given in slices]  # behind them a block may hold what lies next to it
-        return [_started(full, block[:size]) for full, block, size in zip(gathered, blocks, sizes)]
+        return [_started(full, [block[:size]]) for full, block, size in zip(gathered, blocks, sizes)]
 
     def reduce_scatter(self, fulls: list[Sequence[Tensor]], bucket: str, leaves: Sequence[int], numel: int) -> Values:
-        sent = [buffers.blocks_of(given, wire(self._layout(bucket), tuple(leaves))) for given in fulls]
+        blocks = [buffers.blocks_of(given, wire(self._layout(bucket), tuple(leaves))) for given in fulls]
         if self.mesh.size() == 1:
-            return [_started(block, block) for block in sent]
+            return [_started(block, [block]) for block in blocks]
         world = self._layout(bucket).world
-        means = [mean.view(world, numel)[seat.rank].clone() for seat, mean in zip(self.seats, self._means(sent))]
-        return [_started(mean, block) for mean, block in zip(means, sent)]
+        means = [mean.view(world, numel)[seat.rank].clone() for seat, mean in zip(self.seats, self._means(blocks))]
+        return [_started(mean, [buffers.flat(full) for full in given]) for mean, given in zip(means, fulls)]
 
     def wait(self, seat: Seat, pending: _Pending) -> Tensor:
-        if pending.sent._version != pending.version:
+        if [x._version for x in pending.sent] != pending.versions:
             raise FzeroError(
                 f"rank {seat.number}", "memory that a collective is sending was written to", "mend the last pass"
             )
@@ -220,8 +220,8 @@ def _copies(values: list[Tensor]) -> Values:
     return [value.clone() for value in values]
 
 
-def _started(result: Tensor, sent: Tensor) -> _Pending:
-    return _Pending(result, sent, sent._version)
+def _started(result: Tensor, sent: Sequence[Tensor]) -> _Pending:
+    return _Pending(result, sent, [x._version for x in sent])
 
 
 _JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

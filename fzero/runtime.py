@@ -12,7 +12,7 @@ from fzero.layout import Layout, wire
 from fzero.live import Live
 from fzero.optim.kernels import fused_adamw_
 from fzero.randomness import drawn, fold
-from fzero.transport import Pending
+from fzero.transports import Pending
 
 Lists = Sequence[Tensor]
 
@@ -24,6 +24,7 @@ class Runtime:
         self.on, self.layouts = on, layouts
         self.beside, self.spread, self.all_reduce = on.beside, on.spread, on.all_reduce
         self.axis_index, self.all_reduce_list = on.axis_index, on.all_reduce_list
+        self.settle = on.settle
 
     def gather(self, x: Tensor, bucket: str, leaf: int, shape: Sequence[int]) -> Tensor:
         return self.on.gather(x, self.layouts[bucket], leaf)

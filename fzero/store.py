@@ -144,7 +144,10 @@ class Store:
         if self.on.rank is None:
             return torch.cat(pieces)
         sharding = self.on.transports[self.on.mesh.shard_axis]
-        return sharding.all_gather(pieces[0], self.on.control.begin("all_gather of a parameter in fzero.build")).wait()
+        begun = self.on.control.begin("all_gather of a parameter in fzero.build")
+        found = sharding.all_gather(pieces[0], begun).wait()
+        sharding.settle()
+        return found
 
 
 def _piece(flat: Tensor, part: range, stride: int, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ looks at the outcome of its own: what a process does first (import, trace, conne
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -26,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from fzero.transports import memory
 
 Case = Callable[[DeviceMesh], Any]
 STALL = timedelta(seconds=20)
@@ -103,6 +106,16 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     if failed:
         raise _failure(failed)
     return [outcome.value for outcome in outcomes]
+
+
+def can_read_memory() -> bool:
+    """Whether this kernel lets processes of one user read each other's memory, as seen on this process itself."""
+    word, found = ctypes.create_string_buffer(b"word"), ctypes.create_string_buffer(5)
+    try:
+        memory.read(os.getpid(), ctypes.addressof(word), ctypes.addressof(found), 5)
+    except (RuntimeError, AttributeError):
+        return False
+    return found.raw == word.raw
 
 
 def chosen(request: pytest.FixtureRequest, parameter: str) -> set[Any]:

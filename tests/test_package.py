@@ -19,8 +19,8 @@ RUNGS = [
     set(names.split())
     for names in (
         "errors",
-        "ranges levels tree mesh control transport regions randomness source initializers",
-        "layout packing boxes buffers moves collectives ops mode store deferred",
+        "ranges levels tree mesh control regions randomness source initializers",
+        "layout packing boxes buffers transports moves collectives ops mode store deferred",
         "chunks rules sharded buckets sources interop lowering live virtual streaming feed agreement optim",
         "placement assembly building initial tensorfiles kinds inference program tracing costs listing "
         "differentiation linking runtime lockstep",

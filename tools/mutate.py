@@ -105,8 +105,8 @@ def copied(module: str) -> Path:
         "pytest_add_cli_args": ["-p", "no:cacheprovider"],
         "pytest_add_cli_args_test_selection": [test for test in tests if (copy / test).exists()],
         "process_isolation": "forkserver",  # nothing is cached yet when a mutant's tests begin
-        "timeout_constant": 3.0,
-        "timeout_multiplier": 3.0,
+        "timeout_constant": 20.0,  # seconds: a busy machine is not a killed mutant
+        "timeout_multiplier": 10.0,
         "use_git_change_detection": False,
         "track_dependencies": False,
     }

@@ -1,0 +1,183 @@
+"""Transports: the same collectives on real ranks, performed in several ways, bit for bit alike."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import Outcome, can_read_memory, run_cases, values
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fzero import VirtualMesh, buffers
+from fzero.layout import Layout, Leaf, Wire, wire
+from fzero.live import live
+from fzero.transports import Native, PointToPoint, SameHost, Transport, memory, same_host
+from fzero.transports.worker import Worker
+
+LEAVES = Leaf("w", (30, 7)), Leaf("b", (7,)), Leaf("none", (0, 3)), Leaf("u", (50, 11), block=11), Leaf("s", ())
+
+
+class Sent(NamedTuple):
+    """What ranks scatter: these leaves of a bucket, in full."""
+
+    dtype: torch.dtype
+    leaves: tuple[int, ...] = (0, 1, 2, 3, 4)
+    is_transposed: bool = False
+
+    def wire(self, world: int) -> Wire:
+        return wire(Layout("layer", LEAVES, VirtualMesh(fsdp=world)), self.leaves)
+
+    def fulls(self, rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        shapes = [LEAVES[leaf].shape for leaf in self.leaves]
+        if self.is_transposed:
+            return [_reversed(torch.randn(shape[::-1], generator=generator).to(self.dtype)) for shape in shapes]
+        return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
+
+    def mean(self, world: int, rank: int) -> Tensor:
+        """[S] what `rank` is to get: the mean in rank order."""
+        blocks = [buffers.blocks_of(self.fulls(each), self.wire(world)) for each in range(world)]
+        return (reduce(torch.add, blocks) / world).view(world, -1)[rank]
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return x.permute(tuple(reversed(range(x.ndim))))
+
+
+SENT = {
+    "fp32": Sent(torch.float32),
+    "bf16": Sent(torch.bfloat16),
+    "fp64": Sent(torch.float64),
+    "some leaves": Sent(torch.float32, leaves=(1, 3)),
+    "transposed": Sent(torch.float32, is_transposed=True),
+}
+
+
+def point_to_point(mesh: DeviceMesh) -> Transport:
+    return PointToPoint(mesh.get_group(), live(mesh).control.timeout)
+
+
+def native(mesh: DeviceMesh) -> Transport:
+    return Native(mesh.get_group(), live(mesh).control.twin(mesh.get_group()))
+
+
+def waiting(mesh: DeviceMesh) -> Transport:
+    """Reads when it is waited for."""
+    transport = live(mesh).transports["fsdp"]
+    assert isinstance(transport, SameHost)
+    transport._reader, same_host.SMALL, same_host.PIECE = None, 0, 100
+    return transport
+
+
+def reading(mesh: DeviceMesh) -> Transport:
+    """Reads on a thread."""
+    transport = waiting(mesh)
+    assert isinstance(transport, SameHost)
+    transport._reader = Worker("reader")
+    return transport
+
+
+TRANSPORTS: dict[str, Callable[[DeviceMesh], Transport]] = {
+    each.__name__: each for each in (point_to_point, native, waiting, reading)
+}
+
+
+def scattered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> dict[str, bool]:
+    """All at once, waited for in order: whether each is the mean, bit for bit."""
+    transport, control, world = make(mesh), live(mesh).control, mesh.size()
+    pending = {
+        name: transport.reduce_scatter(sent.fulls(mesh.get_rank()), sent.wire(world), control.begin(name))
+        for name, sent in SENT.items()
+    }
+    found = {name: each.wait() for name, each in pending.items()}
+    exact = not isinstance(transport, Native)  # gloo takes its means in an order of its own
+    return {
+        name: found[name].equal(sent.mean(world, mesh.get_rank()))
+        if exact
+        else torch.allclose(found[name], sent.mean(world, mesh.get_rank()), rtol=1e-2, atol=1e-2)
+        for name, sent in SENT.items()
+    }
+
+
+def gathered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
+    """Blocks of several sizes, changed as soon as the transport has settled."""
+    transport, control, rank = make(mesh), live(mesh).control, mesh.get_rank()
+    right = []
+    for size in (0, 1, 16, 5000):
+        for turn in range(3):
+            block = torch.arange(size, dtype=torch.float32) + 1000 * rank + turn
+            full = transport.all_gather(block, control.begin("gather")).wait()
+            transport.settle()
+            block.fill_(-1)
+            ranks = [torch.arange(size, dtype=torch.float32) + 1000 * other + turn for other in range(mesh.size())]
+            right.append(full.equal(torch.cat(ranks)))
+    return right
+
+
+def first_words(mesh: DeviceMesh) -> list[bool]:
+    """What is found out about each other's memory, where nothing hinders, elsewhere, and where reading is refused."""
+    group = mesh.get_group()
+    found = [memory.processes(group) is not None]
+    place, memory._place = memory._place, lambda: (f"host {mesh.get_rank()}",)
+    found.append(memory.processes(group) is not None)
+    memory._place = place
+    if mesh.get_rank() == 1:
+        memory._is_readable = lambda other: False  # type: ignore[assignment]
+    return [*found, memory.processes(group) is not None]
+
+
+CASES: dict[str, Callable[[DeviceMesh], Any]] = {
+    **{f"scattered {name}": partial(scattered, make) for name, make in TRANSPORTS.items()},
+    **{f"gathered {name}": partial(gathered, make) for name, make in TRANSPORTS.items()},
+    "first words": first_words,
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
+    if not can_read_memory():
+        pytest.skip("this kernel keeps processes from reading each other's memory")
+    return run_cases(request.param, CASES)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_scatter_is_the_mean_in_rank_order(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for right in values(outcomes[f"scattered {name}"]):
+        assert right == dict.fromkeys(SENT, True)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_gather_is_what_blocks_were(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for right in values(outcomes[f"gathered {name}"]):
+        assert all(right) and len(right) == 12
+
+
+def test_memory_is_read_only_where_every_rank_can(outcomes: dict[str, list[Outcome]]) -> None:
+    assert values(outcomes["first words"]) == [[True, False, False]] * len(outcomes["first words"])
+
+
+def test_memory_that_is_not_there() -> None:
+    if not can_read_memory():
+        pytest.skip("this kernel keeps processes from reading each other's memory")
+    found = ctypes.create_string_buffer(5)
+    with pytest.raises(RuntimeError, match=rf"5 bytes of process {os.getpid()} cannot be read: Bad address"):
+        memory.read(os.getpid(), 0, ctypes.addressof(found), 5)
+    with pytest.raises(RuntimeError, match="No such process"):
+        memory.read(2**22 + 1, ctypes.addressof(found), ctypes.addressof(found), 5)
+
+
+def test_a_worker_performs_in_order_and_hands_on_what_is_raised() -> None:
+    worker, done = Worker("test"), list[int]()
+    waits = [worker.start(partial(done.append, i)) for i in range(5)]
+    failing = worker.start(lambda: [][0])
+    last = worker.start(partial(done.append, 5))
+    with pytest.raises(IndexError):
+        failing()
+    last()
+    assert all(wait() is None for wait in waits) and done == [0, 1, 2, 3, 4, 5]
