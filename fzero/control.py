@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -40,6 +40,7 @@ class Control:
         self.timeout = min(_timeouts([*groups, dist.group.WORLD]))
         self.group: dist.ProcessGroup | None = None
         self._lost: FzeroError | None = None
+        self.at_failure: list[Callable[[], None]] = []  # what else is to be done when ranks lose each other
         if len(ranks) > 1:
             gloo = [group for group in groups if _is_control(group, len(ranks), self.timeout)]
             self.group = gloo[0] if gloo else self._made()
@@ -79,6 +80,8 @@ class Control:
     def _hang_up(self) -> None:
         """Close this rank's connections, or ranks that wait for this one would do so until their timeout. gloo closes
         all of a group's when a wait times out, so each of them waits a moment for what nobody sends."""
+        for act in self.at_failure:
+            act()
         for group in self._groups:
             for peer in _peers(group):
                 with suppress(RuntimeError):

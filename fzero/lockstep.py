@@ -20,6 +20,7 @@ from fzero.ops import Node
 from fzero.optim.kernels import fused_adamw_
 from fzero.program import Program
 from fzero.randomness import drawn, fold, step_seed
+from fzero.transports.reduction import JOINS
 
 Values = list[Any]  # one a rank
 Watch = Callable[[Node, list[dict[Node, Any]]], None]
@@ -224,13 +225,8 @@ def _started(result: Tensor, sent: Sequence[Tensor]) -> _Pending:
     return _Pending(result, sent, [x._version for x in sent])
 
 
-_JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum
-}  # fmt: skip
-
-
 def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
     """The values of all ranks to one, in rank order."""
-    join = _JOINS[op]
+    join = JOINS[op]
     total = functools.reduce(join, values)
     return total / len(values) if op == "avg" else total

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import Outcome, can_read_memory, run_cases, values
+from ranks import Outcome, can_read_memory, run, run_cases, values
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fzero import VirtualMesh, buffers
+from fzero import FzeroError, VirtualMesh, buffers
 from fzero.layout import Layout, Leaf, Wire, wire
 from fzero.live import live
-from fzero.transports import Native, PointToPoint, SameHost, Transport, memory, same_host
+from fzero.transports import Native, PointToPoint, SameHost, Transport, board, memory, same_host
+from fzero.transports.reduction import JOINS
 from fzero.transports.worker import Worker
 
+SECOND = timedelta(seconds=1)
 LEAVES = Leaf("w", (30, 7)), Leaf("b", (7,)), Leaf("none", (0, 3)), Leaf("u", (50, 11), block=11), Leaf("s", ())
 
 
@@ -71,7 +75,7 @@ def waiting(mesh: DeviceMesh) -> Transport:
     """Reads when it is waited for."""
     transport = live(mesh).transports["fsdp"]
     assert isinstance(transport, SameHost)
-    transport._reader, same_host.SMALL, same_host.PIECE = None, 0, 100
+    transport._reader, same_host.PIECE = None, 100
     return transport
 
 
@@ -120,21 +124,61 @@ def gathered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[
     return right
 
 
+def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
+    """All reductions of small tensors and of one that is large, with a nan and infinities of one rank."""
+    transport, control, right = make(mesh), live(mesh).control, []
+    for shape in ((), (3, 5), (600, 500)):
+        ranks = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.size())]
+        ranks[1].view(-1)[0] = math.nan
+        ranks[0].view(-1)[-1] = math.inf
+        for op, join in JOINS.items():
+            mine = ranks[mesh.get_rank()]
+            found = transport.all_reduce(mine.mT if shape else mine, op, control.begin(op))
+            expected = reduce(join, ranks) / (mesh.size() if op == "avg" else 1)
+            right.append(torch.allclose(found, expected.mT if shape else expected, rtol=1e-5, atol=1e-6, equal_nan=True))
+        count = transport.all_reduce(torch.tensor(mesh.get_rank() + 1), "sum", control.begin("count"))
+        right.append(int(count) == mesh.size() * (mesh.size() + 1) // 2)
+    return right
+
+
+def too_many(mesh: DeviceMesh) -> str:
+    transport = waiting(mesh)
+    same_host.SLOTS = 2
+    begun = live(mesh).control.begin("gather")
+    started = [transport.all_gather(torch.ones(3), begun) for _ in range(2)]
+    with pytest.raises(FzeroError) as caught:
+        transport.all_gather(torch.ones(3), begun)
+    assert all(pending.wait().equal(torch.ones(3 * mesh.size())) for pending in started)
+    transport.settle()
+    transport.all_gather(torch.ones(3), begun).wait()
+    same_host.SLOTS = board.SLOTS
+    return str(caught.value)
+
+
+def left(mesh: DeviceMesh) -> None:
+    """Ends at once behind the last gather that others read from it."""
+    transport = waiting(mesh)
+    transport.all_gather(torch.ones(100), live(mesh).control.begin("gather")).wait()
+    transport.settle()
+
+
 def first_words(mesh: DeviceMesh) -> list[bool]:
     """What is found out about each other's memory, where nothing hinders, elsewhere, and where reading is refused."""
     group = mesh.get_group()
-    found = [memory.processes(group) is not None]
-    place, memory._place = memory._place, lambda: (f"host {mesh.get_rank()}",)
-    found.append(memory.processes(group) is not None)
-    memory._place = place
+    found = [board.common_board(group, SECOND) is not None]
+    place, board._place = board._place, lambda: (f"host {mesh.get_rank()}",)
+    found.append(board.common_board(group, SECOND) is not None)
+    board._place = place
     if mesh.get_rank() == 1:
-        memory._is_readable = lambda other: False  # type: ignore[assignment]
-    return [*found, memory.processes(group) is not None]
+        board._is_readable = lambda other: False  # type: ignore[assignment]
+    return [*found, board.common_board(group, SECOND) is not None]
 
 
 CASES: dict[str, Callable[[DeviceMesh], Any]] = {
     **{f"scattered {name}": partial(scattered, make) for name, make in TRANSPORTS.items()},
     **{f"gathered {name}": partial(gathered, make) for name, make in TRANSPORTS.items()},
+    **{f"reduced {name}": partial(reduced, make) for name, make in TRANSPORTS.items()},
+    "too many": too_many,
     "first words": first_words,
 }
 
@@ -156,6 +200,21 @@ def test_a_scatter_is_the_mean_in_rank_order(outcomes: dict[str, list[Outcome]],
 def test_a_gather_is_what_blocks_were(outcomes: dict[str, list[Outcome]], name: str) -> None:
     for right in values(outcomes[f"gathered {name}"]):
         assert all(right) and len(right) == 12
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_reduction_is_that_of_all_ranks(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for right in values(outcomes[f"reduced {name}"]):
+        assert all(right) and len(right) == 15
+
+
+def test_more_collectives_at_once_than_there_are_slots(outcomes: dict[str, list[Outcome]]) -> None:
+    for message in values(outcomes["too many"]):
+        assert message.startswith("gather: 2 collectives were started since gather, which goes on; wait for some")
+
+
+def test_a_rank_may_end_as_soon_as_all_others_have_read() -> None:
+    run(3, left, lost=[0, 1, 2])
 
 
 def test_memory_is_read_only_where_every_rank_can(outcomes: dict[str, list[Outcome]]) -> None:

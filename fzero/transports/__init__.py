@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fzero.control import Control
 from fzero.transports.alone import Alone
-from fzero.transports.memory import processes
+from fzero.transports.board import common_board
 from fzero.transports.native import Native
 from fzero.transports.pending import Pending, Transport
 from fzero.transports.point_to_point import PointToPoint
@@ -26,5 +26,5 @@ def transport(group: dist.ProcessGroup, device: str, control: Control) -> Transp
     if device != "cpu" and dist.get_backend(group) != "gloo":
         return Native(group, control.twin(group))
     with control.begin("the first word of ranks to each other"):
-        found = processes(group) if device == "cpu" else None
-    return PointToPoint(group, control.timeout) if found is None else SameHost(group, control.timeout, found)
+        found = common_board(group, control.timeout) if device == "cpu" else None
+    return PointToPoint(group, control.timeout) if found is None else SameHost(group, control, found)

@@ -17,6 +17,15 @@ OPS = {
 }
 
 
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+"""How two ranks' values join; nan where one of them is."""
+
+
 def is_extreme(x: Tensor, op: str) -> bool:
     """Whether this is a reduction in which backends treat nan differently."""
     return op in ("max", "min") and x.is_floating_point()
