@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from environments import deepspeed_version
 
 
 def machine() -> dict[str, Any]:
@@ -20,6 +21,7 @@ def machine() -> dict[str, Any]:
         "command": " ".join(["python", *sys.argv]),
         "commit": commit(),
         "torch": torch.__version__,
+        "deepspeed": deepspeed_version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor(),

@@ -1,94 +1,69 @@
-"""One training step of fzero (stage 3) and of FSDP2, side by side: seconds and peak tensor bytes.
+"""Seconds of one training step of fzero and of its peers, side by side.
 
-    python benchmarks/step.py --size S
-    python benchmarks/step.py --size M --floor --json benchmarks/results/step-m.json
+    python benchmarks/step.py                                            # ddp, fsdp2, fzero-3 and the floor, size S
+    python benchmarks/step.py --size M --contenders fzero-1,fzero-2,fzero-3,ddp,fsdp2,deepspeed-3,floor
+    python benchmarks/step.py --size M --contenders all --ranks 4 --json benchmarks/results/step.json
 
-Times are taken in one launch that holds all contenders and lets them take turns, so that a slow minute of the machine
-hits all alike; each starts from the same weights and data, and the losses of fzero and FSDP2 must agree at every step.
-Memory is measured in a launch for each contender alone, over a few steady steps: nothing of one can hide in the
-allocator of the other, and the meter's thread slows down no clock. `examples/measure.py` says what is counted.
+All contenders of this environment live in the same processes, those of another in processes beside them, and all take
+turns, so that a slow minute of the machine hits all alike. Each starts from the same weights and data, and the losses
+of those that train must agree at every step, or the run fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import asdict, replace
-from pathlib import Path
-from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from launch import launch
+import flags
+import torch
+from contenders import CONTENDERS, TRAINING, able
+from launch import run
 from machine import machine
+from quartiles import Quartiles, quartiles
 from runs import SIZES, Plan
 
 Results = dict[str, dict[str, Any]]
 
-
-class Row(NamedTuple):
-    """What a contender's steps cost on rank 0, and its memory on the rank that has most."""
-
-    milliseconds: float  # median
-    quartiles: tuple[float, float]  # the first and the third
-    time_ratio: float
-    peak: int  # bytes
-    state: int  # bytes
-    memory_ratio: float
-
-
-STEPS = {"S": 10, "M": 3}
+CONTESTANTS = "ddp,fsdp2,fzero-3,floor"
+STEPS = {"tiny": 3, "S": 10}  # 3 for larger sizes
 TOLERANCE = {False: 1e-3, True: 3e-2}
 """Greatest relative difference of two losses, without and with bf16: rounding, grown by the steps before."""
 
 
-def main(flags: argparse.Namespace) -> None:
+class Row(NamedTuple):
+    """What a contender's steps cost on rank 0; `ratio` is to FSDP2's median, or to that of who is first."""
+
+    milliseconds: Quartiles
+    ratio: float
+    difference: float | None  # greatest relative one of its losses; None where it does not train as the others do
+
+
+def main(given: argparse.Namespace) -> None:
     """Measures, prints the table and writes the record; fails when the losses disagree."""
-    plan = plan_of(flags)
-    results = measured(plan, flags.ranks, flags.timeout)
-    rows, difference = summary(results), loss_difference(results)
-    print(table(plan, flags.ranks, rows))
-    print(f"losses of fzero and fsdp2 differ by at most {difference:.1e} of their size")
-    predicted, peak = (results["fzero"][key] / 2**20 for key in ("predicted", "peak"))
-    print(f"fzero predicted a peak of {predicted:.1f} MiB before it ran, {predicted / peak:.3f} of what was measured")
-    if flags.json:
-        record = {"plan": asdict(plan), "gpt": asdict(SIZES[plan.size]), "ranks": flags.ranks} | machine()
-        record |= {"summary": {name: row._asdict() for name, row in rows.items()}, "loss_difference": difference}
-        flags.json.write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
-    if not difference <= TOLERANCE[plan.bf16]:
-        sys.exit(f"losses differ by more than {TOLERANCE[plan.bf16]:.1e}: the two did not train alike")
+    plan = plan_of(given)
+    results = run(plan, given.ranks, given.timeout)
+    rows = summary(results)
+    print(table(plan, given.ranks, rows))
+    record = plan.record() | {"ranks": given.ranks} | machine()
+    record |= {"summary": {name: row._asdict() for name, row in rows.items()}, "results": results}
+    flags.write(given.json, record)
+    check(rows, TOLERANCE[plan.bf16])
 
 
-def plan_of(flags: argparse.Namespace) -> Plan:
-    """The timed launch that the flags ask for."""
-    contenders = ("fsdp2", "fzero", "floor") if flags.floor else ("fsdp2", "fzero")
-    steps = flags.steps or STEPS[flags.size]
-    return Plan(contenders, flags.size, "time", flags.rounds, steps, flags.device, flags.bf16)
-
-
-def measured(plan: Plan, ranks: int, timeout: float) -> Results:
-    """Per contender: `seconds` [rounds][steps], `losses` [rounds * steps], `peak`, `state` and `predicted` bytes."""
-    results = launch(plan, ranks, timeout)
-    for name in plan.contenders:
-        results[name] |= launch(replace(plan, contenders=(name,), meter="memory"), ranks, timeout)[name]
-    return results
-
-
-def loss_difference(results: Results) -> float:
-    """Greatest relative difference between the losses of fzero and of FSDP2 at a step."""
-    pairs = zip(results["fzero"]["losses"], results["fsdp2"]["losses"], strict=True)
-    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+def plan_of(given: argparse.Namespace) -> Plan:
+    """The timed run that the flags ask for."""
+    names = [*TRAINING, "floor"] if given.contenders == "all" else given.contenders.split(",")
+    steps = given.steps or STEPS.get(given.size, 3)
+    return Plan(able(tuple(names), given.device), given.size, "time", given.rounds, steps, given.device, given.bf16)
 
 
 def summary(results: Results) -> dict[str, Row]:
-    """A row for each contender, with ratios to FSDP2."""
-    base = median(milliseconds(results["fsdp2"]))
-    rows = {}
-    for name, result in results.items():
-        low, middle, high = quantiles(milliseconds(result), n=4, method="inclusive")
-        ratios = middle / base, result["peak"] / results["fsdp2"]["peak"]
-        rows[name] = Row(middle, (low, high), ratios[0], result["peak"], result["state"], ratios[1])
-    return rows
+    """A row for each contender."""
+    times = {name: quartiles(milliseconds(result)) for name, result in results.items()}
+    base = times.get("fsdp2", next(iter(times.values()))).median
+    differences = loss_differences(results)
+    return {name: Row(time, time.median / base, differences.get(name)) for name, time in times.items()}
 
 
 def milliseconds(result: dict[str, Any]) -> list[float]:
@@ -96,37 +71,43 @@ def milliseconds(result: dict[str, Any]) -> list[float]:
     return [1000 * seconds for turn in result["seconds"] for seconds in turn]
 
 
+def loss_differences(results: Results) -> dict[str, float]:
+    """Contender that trains -> greatest relative difference of its losses to those of the first of them, at a step."""
+    losses = {name: torch.tensor(result["losses"]) for name, result in results.items() if name in TRAINING}
+    first = next(iter(losses.values()), torch.tensor([]))
+    return {name: ((own - first).abs() / first.abs()).max().item() for name, own in losses.items()}
+
+
+def check(rows: dict[str, Row], tolerance: float) -> None:
+    """Exit with an error where losses differ by more than the tolerance, or are not numbers."""
+    apart = [name for name, row in rows.items() if row.difference is not None and not row.difference <= tolerance]
+    if apart:
+        sys.exit(f"losses of {', '.join(apart)} differ by more than {tolerance:.1e}: they did not train alike")
+
+
 def table(plan: Plan, ranks: int, rows: dict[str, Row]) -> str:
     """What is compared, and a line for each contender."""
-    size, precision = SIZES[plan.size], "bf16" if plan.bf16 else "fp32"
-    sizes = f"GPT {size.layers} x d{size.dim}, vocab {size.vocab}, {size.batch} x {size.seq} tokens a rank, {precision}"
-    head = f"{'':<8}{'ms a step':>11}{'quartiles':>18}{'ratio':>8}{'peak MiB':>12}{'at rest':>10}{'ratio':>8}"
-    lines = (line(name, row) for name, row in rows.items())
-    return "\n".join([f"size {plan.size}: {sizes}, {ranks} rank(s) on {plan.device}", head, *lines])
+    precision = "bf16" if plan.bf16 else "fp32"
+    head = f"{'':<20}{'ms a step':>11}{'quartiles':>20}{'ratio':>8}{'losses apart':>15}"
+    title = f"size {plan.size}: {SIZES[plan.size]}, {precision}, {ranks} rank(s) on {plan.device}"
+    return "\n".join([title, head, *(line(name, row) for name, row in rows.items())])
 
 
 def line(name: str, row: Row) -> str:
     """One line of the table."""
-    spread = "{:.1f} - {:.1f}".format(*row.quartiles)
-    memory = f"{row.peak / 2**20:>12.1f}{row.state / 2**20:>10.1f}{row.memory_ratio:>8.2f}"
-    return f"{name:<8}{row.milliseconds:>11.1f}{spread:>18}{row.time_ratio:>8.2f}{memory}"
+    low, median, high = row.milliseconds
+    spread = f"{low:.1f} - {high:.1f}"
+    apart = "-" if row.difference is None else f"{row.difference:.1e}"
+    return f"{name:<20}{median:>11.1f}{spread:>20}{row.ratio:>8.2f}{apart:>15}"
 
 
 def parse() -> argparse.Namespace:
     """The flags of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="S")
+    parser = flags.parser(__doc__)
+    parser.add_argument("--contenders", default=CONTESTANTS, help=f"all, or some of {','.join(CONTENDERS)}")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
-    parser.add_argument("--steps", type=int, help="steps a turn (10 for S, 3 for M)")
-    parser.add_argument("--floor", action="store_true", help="also ranks that do not communicate")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cores, or NCCL on GPUs")
-    parser.add_argument("--ranks", type=int, help="2 on cpu, 1 on cuda")
-    parser.add_argument("--bf16", action="store_true", help="cast weights to bf16 for compute and all-gathers")
-    parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for a launch")
-    flags = parser.parse_args()
-    flags.ranks = flags.ranks or {"cpu": 2, "cuda": 1}[flags.device]
-    return flags
+    parser.add_argument("--steps", type=int, help="steps a turn (10 for S, 3 for larger ones)")
+    return flags.parsed(parser)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,49 @@
-"""One rank of a benchmark. `step.py` starts it under torchrun with a plan to read and a file for rank 0 to write."""
+"""One rank of a comparison. `launch.py` starts it under torchrun with a plan to read, a file for rank 0 to write and
+the port of the store that says whose turn it is."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import time
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, Batch, Contender
+from contenders import CONTENDERS
+from counting import count
 from gpt import GPT, GPTConfig
-from measure import measure, nbytes
+from measure import growth, nbytes
 from runs import SIZES, Plan
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from training import Batch, Contender
+from turns import Turns
 
 WARM_UP_STEPS = 2
 STUCK = timedelta(minutes=3)
 """A collective that takes longer than this ends the run."""
 
 
-def main(plan: Plan, out: Path) -> None:
-    """Writes what the plan's meter shows for each of its contenders."""
+def main(plan: Plan, out: Path, turns: Turns) -> None:
+    """Writes what the plan's meter shows for each of its contenders that is here."""
     mesh, device = start(plan)
     batch = make_batch(plan, device)
-    contenders = {name: set_up(name, plan, mesh, device) for name in plan.contenders}
+    contenders = {name: set_up(name, plan, mesh, device) for name in plan.here}
     for contender in contenders.values():
         for _ in range(WARM_UP_STEPS):
             contender.step(batch)
-    meter = {"time": clock, "memory": weigh}[plan.meter]
-    result = meter(contenders, plan, batch)
+    if plan.meter == "time":
+        result = clock(contenders, plan, batch, turns)
+    elif plan.meter == "memory":
+        result = {name: weigh(contender, plan, batch) for name, contender in contenders.items()}
+    else:
+        result = {name: count(contender, plan, batch, mesh) for name, contender in contenders.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.barrier()
@@ -44,8 +54,10 @@ def start(plan: Plan) -> tuple[DeviceMesh, torch.device]:
     """The mesh of all ranks and this rank's device. Makes the process group."""
     device = torch.device("cpu")
     if plan.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", 0 if plan.one_gpu else int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    if plan.one_gpu:
+        os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"  # NCCL refuses two ranks of one host on one GPU
     dist.init_process_group("nccl" if plan.device == "cuda" else "gloo", timeout=STUCK)
     return init_device_mesh(plan.device, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device
 
@@ -59,22 +71,29 @@ def make_batch(plan: Plan, device: torch.device) -> Batch:
 
 def set_up(name: str, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Contender:
     """The contender, from the same initial weights as all others."""
-    size = SIZES[plan.size]
-    torch.manual_seed(0)
-    config = GPTConfig(vocab=size.vocab, seq=size.seq, dim=size.dim, layers=size.layers, heads=size.dim // 64)
-    return CONTENDERS[name](GPT(config).to(device), mesh, plan.bf16)
+    layers, dim, seq, _, vocab = astuple(SIZES[plan.size])
+    config = GPTConfig(vocab=vocab, seq=seq, dim=dim, layers=layers, heads=dim // 64)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        with device:
+            return GPT(config)
+
+    return CONTENDERS[name](build, mesh, plan.bf16)
 
 
-def clock(contenders: dict[str, Contender], plan: Plan, batch: Batch) -> dict[str, Any]:
+def clock(contenders: dict[str, Contender], plan: Plan, batch: Batch, turns: Turns) -> dict[str, Any]:
     """For each contender, seconds [rounds][steps] on rank 0 and losses [rounds * steps], the mean over ranks."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(plan.rounds):
-        for name, contender in contenders.items():
-            dist.barrier()
-            turn = [timed_step(contender, batch) for _ in range(plan.steps)]
+    turns.ready(contenders, plan.contenders)
+    for number, name in enumerate(plan.turns):
+        if name in contenders:
+            turns.begin(number)
+            turn = [timed_step(contenders[name], batch) for _ in range(plan.steps)]
             seconds[name].append([elapsed for elapsed, _ in turn])
             losses[name] += [mean(loss).item() for _, loss in turn]
+            turns.end(number)
     return {name: {"seconds": seconds[name], "losses": losses[name]} for name in contenders}
 
 
@@ -87,25 +106,28 @@ def timed_step(contender: Contender, batch: Batch) -> tuple[float, Tensor]:
     return time.perf_counter() - begin, loss
 
 
-def weigh(contenders: dict[str, Contender], plan: Plan, batch: Batch) -> dict[str, Any]:
-    """For each contender, peak tensor bytes of a step and bytes of its state at rest, on the rank that has most."""
-    return {name: weigh_one(contender, plan, batch) for name, contender in contenders.items()}
-
-
-def weigh_one(contender: Contender, plan: Plan, batch: Batch) -> dict[str, int]:
-    """As `weigh`, with the peak that the contender predicted; -1 where this platform, or it, cannot tell."""
+def weigh(contender: Contender, plan: Plan, batch: Batch) -> dict[str, int]:
+    """Peak tensor bytes of a step, bytes held between steps, and the peak that the contender predicted, on the rank
+    that has most; -1 where this platform, or it, cannot tell."""
 
     def run() -> None:
         for _ in range(plan.steps):
             contender.step(batch)
 
     device = batch["inputs"].device
-    peak = measure(run, (contender.state(), batch), device).peak
-    held = nbytes(contender.state())
-    predicted = contender.predict(batch) if contender.predict else -1
-    most = torch.tensor([-1 if peak is None else peak, held, predicted], device=device)
+    predicted = contender.program(batch).memory().peak if contender.program else -1
+    state = nbytes(tensors(device))
+    grown = growth(run, device)
+    most = torch.tensor([-1 if grown is None else state + grown, state, predicted], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return dict(zip(("peak", "state", "predicted"), most.tolist()))
+
+
+def tensors(device: torch.device) -> list[Tensor]:
+    """Every tensor on a device that Python knows in this process: no contender needs to tell what it holds."""
+    gc.collect()
+    plain = (Tensor, nn.Parameter)  # others wrap one of these, or are fake
+    return [x for x in gc.get_objects() if type(x) in plain and x.device.type == device.type]
 
 
 def mean(loss: Tensor) -> Tensor:
@@ -116,4 +138,4 @@ def mean(loss: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(Plan.read(Path(sys.argv[1])), Path(sys.argv[2]))
+    main(Plan.read(Path(sys.argv[1])), Path(sys.argv[2]), Turns(int(sys.argv[3])))

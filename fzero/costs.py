@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,33 +72,58 @@ def nbytes(value: Any) -> int:
     return sum(map(nbytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def memory(graph: fx.Graph, layouts: Layouts, state: Sequence[tuple[str | None, int]]) -> Memory:
+def memory(
+    graph: fx.Graph, layouts: Layouts, state: Sequence[tuple[str | None, int]], ranks: Sequence[int] | None = None
+) -> Memory:
     """Walk the graph as generated code runs it: a value dies at its last use, arguments and results do not.
 
     `state` is the bucket, None for a batch, and leaf of each placeholder; slices lie as `partition` puts them, those of
     a bucket in one block with its padding. Counts what a kernel returns and what a collective needs between start and
-    wait, not a kernel's own scratch.
+    wait, not a kernel's own scratch. `ranks` are those of which one has most, by default all: of ranks that hold as
+    much of each leaf the first is looked at, so that thousands cost as much as a few.
     """
-    held = _Held(graph, layouts, state)
-    nodes = list(graph.nodes)
-    peak = functools.reduce(torch.maximum, (during for during, _ in _walk(graph, held)))
-    rank = int(peak.argmax())
-    timeline = [(int(during[rank]), int(behind[rank])) for during, behind in _walk(graph, held)]
+    held = _Held(graph, layouts, state, turns(layouts) if ranks is None else ranks)
+    nodes, changes = list(graph.nodes), list(_changes(graph, held.keys))
+    rank = int(_peaks(changes, held).argmax())
+    nbytes = {key: size if isinstance(size, int) else int(size[rank]) for key, size in held.nbytes.items()}
+    timeline, behind = [], 0
+    for made, freed in changes:
+        during = behind + sum(nbytes[key] for key in made)
+        behind = during - sum(nbytes[key] for key in freed)
+        timeline.append((during, behind))
     at = max(range(len(nodes)), key=lambda i: timeline[i][0])
     return Memory(timeline[at][0], nodes[at].name, [behind for _, behind in timeline])
 
 
-def _walk(graph: fx.Graph, held: _Held) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bytes alive on each rank at each node, and behind it."""
+def turns(layouts: Layouts) -> list[int]:
+    """Ranks in order, with every other of which the last of them before it has slices of equal sizes."""
+    return sorted({0}.union(*(layout.turns(range(len(layout.leaves))) for layout in layouts.values())))
+
+
+def _peaks(changes: Iterable[tuple[list[Key], list[Key]]], held: _Held) -> Tensor:
+    """The most bytes alive on each rank."""
+    live: Any = torch.zeros(len(held.ranks), dtype=torch.int64)
+    peak = live
+    for made, freed in changes:
+        if made:
+            live = live + sum(held.nbytes[key] for key in made)
+            peak = torch.maximum(peak, live)
+        if freed:
+            live = live - sum(held.nbytes[key] for key in freed)
+    return peak
+
+
+def _changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
+    """The storages that each node makes, and those that nothing needs behind it."""
     dying, users = last_uses(graph), Counter[Key]()
-    live: Any = torch.zeros(held.world, dtype=torch.int64)
     for node in graph.nodes:
-        during = live = live + sum(held.nbytes[key] for key in held.keys[node] if not users[key])
-        users.update(held.keys[node])
+        made = [key for key in keys[node] if not users[key]]
+        users.update(keys[node])
+        freed: list[Key] = []
         for dead in dying.get(node, ()):
-            users.subtract(held.keys[dead])
-            live = live - sum(held.nbytes[key] for key in held.keys[dead] if not users[key])
-        yield during, live
+            users.subtract(keys[dead])
+            freed += [key for key in keys[dead] if not users[key]]
+        yield made, freed
 
 
 def last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
@@ -132,14 +156,16 @@ class _At(NamedTuple):
 
 
 class _Held:
-    """The memory of every value of a graph, of each rank along the axis that state is partitioned over.
+    """The memory of every value of a graph, on some ranks along the axis that state is partitioned over.
 
     The graph shows the sizes of one rank's slices. What is computed from a slice elementwise is as long as the slice.
     """
 
-    def __init__(self, graph: fx.Graph, layouts: Layouts, state: Sequence[tuple[str | None, int]]) -> None:
-        self.layouts = layouts
-        self.world = max((layout.world for layout in layouts.values()), default=1)
+    def __init__(
+        self, graph: fx.Graph, layouts: Layouts, state: Sequence[tuple[str | None, int]], ranks: Sequence[int]
+    ) -> None:
+        self.layouts, self.ranks = layouts, torch.tensor(ranks)
+        self._known: dict[tuple[range, int], Tensor] = {}  # where a leaf lies, elements of a shard -> counts
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
         self._at: dict[Node, Any] = {}  # an _At, a list of them, or None
@@ -173,7 +199,7 @@ class _Held:
         """Where each leaf's part begins in each rank's block of a wire."""
         layout = along.layout
         if along.has_gaps:
-            begins = torch.arange(self.world) * layout.shard
+            begins = self.ranks * layout.shard
             return [(layout.leaf_ranges[leaf].start - begins).clamp(min=0) for leaf in along.leaves]
         return list(itertools.accumulate((self._counts(layout, leaf) for leaf in along.leaves[:-1]), initial=0))
 
@@ -182,8 +208,11 @@ class _Held:
         if layout.replicated:
             return layout.leaves[leaf].numel
         where, size = layout.leaf_ranges[leaf], layout.shard
-        begins = torch.arange(self.world) * size
-        return ((begins + size).clamp(max=where.stop) - begins.clamp(min=where.start)).clamp(min=0)
+        if (where, size) not in self._known:
+            begins = self.ranks * size
+            counts = (begins + size).clamp(max=where.stop) - begins.clamp(min=where.start)
+            self._known[where, size] = counts.clamp(min=0)
+        return self._known[where, size]
 
     def _found(self, node: Node) -> tuple[Any, ...]:
         """Where a node's value lies, and other storages that it keeps alive."""
@@ -197,7 +226,7 @@ class _Held:
         if is_call(node, ops.scatter):
             counts = self._counts(self.layouts[node.args[1]], node.args[2])
             return (self._new(node, value, _wire_of(node, self.layouts).stride)._replace(counts=counts),)
-        if is_call(node, ops.whole) and len(_wire_of(node, self.layouts).pieces(node.args[3])) > 1:
+        if is_call(node, ops.whole) and not _wire_of(node, self.layouts).is_joined(node.args[3]):
             return (self._new(node, value, value.numel()),)  # in pieces, which are copied together
         if is_call(node, ops.take, ops.part):
             leaf = node.args[2] if is_call(node, ops.take) else node.args[2][node.args[3]]
@@ -254,27 +283,27 @@ class _Held:
         """Where the result of a collective that is under way lies, and what it needs besides."""
         value, along = node.meta["val"], _wire_of(node, self.layouts)
         gathers = is_call(node, ops.all_gather)
-        sent = self._gathered(node, along) if gathers else [self._scattered(node, along)]
+        sent = self._gathered(node, along) if gathers else self._scattered(node, along)
         if (along.layout.world if gathers else along.layout.mesh.size()) == 1:
             return (sent[0],)  # one rank: what it gets is what it sends
         received = (node, "received")  # by a reduce-scatter from other ranks than one
-        self.nbytes[received] = 0 if gathers else max(self.world - 2, 0) * nbytes(value)
+        self.nbytes[received] = 0 if gathers else max(along.layout.world - 2, 0) * nbytes(value)
         return self._new(node, value), received, *(at.key for at in sent)
 
     def _gathered(self, node: Node, along: Wire) -> list[_At]:
         """What an all-gather sends: a packed copy, or the slices as they lie on ranks where they adjoin."""
         slices, size = [self._at[x] for x in node.args[0]], node.meta["val"].element_size()
-        first, base, stored = torch.full((3, self.world), -1)  # which slice is the first with elements; of its memory
-        adjoin = torch.ones(self.world, dtype=torch.bool)
-        for i, (at, start) in enumerate(zip(slices, self._starts(along))):
-            begin = at.starts - start if at.starts is not None else -1
-            is_filled = torch.as_tensor(at.counts > 0)
-            is_first = is_filled & (first < 0)
-            first, base = torch.where(is_first, i, first), torch.where(is_first, begin, base)
-            stored = torch.where(is_first, self.nbytes[at.key], stored)
-            shares = torch.tensor([other.key == at.key for other in slices])[first]
-            adjoin &= ~is_filled | (shares & (base == begin))
-        adjoin &= (base >= 0) & ((base + along.stride) * size <= stored)
+        begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._starts(along))]
+        storages = list(dict.fromkeys(at.key for at in slices))
+        counts, begin, stored, storage = map(self._rows, (  # [S, R]  S slices, R ranks
+            [at.counts for at in slices], begins, [self.nbytes[at.key] for at in slices],
+            [storages.index(at.key) for at in slices],
+        ))  # fmt: skip
+        filled = counts > 0
+        first = filled.long().argmax(0)  # which slice is the first with elements
+        base, room, home = (rows.gather(0, first[None])[0] for rows in (begin, stored, storage))
+        adjoin = filled.any(0) & (base >= 0) & ((base + along.stride) * size <= room)
+        adjoin &= (~filled | ((begin == base) & (storage == home))).all(0)
         views = [slices[i] for i in first[adjoin].unique().tolist()]
         if bool(adjoin.all()):
             return views
@@ -282,16 +311,24 @@ class _Held:
         self.nbytes[packed] = torch.where(adjoin, 0, along.stride * size)
         return [_At(packed, along.stride), *views]
 
-    def _scattered(self, node: Node, along: Wire) -> _At:
-        """What a reduce-scatter sends: a packed copy, unless it is one leaf that fills the buffer."""
-        given = node.args[0][0].meta["val"]
-        if (
-            len(node.args[0]) == 1 == len(along.layout.leaves)
-            and given.numel() == along.numel
-            and given.is_contiguous()
-        ):
-            return self._at[node.args[0][0]]
-        return self._new((node, "packed"), given, along.numel)
+    def _rows(self, values: Sequence[Tensor | int]) -> Tensor:
+        """A row for each value, with what it is on each rank."""
+        return torch.stack([torch.as_tensor(value).expand(len(self.ranks)) for value in values])
+
+    def _scattered(self, node: Node, along: Wire) -> list[_At]:
+        """What a reduce-scatter sends: on CPU the leaves as they lie, if that is in order; else a packed copy, unless
+        it is one leaf that fills the buffer."""
+        given = [x.meta["val"] for x in node.args[0]]
+        if given[0].device.type == "cpu" and along.layout.mesh.size() > 1:
+            flats = ((node, i) for i in range(len(given)))
+            return [
+                self._at[x] if full.is_contiguous() else self._new(key, full)
+                for key, x, full in zip(flats, node.args[0], given)
+            ]
+        alone = len(given) == 1 == len(along.layout.leaves) and given[0].numel() == along.numel
+        if alone and given[0].is_contiguous():
+            return [self._at[node.args[0][0]]]
+        return [self._new((node, "packed"), given[0], along.numel)]
 
 
 def _wire_of(node: Node, layouts: Layouts) -> Wire:

@@ -13,7 +13,7 @@ before the leaf shift it there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -114,6 +114,16 @@ class Layout:
         mine = self.rank_range(rank)
         return shift(intersect(mine, self.leaf_ranges[leaf]), -mine.start)
 
+    def turns(self, leaves: Iterable[int]) -> set[int]:
+        """Ranks, 0 among them, with every other of which the last of them before it holds as many elements of each of
+        these leaves, in the same place of what it holds of the bucket. Four a leaf at most, whatever the world."""
+        ranks = {0}
+        for where in (self.leaf_ranges[leaf] for leaf in leaves):
+            if where and not self.replicated:
+                first, last = where.start // self.shard, (where.stop - 1) // self.shard
+                ranks |= {first, first + 1, last, last + 1}
+        return {rank for rank in ranks if rank < self.world}
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.bucket, self.leaves, self.mesh, self.align, self.replicated))
@@ -152,7 +162,7 @@ class Wire:
         """Elements of a block: the largest rank's, padded to the layout's alignment."""
         if self.is_complete:
             return self.layout.shard
-        most = max(sum(map(len, self.parts(rank))) for rank in range(self.layout.world))
+        most = max(sum(map(len, self.parts(rank))) for rank in self.layout.turns(self.leaves))
         return pad(most, self.layout.align)
 
     @property
@@ -171,6 +181,19 @@ class Wire:
         if self.has_gaps:
             return tuple(self.layout.slot(leaf, rank) for leaf in self.leaves)
         return tile(map(len, self.parts(rank)))
+
+    def is_joined(self, position: int) -> bool:
+        """Whether the leaf at `position` of `leaves` lies in one piece in the buffer, or is empty."""
+        whole = self.layout.leaf_ranges[self.leaves[position]]
+        if self.is_complete or not whole:
+            return True
+        first, last = whole.start // self.layout.shard, (whole.stop - 1) // self.layout.shard
+        among = [rank for rank in self.layout.turns(self.leaves) if first <= rank <= last]
+        blocks = [self.block(rank)[position] for rank in among]
+        return all(
+            (rank == last or block.stop == self.stride) and (rank == first or block.start == 0)
+            for rank, block in zip(among, blocks)
+        )
 
     @cache  # noqa: B019
     def pieces(self, position: int) -> tuple[range, ...]:

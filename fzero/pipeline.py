@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from fzero import tree
 from fzero.errors import FzeroError
 from fzero.passes.resolve import resolve
 from fzero.program import Program
+from fzero.rates import Rates
 from fzero.sharded import Sharded
 from fzero.tracing import trace
 
@@ -26,7 +28,8 @@ class Pipeline(Generic[T]):
 
     def __init__(self, fn: Callable[..., Any], on: Any, passes: Sequence[Pass], finish: Callable[[Program], T]) -> None:
         self.fn, self.on, self.passes, self.finish = fn, on, passes, finish
-        self._made: dict[Any, T] = {}
+        self._made: list[tuple[Any, T]] = []  # with the signature of each
+        self._measured: Rates | None = None
 
     def program(self, args: tuple[Any, ...]) -> Program:
         """The program for these arguments, made anew.
@@ -34,57 +37,88 @@ class Pipeline(Generic[T]):
         Raises:
             FzeroError: for state of another mesh, or a constant that does not hash.
         """
-        self._signature(*tree.flatten(args))
-        program = resolve(trace(self.fn, args, self.on.mesh))
+        self._check(*tree.flatten(args))
+        program = replace(resolve(trace(self.fn, args, self.on.mesh)), measured=self._measured)
         for rewrite in self.passes:
             program = rewrite(program)
         return program
 
+    def remake(self, measured: Rates) -> None:
+        """Make programs anew when they are next asked for, for a machine with these rates."""
+        self._measured = measured
+        self._made.clear()
+
     def made(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
-        """What was made for arguments of this signature, or is now. Raises as `program`."""
-        signature = self._signature(leaves, treedef)
-        if signature not in self._made:
-            if self._made:
-                _log.warning("%r is traced again: its arguments differ from the %d seen", self.fn, len(self._made))
-            self._made[signature] = self.finish(self.program(tree.unflatten(treedef, leaves)))
-        return self._made[signature]
+        """What was made for arguments of this signature, or is now. Raises as `program`.
 
-    def _signature(self, leaves: list[Any], treedef: tree.TreeDef) -> Any:
-        return treedef, tuple([_signature(i, leaf, treedef, self.on) for i, leaf in enumerate(leaves)])
+        Signatures are compared, not hashed: those of state are the very ones that `Returned` gave it.
+        """
+        signature = (
+            treedef,
+            [(leaf._signature or leaf.signature) if leaf.__class__ is Sharded else _signature(leaf) for leaf in leaves],
+        )
+        for known, made in self._made:
+            if known == signature:
+                return made
+        self._check(leaves, treedef)
+        if self._made:
+            _log.warning("%r is traced again: its arguments differ from the %d seen", self.fn, len(self._made))
+        made = self.finish(self.program(tree.unflatten(treedef, leaves)))
+        self._made.append((signature, made))
+        return made
+
+    def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
+        """Refuse state of another mesh, and constants that do not hash."""
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Sharded):
+                if leaf.on is not self.on:
+                    raise _of_another_mesh(leaf, self.on)
+            elif not isinstance(leaf, Tensor) and not _hashes(leaf):
+                raise FzeroError(
+                    f"argument {tree.dotted(tree.keys(treedef)[position])}",
+                    f"a {type(leaf).__name__} is no tensor and does not hash",
+                    "give a tensor or a number",
+                )
 
 
-def returned(program: Program, outputs: Sequence[Tensor], on: Any) -> Any:
-    """What the step returns, given the tensors that its program does."""
-    tensors = iter(outputs)
-    return tree.unflatten(
-        program.out_tree,
-        [
-            result.constant
-            if result.is_constant
-            else next(tensors)
-            if result.bucket is None
-            else Sharded(next(tensors), program.layouts[result.bucket], result.leaf, on)
-            for result in program.results
-        ],
-    )
+class Returned:
+    """What a step returns, given the tensors that its program does."""
+
+    def __init__(self, program: Program, on: Any) -> None:
+        self._out_tree, self._on = program.out_tree, on
+        self._constants = [(i, result.constant) for i, result in enumerate(program.results) if result.is_constant]
+        self._state = [
+            (i, program.layouts[result.bucket], result.leaf)
+            for i, result in enumerate(program.tensor_results)
+            if result.bucket is not None
+        ]
+        self._signatures: list[Any] = [None] * len(self._state)  # of what is returned first, and so of all
+
+    def __call__(self, outputs: Sequence[Tensor]) -> Any:
+        leaves: list[Any] = list(outputs)
+        for (i, layout, leaf), signature in zip(self._state, self._signatures):
+            leaves[i] = value = Sharded(leaves[i], layout, leaf, self._on)
+            value._signature = signature
+        if None in self._signatures:
+            self._signatures = [leaves[i].signature for i, _, _ in self._state]
+        for i, constant in self._constants:
+            leaves.insert(i, constant)
+        return tree.unflatten(self._out_tree, leaves)
 
 
-def _signature(position: int, leaf: Any, treedef: tree.TreeDef, on: Any) -> Any:
-    """What of an argument's leaf decides whether a traced program fits it."""
-    if isinstance(leaf, Sharded):
-        if leaf.on is not on:
-            raise _of_another_mesh(leaf, on)
-        return leaf.layout, leaf.index, leaf.local.dtype
+def _signature(leaf: Any) -> Any:
+    """What of an argument's leaf that is not state decides whether a traced program fits it."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+    return type(leaf), leaf
+
+
+def _hashes(leaf: Any) -> bool:
     try:
         hash(leaf)
     except TypeError:
-        where = tree.dotted(tree.keys(treedef)[position])
-        raise FzeroError(
-            f"argument {where}", f"a {type(leaf).__name__} is no tensor and does not hash", "give a tensor or a number"
-        ) from None
-    return type(leaf), leaf
+        return False
+    return True
 
 
 def _of_another_mesh(leaf: Sharded, on: Any) -> FzeroError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,10 @@ from fzero.layout import Layout
 from fzero.listing import listing
 from fzero.mesh import VirtualMesh
 from fzero.ops import Node, is_call, shares_memory
+from fzero.rates import Rates, guessed
+from fzero.timeline import Costs, Timeline, costs, timeline
 from fzero.tree import TreeDef
+from fzero.work import device_type
 
 _INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
 
@@ -55,7 +58,8 @@ class Program:
     """A step as one graph that every rank of `mesh` runs. Passes take a program and return another.
 
     `graph` is a `torch.fx.Graph` whose placeholders are `arguments` in order and whose output is a list of the
-    tensors among `results`. `layouts` says what a bucket's name means in it.
+    tensors among `results`. `layouts` says what a bucket's name means in it. `measured` is how fast the machine is,
+    where that is known.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Program:
     mesh: VirtualMesh
     fake_mode: Any = field(repr=False)
     notes: tuple[str, ...] = ()
+    measured: Rates | None = None
 
     def copy(self, note: str | None = None) -> Program:
         """A program with a graph of its own, for a pass to change; `note` says which pass that is."""
@@ -122,6 +127,19 @@ class Program:
         """Bytes of tensors that are alive on the rank that has most, arguments included, node by node."""
         return memory(self.graph, self.layouts, [(argument.bucket, argument.leaf) for argument in self.arguments])
 
+    @property
+    def rates(self) -> Rates:
+        """How fast the machine is: as measured, or else a guess from the type of device."""
+        return self.measured or guessed(device_type(self.graph))
+
+    def costs(self) -> Costs:
+        """Seconds of each node, and of the collectives that it starts, by `rates`."""
+        return costs(self.graph, self.layouts, self.mesh, self.rates)
+
+    def timeline(self, rates: Rates | None = None) -> Timeline:
+        """When a step computes and communicates, simulated before anything runs: by these rates, or the program's."""
+        return timeline(self.name, self.graph, self.layouts, self.mesh, rates or self.rates)
+
     def __str__(self) -> str:
         return listing(self.name, self.graph, self.layouts, self.mesh, self.memory().peak)
 
@@ -139,6 +157,14 @@ class Program:
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
         self.refresh([new])
+
+    def substitute_all(self, news: Mapping[Node, Node]) -> None:
+        """`substitute` each key by its value, all at once: an operation may take a list of as many as there are."""
+        for user in dict.fromkeys(user for old in news for user in old.users):
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: news.get(node, node))
+        for old in news:
+            self.graph.erase_node(old)
+        self.refresh(news.values())
 
     def refresh(self, nodes: Iterable[Node]) -> None:
         """Let what shares memory with nodes that it has been given in place of others learn whose that now is."""

@@ -18,7 +18,8 @@ Lists = Sequence[Tensor]
 
 
 class Runtime:
-    """Performs the operations of one program, in which a bucket is a key of `layouts`: methods are named as `ops`."""
+    """Performs the operations of one program, in which a bucket is a key of `layouts`: methods are named as `ops`, and
+    there is one for each that is no view of a buffer in one piece."""
 
     def __init__(self, on: Live, layouts: dict[str | None, Layout]) -> None:
         self.on, self.layouts = on, layouts
@@ -49,9 +50,6 @@ class Runtime:
 
     def whole(self, buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
         return buffers.whole(buffer, wire(self.layouts[bucket], tuple(leaves)), position, shape)
-
-    def part(self, block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
-        return buffers.part(block, wire(self.layouts[bucket], tuple(leaves)), self.on.rank, position)
 
     def adamw(
         self, params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float

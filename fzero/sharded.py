@@ -34,10 +34,11 @@ class Sharded:
     itself, in its shape. A `Sharded` is immutable: write `p = p - g`.
     """
 
-    __slots__ = ("_full", "_level", "_local", "index", "layout", "on")
+    __slots__ = ("_full", "_level", "_local", "_signature", "index", "layout", "on")
 
     def __init__(self, local: Tensor, layout: Layout, index: int, on: Primitives) -> None:
         self._local: Tensor | None = local
+        self._signature: tuple[Any, ...] | None = None
         self.layout, self.index, self.on = layout, index, on
         self._full: Tensor | None = None
         self._level = levels.depth() if on.is_tracing else 0
@@ -56,6 +57,17 @@ class Sharded:
                 "use the value that the step returned, or make the step with shard(..., donate=False)",
             )
         return self._local
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What of it decides whether a traced program fits it. Made once; raises as `local`."""
+        if self._signature is None:
+            self._signature = self.layout, self.index, self.on, self.local.dtype, self.local.device
+        return self._signature
+
+    def give_up(self) -> None:
+        """Let go of the slice, whose memory a step takes: this value cannot be used any more."""
+        self._local = self._signature = None
 
     @property
     def leaf(self) -> Leaf:

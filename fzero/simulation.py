@@ -15,7 +15,7 @@ from fzero.errors import FzeroError
 from fzero.lockstep import Seat, Watch, run, seats
 from fzero.mesh import VirtualMesh
 from fzero.passes import defaults, verify
-from fzero.pipeline import Pass, Pipeline, returned
+from fzero.pipeline import Pass, Pipeline, Returned
 from fzero.program import Program, Result
 from fzero.sharded import Sharded
 from fzero.streaming import place
@@ -76,10 +76,10 @@ class Simulation:
         arguments = self._arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
-                value._local = None
+                value.give_up()
         outputs = run(program, arguments, watch)
         joined = [self._join(program, result, list(row)) for result, row in zip(program.tensor_results, zip(*outputs))]
-        return returned(program, joined, self._pipeline.on)
+        return Returned(program, self._pipeline.on)(joined)
 
     def _of_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""

@@ -10,11 +10,16 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.agreement import agree, digest
-from fzero.linking import Runner, link
+from fzero.calibration import calibrated
+from fzero.compilation import compiled
+from fzero.errors import FzeroError
+from fzero.fragments import outline
+from fzero.linking import Compile, Runner, link
 from fzero.live import Live, live
 from fzero.passes import defaults, verify
-from fzero.pipeline import Pass, Pipeline, returned
+from fzero.pipeline import Pass, Pipeline, Returned
 from fzero.program import Program
+from fzero.rates import Rates
 from fzero.runtime import Runtime
 from fzero.sharded import Sharded
 
@@ -25,6 +30,7 @@ def shard(
     *,
     stage: int = 3,
     donate: bool = True,
+    compile: bool = False,
     passes: Sequence[Pass] | None = None,
 ) -> Step:
     """`fn` as a step that every rank of `mesh` runs, on `Sharded` state and on its part of the batch.
@@ -36,17 +42,28 @@ def shard(
 
     `stage` 3 gathers each layer's parameters for each use, 2 keeps them from first to last use, 1 keeps whole gradients
     too. With `donate` a step that updates state (`p + u`) does it in place, and the `Sharded` values that it was given
-    become unusable. `passes` replaces the default ones, each a function of a `Program` to a `Program`.
+    become unusable. With `compile`, inductor makes kernels of what is computed between collectives, once for equal
+    layers: the same step up to rounding, whose first call takes longer (docs/compile.md). `passes` replaces the default
+    ones, each a function of a `Program` to a `Program`.
 
     The step is traced at its first call and again when shapes, dtypes, structure or constants change, which the logger
     "fzero" reports.
+
+    Raises:
+        FzeroError: for a mesh without devices, or another value of an option.
     """
-    return Step(fn, live(mesh), defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify))
+    if not isinstance(compile, bool):
+        raise FzeroError(
+            "compile", f"is {compile!r}", "give True or False; there are no CUDA graphs of whole steps yet"
+        )
+    rewrites = defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify)
+    return Step(fn, live(mesh), rewrites, functools.cache(compiled) if compile else None)
 
 
 class _Compiled(NamedTuple):
     program: Program
     run: Runner
+    returned: Returned
     donated: tuple[int, ...]  # positions among the tensor arguments
     number: int
     lines: list[str]
@@ -55,9 +72,11 @@ class _Compiled(NamedTuple):
 class Step:
     """A sharded step. Call it as the function it was made of; `trace` gives its `Program` without running it."""
 
-    def __init__(self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Compile | None = None
+    ) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._on = on
+        self._on, self._compile = on, compile
         self._pipeline = Pipeline(fn, on, passes, self._link)
 
     def __repr__(self) -> str:
@@ -72,7 +91,26 @@ class Step:
         compiled = self._compiled(leaves, treedef)
         agree(self._on.control, compiled.number, compiled.lines)
         tensors = _unaliased([x for x in leaves if isinstance(x, (Sharded, Tensor))], compiled.donated)
-        return returned(compiled.program, compiled.run(tensors), self._on)
+        return compiled.returned(compiled.run(tensors))
+
+    def calibrate(self, *args: Any) -> Rates:
+        """Measure how fast the ranks compute and communicate, and schedule by that from the next call on. All ranks
+        call it together, with arguments as the step takes them, which stay as they are.
+
+        Runs the program twice, one operation after the other, on a copy of what it would overwrite, and takes the time
+        of each of the second time. Returns the mean over ranks, the same on all; `step.trace(*args).timeline()` shows
+        the schedule. Nothing of the step's results changes.
+
+        Raises:
+            FzeroError: as the step does.
+        """
+        leaves, treedef = tree.flatten(args)
+        compiled = self._compiled(leaves, treedef)
+        agree(self._on.control, compiled.number, compiled.lines)
+        tensors = [x.local if isinstance(x, Sharded) else x for x in leaves if isinstance(x, (Sharded, Tensor))]
+        rates = calibrated(self._on, compiled.program, tensors)
+        self._pipeline.remake(rates)
+        return rates
 
     def _compiled(self, leaves: list[Any], treedef: tree.TreeDef) -> _Compiled:
         try:
@@ -82,10 +120,10 @@ class Step:
             raise
 
     def _link(self, program: Program) -> _Compiled:
-        runner = link(program, Runtime(self._on, program.layouts))
-        lines = program.lines()
+        runtime, lines = Runtime(self._on, program.layouts), [f"compile: {self._compile is not None}", *program.lines()]
+        runner = link(outline(program), runtime, self._compile) if self._compile else link(program, runtime)
         donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
-        return _Compiled(program, runner, donated, digest(lines), lines)
+        return _Compiled(program, runner, Returned(program, self._on), donated, digest(lines), lines)
 
 
 def _unaliased(values: list[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
@@ -93,13 +131,14 @@ def _unaliased(values: list[Sharded | Tensor], donated: Sequence[int]) -> list[T
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:
         return tensors
-    taken = set(donated)
-    seen = {tensor.data_ptr() for i, tensor in enumerate(tensors) if i not in taken and tensor.numel()}
+    pointers = [tensor.data_ptr() for tensor in tensors]  # 0 where there is no element
+    if len(set(pointers) - {0}) < len(pointers) - pointers.count(0):
+        taken = set(donated)
+        seen = {pointer for i, pointer in enumerate(pointers) if i not in taken}
+        for i in donated:
+            if pointers[i] and pointers[i] in seen:
+                tensors[i] = tensors[i].clone()
+            seen.add(pointers[i])
     for i in donated:
-        pointer = tensors[i].data_ptr()
-        if tensors[i].numel() and pointer in seen:
-            tensors[i] = tensors[i].clone()
-        seen.add(pointer)
-    for i in donated:
-        values[i]._local = None  # type: ignore[union-attr]
+        values[i].give_up()  # type: ignore[union-attr]
     return tensors

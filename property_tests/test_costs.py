@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
+import fzero
 from fzero import ops
-from fzero.costs import Comm, nbytes
+from fzero.costs import Comm, memory, nbytes
+from fzero.layout import Layout
 from fzero.mesh import VirtualMesh
 from fzero.ops import Node, is_call
+from fzero.passes import bucket, donate, release, resolve
+from fzero.program import Program
+from fzero.sharded import Sharded
+from fzero.tracing import trace
+from fzero.virtual import virtual
 from property_tests.laws import everything, slow
 from property_tests.running import Running, as_written, finished
 from property_tests.steps import Op, Step
-from property_tests.strategies import steps
+from property_tests.strategies import layouts, steps
 
 Values = list[dict[Node, Any]]
 
@@ -24,13 +33,13 @@ RAGGED = Step(VirtualMesh(fsdp=3), (Op("dense", through=("gated", "gated", "tanh
 
 
 def counted(node: Node, result: Any, mesh: VirtualMesh) -> Iterator[Comm]:
-    """The collectives that a node has started on one rank, by the tensors that it sends and gets."""
+    """The collectives that a node has started on one rank, by the tensors that it gets."""
     axis, others = mesh.shard_axis, [name for name in mesh.names if name != mesh.shard_axis]
     if is_call(node, ops.all_gather):
         yield Comm("all_gather", axis, node.args[1], result.result.dtype, nbytes(result.result))
     elif is_call(node, ops.reduce_scatter):
         block = result.result
-        yield Comm("reduce_scatter", axis, node.args[1], result.sent.dtype, nbytes(result.sent))
+        yield Comm("reduce_scatter", axis, node.args[1], result.sent[0].dtype, nbytes(block) * mesh.size(axis))
         yield from (Comm("all_reduce", other, node.args[1], block.dtype, nbytes(block)) for other in others)
     elif is_call(node, ops.all_reduce, ops.all_reduce_list):
         first = result[0] if isinstance(result, list) else result
@@ -103,3 +112,39 @@ def test_predicted_memory_is_near_that_of_some_rank(step: Step) -> None:
     scattered = running.program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
     received = max(world - 2, 0) * sum(nbytes(node.meta["val"]) for node in scattered)
     assert running.program.memory().peak <= 1.01 * max(peaks(running)) + received
+
+
+def of_every_rank(program: Program) -> None:
+    """The memory is that of all ranks, each looked at."""
+    state = [(argument.bucket, argument.leaf) for argument in program.arguments]
+    ranks = range(program.mesh.size(program.mesh.shard_axis))
+    assert program.memory() == memory(program.graph, program.layouts, state, ranks)
+    each = [memory(program.graph, program.layouts, state, [rank]) for rank in ranks]
+    assert program.memory() == max(each, key=lambda one: one.peak)  # the first of those that have most
+
+
+@given(steps())
+@slow
+def test_ranks_that_are_not_looked_at_have_as_much_as_others(step: Step) -> None:
+    for running in (as_written(step), finished(step)):
+        of_every_rank(running.program)
+
+
+@given(layouts(max_world=40, max_block=5), st.sets(st.integers(0, 4)), st.sampled_from(["float32", "bfloat16"]))
+@slow
+def test_so_it_is_of_some_leaves_of_a_bucket(layout: Layout, leaves: set[int], dtype: str) -> None:
+    """Of leaves of any sizes, the gradients of some, cast or not: parts of a bucket travel, and adjoin or do not."""
+    used = [leaf for leaf in range(len(layout.leaves)) if leaf in leaves or len(leaves) == 0]
+
+    def update(params: list[Any]) -> list[Any]:
+        def loss(params: list[Any]) -> Tensor:
+            return sum((params[i].to(getattr(torch, dtype)).full_tensor().sin().sum() for i in used), torch.zeros(()))
+
+        grads = fzero.grad(loss)(params)
+        return [p - g.exp() * 0.1 if i in used else p for i, (p, g) in enumerate(zip(params, grads))]
+
+    on = virtual(layout.mesh)
+    params = [Sharded(torch.empty(leaf.numel), layout, i, on) for i, leaf in enumerate(layout.leaves)]
+    program = resolve(trace(update, (params,), layout.mesh))
+    of_every_rank(program)
+    of_every_rank(donate(release(bucket(program), stage=3)))

@@ -89,6 +89,22 @@ def test_every_rank_holds_all_of_a_replicated_layout(drawn: tuple[Layout, int]) 
     assert [len(layout.part(i, rank)) for i in range(len(layout.leaves))] == [leaf.numel for leaf in layout.leaves]
 
 
+@given(layouts(max_world=64, max_block=7))
+@example(EMPTY)
+@example(RAGGED)
+@example(ROWS)
+def test_between_turns_ranks_hold_as_much_of_each_leaf_in_the_same_place(layout: Layout) -> None:
+    leaves = range(len(layout.leaves))
+    slots = [[layout.slot(i, rank) for i in leaves] for rank in range(layout.world)]  # empty ranges are equal
+    alike = [rank for rank in range(1, layout.world) if slots[rank] == slots[rank - 1]]
+    assert {0} | (set(range(layout.world)) - set(alike)) <= layout.turns(leaves) <= set(range(layout.world))
+
+
+@given(layouts(max_world=4096, max_block=7))
+def test_turns_do_not_grow_with_the_world(layout: Layout) -> None:
+    assert len(layout.turns(range(len(layout.leaves)))) <= 1 + 4 * len(layout.leaves)
+
+
 @given(wires())
 def test_a_block_is_the_parts_of_a_rank_from_its_start(sent: Wire) -> None:
     for rank in range(sent.layout.world):
@@ -109,6 +125,12 @@ def test_pieces_of_a_leaf_are_its_parts_in_rank_order(sent: Wire) -> None:
         expected = [rank * sent.stride + i for rank in range(sent.layout.world) for i in sent.block(rank)[position]]
         assert [i for piece in sent.pieces(position) for i in piece] == expected
         assert len(expected) == sent.layout.leaves[leaf].numel
+
+
+@given(wires(max_world=12, max_block=3))
+def test_a_leaf_is_joined_unless_it_has_several_pieces(sent: Wire) -> None:
+    for position in range(len(sent.leaves)):
+        assert sent.is_joined(position) == (len(sent.pieces(position)) <= 1)
 
 
 @given(wires())

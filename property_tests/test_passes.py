@@ -43,13 +43,14 @@ ALONE: list[Pass] = [
     passes.accumulate,
     passes.coalesce,
     passes.fuse,
+    passes.split,
     passes.donate,
     passes.bucket,
 ]
 AFTER_BUCKET: list[Pass] = [
     *ALONE[:-1],
     passes.prefetch,
-    partial(passes.prefetch, ahead=3),
+    partial(passes.prefetch, memory=0),
     *(partial(passes.release, stage=stage) for stage in (1, 2, 3)),
 ]
 

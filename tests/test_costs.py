@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero import optim
-from fzero.costs import Comm, nbytes
+from fzero.costs import Comm, memory, nbytes, turns
 from fzero.mesh import VirtualMesh
 from fzero.passes import bucket, coalesce
 from fzero.program import Program
@@ -69,7 +69,7 @@ def test_memory_of_a_gradient(world: int) -> None:
     program = bucketed(gradient, VirtualMesh(fsdp=world))
     buffer = world * 64
     assert node_by_node(program) == [
-        ("all_gather", 96 + buffer),
+        ("all_gather", 96 + buffer + 64),  # on rank 1, which has nothing of w to send
         ("wait", 96 + buffer),
         ("whole", 96 + buffer),
         ("mm", 96 + 32),
@@ -78,11 +78,11 @@ def test_memory_of_a_gradient(world: int) -> None:
         ("expand", 96 + 4),  # a view
         ("t", 96 + 4),  # a view
         ("mm_1", 96 + 64),
-        ("reduce_scatter", 96 + buffer + (world - 1) * 64),  # padded to be sent; a block from each other rank
+        ("reduce_scatter", 96 + 64 + (world - 1) * 64),  # sent where it lies; a block from each other rank
         ("wait_1", 96 + 64),
         ("part", 96 + 64),
     ]
-    assert program.memory().peak == 96 + 64 + buffer + (world - 1) * 64
+    assert program.memory().peak == 96 + buffer + 64
 
 
 def test_a_gradient_that_is_a_whole_bucket_is_sent_from_where_it_lies() -> None:
@@ -189,3 +189,18 @@ def test_memory_is_that_of_the_rank_that_has_most() -> None:
     params = {"layer": {"a": torch.ones(16), "b": torch.ones(12)}}  # a is rank 0's, b rank 1's
     program = on_two_ranks(lambda params, x: [torch.exp(params["layer"]["b"]) for _ in range(3)], params)
     assert program.memory().peak == 64 + 32 + 3 * 12 * 4
+
+
+def test_of_thousands_of_ranks_those_are_looked_at_whose_slices_differ() -> None:
+    program = bucketed(gradient, VirtualMesh(fsdp=4096), 4, 32768)  # of w each rank has 32 elements
+    assert turns(program.layouts) == [0, 1, 4095]
+    alive = dict(node_by_node(program))
+    assert alive["all_gather"] == 32 * 4 + 32 + 4 * 32768 * 4
+    assert alive["part"] == 32 * 4 + 32 + 32 * 4
+
+
+def test_memory_of_some_ranks() -> None:
+    program = on_two_ranks(lambda params, x: [torch.exp(params["w"]) for _ in range(3)], {"w": torch.ones(20)})
+    of = [memory(program.graph, program.layouts, [("w", 0), (None, 0)], [rank]).timeline[-1] for rank in range(2)]
+    assert of == [64 + 32 + 3 * 64, 64 + 32 + 3 * 16]  # of 20 elements rank 0 has 16
+    assert program.memory().timeline[-1] == of[0]

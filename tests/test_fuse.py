@@ -95,6 +95,19 @@ def test_a_decay_of_one_is_no_decay_of_another_size() -> None:
     assert_close(case.run(fused(case)), case.run(case.trace()))
 
 
+def test_a_decay_without_a_factor_is_one() -> None:
+    decayed = optim.chain(
+        optim.scale_by_adam(),
+        optim.stateless(lambda updates, params: tree.unflatten(
+            tree.flatten(updates)[1], torch._foreach_add(tree.leaves(updates), tree.leaves(params))
+        )),
+        optim.scale_by_learning_rate(0.1),
+    )  # fmt: skip
+    case = trained(decayed, layers(1), MESH)
+    assert adamws(fused(case)) == [(2, 1)]
+    assert_close(case.run(fused(case)), case.run(case.trace()))
+
+
 def test_the_call_stands_where_its_chain_has_ended() -> None:
     optimizer = optim.adamw(0.1)
 

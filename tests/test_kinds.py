@@ -296,9 +296,9 @@ def test_means_are_taken_in_the_order_of_the_mesh() -> None:
 
 
 def test_a_result_learns_along_which_axes_it_differs_its_slices_apart() -> None:
-    program = on_weight(lambda w, x: (x, fzero.psum(x, "fsdp"), x.sum(), 3, w * 2, w.sum()), HYBRID).trace()
+    program = on_weight(lambda w, x: (x, fzero.psum(x, "fsdp"), x.sum(), 3, w * 2, w.sum(), w.local), HYBRID).trace()
     assert [set(result.varies) for result in program.results] == [
-        {"replica", "fsdp"}, {"replica"}, set(), set(), set(), set()
+        {"replica", "fsdp"}, {"replica"}, set(), set(), set(), set(), {"fsdp"}
     ]  # fmt: skip
 
 

@@ -39,6 +39,19 @@ def test_parts_count_from_the_start_of_the_leaf() -> None:
     assert bounds(*(THREE.part(2, rank) for rank in range(3))) == [(0, 0), (0, 2), (2, 5)]
 
 
+def test_turns_are_the_ranks_whose_slices_differ_from_those_before() -> None:
+    wide = Layout("layer", (Leaf("w", (2000,)), Leaf("b", (4,))), VirtualMesh(fsdp=300), align=2)
+    assert wide.shard == 8  # w is cut over ranks 0 to 249, which b has too little of to be cut: rank 250 has all of it
+    assert wide.turns([0]) == {0, 1, 249, 250}
+    assert wide.turns([1]) == {0, 250, 251}
+    assert wide.turns([0, 1]) == {0, 1, 249, 250, 251}
+
+
+def test_no_turns_but_the_first_rank_where_all_hold_the_same() -> None:
+    assert THREE.turns([]) == replace(THREE, replicated=True).turns([0, 1, 2]) == {0}
+    assert Layout("layer", (Leaf("w", (0,)),), VirtualMesh(fsdp=3)).turns([0]) == {0}
+
+
 def test_default_alignment_is_sixteen_elements_a_rank() -> None:
     assert Layout("layer", (Leaf("w", (33,)),), VirtualMesh(fsdp=2)).padded == 64
 

@@ -22,9 +22,9 @@ MESH = VirtualMesh(fsdp=2)
 @pytest.mark.parametrize(
     ("stage", "in_place", "expected"),
     [
-        (1, True, "rematerialize accumulate bucket coalesce release fuse prefetch donate verify"),
-        (2, True, "rematerialize bucket coalesce release fuse prefetch donate verify"),
-        (3, False, "rematerialize bucket coalesce release fuse prefetch verify"),
+        (1, True, "rematerialize accumulate bucket coalesce release fuse split prefetch donate verify"),
+        (2, True, "rematerialize bucket coalesce release fuse split prefetch donate verify"),
+        (3, False, "rematerialize bucket coalesce release fuse split prefetch verify"),
     ],
 )
 def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
@@ -37,7 +37,7 @@ def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
 def test_each_pass_leaves_its_name() -> None:
     program = differentiated(loss, layers(1), MESH).trace()
     program = apply(program, accumulate, bucket, coalesce, functools.partial(release, stage=2), fuse, prefetch, donate)
-    assert " ".join(program.notes) == "resolve accumulate bucket coalesce release stage 2 fuse prefetch 1 donate"
+    assert " ".join(program.notes) == "resolve accumulate bucket coalesce release stage 2 fuse prefetch donate"
 
 
 def graph_of(**inputs: str) -> tuple[fx.Graph, dict[str, fx.Node]]:

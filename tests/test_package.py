@@ -22,8 +22,8 @@ RUNGS = [
         "ranges levels tree mesh control regions randomness source initializers",
         "layout packing boxes buffers transports moves collectives ops mode store deferred",
         "chunks rules sharded buckets sources interop lowering live virtual streaming feed agreement optim",
-        "placement assembly building initial tensorfiles kinds inference program tracing costs listing "
-        "differentiation linking runtime lockstep",
+        "placement assembly building initial tensorfiles kinds inference program tracing costs work rates "
+        "timeline listing differentiation fragments compilation linking runtime lockstep calibration profiling",
         "passes",
         "pipeline transform simulation equivalence checkpoint",
         "report cli",

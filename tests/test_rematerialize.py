@@ -306,6 +306,31 @@ def test_dots_are_computed_once() -> None:
     assert count(dots, "gelu") == count(fzero.remat, "gelu") == count(plain, "gelu") + 4
 
 
+def test_views_of_what_is_kept_are_not_made_again() -> None:
+    def block(layer: Any, x: Tensor) -> Tensor:
+        return torch.sin(x.unsqueeze(0)).sum(0) @ layer["up"] @ layer["down"]
+
+    assert count(fzero.remat, "sin", block=block) == count(plain, "sin", block=block) + 4
+    assert count(fzero.remat, "unsqueeze", block=block) == count(plain, "unsqueeze", block=block)
+
+
+def test_what_reads_memory_that_is_overwritten_behind_the_region_is_kept() -> None:
+    def block(wrap: Wrap) -> Function:
+        def apply(layer: Any, x: Tensor) -> Tensor:
+            h = x * 1
+            y = wrap(lambda h: torch.cos(torch.sin(torch.exp((h + 1).mul_(0.5)))))(h)
+            h.mul_(2)
+            return (y + h) @ layer["up"] @ layer["down"]
+
+        return apply
+
+    plainly, marked = (on_blocks(fzero.value_and_grad(loss_of(block(wrap)))) for wrap in (plain, fzero.remat))
+    before, after = plainly.trace(), apply(marked.trace(), rematerialize)
+    assert names(after).count("mul_") == names(before).count("mul_")
+    assert names(after).count("sin") == names(before).count("sin") + 3  # the first layer needs no gradient of x
+    assert_same(marked.run(after), plainly.run(before))
+
+
 def test_attention_is_a_dot() -> None:
     attend = "_scaled_dot_product_flash_attention_for_cpu"
     assert count(dots, attend, block=attention) == count(plain, attend, block=attention) == 4

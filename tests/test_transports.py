@@ -135,7 +135,9 @@ def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[b
             mine = ranks[mesh.get_rank()]
             found = transport.all_reduce(mine.mT if shape else mine, op, control.begin(op))
             expected = reduce(join, ranks) / (mesh.size() if op == "avg" else 1)
-            right.append(torch.allclose(found, expected.mT if shape else expected, rtol=1e-5, atol=1e-6, equal_nan=True))
+            right.append(
+                torch.allclose(found, expected.mT if shape else expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+            )
         count = transport.all_reduce(torch.tensor(mesh.get_rank() + 1), "sum", control.begin("count"))
         right.append(int(count) == mesh.size() * (mesh.size() + 1) // 2)
     return right

@@ -32,6 +32,7 @@ TESTS = {
     "passes/coalesce": "test_coalesce test_order",
     "passes/accumulate": "test_release test_order",
     "passes/release": "test_release test_order",
+    "passes/split": "test_split test_order",
     "passes/prefetch": "test_prefetch test_order",
     "passes/fuse": "test_fuse test_order",
     "passes/donate": "test_donate test_order",
@@ -105,8 +106,8 @@ def copied(module: str) -> Path:
         "pytest_add_cli_args": ["-p", "no:cacheprovider"],
         "pytest_add_cli_args_test_selection": [test for test in tests if (copy / test).exists()],
         "process_isolation": "forkserver",  # nothing is cached yet when a mutant's tests begin
-        "timeout_constant": 20.0,  # seconds: a busy machine is not a killed mutant
-        "timeout_multiplier": 10.0,
+        "timeout_constant": 10.0,  # seconds: a machine that is a little busy is no killed mutant
+        "timeout_multiplier": 3.0,
         "use_git_change_detection": False,
         "track_dependencies": False,
     }

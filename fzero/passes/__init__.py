@@ -14,6 +14,7 @@ from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
+from fzero.passes.split import split
 from fzero.passes.verify import verify
 from fzero.program import Program
 
@@ -28,6 +29,7 @@ __all__ = [
     "release",
     "rematerialize",
     "resolve",
+    "split",
     "verify",
 ]
 
@@ -43,6 +45,7 @@ def defaults(*, stage: int, in_place: bool) -> tuple[Callable[[Program], Program
         coalesce,
         partial(release, stage=stage),
         fuse,
+        split,
         prefetch,
         *last,
         partial(verify, stage=stage),

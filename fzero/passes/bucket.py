@@ -43,15 +43,16 @@ def _merge_repeated(program: Program) -> None:
 def _groups(program: Program, target: Any) -> list[list[Node]]:
     """Nodes that may become one collective: of one bucket, dtype and tree of state, independent, each leaf once."""
     depth = hops(program.graph, lambda node: is_call(node, target))
+    path = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     groups: dict[tuple[object, ...], dict[int, Node]] = {}
     for node in program.graph.find_nodes(op="call_function", target=target):
-        key = (node.args[1], node.meta["val"].dtype, depth[node], _family(program, node))
+        key = (node.args[1], node.meta["val"].dtype, depth[node], _family(program, node, path))
         repeats = (groups.setdefault((*key, repeat), {}) for repeat in count())
         next(members for members in repeats if node.args[2] not in members)[node.args[2]] = node
     return [[members[leaf] for leaf in sorted(members)] for members in groups.values()]
 
 
-def _family(program: Program, node: Node) -> tuple[str, ...] | None:
+def _family(program: Program, node: Node, path: dict[Node, str]) -> tuple[str, ...] | None:
     """Which tree of state a gathered slice comes from: what its argument's path has before the end it shares with the
     leaf's own path."""
     if not is_call(node, ops.gather):
@@ -62,7 +63,7 @@ def _family(program: Program, node: Node) -> tuple[str, ...] | None:
         source = source.all_input_nodes[0]
     if source.op != "placeholder":
         return None
-    given, own = program.arguments[program.placeholders.index(source)].path.split("."), leaf.split(".")
+    given, own = path[source].split("."), leaf.split(".")
     while given and own and given[-1] == own[-1]:
         given.pop()
         own.pop()
@@ -77,5 +78,4 @@ def _move_together(program: Program, members: list[Node], start: Any, take: Any)
         pending = program.emit(start, values, name, leaves, sent.numel if start is ops.all_gather else sent.stride)
         buffer = program.emit(ops.wait, pending)
         taken = [program.emit(take, buffer, name, leaves, i, node.args[3]) for i, node in enumerate(members)]
-    for node, new in zip(members, taken):
-        program.substitute(node, new)
+    program.substitute_all(dict(zip(members, taken)))

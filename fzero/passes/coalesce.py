@@ -37,5 +37,4 @@ def _reduce_together(program: Program, members: list[Node], op: object, axis: ob
     with program.graph.inserting_before(max(values).next):
         together = program.emit(ops.all_reduce_list, values, op, axis)
         reduced = [program.emit(operator.getitem, together, position) for position in range(len(members))]
-    for node, new in zip(members, reduced):
-        program.substitute(node, new)
+    program.substitute_all(dict(zip(members, reduced)))

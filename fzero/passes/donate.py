@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ def donate(program: Program) -> Program:
     program = program.copy("donate")
     memory = _Memory(program)
     _reuse_lists(program, memory)
-    is_update = _is_update(program)
+    is_update = _is_update(program, memory)
     donated = _work_in_place(program, memory)
     if is_update:
         donated |= _copy_back(program, memory, donated)
@@ -40,10 +41,13 @@ class _Memory:
 
     def __init__(self, program: Program) -> None:
         self.position = {node: index for index, node in enumerate(program.graph.nodes)}
+        self.argument = dict(zip(program.placeholders, program.arguments))
         self.owner: dict[Node, Any] = {}
+        self.nodes: dict[Any, list[Node]] = {}  # of an owner
         self.last_read: dict[Any, int] = {}
         for node in program.graph.nodes:
             self.owner[node] = self._owner(node)
+            self.nodes.setdefault(self.owner[node], []).append(node)
             for read in (node, *node.all_input_nodes):
                 self._read(read, self.position[node])
 
@@ -69,15 +73,17 @@ class _Memory:
         """Whether nothing reads the memory of `node` after `user`."""
         return self.last_read[self.owner[node]] <= self.position[user]
 
-    def is_read_alone(self, node: Node, user: Node) -> bool:
-        """Whether `user` reads the memory of `node` as `node` only, and no view of it: then it may overwrite it."""
-        return all(read is node or self.owner[read] != self.owner[node] for read in user.all_input_nodes)
+    def reads(self, user: Node) -> Counter[Any]:
+        """How many inputs of `user` are in each memory: it may overwrite one where that is one, and no view beside."""
+        return Counter(self.owner[read] for read in user.all_input_nodes)
 
     def join(self, old: Node, new: Node) -> None:
         """Note that `new` has taken the memory of `old`."""
         owner, former = self.owner[old], self.owner[new]
         self.last_read[owner] = max(self.last_read[owner], self.last_read[former])
-        self.owner.update({node: owner for node, its in self.owner.items() if its == former})
+        if owner != former:
+            self.owner.update(dict.fromkeys(self.nodes[former], owner))
+            self.nodes[owner] += self.nodes.pop(former)
 
 
 def _state_results(program: Program) -> list[tuple[int, Any, Node]]:
@@ -86,14 +92,14 @@ def _state_results(program: Program) -> list[tuple[int, Any, Node]]:
     return [(i, result, node) for i, (result, node) in enumerate(returned) if result.bucket is not None]
 
 
-def _matches(program: Program, placeholder: Node, result: Any, node: Node) -> bool:
+def _matches(memory: _Memory, placeholder: Node, result: Any, node: Node) -> bool:
     """Whether a state argument has the layout, leaf and dtype of a result."""
-    argument = program.arguments[program.placeholders.index(placeholder)]
+    argument = memory.argument[placeholder]
     same = (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
     return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
 
 
-def _is_update(program: Program) -> bool:
+def _is_update(program: Program, memory: _Memory) -> bool:
     """Whether some state result is computed with the state argument of its leaf as first operand: `p + u`."""
     for _, result, node in _state_results(program):
         call = node
@@ -103,7 +109,7 @@ def _is_update(program: Program) -> bool:
         if is_call(call, ops.adamw):
             return True
         first = call.args[0][path[-1]] if path and isinstance(call.args[0], (list, tuple)) else (*call.args, None)[0]
-        if isinstance(first, fx.Node) and first.op == "placeholder" and _matches(program, first, result, node):
+        if isinstance(first, fx.Node) and first.op == "placeholder" and _matches(memory, first, result, node):
             return True
     return False
 
@@ -128,12 +134,13 @@ def _adamw_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[
     for index, argument in enumerate((0, 2, 3)):
         items = {item.args[1]: item for item in columns[index].users} if index in columns else {}
         news.update({old: items.get(position) for position, old in enumerate(call.args[argument])})
-    if not all(_replaces(program, memory, call, old, new, wanted) for old, new in news.items()):
+    reads = memory.reads(call)
+    if not all(_replaces(memory, call, reads, old, new, wanted) for old, new in news.items()):
         return set()
     call.target, call.meta["val"] = ops.adamw_, None
     for old, new in news.items():
         memory.join(old, new)
-        program.substitute(new, old)
+    program.substitute_all({new: old for old, new in news.items() if new is not None})
     for column in columns.values():
         program.graph.erase_node(column)
     return set(news)
@@ -145,7 +152,8 @@ def _foreach_in_place(program: Program, memory: _Memory, call: Node, wanted: dic
     olds = list(call.args[0])
     if in_place is None or len(set(olds)) < len(olds):
         return set()
-    if not all(_replaces(program, memory, call, old, items.get(i), wanted) for i, old in enumerate(olds)):
+    reads = memory.reads(call)
+    if not all(_replaces(memory, call, reads, old, items.get(i), wanted) for i, old in enumerate(olds)):
         return set()
     _overwrite(program, memory, call, in_place)
     return set(olds)
@@ -153,7 +161,9 @@ def _foreach_in_place(program: Program, memory: _Memory, call: Node, wanted: dic
 
 def _one_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     in_place, old = _in_place_overload(call), call.args[0] if call.args else None
-    if in_place is None or not isinstance(old, fx.Node) or not _replaces(program, memory, call, old, call, wanted):
+    if in_place is None or not isinstance(old, fx.Node):
+        return set()
+    if not _replaces(memory, call, memory.reads(call), old, call, wanted):
         return set()
     with program.graph.inserting_after(call):
         program.emit(in_place, *call.args, **call.kwargs)
@@ -163,15 +173,15 @@ def _one_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[No
 
 
 def _replaces(
-    program: Program, memory: _Memory, call: Node, old: Node, new: Node | None, wanted: dict[Node, Any]
+    memory: _Memory, call: Node, reads: Counter[Any], old: Node, new: Node | None, wanted: dict[Node, Any]
 ) -> bool:
     """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it."""
     return (
         new in wanted
         and old.op == "placeholder"
-        and _matches(program, old, wanted[new], new)
+        and _matches(memory, old, wanted[new], new)
         and memory.dies_at(old, call)
-        and memory.is_read_alone(old, call)
+        and reads[memory.owner[old]] == 1
     )
 
 
@@ -207,9 +217,10 @@ def _in_place_overload(call: Node) -> Any:
 
 def _overwrite(program: Program, memory: _Memory, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list: its items are that list's nodes."""
-    for item in list(call.users):
-        memory.join(call.args[0][item.args[1]], item)
-        program.substitute(item, call.args[0][item.args[1]])
+    olds = {item: call.args[0][item.args[1]] for item in call.users}
+    for item, old in olds.items():
+        memory.join(old, item)
+    program.substitute_all(olds)
     call.target, call.meta["val"] = in_place, None
 
 
@@ -225,7 +236,7 @@ def _copy_back(program: Program, memory: _Memory, donated: set[Node]) -> set[Nod
     pairs: list[tuple[Node, Node]] = []
     for position, result, node in _state_results(program):
         into = free.get(result.path)
-        if into is not None and node.op != "placeholder" and _matches(program, into, result, node):
+        if into is not None and node.op != "placeholder" and _matches(memory, into, result, node):
             pairs.append((into, node))
             returned[position] = into
     if pairs:

@@ -38,7 +38,8 @@ def fuse(program: Program) -> Program:
     program = program.copy("fuse")
     for adam in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
         groups: dict[tuple[Any, ...], list[_Row]] = {}
-        for row in filter(None, (_row(adam, i) for i in range(len(adam.args[0])))):
+        lists = _Lists()
+        for row in filter(None, (_row(lists, adam, i) for i in range(len(adam.args[0])))):
             dtypes = {x.meta["val"].dtype for x in (row.param, row.mu, row.nu)}
             if len(dtypes) == 1:
                 groups.setdefault((row.rate, row.decay, *dtypes), []).append(row)
@@ -48,15 +49,16 @@ def fuse(program: Program) -> Program:
     return program
 
 
-def _row(adam: Node, index: int) -> _Row | None:
+def _row(lists: _Lists, adam: Node, index: int) -> _Row | None:
     """The chain behind leaf `index` of a `scale_by_adam`, if every link of it is used once."""
-    step, mu, nu = (_item(_item(adam, column), index) for column in range(3))
+    step, mu, nu = (lists.item(lists.item(adam, column), index) for column in range(3))
     grad, old_mu, old_nu = (adam.args[column][index] for column in range(3))
     decay, link = 0.0, _next(step)
-    if link and link.target is _aten._foreach_add.List and step in link.args[0]:
+    if link and link.target is _aten._foreach_add.List and lists.position(link, 0, step) is not None:
         decay = link.kwargs.get("alpha", 1)
-        weight = link.args[1][_position(link, step)]
-        step, link = _item(link, _position(link, step)), _next(_item(link, _position(link, step)))
+        position = lists.position(link, 0, step)
+        weight = link.args[1][position]
+        step, link = lists.item(link, position), _next(lists.item(link, position))
     else:
         weight = None
     if (
@@ -66,12 +68,12 @@ def _row(adam: Node, index: int) -> _Row | None:
         or nu is None
     ):
         return None
-    rate, step = link.args[1], _item(link, _position(link, step))
+    rate, step = link.args[1], lists.item(link, lists.position(link, 0, step))
     total = _next(step)
-    if total is None or total.target is not _aten._foreach_add.List or step not in total.args[1]:
+    position = lists.position(total, 1, step) if total and total.target is _aten._foreach_add.List else None
+    if total is None or position is None:
         return None
-    position = total.args[1].index(step)
-    param, result = total.args[0][position], _item(total, position)
+    param, result = total.args[0][position], lists.item(total, position)
     if result is None or weight not in (None, param) or total.kwargs.get("alpha", 1) != 1:
         return None
     return _Row(param, grad, old_mu, old_nu, rate, decay, (result, mu, nu))
@@ -85,20 +87,35 @@ def _call(program: Program, adam: Node, rate: Any, decay: float, rows: list[_Row
         call = program.emit(ops.adamw, *lists, adam.args[3], learning_rate, *adam.args[4:], decay)
         columns = [program.emit(operator.getitem, call, column) for column in range(3)]
         items = [[program.emit(operator.getitem, column, index) for column in columns] for index in range(len(rows))]
-    for row, new in zip(rows, items):
-        for result, item in zip(row.results, new):
-            program.substitute(result, item)
+    results = (result for row in rows for result in row.results)
+    program.substitute_all(dict(zip(results, (item for new in items for item in new))))
 
 
-def _item(node: Node | None, index: int) -> Node | None:
-    """The one node that takes item `index` of a list's node."""
-    users = [user for user in node.users if is_call(user, operator.getitem) and user.args[1] == index] if node else []
-    return users[0] if len(users) == 1 else None
+class _Lists:
+    """Where the items of lists go and come from, looked up: the lists of an update are as long as there are leaves."""
+
+    def __init__(self) -> None:
+        self._items: dict[Node, dict[Any, list[Node]]] = {}
+        self._positions: dict[tuple[Node, int], dict[Any, int]] = {}
+
+    def item(self, node: Node | None, index: int | None) -> Node | None:
+        """The one node that takes item `index` of a list's node."""
+        if node not in self._items:
+            taken: dict[Any, list[Node]] = {}
+            self._items[node] = taken
+            for user in node.users if node is not None else ():
+                if is_call(user, operator.getitem):
+                    taken.setdefault(user.args[1], []).append(user)
+        users = self._items[node].get(index, [])
+        return users[0] if len(users) == 1 else None
+
+    def position(self, node: Node, argument: int, item: Node | None) -> int | None:
+        """Where an item stands first in a list that a node is given; None where it does not."""
+        if (node, argument) not in self._positions:
+            given = node.args[argument]
+            self._positions[node, argument] = {x: i for i, x in reversed(list(enumerate(given)))}
+        return self._positions[node, argument].get(item)
 
 
 def _next(node: Node | None) -> Node | None:
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
-
-
-def _position(link: Node, step: Node | None) -> int:
-    return link.args[0].index(step)

@@ -28,10 +28,19 @@ DERIVED = VIEWS | {_aten._to_copy.default, _aten.clone.default}
 
 def gathered(graph: fx.Graph) -> dict[Node, Node]:
     """Each all-gather, and each node derived from one alone -> that all-gather."""
+    return _derived(graph, ops.all_gather)
+
+
+def scattered(graph: fx.Graph) -> dict[Node, Node]:
+    """Each reduce-scatter, and each node derived from one alone -> that reduce-scatter."""
+    return _derived(graph, ops.reduce_scatter)
+
+
+def _derived(graph: fx.Graph, target: Any) -> dict[Node, Node]:
     origin: dict[Node, Node] = {}
     changed = {storage(written) for node in graph.nodes for written in overwritten(node)}
     for node in graph.nodes:
-        if is_call(node, ops.all_gather):
+        if is_call(node, target):
             origin[node] = node
         elif node.target in DERIVED and len(node.all_input_nodes) == 1 and storage(node) not in changed:
             (source,) = node.all_input_nodes

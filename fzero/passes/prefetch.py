@@ -1,52 +1,111 @@
-"""The prefetch pass: communication starts early and is waited for late."""
+"""The prefetch pass: communication starts early and is waited for late, as the program's own costs say."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_right
+from itertools import accumulate
 
 from torch import fx
 
 from fzero import ops
+from fzero.costs import nbytes
 from fzero.ops import Node, is_call
+from fzero.passes.order import rearrange, scattered
 from fzero.program import Program
+from fzero.timeline import Costs, Lanes
+
+SLACK = 2.0
+"""What is computed while an all-gather is under way takes so many times its seconds: rates are guesses, or vary."""
 
 
-def prefetch(program: Program, *, ahead: int = 1) -> Program:
-    """Start each all-gather when the one `ahead` of it is first used; wait for each reduce-scatter when the next one
-    starts or its result is used.
+def prefetch(program: Program, *, memory: int | None = None) -> Program:
+    """Start each all-gather as far in front of its use as there is compute to hide it, and no further; wait for each
+    reduce-scatter where its result is used, or where another one starts and it is done.
 
-    Same results, bit for bit. Live gathered bytes grow by `ahead` buckets, and by one block of gradients.
+    Seconds are those of `program.rates`. Same results, bit for bit; each kind of collective stays in its order. No more
+    than `memory` bytes of gathered buffers await their first use at once, and no more of gradients are on their way: by
+    default twice the largest bucket. The peak grows by no more than both.
     """
-    program = program.copy(f"prefetch {ahead}")
-    _start_gathers_early(program.graph, ahead)
-    _wait_for_scatters_late(program.graph)
+    program = program.copy("prefetch")
+    costs = program.costs()
+    memory = 2 * _largest(program.graph) if memory is None else memory
+    rearrange(program.graph, _start_early(list(program.graph.nodes), costs, memory))
+    rearrange(program.graph, _wait_late(program, costs, memory))
     return program
 
 
-def _start_gathers_early(graph: fx.Graph, ahead: int) -> None:
-    """Behind the wait of the gather that is `ahead` of it, or as early as its slices are there, in the order of use."""
-    nodes = list(graph.nodes)
+def _largest(graph: fx.Graph) -> int:
+    """Bytes of the largest buffer that is gathered."""
+    gathers = graph.find_nodes(op="call_function", target=ops.all_gather)
+    return max((nbytes(node.meta["val"]) for node in gathers), default=0)
+
+
+def _start_early(nodes: list[Node], costs: Costs, memory: int) -> list[Node]:
+    """The nodes with each all-gather further in front, in the order of use."""
     position = {node: index for index, node in enumerate(nodes)}
     starts = [node for node in nodes if is_call(node, ops.all_gather)]
-    waits = {node.args[0]: node for node in nodes if is_call(node, ops.wait)}
-    triggers = starts[:1] * ahead + [waits[start] for start in starts]
-    last: dict[int, Node] = {}  # position -> what was put behind the node there last
-    at = 0
-    for start, trigger in zip(starts[1:], triggers[1:]):
-        at = min(max(at, position[trigger], *map(position.__getitem__, start.all_input_nodes)), position[start])
-        if at < position[start]:
-            last.get(at, nodes[at]).append(start)
-            last[at] = start
-
-
-def _wait_for_scatters_late(graph: fx.Graph) -> None:
-    """In front of the next reduce-scatter, or of the first use, with the views of its result."""
-    starts = [node for node in graph.nodes if is_call(node, ops.reduce_scatter)]
-    following = dict(pairwise(starts))
+    wanted = _wanted(nodes, position, starts, costs)
+    waiting = [0] * len(nodes)  # bytes that are gathered by then and not used yet
+    before: list[list[Node]] = [[] for _ in nodes]
+    at = sum(node.op == "placeholder" for node in nodes)
     for start in starts:
-        (wait,) = start.users
-        family = [wait, *wait.users]
-        users = [user for node in family for user in node.users if user not in wait.users]
-        before = min([following.get(start, users[0]), *users])
-        for node in family:
-            before.prepend(node)
+        earliest = max([at, wanted[start], *(position[source] + 1 for source in start.all_input_nodes)])
+        at, size = position[start], nbytes(start.meta["val"])
+        while at > earliest and waiting[at - 1] + size <= memory:
+            at -= 1
+            waiting[at] += size
+        before[at].append(start)
+    others = [[node] if node not in wanted else [] for node in nodes]
+    return [node for at, stays in enumerate(others) for node in (*before[at], *stays)]
+
+
+def _wanted(nodes: list[Node], position: dict[Node, int], starts: list[Node], costs: Costs) -> dict[Node, int]:
+    """In front of which node each all-gather should start, so that what is computed until its use hides it."""
+    clock = list(accumulate((costs[node].seconds for node in nodes), initial=0.0))  # in front of each node
+    wanted, at = dict[Node, int](), len(nodes)
+    for start in reversed(starts):
+        latest = bisect_right(clock, clock[position[start]] - SLACK * costs[start].comms[0][1]) - 1
+        wanted[start] = at = min(latest, at)
+    return wanted
+
+
+def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
+    """The nodes with each wait for a reduce-scatter, and what is derived from it alone, further behind."""
+    origin = scattered(program.graph)
+    derived: dict[Node, list[Node]] = {}
+    for node, start in origin.items():
+        derived.setdefault(start, []).append(node)
+    lanes, order = Lanes(costs), list[Node]()
+    sending: dict[Node, int] = {}  # bytes of what is on its way, oldest first
+
+    def perform(nodes: list[Node]) -> None:
+        lanes.run(nodes)
+        order.extend(nodes)
+
+    def finish(start: Node) -> None:
+        del sending[start]
+        perform(derived[start][1:])
+
+    for node in program.graph.nodes:
+        if node in origin and origin[node] is not node:
+            continue
+        for source in node.all_input_nodes:
+            if origin.get(source) in sending:
+                finish(origin[source])
+        if is_call(node, ops.reduce_scatter):
+            size = _sent(program, node)
+            for start in [start for start in sending if lanes.there[start] <= lanes.now]:
+                finish(start)
+            while sending and sum(sending.values()) + size > memory:
+                finish(next(iter(sending)))
+            sending[node] = size
+        perform([node])
+        if sending.get(node, 0) > memory:
+            finish(node)
+    return order
+
+
+def _sent(program: Program, start: Node) -> int:
+    """Bytes that a reduce-scatter keeps alive until it is waited for: what it sends, and receives from others."""
+    world = program.layout_of(start).world
+    return nbytes(start.meta["val"]) * (world + max(world - 2, 0))

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fzero import ops
 from fzero.ops import Node, name_of, overwritten, storage
 from fzero.program import Program
-from fzero.regions import Mark, Region, annotate, mark_of
+from fzero.regions import Region, annotate, mark_of
 
 _LOCAL = frozenset({ops.draw, ops.take, ops.beside, ops.spread, ops.axis_index})
 """The operations of `ops` that do not communicate."""
@@ -67,7 +67,7 @@ def _recompute(program: Program, region: Region, members: list[Node], writers: d
                 user.replace_input_with(node, copies[node])
         program.refresh(copies[node] for node in used)
     for node in members:
-        annotate(node.meta, Mark((), mark_of(node).in_backward))
+        annotate(node.meta, mark_of(node)._replace(regions=()))
 
 
 def _is_inside(node: Node, region: Region) -> bool:
@@ -86,14 +86,14 @@ def _kept(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -
     inputs = {source for node in members for source in node.all_input_nodes if not _is_inside(source, region)}
     held = {storage(node) for node in kept | inputs}
     held |= {memory for memory, nodes in writers.items() if not all(_is_inside(node, region) for node in nodes)}
-    before = -1
-    while len(kept) > before:
-        before = len(kept)
-        for node in members:
-            reads = {storage(source) for source in node.all_input_nodes}
-            if storage(node) in held or not held.isdisjoint(reads & writers.keys()):
-                kept.add(node)
-                held.add(storage(node))
+    while further := [
+        node
+        for node in members
+        if node not in kept
+        and (storage(node) in held or any(storage(x) in held and storage(x) in writers for x in node.all_input_nodes))
+    ]:
+        kept.update(further)
+        held.update(map(storage, further))
     return kept
 
 
@@ -130,6 +130,6 @@ def _copies(program: Program, nodes: list[Node]) -> dict[Node, Node]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
         copies[node] = program.emit(node.target, *args, **kwargs)
         copies[node].meta = {**node.meta, "val": copies[node].meta["val"]}
-        _, *inner = mark_of(node).regions
-        annotate(copies[node].meta, Mark(tuple(inner), mark_of(node).in_backward))
+        mark = mark_of(node)
+        annotate(copies[node].meta, mark._replace(regions=mark.regions[1:]))
     return copies

@@ -1,0 +1,49 @@
+"""fzero's ways to train: stages 1 to 3, run as they are or compiled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from training import B1, B2, DECAY, EPS, RATE, Batch, Contender, Setup, loss_of
+
+import fzero
+
+COMPILES = "compile" in inspect.signature(fzero.shard).parameters
+
+
+def sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, **how: Any) -> Contender:
+    """`fzero.shard(train_step, mesh, **how)` of a step as anyone would write it."""
+    params, apply = fzero.lower(build())
+    optimizer = fzero.optim.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
+
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
+        used = fzero.tree.map(lambda leaf: leaf.to(torch.bfloat16), params) if bf16 else params
+        return loss_of(apply(used, batch["inputs"]), batch)
+
+    def train_step(params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any, Tensor]:
+        loss, grads = fzero.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+    params = fzero.partition(params, mesh)
+    opt_state = optimizer.init(params)
+    sharded_step = fzero.shard(train_step, mesh, **how)
+
+    def step(batch: Batch) -> Tensor:
+        nonlocal params, opt_state
+        params, opt_state, loss = sharded_step(params, opt_state, batch)
+        return loss
+
+    return Contender(step, lambda batch: sharded_step.trace(params, opt_state, batch))
+
+
+CONTENDERS: dict[str, Setup] = {
+    **{f"fzero-{stage}": partial(sharded, stage=stage) for stage in (1, 2, 3)},
+    **{f"fzero-{stage}-compiled": partial(sharded, stage=stage, compile=True) for stage in (1, 2, 3)},
+}

@@ -1,0 +1,36 @@
+"""How fast a device multiplies matrices, measured in turns with what trains on it: the whole of which MFU is a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from training import Batch, Contender, Setup
+
+SIDE = {"cuda": 8192, "cpu": 256}
+PRODUCTS = 20  # a step: long enough that starting them costs nothing
+
+
+def matrix(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool) -> Contender:
+    """A contender that trains nothing: a step is `flops` of products of square matrices."""
+    device = torch.device(mesh.device_type)
+    side, dtype = SIDE[mesh.device_type], torch.bfloat16 if bf16 else torch.float32
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def step(batch: Batch) -> Tensor:
+        for _ in range(PRODUCTS):
+            torch.mm(left, right, out=out)
+        return torch.zeros((), device=device)
+
+    return Contender(step)
+
+
+CONTENDERS: dict[str, Setup] = {"matrix": matrix}
+
+
+def flops(device: str) -> int:
+    """Floating-point operations of a step."""
+    return PRODUCTS * 2 * SIDE[device] ** 3

@@ -1,0 +1,178 @@
+"""Seconds and memory to plan a training step of a GPT on ranks that are not there: to trace it, rewrite it by each
+pass, and say what it keeps alive and what it communicates. And microseconds to recognize the arguments of a step.
+
+    python benchmarks/plan.py                                            # 6 to 96 layers of width 12,288, 1,024 ranks
+    python benchmarks/plan.py --layers 12 --ranks 8 1024 4096
+    python benchmarks/plan.py --layers 96 --seconds 60 --gib 4           # exit status 1 beyond a limit
+
+Parameters are on the meta device. Each plan is made in a process of its own, whose peak RSS says what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import fzero
+from fzero.passes import defaults, resolve
+from fzero.pipeline import Pipeline, Returned
+from fzero.tracing import trace
+from fzero.transform import _unaliased
+from fzero.virtual import virtual
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import GPT, GPTConfig
+
+MIB, GIB = 1 << 20, 1 << 30
+Row = dict[str, Any]
+
+
+class Watch:
+    """Seconds of each thing that is done, by its name, and of the processor for all of them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.processor = 0.0
+
+    def of(self, name: str, do: Callable[..., Any], *args: Any) -> Any:
+        """What `do(*args)` returns."""
+        start, processor = time.perf_counter(), time.process_time()
+        result = do(*args)
+        self.seconds[name] = time.perf_counter() - start
+        self.processor += time.process_time() - processor
+        return result
+
+
+def arguments(layers: int, dim: int, ranks: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A training step and what it is given on one rank: parameters, AdamW's state, and a sequence of tokens."""
+    config = GPTConfig(vocab=50257, seq=2048, dim=dim, layers=layers, heads=max(dim // 128, 1))
+    with torch.device("meta"):
+        params, apply = fzero.lower(GPT(config))
+        tokens = torch.zeros(1, config.seq + 1, dtype=torch.int64)
+    optimizer = fzero.optim.adamw(1e-4)
+
+    def train_step(params: Any, opt_state: Any, tokens: Tensor) -> tuple[Any, Any, Tensor]:
+        def loss_fn(params: Any) -> Tensor:
+            return cross_entropy(apply(params, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+        loss, grads = fzero.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+    params = fzero.partition(params, fzero.VirtualMesh(fsdp=ranks))
+    return train_step, (params, optimizer.init(params), tokens)
+
+
+def plan(layers: int, dim: int, ranks: int) -> Row:
+    """Seconds of each part, peak RSS before and after, and what was planned."""
+    step, args = arguments(layers, dim, ranks)
+    watch, before = Watch(), peak_rss()
+    program = watch.of("trace", trace, step, args, fzero.VirtualMesh(fsdp=ranks))
+    for rewrite in (resolve, *defaults(stage=3, in_place=True)):
+        program = watch.of(getattr(rewrite, "func", rewrite).__name__, rewrite, program)
+    memory = watch.of("memory", program.memory)
+    comm = watch.of("comm", program.comm)
+    return {
+        "layers": layers, "dim": dim, "ranks": ranks,
+        "seconds": watch.seconds, "processor": watch.processor, "rss": [before, peak_rss()],
+        "numel": sum(leaf.numel() for leaf in fzero.tree.leaves(args[0])),
+        "nodes": len(program.graph.nodes), "peak": memory.peak, "comm": sum(each.nbytes for each in comm),
+    }  # fmt: skip
+
+
+def peak_rss() -> int:
+    """The most bytes that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def recognition(leaves: int, calls: int = 200) -> Row:
+    """Median seconds of what a call does with the leaves of its arguments, all of them state, before it runs."""
+    mesh = fzero.VirtualMesh(fsdp=8)
+    state = fzero.partition({f"p{i:04}": torch.zeros(16) for i in range(leaves)}, mesh)
+    pipeline = Pipeline(lambda state: (state,), virtual(mesh), (), lambda program: Returned(program, virtual(mesh)))
+    taken: dict[str, list[float]] = {}
+    for _ in range(calls):
+        watch = Watch()
+        given, treedef = watch.of("flatten", fzero.tree.flatten, (state,))
+        returned = watch.of("recognize", pipeline.made, given, treedef)
+        tensors = watch.of("take", _unaliased, given, range(leaves))
+        (state,) = watch.of("return", returned, tensors)
+        for name, seconds in watch.seconds.items():
+            taken.setdefault(name, []).append(seconds)
+    return {"leaves": leaves, "seconds": {name: statistics.median(each) for name, each in taken.items()}}
+
+
+def apart(do: Callable[..., Row], *args: Any) -> Row:
+    """What `do(*args)` returns in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(do, args)
+
+
+def show(rows: list[Row]) -> None:
+    """A table, a plan a column."""
+
+    def line(name: str, form: str, values: Iterable[float]) -> None:
+        print(f"{name:18}" + "".join(f"{value:{form}}" for value in values))
+
+    line("layers", "9d", (row["layers"] for row in rows))
+    line("ranks", "9,d", (row["ranks"] for row in rows))
+    line("parameters, 1e9", "9.2f", (row["numel"] / 1e9 for row in rows))
+    line("nodes", "9,d", (row["nodes"] for row in rows))
+    for name in rows[0]["seconds"]:
+        line(name, "9.3f", (row["seconds"][name] for row in rows))
+    line("all, seconds", "9.3f", map(total, rows))
+    line("of the processor", "9.3f", (row["processor"] for row in rows))
+    line("RSS grown, MiB", "9.0f", (grown(row) / MIB for row in rows))
+    line("peak of step, GiB", "9.2f", (row["peak"] / GIB for row in rows))
+
+
+def total(row: Row) -> float:
+    """Seconds of all that is planning."""
+    return sum(row["seconds"].values())
+
+
+def grown(row: Row) -> int:
+    """Bytes of peak RSS that planning added."""
+    before, after = row["rss"]
+    return after - before
+
+
+def main() -> int:
+    """Prints the tables; 1 where a plan is beyond a limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[6, 12, 24, 48, 96])
+    parser.add_argument("--dim", type=int, default=12288)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024])
+    parser.add_argument("--leaves", type=int, default=1000, help="of the arguments to recognize")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="limit of a plan")
+    parser.add_argument("--gib", type=float, default=math.inf, help="limit of what a plan adds to peak RSS")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [apart(plan, layers, options.dim, ranks) for layers in options.layers for ranks in options.ranks]
+    calls = apart(recognition, options.leaves)
+    print(machine())
+    show(rows)
+    each = ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in calls["seconds"].items())
+    print(f"{calls['leaves']} leaves of state, microseconds a call: {each}")
+    if options.json:
+        written = {"machine": machine(), "plans": rows, "recognition": calls}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    return int(any(total(row) > options.seconds or grown(row) > options.gib * GIB for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

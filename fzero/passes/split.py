@@ -1,0 +1,48 @@
+"""The split pass: an AdamW update in two calls, where the last gradients are still on their way."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from fzero import ops
+from fzero.ops import Node, is_call
+from fzero.passes.order import scattered
+from fzero.program import Program
+from fzero.timeline import Lanes
+
+
+def split(program: Program) -> Program:
+    """Cut each `ops.adamw` in two: the leaves whose gradients are there when it begins, and behind them the others, so
+    that updating those hides the last reduce-scatters.
+
+    Same results, bit for bit. When gradients are there follows from `program.rates`. An update that must have them all
+    before it begins, as with clipping by the global norm, stays whole.
+    """
+    program = program.copy("split")
+    origin, lanes = scattered(program.graph), Lanes(program.costs())
+    for node in list(program.graph.nodes):
+        if origin.get(node, node) is not node:
+            continue  # what waits for a gradient, which is waited for as late as can be
+        if is_call(node, ops.adamw):
+            late = [grad in origin and lanes.there[origin[grad]] > lanes.now for grad in node.args[1]]
+            if len(set(late)) == 2:
+                _cut(program, node, late)
+        lanes.run([node])
+    return program
+
+
+def _cut(program: Program, call: Node, late: Sequence[bool]) -> None:
+    """Put two calls in the place of one: of the leaves that are not late, and of those that are."""
+    columns, items = list(call.users), dict[tuple[Node, int], Node]()
+    with program.graph.inserting_before(call.next):
+        for turn in (False, True):
+            rows = [row for row, is_late in enumerate(late) if is_late is turn]
+            lists = [[column[row] for row in rows] for column in call.args[:4]]
+            part = program.emit(ops.adamw, *lists, *call.args[4:])
+            for column in columns:
+                news = program.emit(operator.getitem, part, column.args[1])
+                items |= {(column, row): program.emit(operator.getitem, news, at) for at, row in enumerate(rows)}
+    program.substitute_all({old: items[column, old.args[1]] for column in columns for old in column.users})
+    for node in (*columns, call):
+        program.graph.erase_node(node)

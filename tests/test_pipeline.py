@@ -1,0 +1,141 @@
+"""The pipeline: one program for each signature of a step's arguments, and what the step returns of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import tree
+from fzero.errors import FzeroError
+from fzero.mesh import VirtualMesh
+from fzero.pipeline import Pipeline, Returned
+from fzero.program import Program
+from fzero.sharded import Sharded
+from fzero.virtual import virtual
+
+MESH = VirtualMesh(fsdp=2)
+ON = virtual(MESH)
+
+
+def double(params: Any, *rest: Any) -> Any:
+    return tree.map(lambda p: p * 2, params)
+
+
+def state(**how: Any) -> Any:
+    return fzero.partition({"w": torch.ones(4, 3), "b": torch.ones(5)}, MESH, **how)
+
+
+def pipeline(step: Any = double) -> Pipeline[Program]:
+    return Pipeline(step, ON, (), lambda program: program)
+
+
+def made(given: Pipeline[Program], *args: Any) -> Program:
+    return given.made(*tree.flatten(args))
+
+
+def test_arguments_of_one_signature_have_one_program() -> None:
+    given = pipeline()
+    first = made(given, state(), torch.ones(2, 3), 1)
+    assert made(given, state(), torch.zeros(2, 3), 1) is first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: (state(dtype=torch.float64), torch.ones(2, 3), 1),
+        lambda: (state(device="meta"), torch.ones(2, 3), 1),
+        lambda: (state(persist=5), torch.ones(2, 3), 1),
+        lambda: (state(layers=lambda path: "all"), torch.ones(2, 3), 1),
+        lambda: ({"w": state()["w"]}, torch.ones(2, 3), 1),
+        lambda: ([state()], torch.ones(2, 3), 1),
+        lambda: (state(), torch.ones(3, 2), 1),
+        lambda: (state(), torch.ones(3, 2).T, 1),
+        lambda: (state(), torch.ones(2, 3, dtype=torch.int64), 1),
+        lambda: (state(), torch.ones(2, 3), 2),
+        lambda: (state(), torch.ones(2, 3), 1.0),
+        lambda: (state(), torch.ones(2, 3), True),
+    ],
+)
+def test_each_signature_has_its_own(other: Any) -> None:
+    given = pipeline()
+    first = made(given, state(), torch.ones(2, 3), 1)
+    second = made(given, *other())
+    assert second is not first
+    assert made(given, state(), torch.ones(2, 3), 1) is first and made(given, *other()) is second
+
+
+def test_what_a_step_returns_has_the_signature_of_what_it_was_given() -> None:
+    given, params = pipeline(), state()
+    program = made(given, params)
+    returned = Returned(program, ON)
+    for _ in range(3):
+        params = returned([leaf.local * 2 for leaf in tree.leaves(params)])
+        assert made(given, params) is program
+        for leaf in tree.leaves(params):
+            assert leaf.signature == Sharded(leaf.local, leaf.layout, leaf.index, leaf.on).signature
+    assert tree.leaves(params)[0].local.tolist() == [8.0] * 5
+
+
+def test_state_that_was_given_up_is_refused_though_its_signature_is_known() -> None:
+    given, params = pipeline(), state()
+    made(given, params)
+    params["w"].give_up()
+    with pytest.raises(FzeroError, match="^w: this value was donated"):
+        made(given, params)
+
+
+def test_state_of_another_mesh_is_refused_though_its_layout_is_known() -> None:
+    given, params = pipeline(), state()
+    made(given, params)
+    strangers = tree.map(lambda leaf: Sharded(leaf.local, leaf.layout, leaf.index, type(ON)(MESH)), params)
+    with pytest.raises(FzeroError, match="another mesh"):
+        made(given, strangers)
+
+
+def test_what_is_refused_is_not_said_to_be_traced_again(caplog: pytest.LogCaptureFixture) -> None:
+    given, params = pipeline(), state()
+    made(given, params, 1)
+    with pytest.raises(FzeroError, match=r"^argument 1: a set is no tensor and does not hash"):
+        made(given, params, {1})
+    assert not caplog.messages
+    made(given, params, 2)
+    assert len(caplog.messages) == 1 and "traced again" in caplog.messages[0]
+
+
+def test_constants_stand_where_the_step_returned_them() -> None:
+    def step(params: Any, x: Tensor) -> Any:
+        return "first", params["b"] * 2, 3, 4, (x.sum(), params["w"] + 1), "last"
+
+    program = made(pipeline(step), state(), torch.ones(2))
+    b, mean, w = torch.full((5,), 2.0), torch.ones(()), torch.full((12,), 2.0)
+    first, its_b, three, four, (its_mean, its_w), last = Returned(program, ON)([b, mean, w])
+    assert (first, three, four, last) == ("first", 3, 4, "last")
+    assert its_mean is mean and its_b.local is b and its_w.local is w
+    assert (its_b.path, its_w.path, its_b.on) == ("b", "w", ON)
+
+
+def test_all_substitutions_at_once_are_those_one_by_one() -> None:
+    def step(params: Any, x: Tensor) -> list[Tensor]:
+        first, second = x * 2, x * 3
+        return [*torch._foreach_add([first, second, first], [x, first, second]), second.view(-1)]
+
+    def replaced(together: bool) -> str:
+        program = made(pipeline(step), state(), torch.ones(2, 3)).copy()
+        first, second = (node for node in program.graph.nodes if node.name in ("mul", "mul_1"))
+        with program.graph.inserting_before(first):
+            news = {old: program.emit(torch.ops.aten.neg.default, old.args[0]) for old in (first, second)}
+        if together:
+            program.substitute_all(news)
+        else:
+            for old, new in news.items():
+                program.substitute(old, new)
+        (view,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
+        storage = view.args[0].meta["val"].untyped_storage()._cdata
+        assert view.meta["val"].untyped_storage()._cdata == storage  # it has learnt whose memory it now shares
+        return str(program.graph)
+
+    assert replaced(together=True) == replaced(together=False)
