@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fzero import ops, tree
 from fzero.mesh import VirtualMesh
-from fzero.passes import accumulate, bucket, coalesce, defaults, donate, fuse, prefetch, release
+from fzero.passes import accumulate, bucket, coalesce, defaults, donate, fuse, prefetch, release, split
 from fzero.passes.order import gathered, hops, rearrange, settle, sink_gathers
 from fzero.program import Program
 
@@ -36,8 +36,9 @@ def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
 
 def test_each_pass_leaves_its_name() -> None:
     program = differentiated(loss, layers(1), MESH).trace()
-    program = apply(program, accumulate, bucket, coalesce, functools.partial(release, stage=2), fuse, prefetch, donate)
-    assert " ".join(program.notes) == "resolve accumulate bucket coalesce release stage 2 fuse prefetch donate"
+    staged = functools.partial(release, stage=2)
+    program = apply(program, accumulate, bucket, coalesce, staged, fuse, split, prefetch, donate)
+    assert " ".join(program.notes) == "resolve accumulate bucket coalesce release stage 2 fuse split prefetch donate"
 
 
 def graph_of(**inputs: str) -> tuple[fx.Graph, dict[str, fx.Node]]:

@@ -60,23 +60,28 @@ class SameHost(PointToPoint):
         self._last: _Exchange | None = None  # an all-gather that this rank is done with, and others may not be
 
     def all_gather(self, block: Tensor, begun: Begun) -> Pending:
-        block = buffers.flat(block)
-        full = block.new_empty(self.world * block.numel())
-        blocks = full.chunk(self.world) if block.numel() else [full] * self.world
+        block, made = buffers.flat(block), list[Tensor]()
 
         def fetch(there: Mapping[int, list[int]]) -> None:
-            blocks[self.rank].copy_(block)
+            full = block.new_empty(self.world, block.numel())  # not before: until then it would lie idle
+            full[self.rank].copy_(block)
             for peer, (address,) in there.items():
-                self.board.read(peer, address, blocks[peer].data_ptr(), block.nbytes)
+                self.board.read(peer, address, full[peer].data_ptr(), block.nbytes)
+            made.append(full.view(-1))
 
         task = partial(self._gather, self._posted([block], begun), fetch)
-        return Pending(begun, [self._started(task)], lambda: full)
+        return Pending(begun, [self._started(task)], made.pop)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
-        flats = [buffers.flat(full) for full in fulls]
-        out = buffers.room(wire, self.rank, flats[0])
-        task = partial(self._finish, self._posted(flats, begun), partial(self._average, out, flats, wire))
-        return Pending(begun, [self._started(task)], lambda: out)
+        flats, made = [buffers.flat(full) for full in fulls], list[Tensor]()
+
+        def fetch(there: Mapping[int, list[int]]) -> None:
+            out = buffers.room(wire, self.rank, flats[0])
+            self._average(out, flats, wire, there)
+            made.append(out)
+
+        task = partial(self._finish, self._posted(flats, begun), fetch)
+        return Pending(begun, [self._started(task)], made.pop)
 
     def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
         if x.nbytes > LARGE:
