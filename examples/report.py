@@ -24,13 +24,14 @@ def quality(gpt: float, bigram: float) -> str:
 def costs(cost: Cost, steps: int, program: Any | None, world: int) -> str:
     """What one step of one rank communicates and holds; `cost` was measured over `steps` steps.
 
-    Collectives count the full, gathered buffer; a rank sends the part of it that the others lack.
+    Collectives count the full, gathered buffer; a rank sends the part that others lack, or lets them read it.
     """
     sent = cost.sent // (steps * world) if program and cost.sent else None
     comm = program.comm() if program else ()
     rows = [("one step", "collectives", "predicted", "measured"), *collectives(comm)]
     if program:
-        rows.append(("  sent by a rank", "", size(round(sent_nbytes(comm, world))), size(sent)))
+        rows.append(("  sent by a rank", "", size(round(sent_nbytes(comm, world))), ""))
+        rows.append(("  by sockets", "", "", size(sent)))
     rows.append(("  peak memory", "", size(program.memory().peak if program else None), size(cost.peak)))
     return "\n".join("{:<18}{:>12}{:>13}{:>13}".format(*row).rstrip() for row in rows)
 
