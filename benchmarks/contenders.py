@@ -29,8 +29,6 @@ def environment(name: str) -> Environment:
 
 def obstacle(name: str, device: str) -> str | None:
     """Why a contender cannot run here; None where it can."""
-    if name in fzero_steps.CONTENDERS and name.endswith("-compiled") and not fzero_steps.COMPILES:
-        return "fzero.shard has no argument `compile`"
     if name in deepspeed_steps.CONTENDERS and device != "cpu":
         return "its environment is made for CPU cores"
     if name in deepspeed_steps.CONTENDERS and deepspeed_version() is None:

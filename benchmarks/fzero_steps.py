@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from training import B1, B2, DECAY, EPS, RATE, Batch, Contender, Setup, loss_of
 
 import fzero
-
-COMPILES = "compile" in inspect.signature(fzero.shard).parameters
 
 
 def sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, **how: Any) -> Contender:

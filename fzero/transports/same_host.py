@@ -45,7 +45,7 @@ class _Exchange(NamedTuple):
 
 
 class SameHost(PointToPoint):
-    """As `PointToPoint`, with the same bits.
+    """As `PointToPoint`, gathers and means with the same bits; other reductions in rank order too, up to `LARGE`.
 
     Where there are cores to spare a thread reads, in the order in which collectives were started; else `wait` does.
     """
