@@ -40,7 +40,7 @@ class Plan:
 
     contenders: tuple[str, ...]
     size: str
-    meter: str  # "time", "memory" or "comm"
+    meter: str  # "time", "memory", "comm" or "overhead"
     rounds: int
     steps: int
     device: str = "cpu"

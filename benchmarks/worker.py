@@ -19,6 +19,7 @@ from contenders import CONTENDERS
 from counting import count
 from gpt import GPT, GPTConfig
 from measure import growth, nbytes
+from profiled import shares
 from runs import SIZES, Plan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,8 +43,10 @@ def main(plan: Plan, out: Path, turns: Turns) -> None:
         result = clock(contenders, plan, batch, turns)
     elif plan.meter == "memory":
         result = {name: weigh(contender, plan, batch) for name, contender in contenders.items()}
-    else:
+    elif plan.meter == "comm":
         result = {name: count(contender, plan, batch, mesh) for name, contender in contenders.items()}
+    else:
+        result = {name: shares(contender, plan, batch) for name, contender in contenders.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
     dist.barrier()

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fzero import ops, tree
 from fzero.mesh import VirtualMesh
 from fzero.passes import accumulate, bucket, coalesce, defaults, donate, fuse, prefetch, release, split
-from fzero.passes.order import gathered, hops, rearrange, settle, sink_gathers
+from fzero.passes.order import gathered, hops, rearrange, scattered, settle, sink_gathers
 from fzero.program import Program
 
 MESH = VirtualMesh(fsdp=2)
@@ -114,6 +114,15 @@ def test_what_is_derived_from_one_gather_is_known_by_it() -> None:
         ["_to_copy", "all_gather", "t", "wait", "whole"],
         ["_to_copy_1", "all_gather_1", "wait_1", "whole_1"],
     ]
+
+
+def test_what_is_derived_from_one_scatter_is_known_by_it() -> None:
+    program = bucket(differentiated(loss, layers(2), MESH).trace())
+    origin = scattered(program.graph)
+    for start in calls(program, ops.reduce_scatter):
+        derived = [ops.name_of(node) for node, each in origin.items() if each is start]
+        assert derived == ["reduce_scatter", "wait", "part", "part"]
+    assert len(set(origin.values())) == 2
 
 
 def test_what_is_overwritten_is_no_copy_of_a_gathered_leaf() -> None:

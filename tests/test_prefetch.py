@@ -132,6 +132,11 @@ def test_a_gather_starts_two_products_before_its_use_if_it_takes_as_long_as_one(
     assert products(prefetched(chain(0, 5, 5), ONE)) == {"0": 0, "1": 2, "2": 2}
 
 
+def test_a_gather_starts_right_in_front_of_the_first_product_that_hides_it() -> None:
+    _, *starts = calls(prefetched(chain(0, 5, 5), ONE), ops.all_gather)
+    assert [ops.name_of(start.next) for start in starts] == ["mm", "mm"]
+
+
 def test_a_gather_starts_with_the_step_if_there_is_not_enough_to_hide_it() -> None:
     assert products(prefetched(chain(0, 0, 5), ONE)) == {"0": 0, "1": 1, "2": 2}
     assert products(prefetched(chain(1, 0, 5), ONE)) == {"0": 1, "1": 2, "2": 2}
@@ -244,6 +249,15 @@ def test_a_gather_does_not_start_before_its_slices_are_there() -> None:
     assert first.prev is first.args[0][0]
     for start in starts:
         assert position[start.args[0][0]] < position[start]
+
+
+def test_a_gather_starts_right_behind_its_slices_if_there_is_not_enough_to_hide_it() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        weight = params["w"] * 2
+        return x.sin().cos() @ weight
+
+    case = Case(step, MESH, lambda seat: (partition({"w": torch.ones(4, 4)}, seat), torch.ones(2, 4)))
+    assert names(prefetched(case, SLOW))[:3] == ["mul", "all_gather", "sin"]
 
 
 def test_a_scatter_that_is_done_is_waited_for_when_the_next_one_starts() -> None:
