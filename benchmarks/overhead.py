@@ -26,7 +26,7 @@ def main(given: argparse.Namespace) -> None:
     plan = Plan(contenders, given.size, "overhead", 1, given.steps, given.device, given.bf16)
     results = run_each(plan, given.ranks, given.timeout)
     print(f"size {plan.size}: {SIZES[plan.size]}, {given.ranks} rank(s) on {plan.device}; of rank 0's step, profiled")
-    print(f"{'':<20}{'ms a step':>11}{'compute':>10}{'transport':>11}{'own':>9}   most of it")
+    print(f"{'':<20}{'ms a step':>11}{'compute':>11}{'transport':>11}{'own':>11}   most of it")
     for name, result in results.items():
         print(line(name, result))
     flags.write(given.json, plan.record() | {"ranks": given.ranks, "results": results} | machine())
@@ -35,9 +35,9 @@ def main(given: argparse.Namespace) -> None:
 def line(name: str, result: dict[str, Any]) -> str:
     """One line of the table."""
     seconds, whole = result["seconds"], sum(result["seconds"].values())
-    compute, transport, own = (f"{100 * seconds.get(kind, 0) / whole:.1f} %" for kind in ("compute", "transport", "own"))
+    cells = (f"{100 * seconds.get(kind, 0) / whole:.1f} %" for kind in ("compute", "transport", "own"))
     most = ", ".join(f"{function} {1000 * spent:.1f} ms" for function, spent in result["most"][:3])
-    return f"{name:<20}{1000 * whole:>11.1f}{compute:>10}{transport:>11}{own:>9}   {most}"
+    return f"{name:<20}{1000 * whole:>11.1f}" + "".join(f"{cell:>11}" for cell in cells) + f"   {most}"
 
 
 def parse() -> argparse.Namespace:

@@ -80,10 +80,11 @@ class OneRank(Live):
             self.waited += until - begin
             time.sleep(until - begin)
 
-    def all_gather(self, slices: Any, layout: Layout, leaves: tuple[int, ...]) -> Any:
-        along, dtype = wire(layout, leaves), slices[0].dtype
+    def all_gather(self, slices: Any, layout: Layout, leaves: tuple[int, ...], cast: torch.dtype | None = None) -> Any:
+        along, dtype = wire(layout, leaves), cast or slices[0].dtype
+        block = buffers.block_of(slices, along, 0, cast)
         if (along, dtype) not in self.known:
-            self.known[along, dtype] = buffers.block_of(slices, along, 0).repeat(layout.world)
+            self.known[along, dtype] = block.repeat(layout.world)
         full = self.known[along, dtype]
         return Late(self, self.send("all_gather", self.mesh.shard_axis, full.nbytes), full)
 

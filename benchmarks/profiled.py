@@ -8,7 +8,6 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import torch
 from runs import Plan
 from training import Batch, Contender
 

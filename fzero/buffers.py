@@ -16,10 +16,10 @@ from fzero.layout import Wire
 from fzero.ranges import tile
 
 
-def block_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> Tensor:
-    """[S] the block of `rank`: the slices in order, then padding. A view where they adjoin in memory that reaches S.
-    Only a wire with gaps, which are zeros, needs to know whose block it is: they lie where `wire.block(rank)` leaves
-    them.
+def block_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """[S] the block of `rank`: the slices in order, then padding. A view where they adjoin in memory that reaches S,
+    unless they are cast to a `dtype`. Only a wire with gaps, which are zeros, needs to know whose block it is: they lie
+    where `wire.block(rank)` leaves them.
 
     Raises:
         FzeroError: for a wire with gaps and no rank.
@@ -27,6 +27,8 @@ def block_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> T
     if rank is None and wire.has_gaps:
         raise FzeroError(wire.layout.bucket, "has gaps between leaves, other ones on each rank", "give the rank")
     where = tile(x.numel() for x in slices) if rank is None else wire.block(rank)
+    if dtype is not None:
+        return _cast(slices, where, wire.stride, dtype)
     view = _view(slices, where, wire.stride)
     return _packed(slices, where, wire.stride) if view is None else view
 
@@ -74,11 +76,25 @@ def slots(block: Tensor, wire: Wire, rank: int) -> list[Tensor]:
 
 def room(wire: Wire, rank: int, like: Tensor) -> Tensor:
     """[S] a new block of a rank: zeros where no leaf lies, of any values elsewhere."""
-    block, end = like.new_empty(wire.stride), 0
-    for at in (*wire.block(rank), range(wire.stride, wire.stride)):
+    block = like.new_empty(wire.stride)
+    _clear_between(block, wire.block(rank))
+    return block
+
+
+def _clear_between(block: Tensor, where: Sequence[range]) -> None:
+    """Zeros wherever in the block none of these places is."""
+    end = 0
+    for at in (*where, range(block.numel(), block.numel())):
         if at.start > end:
             block[end : at.start].zero_()
         end = max(end, at.stop)
+
+
+def _cast(slices: Sequence[Tensor], where: Sequence[range], size: int, dtype: torch.dtype) -> Tensor:
+    """[size] as `_packed`, cast on the way."""
+    block = slices[0].new_empty(size, dtype=dtype)
+    _clear_between(block, where)
+    torch._foreach_copy_([block[at.start : at.stop] for at in where], list(slices))
     return block
 
 

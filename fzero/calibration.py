@@ -92,7 +92,7 @@ def _call(node: Node, program: Program, runtime: Any, seed: int) -> Callable[...
         return lambda block, bucket, leaves, position, numel: buffers.part(block, along, runtime.on.rank, position)
     method = getattr(runtime, node.target.__name__.partition(".")[0])
     if is_call(node, ops.all_gather, ops.reduce_scatter):
-        return lambda *args: runtime.wait(method(*args))
+        return lambda *args, **how: runtime.wait(method(*args, **how))
     return (lambda *args, **kwargs: method(seed, *args, **kwargs)) if is_call(node, ops.draw) else method
 
 

@@ -291,7 +291,10 @@ class _Held:
         return self._new(node, value), received, *(at.key for at in sent)
 
     def _gathered(self, node: Node, along: Wire) -> list[_At]:
-        """What an all-gather sends: a packed copy, or the slices as they lie on ranks where they adjoin."""
+        """What an all-gather sends: a packed copy, or the slices as they lie on ranks where they adjoin and are not
+        cast."""
+        if "dtype" in node.kwargs:
+            return [self._new((node, "packed"), node.meta["val"], along.stride)]
         slices, size = [self._at[x] for x in node.args[0]], node.meta["val"].element_size()
         begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._starts(along))]
         storages = list(dict.fromkeys(at.key for at in slices))

@@ -46,9 +46,11 @@ class Live:
     def _sharding(self) -> Transport:
         return self.transports[self.mesh.shard_axis]
 
-    def all_gather(self, slices: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:
-        """Start gathering some leaves of a bucket from this rank's slices of them."""
-        block = buffers.block_of(slices, wire(layout, leaves), self.rank)
+    def all_gather(
+        self, slices: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Pending:
+        """Start gathering some leaves of a bucket from this rank's slices of them, cast to a `dtype` that is given."""
+        block = buffers.block_of(slices, wire(layout, leaves), self.rank, dtype)
         return self._sharding.all_gather(block, self.control.begin(f"all_gather of {layout.bucket}"))
 
     def reduce_scatter(self, fulls: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:

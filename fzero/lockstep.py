@@ -110,7 +110,8 @@ class _Ranks:
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """What a node gives on each rank, called with each rank's arguments."""
         if node.target in _EXCHANGES:
-            return getattr(self, node.target.__name__.partition(".")[0])([a[0] for a, _ in calls], *calls[0][0][1:])
+            perform, (given, how) = getattr(self, node.target.__name__.partition(".")[0]), calls[0]
+            return perform([args[0] for args, _ in calls], *given[1:], **how)
         if node.target in ops.FAKES:
             perform = getattr(self, node.target.__name__.partition(".")[0])
             return [perform(seat, *args, **kwargs) for seat, (args, kwargs) in zip(self.seats, calls)]
@@ -133,9 +134,17 @@ class _Ranks:
         columns = [self.all_reduce(list(column), op, axis) for column in zip(*values)]
         return [list(row) for row in zip(*columns)]
 
-    def all_gather(self, slices: list[Sequence[Tensor]], bucket: str, leaves: Sequence[int], numel: int) -> Values:
+    def all_gather(
+        self,
+        slices: list[Sequence[Tensor]],
+        bucket: str,
+        leaves: Sequence[int],
+        numel: int,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Values:
         along = wire(self._layout(bucket), tuple(leaves))
-        blocks = [buffers.block_of(given, along, seat.rank) for given, seat in zip(slices, self.seats)]
+        blocks = [buffers.block_of(given, along, seat.rank, dtype) for given, seat in zip(slices, self.seats)]
         if self._layout(bucket).world == 1:
             return [_started(block, [block]) for block in blocks]
         gathered = _copies(self._joined(self.mesh.shard_axis, blocks, torch.cat))

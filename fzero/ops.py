@@ -86,9 +86,12 @@ def draw(number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 @_made
-def all_gather(slices: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Tensor:
-    """Start gathering these leaves of a bucket: a buffer of `numel` elements, to wait for."""
-    return slices[0].new_empty(numel)
+def all_gather(
+    slices: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Start gathering these leaves of a bucket, cast to `dtype` where one is given: a buffer of `numel` elements, to
+    wait for."""
+    return slices[0].new_empty(numel, dtype=dtype)
 
 
 @_made

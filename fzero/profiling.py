@@ -28,16 +28,16 @@ class Profiled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    def all_gather(self, slices: Any, bucket: str, *rest: Any) -> _Named:
-        return self._started("all_gather", slices, bucket, *rest)
+    def all_gather(self, slices: Any, bucket: str, *rest: Any, **how: Any) -> _Named:
+        return self._started("all_gather", slices, bucket, *rest, **how)
 
     def reduce_scatter(self, fulls: Any, bucket: str, *rest: Any) -> _Named:
         return self._started("reduce_scatter", fulls, bucket, *rest)
 
-    def _started(self, op: str, values: Any, bucket: str, *rest: Any) -> _Named:
+    def _started(self, op: str, values: Any, bucket: str, *rest: Any, **how: Any) -> _Named:
         name = f"{op} {bucket}"
         with record_function(name):
-            return _Named(getattr(self._runtime, op)(values, bucket, *rest), name)
+            return _Named(getattr(self._runtime, op)(values, bucket, *rest, **how), name)
 
     def wait(self, started: _Named) -> Tensor:
         with record_function(f"wait {started.name}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero import buffers
@@ -39,8 +40,10 @@ class Runtime:
     def draw(self, seed: int, number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return drawn(fold(seed, self.on.number, number), target, *args, **kwargs)
 
-    def all_gather(self, slices: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Pending:
-        return self.on.all_gather(slices, self.layouts[bucket], tuple(leaves))
+    def all_gather(
+        self, slices: Lists, bucket: str, leaves: Sequence[int], numel: int, *, dtype: torch.dtype | None = None
+    ) -> Pending:
+        return self.on.all_gather(slices, self.layouts[bucket], tuple(leaves), dtype)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Pending:
         return self.on.reduce_scatter(fulls, self.layouts[bucket], tuple(leaves))

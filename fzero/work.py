@@ -36,7 +36,7 @@ _OF_SOME_ROWS = frozenset({"embedding", "index", "index_select", "gather", "slic
 """Operations that read of their first argument no more than they return."""
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
-_COMMUNICATES = (ops.gather, ops.scatter, ops.all_gather, ops.all_reduce, ops.all_reduce_list)
+_COMMUNICATES = (ops.gather, ops.scatter, ops.all_reduce, ops.all_reduce_list)
 
 
 def work(node: Node) -> Work:
@@ -47,12 +47,20 @@ def work(node: Node) -> Work:
     """
     if node.op != "call_function" or name_of(node) in _NO_KERNEL or is_call(node, *_COMMUNICATES):
         return NONE
+    if is_call(node, ops.all_gather):
+        return _cast(node)
     if is_call(node, ops.reduce_scatter):
         return _packed(node)
     written = overwritten(node)
     if shares_memory(node) and not written:
         return NONE
     return Work(_flops(node), _read(node) + nbytes(_values(written) if written else node.meta.get("val")))
+
+
+def _cast(node: Node) -> Work:
+    """Slices are sent as they lie, or cast."""
+    dtype, slices = node.kwargs.get("dtype"), _values(node.args[0])
+    return NONE if dtype is None else Work(0, sum(nbytes(x) + x.numel() * dtype.itemsize for x in slices))
 
 
 def _packed(node: Node) -> Work:

@@ -283,3 +283,41 @@ def test_a_cast_before_the_gather_halves_what_is_moved() -> None:
     program = bucketed(differentiated(narrow, layers(1), MESH))
     gather, scatter, _ = program.comm()
     assert (gather.dtype, gather.nbytes) == (scatter.dtype, scatter.nbytes) == (torch.bfloat16, 32 * 2)
+
+
+def narrowed(params: tree.Tree, x: Tensor) -> Tensor:
+    return loss(tree.map(lambda p: p.to(torch.bfloat16), params), x.to(torch.bfloat16)).float()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_slices_are_cast_by_the_gather_itself(world: int) -> None:
+    case = differentiated(narrowed, layers(2), VirtualMesh(fsdp=world))
+    program = bucketed(case)
+    gathers = calls(program, ops.all_gather)
+    assert all(source.op == "placeholder" for gather in gathers for source in gather.args[0])
+    assert [gather.kwargs for gather in gathers] == [{"dtype": torch.bfloat16}] * 2
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_a_cast_that_is_used_elsewhere_stays_there() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        narrow = params["layers"][0]["w"].to(torch.bfloat16)
+        return x.to(torch.bfloat16) @ narrow, narrow * 2
+
+    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    program = bucketed(case)
+    assert names(program).count("_to_copy") == 2 and calls(program, ops.all_gather)[0].kwargs
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_only_casts_of_state_as_it_is_given_are_the_gathers() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        layer = params["layers"][0]
+        wide = layer["w"].to(torch.float64, copy=True), (layer["b"] * 2).to(torch.float64)
+        return x.double() @ wide[0] + wide[1]
+
+    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    program = bucketed(case)
+    (gather,) = calls(program, ops.all_gather)
+    assert sorted(source.op for source in gather.args[0]) == ["call_function", "placeholder"]
+    assert_same(case.run(program), case.run(case.trace()))

@@ -38,6 +38,18 @@ def test_other_slices_are_copied_and_padded_with_zeros() -> None:
         assert block.tolist() == [*slices[0].tolist(), *slices[1].tolist(), 0]
 
 
+def test_slices_are_cast_into_a_block_of_their_own() -> None:
+    memory = torch.arange(1.0, 8)
+    block = block_of([memory[:2], memory[2:4]], PAIR, dtype=torch.bfloat16)
+    assert block.dtype == torch.bfloat16 and block.tolist() == [1, 2, 3, 4, 0]
+    for slices, expected in (
+        ([memory[:3], memory[3:7]], [1, 2, 3, 0, 4, 5, 6, 7]),
+        ([memory[:3].int(), memory[3:7].double()], [1, 2, 3, 0, 4, 5, 6, 7]),
+    ):
+        assert block_of(slices, ROWS, 0, torch.float16).tolist() == expected
+    assert block_of([memory[:0], torch.arange(8.0)], ROWS, 1, torch.float16).tolist() == list(range(8))
+
+
 def test_slices_around_a_gap_are_sent_where_they_lie() -> None:
     memory = torch.tensor([9, 1, 2, 3, 0, 4, 5, 6, 7.0])
     block = block_of([memory[1:4], memory[5:9]], ROWS, rank=0)

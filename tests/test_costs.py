@@ -149,20 +149,30 @@ def on_two_ranks(step: Callable[..., Any], params: Any) -> Program:
     return apply(given.trace(), bucket)
 
 
-def halves(params: Any, x: Tensor) -> Tensor:
-    u, w = (p.to(torch.bfloat16) for p in params["layer"].values())
-    return x.to(torch.bfloat16) @ u @ w
+def squares(params: Any, x: Tensor) -> Tensor:
+    u, w = (p * p for p in params["layer"].values())
+    return x @ u @ w
 
 
 def test_slices_that_do_not_adjoin_are_packed_to_be_sent() -> None:
-    program = on_two_ranks(halves, {"layer": {"u": torch.ones(4, 2), "w": torch.ones(2, 4)}})
-    # rank 0 has both: 64 arguments, 32 batch, 16 + 32 casts, 64 the buffer, and 32 the block that is sent
-    assert program.memory().peak == 64 + 32 + 16 + 32 + 64 + 32 and program.memory().at == "all_gather"
+    program = on_two_ranks(squares, {"layer": {"u": torch.ones(4, 2), "w": torch.ones(2, 4)}})
+    # rank 0 has both: 64 arguments, 32 batch, 64 squares, 128 the buffer, and 64 the block that is sent
+    assert program.memory().peak == 64 + 32 + 64 + 128 + 64 and program.memory().at == "all_gather"
 
 
 def test_a_slice_that_is_all_of_a_block_is_sent_from_where_it_lies() -> None:
-    program = on_two_ranks(halves, {"layer": {"u": torch.ones(4, 4), "w": torch.ones(4, 4)}})  # u is rank 0's
-    assert program.memory().peak == 64 + 32 + 16 + 32 + 64 and program.memory().at == "all_gather"
+    program = on_two_ranks(squares, {"layer": {"u": torch.ones(4, 4), "w": torch.ones(4, 4)}})  # u is rank 0's
+    assert program.memory().peak == 64 + 32 + 64 + 128 and program.memory().at == "all_gather"
+
+
+def test_slices_are_cast_into_the_block_that_is_sent() -> None:
+    def step(params: Any, x: Tensor) -> Tensor:
+        u, w = (p.to(torch.bfloat16) for p in params["layer"].values())
+        return x.to(torch.bfloat16) @ u @ w
+
+    program = on_two_ranks(step, {"layer": {"u": torch.ones(4, 2), "w": torch.ones(2, 4)}})
+    # 64 arguments, 32 batch and 16 its cast, 64 the buffer, and 32 the block
+    assert program.memory().peak == 64 + 32 + 16 + 64 + 32 and program.memory().at == "all_gather"
 
 
 def test_a_leaf_in_two_pieces_of_a_buffer_is_copied() -> None:

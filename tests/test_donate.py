@@ -339,6 +339,16 @@ def test_state_of_another_dtype_does_not_take_the_memory() -> None:
     assert paths == set() and "_foreach_copy_" not in names(program)
 
 
+def test_a_gathered_leaf_of_another_dtype_is_memory_of_its_own() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, Tensor]:
+        narrow = params["layers"][0]["w"].to(torch.bfloat16)
+        y = x.to(torch.bfloat16) @ narrow
+        return doubled(params), y @ narrow.full_tensor().sin()
+
+    program, _ = donated(on_params(step, ALONE))
+    assert names(program).count("mul_") == 4
+
+
 def test_a_sum_replaces_the_sum_so_far_not_the_parameters() -> None:
     def accumulate(params: tree.Tree, total: tree.Tree, x: Tensor) -> tree.Tree:
         return tree.map(torch.add, total, fzero.grad(loss)(params, x))

@@ -99,6 +99,15 @@ def test_leaves_are_packed_to_be_scattered_but_on_cpu() -> None:
         assert work(scatter) == Work(0, packed)
 
 
+def test_slices_are_read_and_cast_to_be_gathered() -> None:
+    def step(params: Any, x: Tensor) -> Tensor:
+        return x @ params["w"].to(torch.bfloat16)
+
+    case = Case(step, MESH, lambda seat: (partition({"w": torch.ones(4, 8)}, seat), torch.ones(2, 4).bfloat16()))
+    program = apply(case.trace(), bucket)
+    assert work(node_named(program, "all_gather")) == Work(0, 16 * 4 + 16 * 2)
+
+
 def test_a_leaf_alone_is_scattered_as_it_is() -> None:
     for node in calls(gradient("meta", w=(4, 8)), ops.reduce_scatter, ops.all_gather, ops.wait, ops.whole, ops.part):
         assert work(node) == Work(0, 0)

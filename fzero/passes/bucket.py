@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+import torch
+
 from fzero import ops
 from fzero.layout import wire
 from fzero.ops import Node, is_call
@@ -16,9 +18,10 @@ def bucket(program: Program) -> Program:
     """Leaf gathers of one bucket become one all-gather, leaf scatters one reduce-scatter; leaves are views of it.
 
     Same results, bit for bit where kernels do not mind how their operands are aligned, as MKL does unless MKL_CBWR is
-    set: a leaf of a buffer may lie anywhere. A leaf gathered twice from the same slice is gathered once. Each
-    all-gather stands at its first use and each reduce-scatter where the last of its gradients is ready. Two sets of
-    slices in one layout (parameters and their moving average) keep gathers of their own.
+    set: a leaf of a buffer may lie anywhere. A leaf gathered twice from the same slice is gathered once. Slices that
+    are cast to be gathered are cast into what is sent, each time. Each all-gather stands at its first use and each
+    reduce-scatter where the last of its gradients is ready. Two sets of slices in one layout (parameters and their
+    moving average) keep gathers of their own.
     """
     program = program.copy("bucket")
     _merge_repeated(program)
@@ -73,9 +76,21 @@ def _family(program: Program, node: Node, path: dict[Node, str]) -> tuple[str, .
 def _move_together(program: Program, members: list[Node], start: Any, take: Any) -> None:
     """Behind the last of their operands, one collective, a wait for it, and what `take` takes for each member."""
     name, values, leaves = members[0].args[1], [node.args[0] for node in members], [node.args[2] for node in members]
+    how = {"dtype": members[0].meta["val"].dtype} if start is ops.all_gather and any(map(_is_cast, values)) else {}
+    values = [node.args[0] if how and _is_cast(node) else node for node in values]
     sent = wire(program.layouts[name], tuple(leaves))
     with program.graph.inserting_before(max(values).next):
-        pending = program.emit(start, values, name, leaves, sent.numel if start is ops.all_gather else sent.stride)
+        size = sent.numel if start is ops.all_gather else sent.stride
+        pending = program.emit(start, values, name, leaves, size, **how)
         buffer = program.emit(ops.wait, pending)
         taken = [program.emit(take, buffer, name, leaves, i, node.args[3]) for i, node in enumerate(members)]
     program.substitute_all(dict(zip(members, taken)))
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a node is a state argument in another dtype, and nothing else."""
+    return (
+        is_call(node, torch.ops.aten._to_copy.default)
+        and node.kwargs.keys() == {"dtype"}
+        and node.args[0].op == "placeholder"
+    )
