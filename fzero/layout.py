@@ -184,16 +184,12 @@ class Wire:
 
     def is_joined(self, position: int) -> bool:
         """Whether the leaf at `position` of `leaves` lies in one piece in the buffer, or is empty."""
-        whole = self.layout.leaf_ranges[self.leaves[position]]
-        if self.is_complete or not whole:
+        if self.is_complete:
             return True
+        whole = self.layout.leaf_ranges[self.leaves[position]]
         first, last = whole.start // self.layout.shard, (whole.stop - 1) // self.layout.shard
-        among = [rank for rank in self.layout.turns(self.leaves) if first <= rank <= last]
-        blocks = [self.block(rank)[position] for rank in among]
-        return all(
-            (rank == last or block.stop == self.stride) and (rank == first or block.start == 0)
-            for rank, block in zip(among, blocks)
-        )
+        before = [rank for rank in self.layout.turns(self.leaves) if first <= rank < last]
+        return all(self.block(rank)[position].stop == self.stride for rank in before)
 
     @cache  # noqa: B019
     def pieces(self, position: int) -> tuple[range, ...]:

@@ -242,6 +242,11 @@ def test_without_marks_nothing_changes() -> None:
     assert rematerialize(program).lines() == program.lines()
 
 
+def test_the_pass_leaves_its_name_where_it_changes_something() -> None:
+    program = on_blocks(fzero.value_and_grad(loss_of(fzero.remat(dropped)))).trace()
+    assert rematerialize(program).notes == (*program.notes, "rematerialize")
+
+
 def test_a_second_time_nothing_changes() -> None:
     program = rematerialize(on_blocks(fzero.value_and_grad(loss_of(fzero.remat(dropped)))).trace())
     assert rematerialize(program).lines() == program.lines()
