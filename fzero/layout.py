@@ -184,9 +184,9 @@ class Wire:
 
     def is_joined(self, position: int) -> bool:
         """Whether the leaf at `position` of `leaves` lies in one piece in the buffer, or is empty."""
-        if self.is_complete:
-            return True
         whole = self.layout.leaf_ranges[self.leaves[position]]
+        if self.is_complete or not whole:
+            return True
         first, last = whole.start // self.layout.shard, (whole.stop - 1) // self.layout.shard
         before = [rank for rank in self.layout.turns(self.leaves) if first <= rank < last]
         return all(self.block(rank)[position].stop == self.stride for rank in before)

@@ -17,6 +17,7 @@ RAGGED = Layout("bucket", (Leaf("leaf0", (5,)), Leaf("leaf1", ())), VirtualMesh(
 ROWS = Layout(
     "bucket", (Leaf("leaf0", (3,)), Leaf("leaf1", (3, 4), 4), Leaf("leaf2", ())), VirtualMesh(fsdp=2), align=1
 )
+NOTHING = Wire(Layout("", (Leaf("a", (0,)), Leaf("b", (0,))), VirtualMesh(fsdp=1), align=1), (0,))
 LAST_ALONE = Wire(  # of whose first leaf the last element is on another rank than the others, in the other's block
     Layout("", (Leaf("a", (3,)), Leaf("b", (6,)), Leaf("c", (7,))), VirtualMesh(fsdp=2), align=1), (1, 2)
 )
@@ -132,6 +133,7 @@ def test_pieces_of_a_leaf_are_its_parts_in_rank_order(sent: Wire) -> None:
 
 @given(wires(max_world=12, max_block=3))
 @example(LAST_ALONE)
+@example(NOTHING)
 def test_a_leaf_is_joined_unless_it_has_several_pieces(sent: Wire) -> None:
     for position in range(len(sent.leaves)):
         assert sent.is_joined(position) == (len(sent.pieces(position)) <= 1)
