@@ -233,6 +233,16 @@ def test_a_chain_without_a_rate_is_left_alone() -> None:
     assert_same(case.run(fused(case)), case.run(case.trace()))
 
 
+def test_updates_that_are_not_simply_multiplied_are_left_alone() -> None:
+    def divide(updates: tree.Tree, params: tree.Tree | None) -> tree.Tree:
+        leaves, treedef = tree.flatten(updates)
+        return tree.unflatten(treedef, torch._foreach_div(leaves, -10.0))
+
+    case = trained(optim.chain(optim.scale_by_adam(), optim.stateless(divide)), layers(), MESH)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
 @pytest.mark.parametrize(
     "apply_updates", [torch._foreach_sub, functools.partial(torch._foreach_add, alpha=2.0)], ids=["subtracted", "twice"]
 )
