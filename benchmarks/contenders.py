@@ -29,6 +29,8 @@ def environment(name: str) -> Environment:
 
 def obstacle(name: str, device: str) -> str | None:
     """Why a contender cannot run here; None where it can."""
+    if name.endswith("-graph") and device == "cpu":
+        return "CUDA graphs need a GPU"
     if name in deepspeed_steps.CONTENDERS and device != "cpu":
         return "its environment is made for CPU cores"
     if name in deepspeed_steps.CONTENDERS and deepspeed_version() is None:

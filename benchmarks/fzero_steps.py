@@ -1,4 +1,4 @@
-"""fzero's ways to train: stages 1 to 3, run as they are or compiled."""
+"""fzero's ways to train: stages 1 to 3, run as they are or compiled, and stage 3 as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -43,4 +43,5 @@ def sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, **how:
 CONTENDERS: dict[str, Setup] = {
     **{f"fzero-{stage}": partial(sharded, stage=stage) for stage in (1, 2, 3)},
     **{f"fzero-{stage}-compiled": partial(sharded, stage=stage, compile=True) for stage in (1, 2, 3)},
+    "fzero-3-graph": partial(sharded, stage=3, compile="graph"),
 }

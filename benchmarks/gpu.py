@@ -24,7 +24,7 @@ from quartiles import quartiles
 from runs import SIZES, Plan, Size
 from step import TOLERANCE, Results, check, milliseconds, summary, table
 
-CONTESTANTS = "fsdp2,fsdp2-compiled,fzero-3,fzero-3-compiled"
+CONTESTANTS = "fsdp2,fsdp2-compiled,fzero-3,fzero-3-compiled,fzero-3-graph"
 PAIR = "fsdp2,fzero-1,fzero-2,fzero-3"
 
 

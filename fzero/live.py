@@ -114,7 +114,7 @@ class Live:
         return self.transports[axis].all_reduce(x, op, self.control.begin(f"all_reduce over {axis}"))
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
-        return torch.tensor(self.transports[axis].rank, device=device)
+        return torch.full((), self.transports[axis].rank, device=device)  # a copy from the host would not be captured
 
 
 def live(mesh: Any) -> Live:

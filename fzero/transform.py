@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from fzero import tree
 from fzero.agreement import agree, digest
 from fzero.calibration import calibrated
+from fzero.capture import Captured, check_mesh, check_program
 from fzero.compilation import compiled
 from fzero.errors import FzeroError
 from fzero.fragments import outline
-from fzero.linking import Compile, Runner, link
+from fzero.linking import Runner, link
 from fzero.live import Live, live
 from fzero.passes import defaults, verify
 from fzero.pipeline import Pass, Pipeline, Returned
@@ -23,6 +24,8 @@ from fzero.rates import Rates
 from fzero.runtime import Runtime
 from fzero.sharded import Sharded
 
+Mode = bool | Literal["graph"]
+
 
 def shard(
     fn: Callable[..., Any],
@@ -30,7 +33,7 @@ def shard(
     *,
     stage: int = 3,
     donate: bool = True,
-    compile: bool = False,
+    compile: Mode = False,
     passes: Sequence[Pass] | None = None,
 ) -> Step:
     """`fn` as a step that every rank of `mesh` runs, on `Sharded` state and on its part of the batch.
@@ -43,21 +46,20 @@ def shard(
     `stage` 3 gathers each layer's parameters for each use, 2 keeps them from first to last use, 1 keeps whole gradients
     too. With `donate` a step that updates state (`p + u`) does it in place, and the `Sharded` values that it was given
     become unusable. With `compile`, inductor makes kernels of what is computed between collectives, once for equal
-    layers: the same step up to rounding, whose first call takes longer (docs/compile.md). `passes` replaces the default
-    ones, each a function of a `Program` to a `Program`.
+    layers: the same step up to rounding, whose first call takes longer; `compile="graph"` has CUDA launch all of that
+    and its collectives at once, as a graph (docs/compile.md). `passes` replaces the default ones, each a function of a
+    `Program` to a `Program`.
 
     The step is traced at its first call and again when shapes, dtypes, structure or constants change, which the logger
     "fzero" reports.
 
     Raises:
-        FzeroError: for a mesh without devices, or another value of an option.
+        FzeroError: for a mesh without devices, another value of an option, or "graph" where there cannot be one.
     """
-    if not isinstance(compile, bool):
-        raise FzeroError(
-            "compile", f"is {compile!r}", "give True or False; there are no CUDA graphs of whole steps yet"
-        )
+    if not isinstance(compile, bool) and compile != "graph":
+        raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     rewrites = defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify)
-    return Step(fn, live(mesh), rewrites, functools.cache(compiled) if compile else None)
+    return Step(fn, live(mesh), rewrites, compile)
 
 
 class _Compiled(NamedTuple):
@@ -72,11 +74,11 @@ class _Compiled(NamedTuple):
 class Step:
     """A sharded step. Call it as the function it was made of; `trace` gives its `Program` without running it."""
 
-    def __init__(
-        self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Compile | None = None
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Mode) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._on, self._compile = on, compile
+        if compile == "graph":
+            check_mesh(on)
+        self._on, self._mode, self._compile = on, compile, functools.cache(compiled)
         self._pipeline = Pipeline(fn, on, passes, self._link)
 
     def __repr__(self) -> str:
@@ -120,8 +122,11 @@ class Step:
             raise
 
     def _link(self, program: Program) -> _Compiled:
-        runtime, lines = Runtime(self._on, program.layouts), [f"compile: {self._compile is not None}", *program.lines()]
-        runner = link(outline(program), runtime, self._compile) if self._compile else link(program, runtime)
+        if self._mode == "graph":
+            check_program(program, self._on.device.type)
+        runtime, lines = Runtime(self._on, program.layouts), [f"compile: {self._mode}", *program.lines()]
+        run = link(outline(program), runtime, self._compile) if self._mode else link(program, runtime)
+        runner = Captured(program, run) if self._mode == "graph" else run
         donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
         return _Compiled(program, runner, Returned(program, self._on), donated, digest(lines), lines)
 

@@ -23,7 +23,7 @@ RUNGS = [
         "layout packing boxes buffers transports moves collectives ops mode store deferred",
         "chunks rules sharded buckets sources interop lowering live virtual streaming feed agreement optim",
         "placement assembly building initial tensorfiles kinds inference program tracing costs work rates "
-        "timeline listing differentiation fragments compilation linking runtime lockstep calibration profiling",
+        "timeline listing differentiation fragments compilation linking capture runtime lockstep calibration profiling",
         "passes",
         "pipeline transform simulation equivalence checkpoint",
         "report cli",
