@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fzero
-from fzero.passes import defaults, resolve
-from fzero.pipeline import Pipeline, Returned
-from fzero.tracing import trace
+from fzero.passes import defaults
+from fzero.pipeline import Pass, Pipeline, Returned
+from fzero.program import Program
 from fzero.transform import _unaliased
 from fzero.virtual import virtual
 
@@ -42,18 +42,20 @@ Row = dict[str, Any]
 
 
 class Watch:
-    """Seconds of each thing that is done, by its name, and of the processor for all of them."""
+    """Seconds of each thing that is done, by its name, without those of things that are done in it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.processor = 0.0
+        self._within = 0.0
 
     def of(self, name: str, do: Callable[..., Any], *args: Any) -> Any:
         """What `do(*args)` returns."""
-        start, processor = time.perf_counter(), time.process_time()
+        self.seconds[name] = 0.0  # names stand in the order in which things begin
+        start, before, self._within = time.perf_counter(), self._within, 0.0
         result = do(*args)
-        self.seconds[name] = time.perf_counter() - start
-        self.processor += time.process_time() - processor
+        taken = time.perf_counter() - start
+        self.seconds[name] = taken - self._within
+        self._within = before + taken
         return result
 
 
@@ -80,15 +82,20 @@ def arguments(layers: int, dim: int, ranks: int) -> tuple[Callable[..., Any], tu
 def plan(layers: int, dim: int, ranks: int) -> Row:
     """Seconds of each part, peak RSS before and after, and what was planned."""
     step, args = arguments(layers, dim, ranks)
-    watch, before = Watch(), peak_rss()
-    program = watch.of("trace", trace, step, args, fzero.VirtualMesh(fsdp=ranks))
-    for rewrite in (resolve, *defaults(stage=3, in_place=True)):
-        program = watch.of(getattr(rewrite, "func", rewrite).__name__, rewrite, program)
+    watch, before, processor = Watch(), peak_rss(), time.process_time()
+
+    def watched(rewrite: Pass) -> Pass:
+        name = getattr(rewrite, "func", rewrite).__name__
+        return lambda program: watch.of(name, rewrite, program)
+
+    passes = [*map(watched, defaults(stage=3, in_place=True))]
+    pipeline: Pipeline[Program] = Pipeline(step, virtual(fzero.VirtualMesh(fsdp=ranks)), passes, lambda made: made)
+    program = watch.of("trace", pipeline.program, args)
     memory = watch.of("memory", program.memory)
     comm = watch.of("comm", program.comm)
     return {
         "layers": layers, "dim": dim, "ranks": ranks,
-        "seconds": watch.seconds, "processor": watch.processor, "rss": [before, peak_rss()],
+        "seconds": watch.seconds, "processor": time.process_time() - processor, "rss": [before, peak_rss()],
         "numel": sum(leaf.numel() for leaf in fzero.tree.leaves(args[0])),
         "nodes": len(program.graph.nodes), "peak": memory.peak, "comm": sum(each.nbytes for each in comm),
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ def test_arguments_of_one_signature_have_one_program() -> None:
     given = pipeline()
     first = made(given, state(), torch.ones(2, 3), 1)
     assert made(given, state(), torch.zeros(2, 3), 1) is first
+
+
+def test_garbage_is_not_collected_meanwhile() -> None:
+    given = pipeline(lambda params: (params, gc.isenabled()))
+    assert made(given, state()).results[-1].constant is False and gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        made(pipeline(lambda params: 1 / 0), state())
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        made(pipeline(), state())
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
