@@ -300,6 +300,15 @@ def test_a_list_whose_result_is_wider_is_not_overwritten() -> None:
     assert names(program).count("_foreach_add") == 1
 
 
+def test_a_list_is_not_overwritten_that_is_read_beside_as_a_view_of_what_took_its_memory() -> None:
+    def step(params: tree.Tree, x: Tensor) -> list[Tensor]:
+        doubled = torch._foreach_mul([x.T @ x], 2.0)
+        return torch._foreach_add(doubled, [doubled[0].T])
+
+    program, _ = donated(on_params(step))
+    assert names(program).count("_foreach_mul_") == names(program).count("_foreach_add") == 1
+
+
 def test_an_expanded_view_is_not_overwritten() -> None:
     program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x * 2)[:1].expand(2, 5)], 2.0)))
     assert names(program).count("_foreach_mul") == 1
