@@ -28,9 +28,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def all_gather(self, block: Tensor, begun: Begun) -> Pending:
+    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
         self._add("all_gather", block.nbytes * self.inner.world)
-        return self.inner.all_gather(block, begun)
+        return self.inner.all_gather(block, begun, into)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
         self._add("reduce_scatter", wire.numel * fulls[0].element_size())

@@ -17,20 +17,40 @@ from fzero.ranges import tile
 
 
 def block_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """[S] the block of `rank`: the slices in order, then padding. A view where they adjoin in memory that reaches S,
-    unless they are cast to a `dtype`. Only a wire with gaps, which are zeros, needs to know whose block it is: they lie
-    where `wire.block(rank)` leaves them.
+    """[S] the block of `rank`: the slices in order, then padding. Where they lie, if they adjoin in memory that reaches
+    S and are not cast to a `dtype`; else a copy. Only a wire with gaps, which are zeros, needs to know whose block it
+    is.
 
     Raises:
         FzeroError: for a wire with gaps and no rank.
     """
-    if rank is None and wire.has_gaps:
-        raise FzeroError(wire.layout.bucket, "has gaps between leaves, other ones on each rank", "give the rank")
-    where = tile(x.numel() for x in slices) if rank is None else wire.block(rank)
-    if dtype is not None:
-        return _cast(slices, where, wire.stride, dtype)
-    view = _view(slices, where, wire.stride)
-    return _packed(slices, where, wire.stride) if view is None else view
+    view = None if dtype else view_of(slices, wire, rank)
+    return fill(slices[0].new_empty(wire.stride, dtype=dtype), slices, wire, rank) if view is None else view
+
+
+def view_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> Tensor | None:
+    """[S] the block of `rank` where its slices lie; None where they do not adjoin, or their memory ends before S."""
+    filled = [(x, at) for x, at in zip(slices, _places(slices, wire, rank)) if x.numel()]
+    if not filled:
+        return None
+    first, at = filled[0]
+    storage, start = first.untyped_storage(), first.storage_offset() - at.start
+    if start < 0 or (start + wire.stride) * first.element_size() > storage.nbytes():
+        return None
+    for x, at in filled:
+        if x.storage_offset() != start + at.start or x.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
+        if not x.is_contiguous():
+            return None
+    return first.as_strided((wire.stride,), (1,), start)
+
+
+def fill(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> Tensor:
+    """The block [S] of `rank`, with the slices copied into it, cast to its dtype, and zeros where none lies."""
+    where = _places(slices, wire, rank)
+    _clear_between(block, where)
+    torch._foreach_copy_([block[at.start : at.stop] for at in where], list(slices))
+    return block
 
 
 def whole(buffer: Tensor, wire: Wire, position: int, shape: Sequence[int]) -> Tensor:
@@ -90,12 +110,13 @@ def _clear_between(block: Tensor, where: Sequence[range]) -> None:
         end = max(end, at.stop)
 
 
-def _cast(slices: Sequence[Tensor], where: Sequence[range], size: int, dtype: torch.dtype) -> Tensor:
-    """[size] as `_packed`, cast on the way."""
-    block = slices[0].new_empty(size, dtype=dtype)
-    _clear_between(block, where)
-    torch._foreach_copy_([block[at.start : at.stop] for at in where], list(slices))
-    return block
+def _places(slices: Sequence[Tensor], wire: Wire, rank: int | None) -> tuple[range, ...]:
+    """Where in the block of `rank` its slices lie."""
+    if rank is not None:
+        return wire.block(rank)
+    if wire.has_gaps:
+        raise FzeroError(wire.layout.bucket, "has gaps between leaves, other ones on each rank", "give the rank")
+    return tile(x.numel() for x in slices)
 
 
 def _packed(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor:
@@ -105,20 +126,3 @@ def _packed(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tenso
         pieces += [flat.new_zeros(at.start - end), flat] if at.start > end else [flat]
         end = at.stop
     return torch.cat([*pieces, flats[0].new_zeros(size - end)]) if size > end else torch.cat(pieces)
-
-
-def _view(slices: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor | None:
-    """[size] the memory in which the slices lie where they are to; None where they do not, or it has an end before."""
-    filled = [(x, at) for x, at in zip(slices, where) if x.numel()]
-    if not filled:
-        return None
-    first, at = filled[0]
-    storage, start = first.untyped_storage(), first.storage_offset() - at.start
-    if start < 0 or (start + size) * first.element_size() > storage.nbytes():
-        return None
-    for x, at in filled:
-        if x.storage_offset() != start + at.start or x.untyped_storage().data_ptr() != storage.data_ptr():
-            return None
-        if not x.is_contiguous():
-            return None
-    return first.as_strided((size,), (1,), start)

@@ -282,19 +282,20 @@ class _Held:
     def _started(self, node: Node) -> tuple[Any, ...]:
         """Where the result of a collective that is under way lies, and what it needs besides."""
         value, along = node.meta["val"], _wire_of(node, self.layouts)
-        gathers = is_call(node, ops.all_gather)
-        sent = self._gathered(node, along) if gathers else self._scattered(node, along)
-        if (along.layout.world if gathers else along.layout.mesh.size()) == 1:
-            return (sent[0],)  # one rank: what it gets is what it sends
-        received = (node, "received")  # by a reduce-scatter from other ranks than one
-        self.nbytes[received] = 0 if gathers else max(along.layout.world - 2, 0) * nbytes(value)
+        if is_call(node, ops.all_gather):
+            views = [] if node.kwargs else self._sent_as_they_lie(node, along)
+            alone = along.layout.world == 1 and views  # one rank: what it gets is what it sends
+            return (views[0],) if alone else (self._new(node, value), *(at.key for at in views))
+        sent = self._scattered(node, along)
+        if along.layout.mesh.size() == 1:
+            return (sent[0],)
+        received = (node, "received")  # from other ranks than one
+        self.nbytes[received] = max(along.layout.world - 2, 0) * nbytes(value)
         return self._new(node, value), received, *(at.key for at in sent)
 
-    def _gathered(self, node: Node, along: Wire) -> list[_At]:
-        """What an all-gather sends: a packed copy, or the slices as they lie on ranks where they adjoin and are not
-        cast."""
-        if "dtype" in node.kwargs:
-            return [self._new((node, "packed"), node.meta["val"], along.stride)]
+    def _sent_as_they_lie(self, node: Node, along: Wire) -> list[_At]:
+        """The first slices of what an all-gather sends from where it lies, on ranks where slices adjoin. On the others
+        they are packed in the place that they have in the result."""
         slices, size = [self._at[x] for x in node.args[0]], node.meta["val"].element_size()
         begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._starts(along))]
         storages = list(dict.fromkeys(at.key for at in slices))
@@ -307,12 +308,7 @@ class _Held:
         base, room, home = (rows.gather(0, first[None])[0] for rows in (begin, stored, storage))
         adjoin = filled.any(0) & (base >= 0) & ((base + along.stride) * size <= room)
         adjoin &= (~filled | ((begin == base) & (storage == home))).all(0)
-        views = [slices[i] for i in first[adjoin].unique().tolist()]
-        if bool(adjoin.all()):
-            return views
-        packed = (node, "packed")
-        self.nbytes[packed] = torch.where(adjoin, 0, along.stride * size)
-        return [_At(packed, along.stride), *views]
+        return [slices[i] for i in first[adjoin].unique().tolist()]
 
     def _rows(self, values: Sequence[Tensor | int]) -> Tensor:
         """A row for each value, with what it is on each rank."""

@@ -50,8 +50,13 @@ class Live:
         self, slices: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> Pending:
         """Start gathering some leaves of a bucket from this rank's slices of them, cast to a `dtype` that is given."""
-        block = buffers.block_of(slices, wire(layout, leaves), self.rank, dtype)
-        return self._sharding.all_gather(block, self.control.begin(f"all_gather of {layout.bucket}"))
+        along, begun = wire(layout, leaves), self.control.begin(f"all_gather of {layout.bucket}")
+        block = None if dtype else buffers.view_of(slices, along, self.rank)
+        if block is not None:
+            return self._sharding.all_gather(block, begun)
+        full = slices[0].new_empty(along.numel, dtype=dtype)
+        block = full[self.rank * along.stride :][: along.stride]
+        return self._sharding.all_gather(buffers.fill(block, slices, along, self.rank), begun, full)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:
         """Start scattering some leaves of a bucket, given in full; their mean is over every axis of the mesh."""

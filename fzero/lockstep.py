@@ -145,11 +145,15 @@ class _Ranks:
     ) -> Values:
         along = wire(self._layout(bucket), tuple(leaves))
         blocks = [buffers.block_of(given, along, seat.rank, dtype) for given, seat in zip(slices, self.seats)]
-        if self._layout(bucket).world == 1:
-            return [_started(block, [block]) for block in blocks]
-        gathered = _copies(self._joined(self.mesh.shard_axis, blocks, torch.cat))
-        sizes = [sum(x.numel() for x in given) for given in slices]  # behind them a block may hold what lies next to it
-        return [_started(full, [block[:size]]) for full, block, size in zip(gathered, blocks, sizes)]
+        memory = [{x.untyped_storage().data_ptr() for x in given if x.numel()} for given in slices]
+        sent = [
+            given if block.untyped_storage().data_ptr() in held else []  # else what is sent is a copy
+            for given, block, held in zip(slices, blocks, memory)
+        ]
+        full = blocks
+        if self._layout(bucket).world > 1:
+            full = _copies(self._joined(self.mesh.shard_axis, blocks, torch.cat))
+        return [_started(x, given) for x, given in zip(full, sent)]
 
     def reduce_scatter(self, fulls: list[Sequence[Tensor]], bucket: str, leaves: Sequence[int], numel: int) -> Values:
         blocks = [buffers.blocks_of(given, wire(self._layout(bucket), tuple(leaves))) for given in fulls]

@@ -121,6 +121,11 @@ def gathered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[
             block.fill_(-1)
             ranks = [torch.arange(size, dtype=torch.float32) + 1000 * other + turn for other in range(mesh.size())]
             right.append(full.equal(torch.cat(ranks)))
+            full.fill_(-1)
+            place = full[rank * size :][:size].copy_(ranks[rank])
+            again = transport.all_gather(place, control.begin("gather"), full).wait()
+            transport.settle()
+            right.append(again.equal(torch.cat(ranks)) and again.data_ptr() == full.data_ptr())
     return right
 
 
@@ -201,7 +206,7 @@ def test_a_scatter_is_the_mean_in_rank_order(outcomes: dict[str, list[Outcome]],
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_gather_is_what_blocks_were(outcomes: dict[str, list[Outcome]], name: str) -> None:
     for right in values(outcomes[f"gathered {name}"]):
-        assert all(right) and len(right) == 12
+        assert all(right) and len(right) == 24
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -76,15 +76,19 @@ def _family(program: Program, node: Node, path: dict[Node, str]) -> tuple[str, .
 def _move_together(program: Program, members: list[Node], start: Any, take: Any) -> None:
     """Behind the last of their operands, one collective, a wait for it, and what `take` takes for each member."""
     name, values, leaves = members[0].args[1], [node.args[0] for node in members], [node.args[2] for node in members]
-    how = {"dtype": members[0].meta["val"].dtype} if start is ops.all_gather and any(map(_is_cast, values)) else {}
-    values = [node.args[0] if how and _is_cast(node) else node for node in values]
     sent = wire(program.layouts[name], tuple(leaves))
+    size, (values, how) = (sent.numel, _uncast(values)) if start is ops.all_gather else (sent.stride, (values, {}))
     with program.graph.inserting_before(max(values).next):
-        size = sent.numel if start is ops.all_gather else sent.stride
         pending = program.emit(start, values, name, leaves, size, **how)
         buffer = program.emit(ops.wait, pending)
         taken = [program.emit(take, buffer, name, leaves, i, node.args[3]) for i, node in enumerate(members)]
     program.substitute_all(dict(zip(members, taken)))
+
+
+def _uncast(slices: list[Node]) -> tuple[list[Node], dict[str, Any]]:
+    """Slices as they were before they were cast, and what has an all-gather cast them."""
+    given = [node.args[0] if _is_cast(node) else node for node in slices]
+    return given, {} if given == slices else {"dtype": slices[0].meta["val"].dtype}
 
 
 def _is_cast(node: Node) -> bool:

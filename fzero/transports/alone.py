@@ -17,7 +17,7 @@ class Alone:
 
     rank, world = 0, 1
 
-    def all_gather(self, block: Tensor, begun: Begun) -> Pending:
+    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
         return Pending(begun, [], lambda: block)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:

@@ -17,7 +17,8 @@ from fzero.transports.reduction import OPS, extreme, is_extreme
 
 
 class Native:
-    """torch's collectives on whole buffers: shards are aligned, the average is taken on the way.
+    """torch's collectives on whole buffers: shards are aligned, the average is taken on the way. What is packed to be
+    gathered is so in the place that it has in the result; nothing else is copied on this rank.
 
     Scatters have a process group of their own, a twin of `group`, or they would wait for gathers that began before.
     """
@@ -26,8 +27,8 @@ class Native:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.scatters = scatters
 
-    def all_gather(self, block: Tensor, begun: Begun) -> Pending:
-        full = block.new_empty(self.world * block.numel())
+    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
+        full = block.new_empty(self.world * block.numel()) if into is None else into
         with begun:
             work = dist.all_gather_into_tensor(full, block, group=self.group, async_op=True)
         return Pending(begun, [work.wait], lambda: full)

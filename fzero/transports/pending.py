@@ -44,8 +44,8 @@ class Transport(Protocol):
     rank: int
     world: int
 
-    def all_gather(self, block: Tensor, begun: Begun) -> Pending:
-        """[S] of each rank -> [N * S], in rank order."""
+    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
+        """[S] of each rank -> [N * S], in rank order: a new tensor, or `into`, in which `block` is its own place."""
 
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
         """The leaves of a wire, whole -> [S]: this rank's block of their mean over ranks."""

@@ -29,12 +29,13 @@ class PointToPoint:
         self.timeout = timeout
         self.peers = [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def all_gather(self, block: Tensor, begun: Begun) -> Pending:
-        full = block.new_empty(self.world * block.numel())
+    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
+        full = block.new_empty(self.world * block.numel()) if into is None else into
         blocks = full.chunk(self.world) if block.numel() else [full] * self.world
         received = {peer: [blocks[peer]] for peer in self.peers}
         waits = self._exchange({peer: [block] for peer in self.peers}, received, begun)
-        blocks[self.rank].copy_(block)
+        if into is None:
+            blocks[self.rank].copy_(block)
         return Pending(begun, waits, lambda: full)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:

@@ -59,12 +59,15 @@ class SameHost(PointToPoint):
         self._open: dict[int, _Exchange] = {}  # what others may read still, in order
         self._last: _Exchange | None = None  # an all-gather that this rank is done with, and others may not be
 
-    def all_gather(self, block: Tensor, begun: Begun) -> Pending:
+    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
         block, made = buffers.flat(block), list[Tensor]()
 
         def fetch(there: Mapping[int, list[int]]) -> None:
-            full = block.new_empty(self.world, block.numel())  # not before: until then it would lie idle
-            full[self.rank].copy_(block)
+            if into is None:
+                full = block.new_empty(self.world, block.numel())  # not before: until then it would lie idle
+                full[self.rank].copy_(block)
+            else:
+                full = into.view(self.world, block.numel())
             for peer, (address,) in there.items():
                 self.board.read(peer, address, full[peer].data_ptr(), block.nbytes)
             made.append(full.view(-1))
