@@ -36,11 +36,11 @@ _ELEMENTWISE = frozenset(
     """
     alias detach lift_fresh_copy _to_copy copy_ fill fill_ zero_ masked_fill masked_fill_
     floor_divide rsub hardswish log_sigmoid_forward real imag _conj resolve_conj _neg_view resolve_neg
-    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    leaky_relu elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
     leaky_relu_backward log_sigmoid_backward mish_backward softplus_backward softshrink_backward threshold_backward
     """.split()
 )
-"""Elementwise operations that torch does not tag as pointwise."""
+"""Elementwise operations that torch does not tag as pointwise, or did not in 2.11."""
 _REDUCING_LISTS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum"})
 """Operations on lists that are not elementwise at each position."""
 _SET = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
