@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,9 +135,21 @@ def test_nbytes_counts_each_storage_once() -> None:
 
 
 @pytest.mark.skipif(measure.malloc_in_use() is None, reason="needs mallinfo2 of glibc 2.33")
-def test_measure_sees_a_peak_that_is_gone_at_the_end() -> None:
-    held = torch.ones(1000)
-    peak = measure.measure(lambda: torch.ones(5_000_000).sum().item(), held, torch.device("cpu")).peak
+def test_measure_sees_a_peak_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use, samples = measure.malloc_in_use(), list[int]()
+
+    def sampled() -> int:
+        samples.append(in_use())
+        return samples[-1]
+
+    def run() -> None:
+        _held = torch.ones(5_000_000)
+        before = len(samples)
+        while len(samples) < before + 2:  # the first may have begun without the tensor
+            time.sleep(0.001)
+
+    monkeypatch.setattr(measure, "malloc_in_use", lambda: sampled)
+    peak = measure.measure(run, torch.ones(1000), torch.device("cpu")).peak
     assert peak == pytest.approx(20_004_000, rel=0.01)  # malloc rounds to pages, python takes a little
 
 
