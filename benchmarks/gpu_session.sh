@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that wants a GPU in one run, for machines that are lent by the minute: the tests, then figures.
+# All that wants a GPU in one run of ten minutes at most, for machines that are lent by the minute: tests, then figures.
 #
 #   benchmarks/gpu_session.sh FOLDER              # logs and JSON go there; wheels of missing packages come from .whl
 #   DEVICE=cpu benchmarks/gpu_session.sh FOLDER   # a dry run on a core
@@ -19,11 +19,11 @@ part() { # NAME SECONDS COMMAND...
     [ "$status" -eq 0 ] || { echo "== $1 failed with $status"; failed=$((failed + 1)); }
 }
 
-[ -d .whl ] && "$python" -m pip install --quiet --no-index --no-deps .whl/*.whl
+[ -d .whl ] && part wheels 30 "$python" -m pip install --quiet --no-index --no-deps .whl/*.whl
 size=(--tiny)
 [ "$device" = cuda ] && size=(--sizes 0.4B,1.5B)
-part tests 120 "$python" -m pytest -q -p no:cacheprovider tests/test_capture.py tests/test_lowering.py -k "gpu or cuda"
-part gpu 420 "$python" benchmarks/gpu.py --device "$device" "${size[@]}" --json "$out/gpu.json"
-part two-ranks 120 "$python" benchmarks/gpu.py --device "$device" --tiny --two-ranks --json "$out/gpu-two-ranks.json"
-part overhead 60 "$python" benchmarks/overhead.py --device "$device" --size M --ranks 1 --contenders fzero-3
+part tests 60 "$python" -m pytest -q -p no:cacheprovider tests/test_capture.py tests/test_lowering.py -k "gpu or cuda"
+part gpu 360 "$python" benchmarks/gpu.py --device "$device" "${size[@]}" --json "$out/gpu.json"
+part two-ranks 90 "$python" benchmarks/gpu.py --device "$device" --tiny --two-ranks --json "$out/gpu-two-ranks.json"
+part overhead 40 "$python" benchmarks/overhead.py --device "$device" --size M --ranks 1 --contenders fzero-3
 exit "$failed"

@@ -49,6 +49,7 @@ def main(plan: Plan, out: Path, turns: Turns) -> None:
         result = {name: shares(contender, plan, batch) for name, contender in contenders.items()}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(result))
+    contenders.clear()  # NCCL waits for the end of CUDA graphs
     dist.barrier()
     dist.destroy_process_group()
 

@@ -29,34 +29,39 @@ def digest(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
 
 
-def agree(control: Control, number: int, lines: Sequence[str], error: BaseException | None = None) -> None:
-    """Return when all ranks of `control` called this with one `number`.
+def agree(
+    control: Control, number: int, lines: Sequence[str], error: BaseException | None = None, vote: bool = False
+) -> bool:
+    """Return when all ranks of `control` called this with one `number`: whether any of them gave a `vote`.
 
-    Costs one all-reduce of 16 bytes. `lines` describe what `number` stands for, and are exchanged when ranks differ.
+    Costs one all-reduce of 24 bytes. `lines` describe what `number` stands for, and are exchanged when ranks differ.
 
     Raises:
         FzeroError: on every rank when numbers differ, with the first line that does and its ranks; on the other ranks
             when some give the `error` that they failed with, which those raise; on the ranks that are left when one
             does not take part within torch's timeout.
     """
-    told = _told(control, number, lines, error)
+    told = _told(control, number, lines, error, vote)
     if error is not None:
         raise error
-    if told is not None:
-        raise _difference(dict(zip(control.ranks, told)))
+    if isinstance(told, bool):
+        return told
+    raise _difference(dict(zip(control.ranks, told)))
 
 
-def _told(control: Control, number: int, lines: Sequence[str], error: BaseException | None) -> list[Told] | None:
-    """What each rank has to say, None where there is nothing to say: all numbers are equal and no rank has an error."""
+def _told(
+    control: Control, number: int, lines: Sequence[str], error: BaseException | None, vote: bool
+) -> list[Told] | bool:
+    """What each rank has to say; where all numbers are equal and no rank has an error, whether there was a vote."""
     if control.group is None:
-        return None
+        return vote
     mine = -1 if error is not None else number
-    ends = torch.tensor([mine, -mine])
+    ends = torch.tensor([mine, -mine, int(vote)])
     told: list[Any] = [None] * len(control.ranks)
     with control.begin("agreement before a step"):
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=control.group)
         if int(ends[0]) == -int(ends[1]) != -1:
-            return None
+            return bool(ends[2])
         text = "" if error is None else f"{type(error).__name__}: {error}"
         dist.all_gather_object(told, Told(text, list(lines)), group=control.group)
     return told

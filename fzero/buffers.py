@@ -11,26 +11,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.errors import FzeroError
 from fzero.layout import Wire
-from fzero.ranges import tile
 
 
-def block_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """[S] the block of `rank`: the slices in order, then padding. Where they lie, if they adjoin in memory that reaches
-    S and are not cast to a `dtype`; else a copy. Only a wire with gaps, which are zeros, needs to know whose block it
-    is.
-
-    Raises:
-        FzeroError: for a wire with gaps and no rank.
-    """
+def block_of(slices: Sequence[Tensor], wire: Wire, rank: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[S] the block of `rank`: where its slices lie, or a copy where they do not adjoin or are cast to a `dtype`."""
     view = None if dtype else view_of(slices, wire, rank)
     return fill(slices[0].new_empty(wire.stride, dtype=dtype), slices, wire, rank) if view is None else view
 
 
-def view_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> Tensor | None:
-    """[S] the block of `rank` where its slices lie; None where they do not adjoin, or their memory ends before S."""
-    filled = [(x, at) for x, at in zip(slices, _places(slices, wire, rank)) if x.numel()]
+def view_of(slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor | None:
+    """[S] the block of `rank` where its slices lie: they in order, then padding, and gaps as the wire has them. None
+    where they do not lie so, or their memory ends before S."""
+    filled = [(x, at) for x, at in zip(slices, wire.block(rank)) if x.numel()]
     if not filled:
         return None
     first, at = filled[0]
@@ -45,9 +38,9 @@ def view_of(slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> Te
     return first.as_strided((wire.stride,), (1,), start)
 
 
-def fill(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int | None = None) -> Tensor:
+def fill(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor:
     """The block [S] of `rank`, with the slices copied into it, cast to its dtype, and zeros where none lies."""
-    where = _places(slices, wire, rank)
+    where = wire.block(rank)
     _clear_between(block, where)
     torch._foreach_copy_([block[at.start : at.stop] for at in where], list(slices))
     return block
@@ -108,15 +101,6 @@ def _clear_between(block: Tensor, where: Sequence[range]) -> None:
         if at.start > end:
             block[end : at.start].zero_()
         end = max(end, at.stop)
-
-
-def _places(slices: Sequence[Tensor], wire: Wire, rank: int | None) -> tuple[range, ...]:
-    """Where in the block of `rank` its slices lie."""
-    if rank is not None:
-        return wire.block(rank)
-    if wire.has_gaps:
-        raise FzeroError(wire.layout.bucket, "has gaps between leaves, other ones on each rank", "give the rank")
-    return tile(x.numel() for x in slices)
 
 
 def _packed(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor:

@@ -49,7 +49,7 @@ def _copied(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def timed(program: Program, runtime: Any, tensors: Sequence[Tensor], align: Callable[[], None]) -> dict[Node, float]:
+def timed(program: Program, runtime: Any, tensors: Sequence[Tensor], align: Callable[[], object]) -> dict[Node, float]:
     """Run a program one node after the other: the seconds of each. Writes to the arguments that are donated.
 
     A collective is waited for at once, and its wait takes none. `align` is called before each, for ranks to start it
@@ -125,12 +125,14 @@ def fitted(program: Program, seconds: Seconds) -> Rates:
 
     An operation takes as long to launch as the median of small ones. A collective's latency is what the shortest took.
     """
-    guess, works = program.rates, {node: work(node) for node in seconds}
+    guess, sent = program.rates, {node: _sent(program, node) for node in seconds}
+    works = {
+        node: work(node) for node in seconds if not sent[node]
+    }  # what is cast or packed to be sent is not timed apart
     small = [seconds[node] for node, done in works.items() if any(done) and not done.flops and done.nbytes < SMALL]
     launch = median(small) if small else guess.launch
     products = {node: done.flops for node, done in works.items() if done.flops}
     moves = {node: done.nbytes for node, done in works.items() if not done.flops and done.nbytes >= SMALL}
-    sent = {node: _sent(program, node) for node in seconds}
     sent = {node: nbytes for node, nbytes in sent.items() if nbytes}
     latency = min((seconds[node] for node in sent), default=guess.latency)
     return Rates(

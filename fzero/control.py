@@ -121,8 +121,13 @@ class Begun:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not _is_recorded():
             raise self.control.failure(self.what, self.since) from error
+
+
+def _is_recorded() -> bool:
+    """Whether what is done now goes into a CUDA graph, and is not done: then no rank can fail in it."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -283,7 +283,7 @@ class _Held:
         """Where the result of a collective that is under way lies, and what it needs besides."""
         value, along = node.meta["val"], _wire_of(node, self.layouts)
         if is_call(node, ops.all_gather):
-            views = [] if node.kwargs else self._sent_as_they_lie(node, along)
+            views = [] if ops.cast_of(node) else self._sent_as_they_lie(node, along)
             alone = along.layout.world == 1 and views  # one rank: what it gets is what it sends
             return (views[0],) if alone else (self._new(node, value), *(at.key for at in views))
         sent = self._scattered(node, along)

@@ -144,16 +144,12 @@ class _Ranks:
         dtype: torch.dtype | None = None,
     ) -> Values:
         along = wire(self._layout(bucket), tuple(leaves))
-        blocks = [buffers.block_of(given, along, seat.rank, dtype) for given, seat in zip(slices, self.seats)]
-        memory = [{x.untyped_storage().data_ptr() for x in given if x.numel()} for given in slices]
-        sent = [
-            given if block.untyped_storage().data_ptr() in held else []  # else what is sent is a copy
-            for given, block, held in zip(slices, blocks, memory)
-        ]
-        full = blocks
+        ranks = [(given, along, seat.rank) for given, seat in zip(slices, self.seats)]
+        blocks = [buffers.block_of(*of, dtype) for of in ranks]
+        copied = [dtype is not None or buffers.view_of(*of) is None for of in ranks]
         if self._layout(bucket).world > 1:
-            full = _copies(self._joined(self.mesh.shard_axis, blocks, torch.cat))
-        return [_started(x, given) for x, given in zip(full, sent)]
+            blocks = _copies(self._joined(self.mesh.shard_axis, blocks, torch.cat))
+        return [_started(block, [] if copy else given) for block, given, copy in zip(blocks, slices, copied)]
 
     def reduce_scatter(self, fulls: list[Sequence[Tensor]], bucket: str, leaves: Sequence[int], numel: int) -> Values:
         blocks = [buffers.blocks_of(given, wire(self._layout(bucket), tuple(leaves))) for given in fulls]

@@ -147,6 +147,11 @@ def is_call(node: Node, *targets: Any) -> bool:
     return node.op == "call_function" and node.target in targets
 
 
+def cast_of(node: Node) -> torch.dtype | None:
+    """What an `all_gather` casts slices to, None where it does not."""
+    return node.kwargs.get("dtype")
+
+
 def is_random(node: Node) -> bool:
     """Whether a node calls an operation of aten that draws from a generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

@@ -15,7 +15,7 @@ from fzero.capture import Captured, check_mesh, check_program
 from fzero.compilation import compiled
 from fzero.errors import FzeroError
 from fzero.fragments import outline
-from fzero.linking import Runner, link
+from fzero.linking import Compile, Runner, link
 from fzero.live import Live, live
 from fzero.passes import defaults, verify
 from fzero.pipeline import Pass, Pipeline, Returned
@@ -56,6 +56,8 @@ def shard(
     Raises:
         FzeroError: for a mesh without devices, another value of an option, or "graph" where there cannot be one.
     """
+    if compile == "graph" and not donate:
+        raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
     if not isinstance(compile, bool) and compile != "graph":
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     rewrites = defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify)
@@ -78,8 +80,8 @@ class Step:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
             check_mesh(on)
-        self._on, self._mode, self._compile = on, compile, functools.cache(compiled)
-        self._pipeline = Pipeline(fn, on, passes, self._link)
+        self._on = on
+        self._pipeline = Pipeline(fn, on, passes, functools.partial(_linked, on, compile, functools.cache(compiled)))
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
@@ -89,10 +91,14 @@ class Step:
         return self._pipeline.program(args)
 
     def __call__(self, *args: Any) -> Any:
-        leaves, treedef = tree.flatten(args)
-        compiled = self._compiled(leaves, treedef)
-        agree(self._on.control, compiled.number, compiled.lines)
-        tensors = _unaliased([x for x in leaves if isinstance(x, (Sharded, Tensor))], compiled.donated)
+        compiled, values, tensors = self._taken(args)
+        graph = compiled.run if isinstance(compiled.run, Captured) else None
+        moved = graph is not None and graph.is_elsewhere(tensors)
+        moved = agree(self._on.control, compiled.number, compiled.lines, vote=moved)
+        if graph is not None:
+            graph.prepare(tensors, as_it_is=moved)
+        for i in compiled.donated:
+            values[i].give_up()
         return compiled.returned(compiled.run(tensors))
 
     def calibrate(self, *args: Any) -> Rates:
@@ -106,33 +112,38 @@ class Step:
         Raises:
             FzeroError: as the step does.
         """
-        leaves, treedef = tree.flatten(args)
-        compiled = self._compiled(leaves, treedef)
+        compiled, _, tensors = self._taken(args)
         agree(self._on.control, compiled.number, compiled.lines)
-        tensors = [x.local if isinstance(x, Sharded) else x for x in leaves if isinstance(x, (Sharded, Tensor))]
         rates = calibrated(self._on, compiled.program, tensors)
         self._pipeline.remake(rates)
         return rates
 
-    def _compiled(self, leaves: list[Any], treedef: tree.TreeDef) -> _Compiled:
+    def _taken(self, args: tuple[Any, ...]) -> tuple[_Compiled, list[Any], list[Tensor]]:
+        """What a call with these arguments runs, its tensors and `Sharded`, and their memory. An error is told to all
+        ranks."""
+        leaves, treedef = tree.flatten(args)
+        values = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
         try:
-            return self._pipeline.made(leaves, treedef)
+            compiled = self._pipeline.made(leaves, treedef)
+            return compiled, values, _unaliased(values, compiled.donated)
         except Exception as error:
             agree(self._on.control, 0, [], error)
             raise
 
-    def _link(self, program: Program) -> _Compiled:
-        if self._mode == "graph":
-            check_program(program, self._on.device.type)
-        runtime, lines = Runtime(self._on, program.layouts), [f"compile: {self._mode}", *program.lines()]
-        run = link(outline(program), runtime, self._compile) if self._mode else link(program, runtime)
-        runner = Captured(program, run) if self._mode == "graph" else run
-        donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
-        return _Compiled(program, runner, Returned(program, self._on), donated, digest(lines), lines)
+
+def _linked(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:
+    """What runs a program. No method of `Step`, so that a step ends, and its graphs, with the last reference to it."""
+    if mode == "graph":
+        check_program(program, on.device.type)
+    runtime, lines = Runtime(on, program.layouts), [f"compile: {mode}", *program.lines()]
+    run = link(outline(program), runtime, compile) if mode else link(program, runtime)
+    donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
+    runner = Captured(program, run) if mode == "graph" else run
+    return _Compiled(program, runner, Returned(program, on), donated, digest(lines), lines)
 
 
-def _unaliased(values: list[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
-    """The tensors of the arguments. What is donated is taken from its `Sharded`, and copied where another shares it."""
+def _unaliased(values: Sequence[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
+    """The memory of arguments: copies of what is donated where another shares it."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:
         return tensors
@@ -144,6 +155,4 @@ def _unaliased(values: list[Sharded | Tensor], donated: Sequence[int]) -> list[T
             if pointers[i] and pointers[i] in seen:
                 tensors[i] = tensors[i].clone()
             seen.add(pointers[i])
-    for i in donated:
-        values[i].give_up()  # type: ignore[union-attr]
     return tensors

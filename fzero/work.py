@@ -58,8 +58,8 @@ def work(node: Node) -> Work:
 
 
 def _cast(node: Node) -> Work:
-    """Slices are sent as they lie, or cast."""
-    dtype, slices = node.kwargs.get("dtype"), _values(node.args[0])
+    """Slices are cast to be sent. That others may have to be packed is left out: arguments lie as they are sent."""
+    dtype, slices = ops.cast_of(node), _values(node.args[0])
     return NONE if dtype is None else Work(0, sum(nbytes(x) + x.numel() * dtype.itemsize for x in slices))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import example, given
 from torch import Tensor
 
 from fzero.buffers import block_of, blocks_of, part, whole
-from fzero.errors import FzeroError
 from fzero.layout import Layout, Leaf, Wire, wire
 from fzero.mesh import VirtualMesh
 from fzero.streaming import place
@@ -46,7 +44,7 @@ def placed(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
 @given(wires_with_leaves())
 def test_gathered_blocks_hold_each_leaf_whole(drawn: Drawn) -> None:
     sent, leaves = drawn
-    buffer = torch.cat([block_of(slices(sent, leaves, rank), sent) for rank in range(sent.layout.world)])
+    buffer = torch.cat([block_of(slices(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
     assert buffer.shape == (sent.numel,)
     assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
 
@@ -55,7 +53,7 @@ def test_gathered_blocks_hold_each_leaf_whole(drawn: Drawn) -> None:
 @example(GAP)
 def test_gathered_placed_slices_hold_each_leaf_whole(drawn: Drawn) -> None:
     sent, leaves = drawn
-    buffer = torch.cat([block_of(placed(sent, leaves, rank), sent) for rank in range(sent.layout.world)])
+    buffer = torch.cat([block_of(placed(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
     assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
 
 
@@ -87,7 +85,7 @@ def test_padding_of_a_packed_block_is_zero(drawn: Drawn) -> None:
         given = slices(sent, leaves, rank)
         filled = sum(x.numel() for x in given)
         if filled < sent.stride:
-            assert int(block_of(given, sent)[filled:].count_nonzero()) == 0
+            assert int(block_of(given, sent, rank)[filled:].count_nonzero()) == 0
 
 
 @given(wires_with_leaves())
@@ -104,7 +102,7 @@ def test_placed_slices_are_sent_without_a_copy_and_padded_with_zeros(drawn: Draw
         given = placed(sent, leaves, rank)
         filled = [x for x in given if x.numel()]
         if filled:
-            block = block_of(given, sent)
+            block = block_of(given, sent, rank)
             assert block.data_ptr() == filled[0].data_ptr()
             assert int(block.count_nonzero()) == sum(x.numel() for x in filled)
 
@@ -181,8 +179,3 @@ def test_all_ranks_together_hold_the_bucket(drawn: Drawn) -> None:
     for index, at in enumerate(sent.layout.leaf_ranges):
         assert held[index].numel() == 0 or held[index].storage_offset() == at.start
         assert equal(held[index], leaves[index].reshape(-1))
-
-
-def test_whose_block_it_is_has_to_be_known_where_there_are_gaps() -> None:
-    with pytest.raises(FzeroError, match="bucket: has gaps between leaves, other ones on each rank; give the rank"):
-        block_of([torch.ones(3), torch.ones(4)], wire(ROWS, (0, 1)))

@@ -20,7 +20,7 @@ def is_view(block: Tensor, memory: Tensor) -> bool:
 
 def test_slices_that_adjoin_are_sent_where_they_lie() -> None:
     memory = torch.arange(6.0)
-    block = block_of([memory[:2], memory[2:4]], PAIR)
+    block = block_of([memory[:2], memory[2:4]], PAIR, 0)
     assert is_view(block, memory) and block.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -33,14 +33,14 @@ def test_other_slices_are_copied_and_padded_with_zeros() -> None:
         [memory.as_strided((2,), (2,)), memory[2:4]],  # with something between elements
         [memory[2:4], memory[4:6]],  # in a memory that ends before the block does
     ):
-        block = block_of(slices, PAIR)
+        block = block_of(slices, PAIR, 0)
         assert not is_view(block, memory) and not is_view(block, other)
         assert block.tolist() == [*slices[0].tolist(), *slices[1].tolist(), 0]
 
 
 def test_slices_are_cast_into_a_block_of_their_own() -> None:
     memory = torch.arange(1.0, 8)
-    block = block_of([memory[:2], memory[2:4]], PAIR, dtype=torch.bfloat16)
+    block = block_of([memory[:2], memory[2:4]], PAIR, 0, torch.bfloat16)
     assert block.dtype == torch.bfloat16 and block.tolist() == [1, 2, 3, 4, 0]
     for slices, expected in (
         ([memory[:3], memory[3:7]], [1, 2, 3, 0, 4, 5, 6, 7]),

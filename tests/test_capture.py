@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import FzeroError, optim, tree
 from fzero.capture import Captured, check_program
+from fzero.fragments import outline
 from fzero.linking import link
 from fzero.live import live
 from fzero.mesh import VirtualMesh
@@ -68,7 +71,7 @@ def trained(mesh: DeviceMesh, is_captured: bool, runs: int) -> Ran:
     """Runs of five steps each, each from the same state; losses are looked at when all steps are done."""
     step = fzero.shard(training(ADAMW, loss), mesh)
     program = step.trace(*begun(mesh), next(batches(mesh, 1)))
-    runner: Any = link(program, Runtime(live(mesh), program.layouts))
+    runner: Any = link(outline(program), Runtime(live(mesh), program.layouts))
     recorder, losses, warnings = Emulated([]), list[Tensor](), list[str]()
     if is_captured:
         runner = Captured(program, runner, recorder)
@@ -80,6 +83,8 @@ def trained(mesh: DeviceMesh, is_captured: bool, runs: int) -> Ran:
         state = [x.local for x in tree.leaves(begun(mesh))]
         recorder.state = state
         for x in batches(mesh, 5):
+            if is_captured:
+                runner.prepare([*state, x], runner.is_elsewhere([*state, x]))
             *state, value = runner([*state, x])
             losses.append(value)
         finals.append([x.clone() for x in state])
@@ -109,8 +114,10 @@ def kept(mesh: DeviceMesh) -> bool:
     state = [leaf.local for leaf in tree.leaves(params)]
     captured = Captured(program, link(program, Runtime(live(mesh), program.layouts)), Emulated(state))
     for turn in range(3):
-        x = torch.full((2, 5), float(turn))
+        x = torch.full((2, 5), float(turn), requires_grad=True)
+        captured.prepare([*state, x], as_it_is=turn == 0)
         *same, given, more = captured([*state, x])
+        assert not more.requires_grad
         assert given is x and more.equal(x + 1)
     return all(mine is theirs for mine, theirs in zip(same, state))
 
@@ -124,12 +131,14 @@ def failing(mesh: DeviceMesh) -> str:
     program = step.trace(torch.ones(2))
 
     def record(work: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+        finally:
+            raise RuntimeError("capture has failed before")
 
     captured = Captured(program, link(program, Runtime(live(mesh), program.layouts)), record)
-    captured([torch.ones(2)])  # as it is
     with pytest.raises(FzeroError) as caught:
-        captured([torch.ones(2)])
+        captured.prepare([torch.ones(2)], as_it_is=False)
     return str(caught.value)
 
 
@@ -140,14 +149,54 @@ def test_what_cuda_says_when_it_cannot_capture_is_told() -> None:
     )
 
 
-def refused(mesh: DeviceMesh) -> str:
+class Recorded(Captured):
+    """A `Captured` that says what it is told."""
+
+    told: ClassVar[list[bool]] = []
+
+    def __init__(self, program: Any, run: Any) -> None:
+        super().__init__(program, run, Emulated([]))
+
+    def prepare(self, tensors: Any, as_it_is: bool) -> None:
+        self.told.append(as_it_is)
+        super().prepare(tensors, as_it_is)
+
+
+def moved_on_one(mesh: DeviceMesh) -> tuple[list[bool], bool]:
+    """A step by which state is not changed, called four times; on rank 0 state is elsewhere at the third. Whether the
+    step, and its graph with it, ends with its last reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fzero.transform.check_mesh", lambda on: None)
+        patch.setattr("fzero.transform.Captured", Recorded)
+        step = fzero.shard(lambda params, x: loss(params, x), mesh, compile="graph")
+        params, x = fzero.partition(layers(1), mesh), torch.ones(2, 5)
+        losses = [step(params, x), step(params, x)]
+        if mesh.get_rank() == 0:
+            for leaf in tree.leaves(params):
+                leaf._local = leaf.local.clone()
+        losses += [step(params, x), step(params, x)]
+        assert len({value.item() for value in losses}) == 1
+    gc.disable()
+    ended = weakref.ref(step._pipeline)
+    del step
+    return Recorded.told, ended() is None
+
+
+def test_all_ranks_run_a_step_as_it_is_where_state_of_one_is_elsewhere() -> None:
+    assert run(2, moved_on_one) == [([True, False, True, False], True)] * 2
+
+
+def refused(mesh: DeviceMesh, donate: bool) -> str:
     with pytest.raises(FzeroError) as caught:
-        fzero.shard(training(ADAMW, loss), mesh, compile="graph")
+        fzero.shard(training(ADAMW, loss), mesh, compile="graph", donate=donate)
     return str(caught.value)
 
 
-def test_a_mesh_without_cuda_is_refused() -> None:
-    assert run(1, refused) == ["compile: is 'graph', and the mesh is on cpu: graphs are CUDA's; give compile=True"]
+def test_a_mesh_without_cuda_and_state_that_moves_are_refused() -> None:
+    assert run(1, refused, True) == [
+        "compile: is 'graph', and the mesh is on cpu: graphs are CUDA's; give compile=True"
+    ]
+    assert run(1, refused, False) == ["compile: is 'graph', and donate is False: state would move; give donate=True"]
 
 
 def test_a_step_that_can_be_a_graph() -> None:
@@ -169,7 +218,7 @@ def test_steps_that_a_graph_would_not_repeat_are_refused(step: Any, device: str,
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
-def test_a_cuda_graph_trains_as_the_compiled_step_does() -> None:
+def test_a_cuda_graph_trains_as_the_compiled_step_does(caplog: pytest.LogCaptureFixture) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -183,6 +232,6 @@ def test_a_cuda_graph_trains_as_the_compiled_step_does() -> None:
                 params, state, value = step(params, state, x.cuda())
                 values.append(value)
             losses.append(torch.stack(values))
-        assert losses[0].equal(losses[1])
+        assert losses[0].equal(losses[1]) and "no CUDA graph" not in caplog.text
     finally:
         dist.destroy_process_group()

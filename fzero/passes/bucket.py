@@ -18,10 +18,10 @@ def bucket(program: Program) -> Program:
     """Leaf gathers of one bucket become one all-gather, leaf scatters one reduce-scatter; leaves are views of it.
 
     Same results, bit for bit where kernels do not mind how their operands are aligned, as MKL does unless MKL_CBWR is
-    set: a leaf of a buffer may lie anywhere. A leaf gathered twice from the same slice is gathered once. Slices that
-    are cast to be gathered are cast into what is sent, each time. Each all-gather stands at its first use and each
-    reduce-scatter where the last of its gradients is ready. Two sets of slices in one layout (parameters and their
-    moving average) keep gathers of their own.
+    set: a leaf of a buffer may lie anywhere. A leaf gathered twice from the same slice is gathered once. State
+    arguments that are cast to be gathered are cast into what is sent, each time. Each all-gather stands at its first
+    use and each reduce-scatter where the last of its gradients is ready. Two sets of slices in one layout (parameters
+    and their moving average) keep gathers of their own.
     """
     program = program.copy("bucket")
     _merge_repeated(program)

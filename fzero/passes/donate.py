@@ -58,7 +58,7 @@ class _Memory:
         """
         if is_call(node, ops.whole, ops.part):
             started = node.args[0].args[0]
-            if started.kwargs:
+            if ops.cast_of(started):
                 return storage(node)  # what was sent is a cast copy
             return self.owner[started.args[0][node.args[3]]]
         sources = [self.owner[source] for source in node.all_input_nodes] if shares_memory(node) else []

@@ -151,7 +151,7 @@ def _check_start(program: Program, node: Node) -> None:
     _check_leaves(program, node, leaves)
     if len(values) != len(leaves):
         raise broken(program, node, f"moves {len(values)} values as {len(leaves)} leaves of {bucket!r}", "match them")
-    if not node.kwargs:  # values are not cast
+    if not ops.cast_of(node):
         _check_dtypes(program, node, values)
     sent = wire(program.layouts[bucket], tuple(leaves))
     expected = sent.numel if is_call(node, ops.all_gather) else sent.stride

@@ -17,8 +17,8 @@ from fzero.transports.reduction import OPS, extreme, is_extreme
 
 
 class Native:
-    """torch's collectives on whole buffers: shards are aligned, the average is taken on the way. What is packed to be
-    gathered is so in the place that it has in the result; nothing else is copied on this rank.
+    """torch's collectives on whole buffers: shards are aligned, the average is taken on the way, and what is packed to
+    be gathered is so in the place that it has in the result.
 
     Scatters have a process group of their own, a twin of `group`, or they would wait for gathers that began before.
     """

@@ -72,7 +72,8 @@ class SameHost(PointToPoint):
                 self.board.read(peer, address, full[peer].data_ptr(), block.nbytes)
             made.append(full.view(-1))
 
-        task = partial(self._gather, self._posted([block], begun), fetch)
+        gather = self._gather if into is None else self._finish  # or the exchange would keep the result alive
+        task = partial(gather, self._posted([block], begun), fetch)
         return Pending(begun, [self._started(task)], made.pop)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
