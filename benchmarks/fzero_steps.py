@@ -13,11 +13,11 @@ from training import B1, B2, DECAY, EPS, RATE, Batch, Contender, Setup, loss_of
 
 import fzero
 
+ADAMW = fzero.optim.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
 
-def sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, **how: Any) -> Contender:
-    """`fzero.shard(train_step, mesh, **how)` of a step as anyone would write it."""
-    params, apply = fzero.lower(build())
-    optimizer = fzero.optim.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
+
+def training_step(apply: Any, optimizer: Any = ADAMW, bf16: bool = False) -> Callable[..., tuple[Any, Any, Tensor]]:
+    """`train_step(params, opt_state, batch)` as anyone would write it."""
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
         used = fzero.tree.map(lambda leaf: leaf.to(torch.bfloat16), params) if bf16 else params
@@ -28,9 +28,15 @@ def sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, **how:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return fzero.optim.apply_updates(params, updates), opt_state, loss
 
+    return train_step
+
+
+def sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, **how: Any) -> Contender:
+    """`fzero.shard(train_step, mesh, **how)`."""
+    params, apply = fzero.lower(build())
     params = fzero.partition(params, mesh)
-    opt_state = optimizer.init(params)
-    sharded_step = fzero.shard(train_step, mesh, **how)
+    opt_state = ADAMW.init(params)
+    sharded_step = fzero.shard(training_step(apply, bf16=bf16), mesh, **how)
 
     def step(batch: Batch) -> Tensor:
         nonlocal params, opt_state

@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from fzero_steps import ADAMW, training_step
 from runs import SIZES, Size
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import fzero
 from fzero import buffers
@@ -107,24 +107,13 @@ class OneRank(Live):
 def traced(size: Size, ranks: int, clip: bool) -> Program:
     """The step of one rank before `split` and what follows it, made without memory for it."""
     config = GPTConfig(vocab=size.vocab, seq=size.seq, dim=size.dim, layers=size.layers, heads=size.dim // 64)
-    model = GPT(config)
-    params, apply = fzero.lower(model)
-    optimizer = fzero.optim.adamw(3e-4, weight_decay=0.1)
-    if clip:
-        optimizer = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), optimizer)
-
-    def train_step(params: Any, state: Any, tokens: Tensor) -> tuple[Any, Any, Tensor]:
-        def loss_of(params: Any) -> Tensor:
-            return cross_entropy(apply(params, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-        value, grads = fzero.value_and_grad(loss_of)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return fzero.optim.apply_updates(params, updates), state, value
-
+    params, apply = fzero.lower(GPT(config))
+    optimizer = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), ADAMW) if clip else ADAMW
     mesh = fzero.VirtualMesh(fsdp=ranks)
     params = fzero.partition(params, mesh)
-    tokens = torch.zeros(size.batch * ranks, size.seq + 1, dtype=torch.int64)
-    return fzero.simulate(train_step, mesh, passes=first()).trace(params, optimizer.init(params), tokens)
+    tokens = torch.zeros(size.batch * ranks, size.seq, dtype=torch.int64)
+    step = fzero.simulate(training_step(apply, optimizer), mesh, passes=first())
+    return step.trace(params, optimizer.init(params), {"inputs": tokens, "targets": tokens})
 
 
 def first() -> tuple[Any, ...]:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fzero_steps import ADAMW, training_step
 from machine import machine
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import fzero
 from fzero.passes import defaults
@@ -60,23 +59,13 @@ class Watch:
 
 
 def arguments(layers: int, dim: int, ranks: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A training step and what it is given on one rank: parameters, AdamW's state, and a sequence of tokens."""
+    """A training step and what it is given on one rank: parameters, AdamW's state, and a batch of one."""
     config = GPTConfig(vocab=50257, seq=2048, dim=dim, layers=layers, heads=max(dim // 128, 1))
     with torch.device("meta"):
         params, apply = fzero.lower(GPT(config))
-        tokens = torch.zeros(1, config.seq + 1, dtype=torch.int64)
-    optimizer = fzero.optim.adamw(1e-4)
-
-    def train_step(params: Any, opt_state: Any, tokens: Tensor) -> tuple[Any, Any, Tensor]:
-        def loss_fn(params: Any) -> Tensor:
-            return cross_entropy(apply(params, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-        loss, grads = fzero.value_and_grad(loss_fn)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return fzero.optim.apply_updates(params, updates), opt_state, loss
-
+        tokens = torch.zeros(1, config.seq, dtype=torch.int64)
     params = fzero.partition(params, fzero.VirtualMesh(fsdp=ranks))
-    return train_step, (params, optimizer.init(params), tokens)
+    return training_step(apply), (params, ADAMW.init(params), {"inputs": tokens, "targets": tokens})
 
 
 def plan(layers: int, dim: int, ranks: int) -> Row:
