@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from worker import start
 
-from fzero.layout import Layout, Leaf
-from fzero.live import live
+from fzero.layout.layout import Layout, Leaf
+from fzero.ranks.live import live
 
 MIB = 2**20
 WARM_UP_CALLS = 3

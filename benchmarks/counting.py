@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from training import Batch, Contender
 
-from fzero.control import Begun
-from fzero.layout import Wire
-from fzero.live import live
-from fzero.transports import Pending, Transport
+from fzero.layout.layout import Wire
+from fzero.ranks.live import live
+from fzero.ranks.members import Begun
+from fzero.ranks.transports import Pending, Transport
 
 
 class Counting:

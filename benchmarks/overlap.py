@@ -25,18 +25,18 @@ from runs import SIZES, Size
 from torch import Tensor
 
 import fzero
-from fzero import buffers
-from fzero.buckets import grouped
-from fzero.calibration import fitted, timed
-from fzero.costs import Comm
-from fzero.layout import Layout, wire
-from fzero.linking import link
-from fzero.live import Live
+from fzero.execution.calibration import fitted, timed
+from fzero.execution.codegen import link
+from fzero.execution.runtime import Runtime
+from fzero.layout import buffers
+from fzero.layout.layout import Layout, wire
 from fzero.passes import defaults
-from fzero.program import Program
-from fzero.rates import Rates
-from fzero.runtime import Runtime
-from fzero.streaming import place
+from fzero.program.costs import Comm
+from fzero.program.program import Program
+from fzero.program.rates import Rates
+from fzero.ranks.live import Live
+from fzero.state.fill import place
+from fzero.state.grouping import grouped
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig

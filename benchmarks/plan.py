@@ -29,9 +29,9 @@ from machine import machine
 import fzero
 from fzero.passes import defaults
 from fzero.pipeline import Pass, Pipeline, Returned
-from fzero.program import Program
+from fzero.program.program import Program
+from fzero.ranks.virtual import virtual
 from fzero.transform import _unaliased
-from fzero.virtual import virtual
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig

@@ -19,9 +19,9 @@ import torch
 from machine import machine
 
 from fzero import VirtualMesh, tree
-from fzero.buckets import layouts
-from fzero.chunks import rank_overlaps
-from fzero.packing import pack
+from fzero.layout.chunks import rank_overlaps
+from fzero.layout.packing import pack
+from fzero.state.grouping import layouts
 
 SHAPES = ((4096, 4096), (4096,), (11008, 4096), (4096, 11008), (), (1024, 4096), (32000,))
 CHUNK = 2**23  # elements

@@ -11,9 +11,9 @@ from typing import Any
 from runs import Plan
 from training import Batch, Contender
 
-import fzero.transports
+import fzero.ranks.transports
 
-TRANSPORTS = str(Path(fzero.transports.__file__).parent)
+TRANSPORTS = str(Path(fzero.ranks.transports.__file__).parent)
 
 
 def kind(code: CodeType | str, called_by: str) -> str:

@@ -6,24 +6,26 @@ optimizer state in slices:
     step = fzero.shard(train_step, mesh)
 """
 
-from fzero import initializers, optim, tree
-from fzero.assembly import iter_full, unpartition, update_leaf
-from fzero.building import build, build_stateful
-from fzero.collectives import axis_index, pmax, pmean, psum
-from fzero.differentiation import grad, value_and_grad
+from fzero import optim
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
 from fzero.equivalence import check_equivalence
-from fzero.errors import FzeroError
-from fzero.initial import init
-from fzero.interop import ShardedBackend as _ShardedBackend  # noqa: F401  found by einops
-from fzero.lowering import lower, lower_stateful
-from fzero.mesh import VirtualMesh
-from fzero.placement import partition
-from fzero.program import Program
-from fzero.regions import remat
-from fzero.sharded import Sharded
+from fzero.program.program import Program
 from fzero.simulation import simulate
-from fzero.tensorfiles import load_safetensors, open_safetensors, save_safetensors
+from fzero.state import initializers
+from fzero.state.build.build import build, build_stateful
+from fzero.state.init import init
+from fzero.state.partition import partition
+from fzero.state.safetensors import load_safetensors, open_safetensors, save_safetensors
+from fzero.state.unpartition import iter_full, unpartition, update_leaf
 from fzero.transform import shard
+from fzero.values.collectives import axis_index, pmax, pmean, psum
+from fzero.values.einops_backend import ShardedBackend as _ShardedBackend  # noqa: F401  found by einops
+from fzero.values.gradients import grad, value_and_grad
+from fzero.values.lowering import lower, lower_stateful
+from fzero.values.regions import remat
+from fzero.values.sharded import Sharded
 
 __all__ = [
     "FzeroError",

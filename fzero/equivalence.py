@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import tree
-from fzero.errors import FzeroError
-from fzero.mesh import VirtualMesh
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
 from fzero.pipeline import Pass
-from fzero.placement import partition
-from fzero.sharded import Sharded
 from fzero.simulation import simulate
+from fzero.state.partition import partition
+from fzero.values.sharded import Sharded
 
 
 class Difference(NamedTuple):

@@ -11,13 +11,13 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from fzero import tree
-from fzero.errors import FzeroError
+from fzero.base import tree
+from fzero.base.errors import FzeroError
 from fzero.passes.resolve import resolve
-from fzero.program import Program
-from fzero.rates import Rates
-from fzero.sharded import Sharded
-from fzero.tracing import trace
+from fzero.program.program import Program
+from fzero.program.rates import Rates
+from fzero.tracing.trace import trace
+from fzero.values.sharded import Sharded
 
 Pass = Callable[[Program], Program]
 T = TypeVar("T")

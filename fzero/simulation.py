@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero import tree
-from fzero.buckets import grouped
-from fzero.errors import FzeroError
-from fzero.lockstep import Seat, Watch, run, seats
-from fzero.mesh import VirtualMesh
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import defaults, verify
 from fzero.pipeline import Pass, Pipeline, Returned
-from fzero.program import Program, Result
-from fzero.sharded import Sharded
-from fzero.streaming import place
-from fzero.virtual import virtual
+from fzero.program.program import Program, Result
+from fzero.ranks.virtual import virtual
+from fzero.state.fill import place
+from fzero.state.grouping import grouped
+from fzero.values.sharded import Sharded
 
 
 def simulate(

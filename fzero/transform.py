@@ -8,21 +8,21 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fzero import tree
-from fzero.agreement import agree, digest
-from fzero.calibration import calibrated
-from fzero.capture import Captured, check_mesh, check_program
-from fzero.compilation import compiled
-from fzero.errors import FzeroError
-from fzero.fragments import outline
-from fzero.linking import Compile, Runner, link
-from fzero.live import Live, live
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.execution.calibration import calibrated
+from fzero.execution.codegen import Compile, Runner, link
+from fzero.execution.cuda_graph import Captured, check_mesh, check_program
+from fzero.execution.inductor import compiled
+from fzero.execution.outline import outline
+from fzero.execution.runtime import Runtime
 from fzero.passes import defaults, verify
 from fzero.pipeline import Pass, Pipeline, Returned
-from fzero.program import Program
-from fzero.rates import Rates
-from fzero.runtime import Runtime
-from fzero.sharded import Sharded
+from fzero.program.program import Program
+from fzero.program.rates import Rates
+from fzero.ranks.agreement import agree, digest
+from fzero.ranks.live import Live, live
+from fzero.values.sharded import Sharded
 
 Mode = bool | Literal["graph"]
 
@@ -94,7 +94,7 @@ class Step:
         compiled, values, tensors = self._taken(args)
         graph = compiled.run if isinstance(compiled.run, Captured) else None
         moved = graph is not None and graph.is_elsewhere(tensors)
-        moved = agree(self._on.control, compiled.number, compiled.lines, vote=moved)
+        moved = agree(self._on.members, compiled.number, compiled.lines, vote=moved)
         if graph is not None:
             graph.prepare(tensors, as_it_is=moved)
         for i in compiled.donated:
@@ -113,7 +113,7 @@ class Step:
             FzeroError: as the step does.
         """
         compiled, _, tensors = self._taken(args)
-        agree(self._on.control, compiled.number, compiled.lines)
+        agree(self._on.members, compiled.number, compiled.lines)
         rates = calibrated(self._on, compiled.program, tensors)
         self._pipeline.remake(rates)
         return rates
@@ -127,7 +127,7 @@ class Step:
             compiled = self._pipeline.made(leaves, treedef)
             return compiled, values, _unaliased(values, compiled.donated)
         except Exception as error:
-            agree(self._on.control, 0, [], error)
+            agree(self._on.members, 0, [], error)
             raise
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import lockstep, tree
-from fzero.buckets import grouped
+from fzero import tree
+from fzero.execution import lockstep
 from fzero.passes import defaults
-from fzero.program import Program
-from fzero.sharded import Sharded
-from fzero.streaming import place
+from fzero.program.program import Program
+from fzero.state.fill import place
+from fzero.state.grouping import grouped
+from fzero.values.sharded import Sharded
 from property_tests.steps import Step
 
 Outputs = list[list[Tensor]]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fzero
 from fzero import optim, tree
-from fzero.mesh import VirtualMesh
+from fzero.base.mesh import VirtualMesh
 
 WIDE = torch.float64
 NAMES = ("w", "b", "g", "s")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from fzero import tree
-from fzero.layout import Layout, Leaf, Wire, wire
-from fzero.mesh import VirtualMesh
+from fzero.base.mesh import VirtualMesh
+from fzero.layout.layout import Layout, Leaf, Wire, wire
 from property_tests.steps import (
     NAMES,
     OPERATIONS,

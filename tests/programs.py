@@ -4,7 +4,7 @@
     program = case.trace()
     assert_same(case.run(bucket(program)), case.run(program))
 
-`fzero.lockstep` runs them. At the end stand the steps on which all passes are tried.
+`fzero.execution.lockstep` runs them. At the end stand the steps on which all passes are tried.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fzero import grad, lockstep, ops, optim, tracing, tree, value_and_grad
-from fzero.buckets import Layers, layouts
-from fzero.mesh import VirtualMesh
+from fzero import grad, optim, tree, value_and_grad
+from fzero.base.mesh import VirtualMesh
+from fzero.execution import lockstep
 from fzero.passes import resolve
 from fzero.passes.order import gathered
-from fzero.program import Program
-from fzero.sharded import Sharded
-from fzero.streaming import place
+from fzero.program import ops
+from fzero.program.program import Program
+from fzero.state.fill import place
+from fzero.state.grouping import Layers, layouts
+from fzero.tracing import trace
+from fzero.values.sharded import Sharded
 
 Pass = Callable[[Program], Program]
 Outputs = list[list[Tensor]]
@@ -70,7 +73,7 @@ class Case(NamedTuple):
 
     def trace_as_written(self) -> Program:
         """The step's program, its kinds not looked at."""
-        return tracing.trace(self.step, self.given(seats(self.mesh)[0]), self.mesh)
+        return trace.trace(self.step, self.given(seats(self.mesh)[0]), self.mesh)
 
     def run(self, program: Program) -> Outputs:
         """What each rank's `program` returns."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, tree
-from fzero.errors import FzeroError
-from fzero.lockstep import seats
+from fzero.base.errors import FzeroError
+from fzero.execution.lockstep import seats
 from fzero.passes import defaults
 
 ADAM = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))

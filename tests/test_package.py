@@ -1,4 +1,4 @@
-"""The shape of the package: the ladder of DESIGN section 7, the public names, the length of files."""
+"""The shape of the package: rooms and the arrows between them, the public names, the length of files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,10 @@ import fzero
 PACKAGE = Path(fzero.__file__).parent
 MAX_LINES = 400
 
-RUNGS = [
-    set(names.split())
-    for names in (
-        "errors",
-        "ranges levels tree mesh control regions randomness source initializers",
-        "layout packing boxes buffers transports moves collectives ops mode store deferred",
-        "chunks rules sharded buckets sources interop lowering live virtual streaming feed agreement optim",
-        "placement assembly building initial tensorfiles kinds inference program tracing costs work rates "
-        "timeline listing differentiation fragments compilation linking capture runtime lockstep calibration profiling",
-        "passes",
-        "pipeline transform simulation equivalence checkpoint",
-        "report cli",
-    )
-]
-"""The modules of each rung, from the bottom, without the leading "fzero."; a package stands for all its modules."""
+ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero"
+"""The rooms, from the bottom, a level between bars: folders of the package, and the modules beside them, "fzero"."""
+
+LEVELS = [level.split() for level in ROOMS.split("|")]
 
 
 def modules() -> dict[str, Path]:
@@ -70,18 +59,37 @@ def inside(module: str) -> str:
     return module.partition(".")[2]
 
 
-def rung(name: str) -> int:
-    """The rung of a module, or of the package it is in; fzero itself, "", stands above all."""
-    for height, names in enumerate([*RUNGS, {""}]):
-        if name.split(".")[0] in names:
-            return height
-    pytest.fail(f"fzero/{name.replace('.', '/')}.py stands on no rung: add {name!r} to RUNGS in {Path(__file__).name}")
+def room(name: str) -> str:
+    """The folder that a module is in, "fzero" for what is in none."""
+    first = name.split(".")[0]
+    return first if (PACKAGE / first).is_dir() and first else "fzero"
+
+
+def arrows() -> dict[str, set[str]]:
+    """Room -> the rooms that it imports from."""
+    found: dict[str, set[str]] = {room(name): set() for name in MODULES}
+    for name in MODULES:
+        found[room(name)] |= {room(other) for other in imports(name)} - {room(name)}
+    return found
+
+
+def test_every_room_has_its_level() -> None:
+    assert sorted(arrows()) == sorted(name for level in LEVELS for name in level)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_import_only_from_their_rung_or_below(name: str) -> None:
-    above = {other for other in imports(name) if rung(other) > rung(name)}
-    assert not above, f"fzero.{name} (rung {rung(name)}) imports from above: {sorted(above)}"
+def test_arrows_point_downwards(name: str) -> None:
+    height = {each: number for number, level in enumerate(LEVELS) for each in level}
+    upwards = {
+        other for other in imports(name) if room(other) != room(name) and height[room(other)] >= height[room(name)]
+    }
+    assert not upwards, f"fzero.{name} ({room(name)}) imports from its own level or above: {sorted(upwards)}"
+
+
+@pytest.mark.parametrize("name", sorted({room(name) for name in MODULES} - {"fzero"}))
+def test_a_room_says_what_lives_there(name: str) -> None:
+    doc = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+    assert doc and len(doc.splitlines()) <= 8, f"fzero/{name}/__init__.py says in at most eight lines what lives there"
 
 
 def test_no_import_is_cyclic() -> None:
@@ -90,9 +98,9 @@ def test_no_import_is_cyclic() -> None:
 
 def test_imports_inside_functions_and_relative_ones_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "base.py"
-    file.write_text("def f():\n    from .. import tree\n    from .kernels import g\n    import fzero.mesh, torch\n")
+    file.write_text("def f():\n    from ..base import tree\n    from .kernels import g\n    import fzero.base.mesh, torch\n")
     monkeypatch.setitem(MODULES, "optim.base", file)
-    assert sorted(imports("optim.base")) == ["mesh", "optim.kernels", "tree"]
+    assert sorted(imports("optim.base")) == ["base.mesh", "base.tree", "optim.kernels"]
 
 
 def test_all_is_what_is_exported() -> None:

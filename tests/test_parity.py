@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import Outcome, chosen, run_cases, values
+from processes import Outcome, chosen, run_cases, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy, gelu, linear

@@ -11,12 +11,12 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.errors import FzeroError
-from fzero.mesh import VirtualMesh
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
 from fzero.pipeline import Pipeline, Returned
-from fzero.program import Program
-from fzero.sharded import Sharded
-from fzero.virtual import virtual
+from fzero.program.program import Program
+from fzero.ranks.virtual import virtual
+from fzero.values.sharded import Sharded
 
 MESH = VirtualMesh(fsdp=2)
 ON = virtual(MESH)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import Outcome, run_cases, values
+from processes import Outcome, run_cases, values
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from processes import can_read_memory, run
 from programs import layers, loss, training
-from ranks import can_read_memory, run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
-from fzero import ops, optim, tree
-from fzero.errors import FzeroError
+from fzero import optim, tree
+from fzero.base.errors import FzeroError
 from fzero.passes import defaults
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.program import Program
 
 MESHES = [
     fzero.VirtualMesh(fsdp=1), fzero.VirtualMesh(fsdp=3), fzero.VirtualMesh(replica=2, fsdp=3),

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fzero import tree
-from fzero.errors import FzeroError
-from fzero.tree import Tree, TreeDef
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.tree import Tree, TreeDef
 
 State = Any
 Schedule = Callable[[Any], Any]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fzero.errors import FzeroError
+from fzero.base.errors import FzeroError
 
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroError
+from fzero.base.errors import FzeroError
 from fzero.optim.base import Schedule
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import tree
-from fzero.errors import FzeroError
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.tree import Tree
 from fzero.optim import kernels
 from fzero.optim.base import (
     GradientTransformation,
@@ -21,7 +22,6 @@ from fzero.optim.base import (
     step_count,
     zeros,
 )
-from fzero.tree import Tree
 
 
 class ScaleByAdamState(NamedTuple):

@@ -16,7 +16,7 @@ from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
 from fzero.passes.split import split
 from fzero.passes.verify import verify
-from fzero.program import Program
+from fzero.program.program import Program
 
 __all__ = [
     "accumulate",

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fzero import ops
-from fzero.ops import Node, is_call
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.ops import Node, is_call
+from fzero.program.program import Program
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fzero import ops
-from fzero.layout import wire
-from fzero.ops import Node, is_call
+from fzero.layout.layout import wire
 from fzero.passes.order import hops, settle, sink_gathers
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.ops import Node, is_call
+from fzero.program.program import Program
 
 
 def bucket(program: Program) -> Program:

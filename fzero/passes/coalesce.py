@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 
-from fzero import ops
-from fzero.ops import Node, is_call, overwritten, storage
 from fzero.passes.order import hops, settle
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.ops import Node, is_call, overwritten, storage
+from fzero.program.program import Program
 
 
 def coalesce(program: Program) -> Program:

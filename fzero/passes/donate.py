@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import ops
-from fzero.ops import Node, is_call, name_of, shares_memory, storage
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.ops import Node, is_call, name_of, shares_memory, storage
+from fzero.program.program import Program
 
 
 def donate(program: Program) -> Program:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fzero import ops
-from fzero.ops import Node, is_call
 from fzero.optim.kernels import scale_by_adam
 from fzero.passes.order import settle
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.ops import Node, is_call
+from fzero.program.program import Program
 
 _aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import ops
-from fzero.ops import Node, is_call, overwritten, storage
+from fzero.program import ops
+from fzero.program.ops import Node, is_call, overwritten, storage
 
 _aten = torch.ops.aten
 VIEWS = frozenset({

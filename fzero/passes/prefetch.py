@@ -7,12 +7,12 @@ from itertools import accumulate
 
 from torch import fx
 
-from fzero import ops
-from fzero.costs import nbytes
-from fzero.ops import Node, is_call
 from fzero.passes.order import rearrange, scattered
-from fzero.program import Program
-from fzero.timeline import Costs, Lanes
+from fzero.program import ops
+from fzero.program.costs import nbytes
+from fzero.program.ops import Node, is_call
+from fzero.program.program import Program
+from fzero.program.timeline import Costs, Lanes
 
 SLACK = 2.0
 """What is computed while an all-gather is under way takes so many times its seconds: rates are guesses, or vary."""

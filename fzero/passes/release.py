@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from torch import fx
 
-from fzero import ops
-from fzero.errors import FzeroError
-from fzero.ops import Node, is_call
+from fzero.base.errors import FzeroError
 from fzero.passes.order import gathered, rearrange, sink_gathers
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.ops import Node, is_call
+from fzero.program.program import Program
 
 
 def release(program: Program, *, stage: int) -> Program:

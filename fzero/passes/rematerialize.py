@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fzero import ops
-from fzero.ops import Node, name_of, overwritten, storage
-from fzero.program import Program
-from fzero.regions import Region, annotate, mark_of
+from fzero.program import ops
+from fzero.program.ops import Node, name_of, overwritten, storage
+from fzero.program.program import Program
+from fzero.values.regions import Region, annotate, mark_of
 
 _LOCAL = frozenset({ops.draw, ops.take, ops.beside, ops.spread, ops.axis_index})
 """The operations of `ops` that do not communicate."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fzero import ops
-from fzero.inference import infer
-from fzero.kinds import Kind, axes_of
-from fzero.ops import Node, is_call
 from fzero.passes.verify import check_results, check_writes
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.inference import infer
+from fzero.program.kinds import Kind, axes_of
+from fzero.program.ops import Node, is_call
+from fzero.program.program import Program
 
 
 def resolve(program: Program) -> Program:

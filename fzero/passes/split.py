@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from fzero import ops
-from fzero.ops import Node, is_call
 from fzero.passes.order import scattered
-from fzero.program import Program
-from fzero.timeline import Lanes
+from fzero.program import ops
+from fzero.program.ops import Node, is_call
+from fzero.program.program import Program
+from fzero.program.timeline import Lanes
 
 
 def split(program: Program) -> Program:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fzero import ops
-from fzero.errors import FzeroError
-from fzero.inference import infer
-from fzero.kinds import Buffer, Kind, average_first, broken, kind_of_state, line_of, words
-from fzero.layout import wire
-from fzero.ops import Node, is_call, name_of, overwritten, storage
+from fzero.base.errors import FzeroError
+from fzero.layout.layout import wire
 from fzero.passes.order import gathered
-from fzero.program import Program
+from fzero.program import ops
+from fzero.program.inference import infer
+from fzero.program.kinds import Buffer, Kind, average_first, broken, kind_of_state, line_of, words
+from fzero.program.ops import Node, is_call, name_of, overwritten, storage
+from fzero.program.program import Program
 
 _STARTS = (ops.all_gather, ops.reduce_scatter)
 _REDUCTIONS = ("sum", "avg", "max", "min")

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from processes import run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero import optim
-from fzero.live import live
 from fzero.passes import defaults
-from fzero.transports import Native, PointToPoint, Transport
+from fzero.ranks.live import live
+from fzero.ranks.transports import Native, PointToPoint, Transport
 
 STALL = timedelta(seconds=2)
 """Torch's timeout where a rank stalls. Others may be that much later than the first, and be in time."""
@@ -104,14 +104,14 @@ class Job:
 
     def before(self, what: str, acts: dict[int, Act]) -> None:
         """From now on these ranks act just before they begin the collective that errors call `what`."""
-        begin, act = self.on.control.begin, acts.get(self.rank)
+        begin, act = self.on.members.begin, acts.get(self.rank)
 
         def struck(begun: str) -> Any:
             if act is not None and begun == what:
                 act()
             return begin(begun)
 
-        self.on.control.begin = struck  # type: ignore[method-assign]
+        self.on.members.begin = struck  # type: ignore[method-assign]
 
 
 def assert_named(ends: list[End | None], where: str, *parts: str, blamed: set[int]) -> None:
@@ -161,11 +161,11 @@ def test_a_rank_that_stalls_in_a_step_is_named() -> None:
 
 
 def native(mesh: DeviceMesh) -> Transport:
-    return Native(mesh.get_group(), live(mesh).control.twin(mesh.get_group()))
+    return Native(mesh.get_group(), live(mesh).members.twin(mesh.get_group()))
 
 
 def by_messages(mesh: DeviceMesh) -> Transport:
-    return PointToPoint(mesh.get_group(), live(mesh).control.timeout)
+    return PointToPoint(mesh.get_group(), live(mesh).members.timeout)
 
 
 def with_another(transport: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> End:

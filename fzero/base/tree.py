@@ -1,0 +1,126 @@
+"""Pytrees: optree with fixed options, leaves named by their path, split and merge by predicate.
+
+A tree is any nesting of dicts, lists, tuples, NamedTuples and classes registered with optree under the namespace
+"fzero"; `None` is an empty node. Dict entries are visited in sorted order of their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import optree
+
+from fzero.base.errors import FzeroError
+
+Tree = Any
+TreeDef = optree.PyTreeSpec
+NAMESPACE = "fzero"
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
+    """`(leaves, treedef)` with `unflatten(treedef, leaves) == tree`."""
+    return optree.tree_flatten(tree, namespace=NAMESPACE)
+
+
+def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
+    """The tree of `treedef` with these leaves, in order: the inverse of `flatten`."""
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Leaves in order."""
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def keys(treedef: TreeDef) -> list[tuple[str | int, ...]]:
+    """One tuple of dict keys, list positions and field names a leaf."""
+    if treedef.is_leaf():
+        return [()]
+    return [(name, *key) for name, child in zip(_names(treedef), treedef.children()) for key in keys(child)]
+
+
+def _names(treedef: TreeDef) -> Sequence[str | int]:
+    """The dict keys, list positions or field names of a node's children. Only accessors, which are slow to make, know
+    the fields of classes of which optree does not."""
+    kind: Any = treedef.type
+    if optree.is_namedtuple_class(kind):
+        return optree.namedtuple_fields(kind)
+    if kind in (dict, list, tuple):
+        return treedef.entries()
+    heads = [accessor[0] for accessor in treedef.accessors()]
+    fields = {head.entry: head.field for head in heads if hasattr(head, "field")}
+    return [fields.get(entry, entry) for entry in treedef.entries()]
+
+
+def paths(tree: Tree) -> list[str]:
+    """Dotted leaf paths in order: `["blocks.0.mlp.up", ...]`; a tree that is one leaf has the path ""."""
+    return [dotted(key) for key in keys(flatten(tree)[1])]
+
+
+def dotted(key: Iterable[str | int]) -> str:
+    """`("blocks", 0, "up") -> "blocks.0.up"`."""
+    return ".".join(str(part) for part in key)
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`fn(leaf, *leaves of rest)` for each leaf of `tree`; `rest` must have the structure of `tree`.
+
+    Raises:
+        FzeroError: naming the first path at which a structure differs.
+    """
+    first, treedef = flatten(tree)
+    return unflatten(treedef, [fn(*row) for row in zip(first, *(_matching(treedef, other) for other in rest))])
+
+
+def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """As `map`, with the leaf's dotted path as the first argument of `fn`."""
+    return map(fn, unflatten(flatten(tree)[1], paths(tree)), tree, *rest)
+
+
+def split(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:
+    """`(chosen, others)`: two trees of the structure of `tree`, with None where a leaf went to the other one.
+
+    `merge(*split(tree, predicate)) == tree`.
+    """
+    chosen = map_with_path(lambda path, leaf: bool(predicate(path, leaf)), tree)
+    return (
+        map(lambda leaf, keep: leaf if keep else None, tree, chosen),
+        map(lambda leaf, keep: None if keep else leaf, tree, chosen),
+    )
+
+
+def merge(tree: Tree, other: Tree) -> Tree:
+    """The tree that has a leaf where either has one: the inverse of `split`.
+
+    Raises:
+        FzeroError: where both have a leaf, or where their structures differ.
+    """
+    left, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    right, other_def = optree.tree_flatten(other, none_is_leaf=True, namespace=NAMESPACE)
+    if treedef != other_def:
+        raise mismatch(treedef, other_def)
+    for key, a, b in zip(keys(treedef), left, right):
+        if a is not None and b is not None:
+            raise FzeroError(dotted(key), "both trees have this leaf", "merge takes the two results of split")
+    return unflatten(treedef, [b if a is None else a for a, b in zip(left, right)])
+
+
+def mismatch(expected: TreeDef, got: TreeDef) -> FzeroError:
+    """The error that names the first leaf path in which two structures differ."""
+    want, have = ([dotted(key) for key in keys(treedef)] for treedef in (expected, got))
+    missing, surplus = [p for p in want if p not in set(have)], [p for p in have if p not in set(want)]
+    sizes = f"({len(want)} leaves expected, {len(have)} given)"
+    if missing:
+        return FzeroError(missing[0], f"this leaf is missing {sizes}", "give a tree of the same structure")
+    if surplus:
+        return FzeroError(surplus[0], f"this leaf was not expected {sizes}", "give a tree of the same structure")
+    return FzeroError("", f"trees differ in their containers: {expected} against {got}", "give the same containers")
+
+
+def _matching(treedef: TreeDef, other: Tree) -> list[Any]:
+    """Leaves of `other`, which must have the structure `treedef`."""
+    other_leaves, other_def = flatten(other)
+    if other_def != treedef:
+        raise mismatch(treedef, other_def)
+    return other_leaves

@@ -1,0 +1,203 @@
+"""Program: a flat graph of aten operations and communication, with what its arguments and results are."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from fzero.base.mesh import VirtualMesh
+from fzero.base.tree import TreeDef
+from fzero.layout.layout import Layout
+from fzero.program import ops
+from fzero.program.costs import Comm, Memory, comm, memory
+from fzero.program.listing import listing
+from fzero.program.ops import Node, is_call, shares_memory
+from fzero.program.rates import Rates, guessed
+from fzero.program.timeline import Costs, Timeline, costs, timeline
+from fzero.program.work import device_type
+
+_INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor argument: its path among the step's arguments and, for state, its bucket and leaf; None for the batch.
+
+    One that is `donated` is updated in place and gone for the caller.
+    """
+
+    path: str
+    bucket: str | None = None
+    leaf: int = 0
+    donated: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A leaf of what the step returns: state (`bucket`, `leaf`), a tensor (`bucket` None), or a `constant`.
+
+    `varies` names the mesh axes along which it differs between ranks, its slices apart.
+    """
+
+    path: str
+    bucket: str | None = None
+    leaf: int = 0
+    constant: Any = None
+    is_constant: bool = False
+    varies: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step as one graph that every rank of `mesh` runs. Passes take a program and return another.
+
+    `graph` is a `torch.fx.Graph` whose placeholders are `arguments` in order and whose output is a list of the
+    tensors among `results`. `layouts` says what a bucket's name means in it. `measured` is how fast the machine is,
+    where that is known.
+    """
+
+    name: str
+    graph: fx.Graph
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    out_tree: TreeDef
+    layouts: dict[str | None, Layout]
+    constants: dict[str, Tensor]
+    mesh: VirtualMesh
+    fake_mode: Any = field(repr=False)
+    notes: tuple[str, ...] = ()
+    measured: Rates | None = None
+
+    def copy(self, note: str | None = None) -> Program:
+        """A program with a graph of its own, for a pass to change; `note` says which pass that is."""
+        graph = fx.Graph()
+        output = graph.graph_copy(self.graph, {}, return_output_node=True)
+        assert output is not None  # every traced graph has an output
+        graph.output(output[0]).meta = dict(output[1].meta)
+        return replace(self, graph=graph, notes=(*self.notes, note) if note else self.notes)
+
+    @property
+    def placeholders(self) -> list[Node]:
+        """The nodes of `arguments`, in order."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def tensor_results(self) -> list[Result]:
+        """The results that the output node lists, in its order."""
+        return [result for result in self.results if not result.is_constant]
+
+    @property
+    def output(self) -> Node:
+        """The node whose first argument lists the results that are tensors."""
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def draws(self) -> bool:
+        """Whether some node draws random numbers."""
+        return any(is_call(node, ops.draw) for node in self.graph.nodes)
+
+    def lines(self) -> list[str]:
+        """What all ranks must have in common: arguments, buckets, constants and nodes, a line each. No local size is
+        in it, nor which of its GPUs a rank uses."""
+        values = [node.meta["val"] for node in self.placeholders]
+        return [
+            *(f"argument {given.path}: {self._described(given, x)}" for given, x in zip(self.arguments, values)),
+            *(f"bucket {name}: {_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
+            *(f"constant {name}: {_typed(value)} {_contents(value)}" for name, value in self.constants.items()),
+            *(_INDEX.sub(r"\1", f"node {node.name}: {node.format_node()}") for node in self.graph.nodes),
+        ]
+
+    def _described(self, argument: Argument, value: Tensor) -> str:
+        if argument.bucket is None:
+            return _typed(value)
+        shape = self.layouts[argument.bucket].leaves[argument.leaf].shape
+        return f"{_typed(value, shape)} of {argument.bucket}"
+
+    def comm(self) -> list[Comm]:
+        """Every collective, in the order in which all ranks start them."""
+        return comm(self.graph, self.layouts, self.mesh)
+
+    def memory(self) -> Memory:
+        """Bytes of tensors that are alive on the rank that has most, arguments included, node by node."""
+        return memory(self.graph, self.layouts, [(argument.bucket, argument.leaf) for argument in self.arguments])
+
+    @property
+    def rates(self) -> Rates:
+        """How fast the machine is: as measured, or else a guess from the type of device."""
+        return self.measured or guessed(device_type(self.graph))
+
+    def costs(self) -> Costs:
+        """Seconds of each node, and of the collectives that it starts, by `rates`."""
+        return costs(self.graph, self.layouts, self.mesh, self.rates)
+
+    def timeline(self, rates: Rates | None = None) -> Timeline:
+        """When a step computes and communicates, simulated before anything runs: by these rates, or the program's."""
+        return timeline(self.name, self.graph, self.layouts, self.mesh, rates or self.rates)
+
+    def __str__(self) -> str:
+        return listing(self.name, self.graph, self.layouts, self.mesh, self.memory().peak)
+
+    def layout_of(self, node: Node) -> Layout:
+        """The layout that a node of `ops` names."""
+        return self.layouts[node.args[1]]
+
+    def path_of(self, value: Argument | Result) -> str:
+        """A state value's path in the tree that was partitioned, else the value's own."""
+        leaf = self.layouts[value.bucket].leaves[value.leaf].path if value.bucket is not None else ""
+        return leaf or value.path
+
+    def substitute(self, old: Node, new: Node) -> None:
+        """Give every user of `old` the node `new`, and erase `old`; what shares its memory learns whose that now is."""
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        self.refresh([new])
+
+    def substitute_all(self, news: Mapping[Node, Node]) -> None:
+        """`substitute` each key by its value, all at once: an operation may take a list of as many as there are."""
+        for user in dict.fromkeys(user for old in news for user in old.users):
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: news.get(node, node))
+        for old in news:
+            self.graph.erase_node(old)
+        self.refresh(news.values())
+
+    def refresh(self, nodes: Iterable[Node]) -> None:
+        """Let what shares memory with nodes that it has been given in place of others learn whose that now is."""
+        stale = list(nodes)
+        while stale:
+            for user in stale.pop().users:
+                if shares_memory(user):
+                    user.meta["val"] = self._fake(user.target, user.args, user.kwargs)
+                    stale.append(user)
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A new node, at the graph's insert point, that knows its fake result."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = self._fake(target, args, kwargs)
+        return node
+
+    def _fake(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with self.fake_mode:
+            return ops.FAKES.get(target, target)(*args, **kwargs)
+
+
+def _typed(value: Tensor, shape: Sequence[int] | None = None) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape if shape is None else shape)}"
+
+
+def _shapes(layout: Layout) -> list[list[int]]:
+    return [list(leaf.shape) for leaf in layout.leaves]
+
+
+def _contents(value: Tensor) -> str:
+    """The elements of a tensor, a hash of their bytes where they are many."""
+    flat = value.detach().cpu().reshape(-1).contiguous()
+    if flat.numel() <= 16:
+        return str(flat.tolist())
+    return hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.nbytes)).hexdigest()[:16]

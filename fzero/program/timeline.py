@@ -1,0 +1,211 @@
+"""Timeline: when a program computes and communicates, simulated on two lanes from what its nodes cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from fzero.base.mesh import VirtualMesh
+from fzero.program import ops
+from fzero.program.costs import Comm, Layouts, collectives
+from fzero.program.ops import Node, is_call, name_of
+from fzero.program.rates import Rates
+from fzero.program.work import work
+
+
+class Span(NamedTuple):
+    """Something is computed from `start` to `end`, in seconds from the beginning of the step."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Transfer(NamedTuple):
+    """A collective has the wire from `start` to `end`, in seconds. For `exposed` of them nothing is computed."""
+
+    comm: Comm
+    start: float
+    end: float
+    exposed: float
+
+    @property
+    def name(self) -> str:
+        """`"all_gather layers.0"`, or with its axis where it has no bucket."""
+        return f"{self.comm.op} {self.comm.bucket or self.comm.axis}"
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+    @property
+    def hidden(self) -> float:
+        """For how many seconds of it something is computed."""
+        return self.seconds - self.exposed
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program's schedule, which takes `seconds`. Prints as a table; `export_chrome_trace` writes it for a viewer."""
+
+    name: str
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...]
+    seconds: float
+
+    @property
+    def compute(self) -> float:
+        """Seconds for which something is computed."""
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds for which nothing is computed, as a collective is waited for: the rest."""
+        return sum(transfer.exposed for transfer in self.transfers)
+
+    def hidden(self, *names: str) -> float:
+        """The part of its time for which communication is hidden behind compute, from 0 to 1: of the collectives of
+        these names, "all_gather" and "reduce_scatter" unless some are given. 1 where nothing is moved."""
+        chosen = [transfer for transfer in self.transfers if transfer.comm.op in (names or _STARTED_AHEAD)]
+        total = sum(transfer.seconds for transfer in chosen)
+        return sum(transfer.hidden for transfer in chosen) / total if total else 1.0
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        waits = f"{_ms(self.compute)} ms of compute and {_ms(self.exposed)} ms of waiting"
+        yield f"{self.name}: {_ms(self.seconds)} ms, {waits}; {self.hidden():.1%} of gathers and scatters are hidden"
+        yield f"  {'collective':<32}{'start':>10}{'end':>10}{'hidden':>10}{'exposed':>10}  ms"
+        for transfer in self.transfers:
+            times = transfer.start, transfer.end, transfer.hidden, transfer.exposed
+            yield f"  {transfer.name:<32}" + "".join(f"{_ms(seconds):>10}" for seconds in times)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The schedule in the Trace Event Format, a thread for each lane. Times are in microseconds there."""
+        lanes: dict[str, Sequence[Span | Transfer]] = {"compute": self.spans, "communication": self.transfers}
+        events: list[dict[str, Any]] = []
+        for lane, (name, entries) in enumerate(lanes.items()):
+            where = {"pid": 0, "tid": lane}
+            events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": name}})
+            events.extend(_event(entry) | where for entry in entries)
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def export_chrome_trace(self, path: str | PathLike[str]) -> None:
+        """Write `chrome_trace` to a file, for ui.perfetto.dev or chrome://tracing."""
+        with open(path, "w") as file:
+            json.dump(self.chrome_trace(), file)
+
+
+_STARTED_AHEAD = ("all_gather", "reduce_scatter")
+
+
+class Cost(NamedTuple):
+    """A node computes for `seconds`, and starts collectives that take so many each."""
+
+    seconds: float
+    comms: tuple[tuple[Comm, float], ...]
+
+
+Costs = Mapping[Node, Cost]
+
+
+def costs(graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh, rates: Rates) -> Costs:
+    """What each node costs."""
+
+    def cost(node: Node) -> Cost:
+        comms = tuple((comm, rates.communicate(comm, mesh)) for comm in collectives(node, layouts, mesh))
+        return Cost(rates.compute(work(node)), comms)
+
+    return {node: cost(node) for node in graph.nodes}
+
+
+def timeline(name: str, graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh, rates: Rates) -> Timeline:
+    """Run a graph's nodes in order on one lane, its collectives in the order in which they start on another.
+
+    An all-gather or a reduce-scatter is under way until its wait, which holds up compute until it is there; any other
+    collective is waited for at once. A lane is as fast as if the other one were idle.
+    """
+    lanes = Lanes(costs(graph, layouts, mesh, rates))
+    lanes.run(graph.nodes)
+    return Timeline(name, tuple(lanes.spans), tuple(lanes.transfers()), lanes.now)
+
+
+class Lanes:
+    """Two lanes as nodes are run on them: what was computed so far is done at `now`, what was sent at `free`."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.now = self.free = 0.0
+        self.there: dict[Node, float] = {}
+        """All-gather or reduce-scatter -> when it is done."""
+        self.waited: dict[Node, float] = {}
+        """Node -> seconds for which it held up compute, where it did."""
+        self.spans: list[Span] = []
+        self._sent: list[tuple[Comm, float, float]] = []
+        self._idle: list[tuple[float, float]] = []
+
+    def run(self, nodes: Iterable[Node]) -> None:
+        """Advance by some nodes, in this order."""
+        for node in nodes:
+            self._compute(node)
+            comms = self.costs[node].comms
+            if is_call(node, ops.all_gather, ops.reduce_scatter):
+                self.there[node] = self._send(*comms[0])
+            elif is_call(node, ops.wait):
+                (start,) = node.all_input_nodes
+                self._wait(node, self.there[start])
+                self._at_once(node, self.costs[start].comms[1:])
+            else:
+                self._at_once(node, comms)
+
+    def _compute(self, node: Node) -> None:
+        if seconds := self.costs[node].seconds:
+            self.spans.append(Span(name_of(node), self.now, self.now + seconds))
+            self.now += seconds
+
+    def _send(self, comm: Comm, seconds: float) -> float:
+        """Send behind all that has been. When that is done."""
+        start = max(self.now, self.free)
+        self.free = start + seconds
+        self._sent.append((comm, start, self.free))
+        return self.free
+
+    def _at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
+        for comm, seconds in comms:
+            self._wait(node, self._send(comm, seconds))
+
+    def _wait(self, node: Node, until: float) -> None:
+        if until > self.now:
+            self.waited[node] = self.waited.get(node, 0.0) + until - self.now
+            self._idle.append((self.now, until))
+            self.now = until
+
+    def transfers(self) -> Iterator[Transfer]:
+        """What was sent. Both lists are in order of time, and while compute is idle something is being sent."""
+        first = 0
+        for comm, start, end in self._sent:
+            while first < len(self._idle) and self._idle[first][1] <= start:
+                first += 1
+            exposed, at = 0.0, first
+            while at < len(self._idle) and self._idle[at][0] < end:
+                exposed += min(end, self._idle[at][1]) - max(start, self._idle[at][0])
+                at += 1
+            yield Transfer(comm, start, end, exposed)
+
+
+def _event(entry: Span | Transfer) -> dict[str, Any]:
+    times = {"ph": "X", "name": entry.name, "ts": 1e6 * entry.start, "dur": 1e6 * (entry.end - entry.start)}
+    if isinstance(entry, Span):
+        return times
+    return times | {"args": {"nbytes": entry.comm.nbytes, "exposed": 1e6 * entry.exposed}}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}"

@@ -1,0 +1,118 @@
+"""Loading: the tensors of files, one for each leaf of a tree, into every rank its own part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.state.partition import partition
+from fzero.state.safetensors.reading import FileSource, open_safetensors
+from fzero.state.sources import Source, TensorSource
+
+Files = str | os.PathLike[str] | Mapping[str, FileSource]
+"""What `open_safetensors` takes, or what it returned."""
+Rename = Callable[[str], str | None]
+
+
+def load_safetensors(
+    files: Files,
+    like: tree.Tree,
+    mesh: Any,
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    **how: Any,
+) -> tree.Tree:
+    """A tree of `Sharded` leaves of the shapes of `like`, with the values of a safetensors file, index or directory.
+
+    Each rank reads its own part of the files, and holds no more of them than that and a chunk. `files`, `like`,
+    `rename`, `strict` and `dtype` are those of `load_sources`; `how` are further keywords of `fzero.partition`.
+
+        params, apply = fzero.lower(Model(device="meta"))
+        params = fzero.load_safetensors("checkpoint/", params, mesh)
+
+    Raises:
+        FzeroError: as `open_safetensors`, `load_sources` and `fzero.partition` do.
+    """
+    return partition(load_sources(files, like, rename=rename, strict=strict, dtype=dtype), mesh, **how)
+
+
+def load_sources(
+    files: Files,
+    like: tree.Tree,
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+) -> tree.Tree:
+    """`like` with each leaf replaced by a source of its values, in files as `open_safetensors` opens. No value is read.
+
+    `like` is a tree of tensors, of which shapes and dtypes count; they may be on the meta device. `rename(path)` is the
+    key of the leaf at a dotted path; without it that is the path. Several leaves may have one key. Where it returns
+    None the files have no such leaf, and the one of `like`, which must have values then, stays.
+
+    A source's dtype is that of its leaf in `like`; `dtype` is one for all floating-point leaves instead. With
+    `strict=False` keys that no leaf has are passed over, and leaves that the files lack stay if they have values.
+
+    Raises:
+        FzeroError: listing every key that is missing or left over; for a leaf of another shape; for a leaf whose values
+            cannot be cast without loss of their kind, such as floating-point ones to integers.
+    """
+    leaves, treedef = tree.flatten(like)
+    paths = tree.paths(like)
+    for path, leaf in zip(paths, leaves):
+        if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
+            raise FzeroError(path, f"is a {type(leaf).__name__}, not a tensor", "keep only tensors in the tree")
+    where = "" if isinstance(files, Mapping) else str(files)
+    sources = files if isinstance(files, Mapping) else open_safetensors(files)
+    keys = [rename(path) if rename else path for path in paths]
+    kept = [_stays(key, leaf, sources, strict) for key, leaf in zip(keys, leaves)]
+    missing = {path: key for path, key, stays in zip(paths, keys, kept) if key not in sources and not stays}
+    surplus = [key for key in sources.keys() - set(keys) if strict]
+    if missing or surplus:
+        raise _mismatch(where, missing, sorted(surplus))
+    chosen = [None if key is None else sources.get(key) for key in keys]
+    return tree.unflatten(treedef, [_leaf(*row, dtype) for row in zip(leaves, paths, chosen)])
+
+
+def _stays(key: str | None, leaf: Any, sources: Mapping[str, Source], strict: bool) -> bool:
+    if key in sources or (strict and key is not None):
+        return False
+    return isinstance(leaf, Tensor) and not leaf.is_meta
+
+
+def _leaf(leaf: Tensor, path: str, source: FileSource | None, dtype: torch.dtype | None) -> Source:
+    """The source of one leaf: of its own values where the files have none."""
+    target = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
+    if source is None:
+        return TensorSource(leaf, path, target)
+    if source.shape != leaf.shape:
+        problem = f"has shape {list(source.shape)} in {source.file.path}, {list(leaf.shape)} in the tree"
+        raise FzeroError(path, problem, "give the tree of the model that was saved, or rename the leaf to another key")
+    if not torch.can_cast(source.stored, target):
+        raise FzeroError(
+            path, f"is {source.stored} in {source.file.path}, {target} in the tree", "cast the file or `like`"
+        )
+    return FileSource(source.file, source.key, path, target)
+
+
+def _mismatch(where: str, missing: Mapping[str, str | None], surplus: list[str]) -> FzeroError:
+    problems = []
+    if missing:
+        names = (path if key in (path, None) else f"{path} (as {key!r})" for path, key in missing.items())
+        problems.append(f"leaves without values ({len(missing)}): {', '.join(names)}")
+    if surplus:
+        problems.append(f"keys without a leaf ({len(surplus)}): {', '.join(map(repr, surplus))}")
+    return FzeroError(
+        where,
+        "; ".join(problems),
+        "rename(path) gives the key of a leaf; with strict=False left-over keys are skipped, and missing leaves stay "
+        "as they are in the tree where they have values",
+    )

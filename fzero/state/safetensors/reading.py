@@ -1,0 +1,185 @@
+"""Reading: safetensors files as a dict of sources, each of which reads no more than the range it is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from fzero.base.errors import FzeroError
+from fzero.state.safetensors.header import DAMAGED, PREFIX, Entry, Header, length, parsed
+from fzero.state.safetensors.transfer import memory, read_into
+from fzero.state.sources import asked, described
+
+CAST_NBYTES = 2**20
+"""Bytes that are read at a time on the way to another dtype."""
+CHANGED = "leave a file alone until every rank has read its part, then open it again"
+PATTERNS = ("model.safetensors", "model.safetensors.index.json", "*.safetensors.index.json", "*.safetensors")
+"""What a directory is opened by, the first of these that it has: the names of Hugging Face's models, then any other."""
+
+
+class TensorFile:
+    """One safetensors file, whose header is read and checked when this is made. Nothing stays open between reads.
+
+    `nbytes_read` counts the bytes of tensors that were read.
+
+    Raises:
+        FzeroError: when the file cannot be read, or is no sound safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.nbytes_read = Path(path), 0
+        name = str(path)
+        if sys.byteorder != "little":
+            raise FzeroError(name, f"is little-endian, this machine is {sys.byteorder}-endian")
+        with self._opened(name) as file:
+            self._size, self._time = _stamp(file)
+            count = length(file.read(PREFIX), self._size, name)
+            self._data = PREFIX + count
+            self.header: Header = parsed(file.read(count), self._size - self._data, name)
+
+    def read(self, entry: Entry, start: int, out: Tensor, leaf: str) -> None:
+        """Fill `out` with the elements of a tensor from `start` on: straight into its memory, or by way of
+        `CAST_NBYTES` at a time where its dtype is another.
+
+        Raises:
+            FzeroError: naming `leaf`, when the file cannot be read, or is not as it was when this was made.
+        """
+        direct = out.dtype == entry.dtype and out.is_contiguous() and out.is_cpu
+        step = max(1, out.numel() if direct else CAST_NBYTES // entry.dtype.itemsize)
+        stage = out if direct else torch.empty(min(step, out.numel()), dtype=entry.dtype)
+        with self._opened(leaf) as file:
+            self._check_unchanged(file, leaf)
+            for begin in range(0, out.numel(), step):
+                piece = out[begin : begin + step]
+                stored = stage[: piece.numel()]
+                self._fill(file, stored, entry.span.start + (start + begin) * entry.dtype.itemsize, leaf)
+                if not direct:
+                    piece.copy_(stored)
+            self._check_unchanged(file, leaf)
+
+    def _fill(self, file: BinaryIO, out: Tensor, offset: int, leaf: str) -> None:
+        count = read_into(file.fileno(), memory(out), self._data + offset)
+        self.nbytes_read += count
+        if count < out.nbytes:
+            self._check_unchanged(file, leaf)
+            raise FzeroError(leaf, f"{self.path} gave {count} of the {out.nbytes} bytes asked for", DAMAGED)
+
+    @contextmanager
+    def _opened(self, leaf: str) -> Iterator[BinaryIO]:
+        try:
+            with open(self.path, "rb") as file:
+                yield file
+        except OSError as error:
+            raise FzeroError(
+                leaf, f"{self.path} cannot be read: {error.strerror or error}", "see to the file"
+            ) from error
+
+    def _check_unchanged(self, file: BinaryIO, leaf: str) -> None:
+        size, time = _stamp(file)
+        if size != self._size:
+            raise FzeroError(leaf, f"{self.path} has {size} bytes, it had {self._size} when it was opened", CHANGED)
+        if time != self._time:
+            problem = f"{self.path} was written at {time} ns, what was opened at {self._time} ns"
+            raise FzeroError(leaf, problem, CHANGED)
+
+    def __repr__(self) -> str:
+        return f"TensorFile({self.path}: {len(self.header.entries)} tensors, {self.header.nbytes} bytes)"
+
+
+class FileSource:
+    """The tensor `key` of a file. `path` names it in errors, the key where it is None; `dtype`, the stored one where it
+    is None, is what the values count as: `read` casts straight from the stored dtype to that of `out`.
+
+    Raises:
+        FzeroError: when the file has no such key.
+    """
+
+    def __init__(self, file: TensorFile, key: str, path: str | None = None, dtype: torch.dtype | None = None) -> None:
+        self.path = key if path is None else path
+        if key not in file.header.entries:
+            raise FzeroError(self.path, f"{file.path} has no {key!r} among its {len(file.header.entries)} tensors")
+        self.file, self.key, self._entry = file, key, file.header.entries[key]
+        self.shape, self.dtype = torch.Size(self._entry.shape), dtype or self._entry.dtype
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in the file."""
+        return self._entry.dtype
+
+    def read(self, start: int, out: Tensor) -> None:
+        asked(self, start, out)
+        self.file.read(self._entry, start, out, self.path)
+
+    def __repr__(self) -> str:
+        return f"FileSource({self.path}: {described(self)} in {self.file.path})"
+
+
+def open_safetensors(path: str | os.PathLike[str]) -> dict[str, FileSource]:
+    """Every tensor of a safetensors file, of an index file `*.safetensors.index.json`, or of a directory that has
+    either, as a source by its key. Reads headers only; the sources of one file share a `TensorFile`.
+
+    Raises:
+        FzeroError: for a file that is missing or unsound, a directory in which it is not clear what to open, and an
+            index that its files do not bear out. Tensors that an index does not name are passed over.
+    """
+    found = Path(path)
+    if found.is_dir():
+        found = _in_directory(found)
+    if found.suffix == ".json":
+        return _indexed(found)
+    file = TensorFile(found)
+    return {key: FileSource(file, key) for key in file.header.entries}
+
+
+def _in_directory(directory: Path) -> Path:
+    for pattern in PATTERNS:
+        found = sorted(directory.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(file.name for file in found)
+            raise FzeroError(
+                str(directory), f"has {len(found)} files {pattern}: {names}", "give the path of one of them"
+            )
+    raise FzeroError(str(directory), f"has 0 files {PATTERNS[-1]}", "give the path of a safetensors file")
+
+
+def _indexed(index: Path) -> dict[str, FileSource]:
+    """The tensors of an index; keys in its order."""
+    weights = _weight_map(index)
+    files: dict[str, TensorFile] = {}
+    for key, name in weights.items():
+        if name not in files:
+            if Path(name).name != name:
+                raise FzeroError(key, f"{index} has it in {name!r}", "an index names files in its own directory")
+            if not (index.parent / name).exists():
+                absent = sum(other == name for other in weights.values())
+                raise FzeroError(key, f"{index} has it and {absent - 1} more in {name}, which is not there", DAMAGED)
+            files[name] = TensorFile(index.parent / name)
+    return {key: FileSource(files[name], key) for key, name in weights.items()}
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        weights = json.loads(index.read_text())["weight_map"]
+    except OSError as error:
+        raise FzeroError(str(index), f"cannot be read: {error.strerror or error}", "see to the file") from error
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise FzeroError(str(index), f"is not an index with a weight_map: {error!r}", DAMAGED) from error
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+        raise FzeroError(str(index), f"its weight_map is not file names by keys: {weights!r:.80}", DAMAGED)
+    return weights
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    """Bytes of a file, and when it was last written, in ns."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns

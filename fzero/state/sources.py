@@ -1,0 +1,114 @@
+"""Sources: where values come from, read by ranges, so that nothing larger than what was asked for is ever in memory.
+
+source_of(tensor)                            of any strides: transposed, sliced, expanded
+source_of(torch.load(file, mmap=True)[key])  only the pages of a range are touched
+source_of(numpy.load(file, mmap_mode="r"))   likewise
+fzero.tensorfiles.open_safetensors(file)     a dict of them
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fzero.base.errors import FzeroError
+from fzero.layout.boxes import boxes
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A value of a shape and dtype, whose elements are there for the asking. `path` names it in errors."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    path: str
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out`, 1-d and on the CPU, with the flat row-major elements [start, start + out.numel()), cast to the
+        dtype of `out`."""
+
+
+class TensorSource:
+    """The values of a tensor with any strides, on any device; read straight from its memory, without a copy of it.
+
+    `dtype`, the tensor's own where it is None, is what the values count as: nothing is cast before it is read.
+
+    Raises:
+        FzeroError: for a meta tensor, which has no values, and a sparse one, which has no strides.
+    """
+
+    def __init__(self, tensor: Tensor, path: str = "", dtype: torch.dtype | None = None) -> None:
+        if tensor.is_meta:
+            raise FzeroError(path, "is on the meta device: it has a shape but no values", "give a tensor with values")
+        if tensor.layout is not torch.strided:
+            raise FzeroError(path, f"is a {tensor.layout} tensor, which has no strides", "give tensor.to_dense()")
+        self.tensor = tensor.detach()
+        self.shape, self.dtype, self.path = tensor.shape, dtype or tensor.dtype, path
+
+    def read(self, start: int, out: Tensor) -> None:
+        done = 0
+        for box in boxes(tuple(self.shape), asked(self, start, out)):
+            piece = self.tensor
+            for dim, (begin, size) in enumerate(zip(*box)):
+                piece = piece.narrow(dim, begin, size)
+            out[done : done + piece.numel()].view(piece.shape).copy_(piece)
+            done += piece.numel()
+
+    def __repr__(self) -> str:
+        return f"TensorSource({self.path or 'tensor'}: {described(self)})"
+
+
+def source_of(value: Any, path: str = "") -> Source:
+    """The source of a tensor or a numpy array, memory-mapped or not; a source is returned as it is.
+
+    Raises:
+        FzeroError: for anything else, and for an array that torch cannot view: of other byte order, of negative
+            strides, or of a dtype that torch lacks.
+    """
+    if isinstance(value, Tensor):
+        return TensorSource(value, path)
+    if is_source(value):
+        return value
+    numpy = sys.modules.get("numpy")  # optional: where it was never imported no value is an array
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return TensorSource(_viewed(value, path), path)
+    raise FzeroError(path, f"is a {type(value).__name__}, not a tensor", "give a tensor, a numpy array or a Source")
+
+
+def is_source(value: Any) -> TypeGuard[Source]:
+    """Whether `value` is a `Source`."""
+    return isinstance(value, Source)
+
+
+def asked(source: Source, start: int, out: Tensor) -> range:
+    """The flat elements that `source.read(start, out)` is asked for.
+
+    Raises:
+        FzeroError: when it does not have all of them.
+    """
+    flat, numel = range(start, start + out.numel()), source.shape.numel()
+    if start < 0 or flat.stop > numel:
+        raise FzeroError(source.path, f"elements [{start}, {flat.stop}) were asked for, it has {numel}")
+    return flat
+
+
+def _viewed(array: Any, path: str) -> Tensor:
+    """The tensor on the memory of a numpy array."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writ")  # we only ever read
+            return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        problem = f"torch cannot view an array of {array.dtype} with strides {array.strides}"
+        raise FzeroError(
+            path, f"{problem}: {error}", "give a copy in a dtype and byte order of this machine"
+        ) from error
+
+
+def described(source: Source) -> str:
+    """Dtype and shape: `"float32[2, 3]"`."""
+    return f"{str(source.dtype).removeprefix('torch.')}{list(source.shape)}"

@@ -1,0 +1,47 @@
+"""The user's line: which line of user code is running, or an exception comes from."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+from functools import cache, lru_cache
+from types import FrameType, TracebackType
+
+import optree
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    folder + os.sep
+    for folder in (*(os.path.dirname(os.path.abspath(f)) for f in (torch.__file__, optree.__file__)), _PACKAGE)
+)
+
+
+def user_line_of_error(tb: TracebackType | None) -> str:
+    """`file:line in function: code` of the innermost frame outside the libraries; "" where there is none."""
+    for frame in reversed(traceback.extract_tb(tb)):
+        if _is_user(frame.filename):
+            return _line(frame.filename, frame.lineno or 0, frame.name)
+    return ""
+
+
+def running_user_line() -> str:
+    """`file:line in function: code` of the innermost running frame outside the libraries; "" where there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if _is_user(frame.f_code.co_filename):
+            return _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _is_user(file: str) -> bool:
+    return not file.startswith((*_LIBRARIES, sys.base_prefix + os.sep + "lib" + os.sep, "<"))
+
+
+@lru_cache(maxsize=4096)
+def _line(file: str, line: int, function: str) -> str:
+    return f"{file}:{line} in {function}: {linecache.getline(file, line).strip()}"

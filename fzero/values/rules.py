@@ -1,0 +1,157 @@
+"""Which torch functions are elementwise, which reduce everything, and which mutate: tables by the function's name.
+
+One name covers `torch.add`, `Tensor.add`, `Tensor.__add__` and `Tensor.__radd__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.layout.layout import Leaf
+from fzero.values.moves import Peak, Primitives, Total
+
+_UNARY = """
+    abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+    clone conj conj_physical cos cosh deg2rad detach digamma erf erfc erfinv exp exp2 expm1 expit floor frac i0
+    isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not nan_to_num
+    ndtr neg negative positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc
+    sinh softplus softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink
+    softshrink hardshrink threshold sqrt square tan tanh trunc fix zeros_like ones_like full_like empty_like
+    to type float double half bfloat16 int long short bool byte char cpu cuda
+"""
+_BINARY = """
+    add radd sub rsub subtract mul rmul multiply div divide true_divide truediv rtruediv floor_divide floordiv
+    rfloordiv fmod remainder mod rmod pow rpow float_power atan2 arctan2 maximum minimum fmax fmin hypot
+    ldexp logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge not_equal less less_equal
+    greater greater_equal isclose logical_and logical_or logical_xor and rand or ror xor rxor invert bitwise_and
+    bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift lshift rlshift rshift rrshift
+"""
+_MORE = "where clamp clamp_min clamp_max clip lerp addcmul addcdiv masked_fill type_as"
+ELEMENTWISE = frozenset((_UNARY + _BINARY + _MORE).split())
+"""Names of functions whose every output element depends on the input elements at its position only.
+
+Not copysign, nextafter, logit and sgn, whose derivatives make tensors of the slice's size, which differs between ranks.
+"""
+
+LIST_OPS = frozenset({"scale_by_adam"})
+"""Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
+
+WHOLE_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
+"""Those of `_foreach_*` that are neither elementwise nor reductions known here: their operands are gathered."""
+
+LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
+"""Functions on lists of leaves that reduce each one -> what they do to it."""
+
+OPERATORS = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__
+    __rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__
+    __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __getitem__ __setitem__ __bool__
+    __lshift__ __rlshift__ __rshift__ __rrshift__ __float__ __int__ __index__
+""".split()
+"""Special methods that a `Sharded` takes from `Tensor`."""
+
+
+_CONVERSIONS = frozenset({"__bool__", "__float__", "__int__", "__index__"})  # to a Python number: not `Tensor.bool`
+
+
+_ALIASES = {"_threshold": "threshold", "log_sigmoid": "logsigmoid", "rdiv": "rtruediv"}
+"""What some functions call themselves -> the name they are known by."""
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name under which a function stands in these tables: `add` for `Tensor.__add__`."""
+    name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")
+    if name.startswith("__") and name not in _CONVERSIONS:
+        name = name.strip("_")
+    return _ALIASES.get(name, name)
+
+
+def mutates(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes into an operand."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.startswith("__")
+    return in_place or name == "__setitem__" or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def _sum(x: Tensor, leaf: Leaf, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
+    inexact = x.dtype.is_floating_point or x.dtype.is_complex
+    exact = x.dtype if dtype is None and inexact else dtype or torch.int64
+    return Total.apply(x.to(exact), on, leaf.path).to(exact)
+
+
+def _mean(x: Tensor, leaf: Leaf, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _sum(x, leaf, on, dtype=dtype) / leaf.numel
+
+
+def _norm(x: Tensor, leaf: Leaf, on: Primitives, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
+    x = x if dtype is None else x.to(dtype)
+    if p in (2, "fro", None):
+        return _root(Total.apply((x * x.conj()).real if x.is_complex() else x * x, on, leaf.path))
+    if p == 1:
+        return Total.apply(x.abs(), on, leaf.path)
+    return None
+
+
+def _root(total: Tensor) -> Tensor:
+    """sqrt with the subgradient 0 at 0, as torch's norm has it."""
+    zero = total == 0
+    return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total).sqrt())
+
+
+def _vector_norm(x: Tensor, leaf: Leaf, on: Primitives, ord: Any = 2, **kwargs: Any) -> Tensor | None:
+    return _norm(x, leaf, on, ord, **kwargs)
+
+
+def _max(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor | None:
+    return Peak.apply(x, on, leaf.path, "max") if leaf.numel and x.dtype != torch.bool else None
+
+
+def _min(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor | None:
+    return Peak.apply(x, on, leaf.path, "min") if leaf.numel and x.dtype != torch.bool else None
+
+
+def _all(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+    return Total.apply((x == 0).to(torch.int64), on, leaf.path) == 0
+
+
+def _any(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+    return Total.apply((x != 0).to(torch.int64), on, leaf.path) > 0
+
+
+def _count_nonzero(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+    return Total.apply((x != 0).to(torch.int64), on, leaf.path)
+
+
+def _whole(rule: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """`rule` for a call that reduces everything; None for one with `dim` or other arguments it does not know."""
+
+    def reduction(x: Tensor, leaf: Leaf, on: Primitives, *args: Any, **kwargs: Any) -> Tensor | None:
+        known = {key: value for key, value in kwargs.items() if value is not None and value is not False}
+        if set(known) - {"dtype", "p", "ord"}:
+            return None
+        if args and rule not in (_norm, _vector_norm):
+            return None
+        return rule(x, leaf, on, *args, **known) if len(args) <= 1 else None
+
+    return reduction
+
+
+REDUCTIONS: dict[str, Callable[..., Tensor | None]] = {
+    "sum": _whole(_sum),
+    "mean": _whole(_mean),
+    "norm": _whole(_norm),
+    "vector_norm": _whole(_vector_norm),
+    "linalg_vector_norm": _whole(_vector_norm),
+    "max": _whole(_max),
+    "min": _whole(_min),
+    "amax": _whole(_max),
+    "amin": _whole(_min),
+    "all": _whole(_all),
+    "any": _whole(_any),
+    "count_nonzero": _whole(_count_nonzero),
+}
+"""Reductions of a whole sharded value `(slice, leaf, primitives, ...)`; a None result means: gather instead."""

@@ -1,0 +1,40 @@
+"""Laws of fragments: a program that calls them is the program that they were cut out of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+
+from fzero.execution.outline import Fragment, outline
+from fzero.program.ops import Node
+from property_tests.laws import slow
+from property_tests.running import assert_equal, finished
+from property_tests.steps import Step
+from property_tests.strategies import steps
+
+
+@given(steps())
+@slow
+def test_outlining_preserves_meaning(step: Step) -> None:
+    running = finished(step)
+    program = outline(running.program)
+    program.graph.lint()
+    assert_equal(running.outputs(program), running.outputs(), None)
+
+
+@given(steps())
+@slow
+def test_fragments_take_and_give_what_all_ranks_have_in_the_same_sizes(step: Step) -> None:
+    """A compiled one is made for the sizes that the program shows."""
+    running = finished(step)
+    program = outline(running.program)
+
+    def check(node: Node, values: list[dict[Node, Any]]) -> None:
+        if isinstance(node.target, Fragment):
+            for mine in values:
+                taken = [mine[source] for source in node.args]
+                assert [x.shape for x in taken] == [x.shape for x in node.target.inputs]
+                assert [x.shape for x in mine[node]] == [x.shape for x in node.meta["val"]]
+
+    running.outputs(program, check)

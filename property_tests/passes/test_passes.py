@@ -1,0 +1,89 @@
+"""Laws of the passes: each preserves what the program means, in the order in which `shard` runs them and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fzero import passes
+from fzero.program.program import Program
+from property_tests.laws import everything, slow
+from property_tests.running import as_written, assert_equal
+from property_tests.steps import Step
+from property_tests.strategies import steps
+
+REORDER = ("accumulate", "fuse")
+"""Passes that keep results up to rounding: sums change places, or are taken by a kernel that rounds elsewhere."""
+
+Pass = Callable[[Program], Program]
+
+
+def name_of(rewrite: Pass) -> str:
+    return getattr(rewrite, "func", rewrite).__name__
+
+
+@given(steps())
+@everything
+@slow
+def test_each_pass_preserves_meaning(step: Step) -> None:
+    running = as_written(step)
+    program, outputs = running.program, running.outputs()
+    for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
+        program = rewrite(program)
+        program.graph.lint()
+        before, outputs = outputs, running.outputs(program)
+        assert_equal(outputs, before, step.tolerance if name_of(rewrite) in REORDER else None)
+
+
+ALONE: list[Pass] = [
+    passes.rematerialize,
+    passes.accumulate,
+    passes.coalesce,
+    passes.fuse,
+    passes.split,
+    passes.donate,
+    passes.bucket,
+]
+AFTER_BUCKET: list[Pass] = [
+    *ALONE[:-1],
+    passes.prefetch,
+    partial(passes.prefetch, memory=0),
+    *(partial(passes.release, stage=stage) for stage in (1, 2, 3)),
+]
+
+
+@given(steps(), st.lists(st.sampled_from(AFTER_BUCKET), max_size=4))
+@slow
+def test_passes_preserve_meaning_in_any_order(step: Step, order: list[Pass]) -> None:
+    """Donation ends what others may rewrite: it comes last."""
+    order = [rewrite for rewrite in order if rewrite is not passes.donate] + [passes.donate] * (passes.donate in order)
+    running = as_written(step)
+    program = running.program
+    for rewrite in (passes.bucket, *order):
+        program = rewrite(program)
+    program.graph.lint()
+    is_exact = not {name_of(rewrite) for rewrite in order} & set(REORDER)
+    assert_equal(running.outputs(program), running.outputs(), None if is_exact else step.tolerance)
+
+
+@given(steps())
+@slow
+def test_each_pass_preserves_meaning_alone(step: Step) -> None:
+    running = as_written(step)
+    outputs = running.outputs()
+    for rewrite in ALONE:
+        tolerance = step.tolerance if name_of(rewrite) in REORDER else None
+        assert_equal(running.outputs(rewrite(running.program)), outputs, tolerance)
+
+
+@given(steps())
+@slow
+def test_passes_leave_the_program_that_they_are_given_as_it_was(step: Step) -> None:
+    program = as_written(step).program
+    for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
+        before, rewritten = str(program.graph), rewrite(program)
+        assert str(program.graph) == before
+        program = rewritten

@@ -1,0 +1,52 @@
+"""Saving: whatever the layout and the mesh, ranks together write each byte of a file once, and the right one."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fzero.base.mesh import VirtualMesh
+from fzero.layout.layout import Layout, replicated
+from fzero.state.fill import place
+from fzero.state.safetensors.header import planned
+from fzero.state.safetensors.saving import pieces
+from fzero.values.sharded import Sharded
+from property_tests.strategies import dtypes, layouts
+
+
+def places(mesh: VirtualMesh) -> list[Any]:
+    """The place of every rank in a mesh, as `Live` describes it, row by row."""
+    return [
+        SimpleNamespace(
+            mesh=mesh,
+            number=number,
+            rank=dict(zip(mesh.names, ranks))[mesh.shard_axis],
+            transports={axis: SimpleNamespace(rank=rank) for axis, rank in zip(mesh.names, ranks)},
+            is_tracing=False,
+        )
+        for number, ranks in enumerate(product(*(range(mesh.size(axis)) for axis in mesh.names)))
+    ]
+
+
+@given(layouts(), dtypes(), st.booleans())
+def test_ranks_together_write_each_element_once(layout: Layout, dtype: torch.dtype, extra: bool) -> None:
+    wholes = [torch.arange(leaf.numel).to(dtype).view(leaf.shape) for leaf in layout.leaves]
+    found = torch.zeros(sum(whole.numel() for whole in wholes) + extra, dtype=dtype)
+    counts = torch.zeros_like(found, dtype=torch.int64)
+    for on in places(layout.mesh):
+        slices = place(dict(enumerate(wholes)), layout, on.rank)
+        values = {leaf.path: Sharded(slices[i], layout, i, on) for i, leaf in enumerate(layout.leaves)}
+        if extra:
+            values["step"] = Sharded(torch.tensor(7).to(dtype), replicated((), layout.mesh), 0, on)
+        for offset, source in pieces(values, planned(values, {}), on):
+            here = slice(offset // dtype.itemsize, offset // dtype.itemsize + source.shape.numel())
+            source.read(0, found[here])
+            counts[here] += 1
+    assert counts.eq(1).all()
+    expected = [whole.view(-1) for whole in wholes] + [torch.tensor([7]).to(dtype)] * extra
+    assert found.equal(torch.cat(expected))

@@ -1,0 +1,160 @@
+"""Laws of moves: each is the transpose of what its backward pass does.
+
+With `<a, b>` the sum over all elements for sharded values, and the mean over ranks of it for values that each rank has
+whole, `<move(x), y> == <x, transpose(y)>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.base.mesh import VirtualMesh
+from fzero.layout.layout import Layout, Leaf
+from fzero.passes import defaults
+from fzero.ranks.virtual import virtual
+from fzero.values.moves import Beside, Gather, Parts, Scatter, Spread, Take, Total
+from fzero.values.sharded import Sharded
+from property_tests.laws import slow
+from property_tests.steps import WIDE
+from property_tests.strategies import layouts, small_meshes
+
+Inner = tuple[Tensor, Tensor]
+"""`<move(x), y>` and `<x, transpose(y)>`, each [1] of one rank, whose mean is taken over ranks."""
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=WIDE)
+
+
+def state(layout: Layout, seed: int = 0) -> list[Sharded]:
+    """Values for the leaves of a layout, on all ranks."""
+    on = virtual(layout.mesh)
+    return [Sharded(numbers(leaf.numel, seed=seed + i), layout, i, on) for i, leaf in enumerate(layout.leaves)]
+
+
+def whole(layout: Layout) -> list[Tensor]:
+    """Other values of the shape of each leaf for each rank: [ranks, *shape]."""
+    return [numbers(layout.mesh.size(), *leaf.shape, seed=100 + i) for i, leaf in enumerate(layout.leaves)]
+
+
+def assert_transposes(law: Callable[..., list[Inner]], mesh: VirtualMesh, *args: Any) -> None:
+    """`law(*args)` in simulation, as written and after all passes, gives pairs of equal numbers."""
+    for passes in ((), defaults(stage=3, in_place=False)):
+        for left, right in fzero.simulate(law, mesh, passes=passes)(*args):
+            torch.testing.assert_close(left.mean(), right.mean(), rtol=1e-12, atol=1e-12)
+
+
+EMPTY = Layout("bucket", (Leaf("leaf0", (0,)),), VirtualMesh(fsdp=2))
+
+
+@given(layouts(max_leaves=3))
+@example(EMPTY)
+@slow
+def test_scatter_is_the_transpose_of_gather(layout: Layout) -> None:
+    def law(xs: list[Sharded], ys: list[Tensor]) -> list[Inner]:
+        return [(inner(gathered(x), y[0]), inner(x, scattered(y[0], x))) for x, y in zip(xs, ys)]
+
+    assert_transposes(law, layout.mesh, state(layout), whole(layout))
+
+
+def inner(x: Any, y: Any) -> Tensor:
+    """[1] this rank's sum of all elements of a product. Of sharded values times the ranks: their mean over ranks is the
+    sum over all slices."""
+    if isinstance(x, Sharded):
+        return (x.local * y.local).sum().reshape(1) * x.layout.world
+    return (x * y).sum().reshape(1)
+
+
+def gathered(x: Sharded) -> Tensor:
+    return Gather.apply(x.local, x.on, x.layout, x.index)
+
+
+def scattered(y: Tensor, like: Sharded) -> Sharded:
+    return like.with_local(Scatter.apply(y, like.on, like.layout, like.index))
+
+
+@given(layouts(max_leaves=3))
+@slow
+def test_gather_is_the_transpose_of_take(layout: Layout) -> None:
+    def law(ys: list[Sharded], others: list[Sharded]) -> list[Inner]:
+        pairs = [(gathered(other), y) for other, y in zip(others, ys)]  # what is taken of is uniform
+        taken = [y.with_local(Take.apply(x, y.on, y.layout, y.index)) for x, y in pairs]
+        return [(inner(part, y), inner(x, gathered(y))) for part, (x, y) in zip(taken, pairs)]
+
+    assert_transposes(law, layout.mesh, state(layout), state(layout, seed=100))
+
+
+@given(layouts(max_leaves=3))
+@slow
+def test_spread_is_the_transpose_of_total(layout: Layout) -> None:
+    def law(xs: list[Sharded], others: list[Sharded]) -> list[Inner]:
+        pairs = []
+        for x, other in zip(xs, others):
+            y = other.square().sum()  # uniform
+            total, spread = Total.apply(x.local, x.on, x.path), Spread.apply(y, x.local, x.on, x.path)
+            pairs.append(((total * y).reshape(1), inner(x, x.with_local(spread))))
+        return pairs
+
+    assert_transposes(law, layout.mesh, state(layout), state(layout, seed=100))
+
+
+@given(layouts(max_leaves=3))
+@slow
+def test_parts_is_the_transpose_of_beside(layout: Layout) -> None:
+    def law(ys: list[Sharded], others: list[Sharded]) -> list[Inner]:
+        pairs = []
+        for y, other in zip(ys, others):
+            x = other.square().sum()  # uniform
+            beside, parts = Beside.apply(x, y.on, y.path), Parts.apply(y.local.sum(), y.on, y.path)
+            pairs.append((inner(y.with_local(torch.ones_like(y.local) * beside), y), (x * parts).reshape(1)))
+        return pairs
+
+    assert_transposes(law, layout.mesh, state(layout), state(layout, seed=100))
+
+
+@given(small_meshes(), st.sampled_from([fzero.psum, fzero.pmean]), st.data())
+@slow
+def test_sums_and_means_over_ranks_are_their_own_transposes(
+    mesh: VirtualMesh, reduced: Callable[..., Tensor], data: st.DataObject
+) -> None:
+    axis = data.draw(st.sampled_from(mesh.names))
+
+    def law(x: Tensor, y: Tensor) -> list[Inner]:
+        return [(inner(reduced(x, axis), y), inner(x, reduced(y, axis)))]
+
+    assert_transposes(law, mesh, numbers(mesh.size(), 3), numbers(mesh.size(), 3, seed=1))
+
+
+def full(x: Any) -> Tensor:
+    """The whole value, which a 0-d leaf is already beside a differentiated number."""
+    return x.full_tensor() if isinstance(x, Sharded) else x
+
+
+def times_sum(x: Any) -> Any:
+    return x * x.sum()
+
+
+@given(layouts(max_leaves=3), st.sampled_from([torch.tanh, torch.square, times_sum, lambda x: x / x.norm()]))
+@example(Layout("bucket", (Leaf("leaf0", ()),), VirtualMesh(fsdp=2)), times_sum)
+@slow
+def test_gradients_are_transposes_of_tangents(layout: Layout, fn: Callable[..., Any]) -> None:
+    """`<J t, c> == <t, J' c>` of a function of slices and reductions of them, whose result is gathered."""
+
+    def law(xs: list[Sharded], tangents: list[Sharded], cotangents: list[Tensor]) -> list[Inner]:
+        pairs = []
+        for x, tangent, cotangent in zip(xs, tangents, cotangents):
+            if not x.numel():
+                continue
+            _, moved = torch.func.jvp(lambda x: full(fn(x)), (x,), (tangent,))
+            _, pull_back = torch.func.vjp(lambda x: full(fn(x)), x)
+            pairs.append((inner(moved, cotangent[0]), inner(tangent, pull_back(cotangent[0])[0])))
+        return pairs
+
+    assert_transposes(law, layout.mesh, state(layout), state(layout, seed=100), whole(layout))

@@ -1,0 +1,161 @@
+"""Calibration: rates from a step that was timed, and a step that is scheduled by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from processes import run_cases, values
+from programs import Case, apply, layers, loss, partition
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fzero
+from fzero import optim, tree
+from fzero.base.mesh import VirtualMesh
+from fzero.execution.calibration import agreed, fitted, timed
+from fzero.execution.runtime import Runtime
+from fzero.passes import bucket
+from fzero.program.program import Program
+from fzero.program.rates import Rates
+from fzero.ranks.live import live
+
+RATES = Rates(flops=3e6, memory=5e7, wire=2e5, launch=1e-4, latency=2e-3)
+"""With which products are bound by arithmetic."""
+
+
+def narrow_loss(params: tree.Tree, x: Tensor) -> Tensor:
+    return loss(tree.map(lambda leaf: leaf.to(torch.bfloat16), params), x.to(torch.bfloat16)).float()
+
+
+def program(world: int = 2, width: int = 150, rows: int = 256, of: Any = loss) -> Program:
+    """The gradient of a loss of two layers, for `rows` examples of a rank. By default some operations are small."""
+    params = layers(2, width=width)
+    case = Case(fzero.value_and_grad(of), VirtualMesh(fsdp=world), lambda seat: (
+        partition(params, seat), torch.ones(rows, width)))  # fmt: skip
+    return apply(case.trace(), bucket)
+
+
+def durations(program: Program, rates: Rates) -> dict[Any, float]:
+    """Seconds of each node by these rates, with those of its collectives."""
+    costs = replace(program, measured=rates).costs()
+    called = [node for node in program.graph.nodes if node.op == "call_function"]
+    return {node: costs[node].seconds + sum(s for _, s in costs[node].comms) for node in called}
+
+
+@pytest.mark.parametrize("of", [loss, narrow_loss])
+def test_rates_are_found_again_in_what_they_make_of_a_program(of: Any) -> None:
+    traced = program(of=of)
+    got = fitted(traced, durations(traced, RATES))
+    # small operations are taken for launches alone, and the shortest collective for a latency
+    assert tuple(got) == pytest.approx(tuple(RATES), rel=0.02)
+
+
+def test_what_a_program_does_not_do_is_guessed() -> None:
+    case = Case(lambda x: x * 2, VirtualMesh(fsdp=1), lambda seat: (torch.ones(2),))
+    traced = replace(case.trace(), measured=RATES)
+    (node,) = [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert fitted(traced, {node: 7.0}) == RATES._replace(launch=7.0)
+
+
+def test_on_one_rank_nothing_is_learnt_about_the_wire() -> None:
+    traced = program(world=1)
+    got = fitted(traced, durations(traced, RATES))
+    assert (got.wire, got.latency) == (traced.rates.wire, traced.rates.latency)
+
+
+def test_ranks_have_the_mean_of_their_rates() -> None:
+    reduced: list[tuple[str, str]] = []
+
+    def all_reduce(x: Tensor, op: str, axis: str) -> Tensor:
+        reduced.append((op, axis))
+        return (x + 2 * x) / 2 if op == "avg" else x  # beside a rank with rates twice as high
+
+    assert agreed(RATES, all_reduce, ("fsdp",), "cpu") == tuple(1.5 * rate for rate in RATES)
+    assert reduced == [("avg", "fsdp"), ("max", "fsdp")]
+
+
+def train_step(params: tree.Tree, state: Any, x: Tensor) -> tuple[tree.Tree, Any, Tensor]:
+    value, grads = fzero.value_and_grad(loss)(params, torch.nn.functional.dropout(x, 0.1))
+    updates, state = optim.adamw(0.1).update(grads, state, params)
+    return optim.apply_updates(params, updates), state, value
+
+
+def calibrate(mesh: DeviceMesh) -> dict[str, Any]:
+    """Two steps with and without a calibration in front of the second."""
+    found: dict[str, Any] = {}
+    for name in ("plain", "calibrated"):
+        torch.manual_seed(7)
+        params = fzero.partition(layers(3), mesh)
+        held: Any = (params, optim.adamw(0.1).init(params))
+        step, x = fzero.shard(train_step, mesh), torch.ones(2, 5) * (1 + mesh.get_rank())
+        *held, _ = step(*held, x)
+        if name == "calibrated":
+            before, drawn = [leaf.local.clone() for leaf in tree.leaves(held)], torch.get_rng_state()
+            guess = step.trace(*held, x)
+            found["rates"] = step.calibrate(*held, x)
+            found["is_measured"] = step.trace(*held, x).rates == found["rates"] != guess.rates
+            found["kept"] = all(torch.equal(a, b.local) for a, b in zip(before, tree.leaves(held)))
+            found["drew"] = not torch.equal(drawn, torch.get_rng_state())
+        *held, value = step(*held, x)
+        found[name] = [value, *(leaf.local for leaf in tree.leaves(held))]
+    return found
+
+
+def hybrid(mesh: DeviceMesh) -> Rates:
+    """On two axes, of a step that does not donate."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "fsdp"))
+    params = fzero.partition(layers(2), mesh)
+    step = fzero.shard(train_step, mesh, donate=False)
+    return step.calibrate(params, optim.adamw(0.1).init(params), torch.ones(2, 5))
+
+
+def timing(mesh: DeviceMesh) -> dict[str, Any]:
+    """One timed step."""
+    held = tree.flatten((fzero.partition(layers(2), mesh), torch.ones(2, 5)))[0]
+    program = fzero.shard(fzero.value_and_grad(loss), mesh).trace(fzero.partition(layers(2), mesh), torch.ones(2, 5))
+    aligned: list[int] = []
+    tensors = [x.local if isinstance(x, fzero.Sharded) else x for x in held]
+    seconds = timed(program, Runtime(live(mesh), program.layouts), tensors, lambda: aligned.append(1))
+    called = [node for node in program.graph.nodes if node.op == "call_function"]
+    return {
+        "all": list(seconds) == called,
+        "least": min(seconds.values()),
+        "aligned": (sum(aligned), len(program.comm())),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[str, list[Any]]:
+    cases = {"calibrate": calibrate, "hybrid": hybrid, "timing": timing}
+    return {name: values(found) for name, found in run_cases(2, cases).items()}
+
+
+def test_every_operation_is_timed_and_ranks_meet_before_collectives(on_ranks: dict[str, list[Any]]) -> None:
+    for found in on_ranks["timing"]:
+        assert found["all"] and found["least"] > 0
+        assert len(set(found["aligned"])) == 1
+
+
+def test_ranks_agree_on_rates(on_ranks: dict[str, list[Any]]) -> None:
+    first, second = (found["rates"] for found in on_ranks["calibrate"])
+    assert first == second and all(rate > 0 for rate in first)
+    first, second = on_ranks["hybrid"]
+    assert first == second and all(rate > 0 for rate in first)
+
+
+def test_calibration_leaves_everything_as_it_was(on_ranks: dict[str, list[Any]]) -> None:
+    for found in on_ranks["calibrate"]:
+        assert found["kept"] and not found["drew"]
+
+
+def test_programs_have_the_rates_from_then_on(on_ranks: dict[str, list[Any]]) -> None:
+    assert all(found["is_measured"] for found in on_ranks["calibrate"])
+
+
+def test_a_calibrated_step_gives_the_same_bit_for_bit(on_ranks: dict[str, list[Any]]) -> None:
+    for found in on_ranks["calibrate"]:
+        for a, b in zip(found["plain"], found["calibrated"], strict=True):
+            assert torch.equal(a, b)

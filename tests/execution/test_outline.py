@@ -1,0 +1,186 @@
+"""Fragments: a program that calls them does what it did, and equal layers are one of them, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from programs import EVERY_STEP, Case, apply, assert_same, calls, layers, partition, rows, tried
+from torch import Tensor, nn
+
+import fzero
+from fzero import optim
+from fzero.base.mesh import VirtualMesh
+from fzero.execution.outline import Fragment, outline
+from fzero.passes import defaults
+from fzero.program import ops
+from fzero.program.ops import name_of
+from fzero.program.program import Program
+
+MESH = VirtualMesh(fsdp=2)
+
+
+def fragments(program: Program) -> list[Fragment]:
+    """What the calls of an outlined program are of, in order."""
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Fragment)]
+
+
+def inside(program: Program) -> list[str]:
+    """The names of all operations in fragments."""
+    return [name_of(n) for f in fragments(program) for n in f.graph.nodes if n.op == "call_function"]
+
+
+def outlined(step: Callable[..., Any], given: Callable[[Any], tuple[Any, ...]]) -> Program:
+    """The outlined program of a step, which returns what the step's program did."""
+    case = Case(step, MESH, given)
+    program = apply(case.trace(), *defaults(stage=3, in_place=True))
+    result = apply(program, outline)
+    assert_same(case.run(result), case.run(program))
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("name", "world"), EVERY_STEP)
+def test_results_are_the_same_bit_for_bit(name: str, world: int, stage: int) -> None:
+    case, program, _ = tried(name, world)
+    program = apply(program, *defaults(stage=stage, in_place=stage != 2))
+    result = apply(program, outline)
+    assert fragments(result)
+    assert_same(case.run(result), case.run(program))
+
+
+class Block(nn.Module):
+    """A transformer block, [B, T, 8] -> [B, T, 8], with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + nn.functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+
+
+def transformer(depth: int, stage: int, remat: bool) -> tuple[Program, Program]:
+    """A training step of that many blocks, and the same outlined."""
+    params, apply = fzero.lower(nn.Sequential(nn.Embedding(11, 8), *(Block() for _ in range(depth)), nn.Linear(8, 11)))
+    optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.1))
+
+    def loss(params: Any, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(apply(params, tokens).flatten(0, 1), tokens.flatten())
+
+    def train_step(params: Any, state: Any, tokens: Tensor) -> Any:
+        value, grads = fzero.value_and_grad(fzero.remat(loss) if remat else loss)(params, tokens)
+        updates, state = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, value
+
+    params = fzero.partition(params, MESH)
+    tokens = torch.arange(20).view(4, 5) % 11
+    program = fzero.simulate(train_step, MESH, stage=stage).trace(params, optimizer.init(params), tokens)
+    return program, outline(program)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_layers_are_one_fragment_however_many_there_are(stage: int, remat: bool) -> None:
+    shallow, deep = (fragments(transformer(depth, stage, remat)[1]) for depth in (3, 7))
+    assert set(shallow) == set(deep)
+    assert len(deep) >= len(shallow) + 8  # forward and backward
+
+
+def test_collectives_draws_and_writes_stay_outside_in_their_order() -> None:
+    before, after = transformer(2, 3, remat=False)
+    outside = {*ops.FAKES}
+    assert [n.target for n in before.graph.nodes if n.target in outside] == [
+        n.target for n in after.graph.nodes if n.target in outside
+    ]
+    assert not {name for name in inside(after) if name.endswith("_") or name in ("bernoulli", "native_dropout")}
+
+
+def test_what_is_computed_from_slices_stays_outside() -> None:
+    """Their sizes are those of rank 0 in the program."""
+
+    def step(params: Any, x: Tensor) -> tuple[Tensor, Any]:
+        (layer,) = params["layers"]
+        decay = {name: (leaf.exp() + leaf.tanh()) * 0.1 for name, leaf in layer.items()}
+        return (x.exp() + x.tanh()) * layer["w"].square().sum().sqrt().exp(), decay
+
+    after = outlined(step, lambda seat: (partition(layers(1), seat), rows(seat)))
+    assert {given.shape for fragment in fragments(after) for given in fragment.inputs} == {(2, 5)}
+
+
+def test_a_view_of_what_a_fragment_gives_shares_its_memory() -> None:
+    """Written to, it changes both; so it is made outside."""
+
+    def step(x: Tensor) -> Any:
+        y = (x.exp() + x.tanh()) * 2
+        row, flat = y.t()[1], y.view(-1)
+        flat.add_(1)
+        return y * row.sum() + 1, flat.cos().sin()
+
+    after = outlined(step, lambda seat: (rows(seat),))
+    first = fragments(after)[0]
+    assert [name_of(n) for n in first.graph.nodes if n.op == "call_function"] == ["exp", "tanh", "add", "mul"]
+    assert len(calls(after, first)[0].users) == 1
+
+
+def test_views_of_what_a_fragment_takes_are_made_outside() -> None:
+    after = outlined(lambda x: (x.t()[1:].exp().sin(), x.view(-1)), lambda seat: (rows(seat),))
+    (fragment,) = fragments(after)
+    assert fragment.inputs[0][:2] == ((4, 2), (1, 5))
+
+
+def test_items_of_one_operation_are_results() -> None:
+    def step(x: Tensor) -> Any:
+        values, indices = (x * 2).sort()
+        left, right = values.exp().chunk(2)
+        return left, right * indices[0], indices
+
+    outlined(step, lambda seat: (rows(seat),))
+
+
+def test_a_constant_is_given_to_a_fragment() -> None:
+    after = outlined(lambda x: (x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).exp(), lambda seat: (rows(seat),))
+    assert fragments(after)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x @ x.t(),
+        lambda x: (x @ x.t()).exp(),
+        lambda x: x.t()[1:],
+        lambda x: x.to(torch.complex64).exp().sin().real,
+    ],
+)
+def test_where_there_is_nothing_to_fuse_there_is_no_fragment(step: Any) -> None:
+    assert not fragments(outlined(step, lambda seat: (torch.ones(2, 2),)))
+
+
+def test_sums_in_no_fixed_order_stay_outside() -> None:
+    """Inductor would let threads add in any order."""
+    after = transformer(1, 3, remat=False)[1]
+    assert calls(after, torch.ops.aten.embedding_dense_backward.default)
+
+
+SQUARE = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("x", "factor", "equal"),
+    [
+        (SQUARE * 5, 2.0, True),
+        (SQUARE[:2], 2.0, False),
+        (SQUARE.expand(4, 4).t()[:, :].as_strided((4, 4), (1, 4)), 2.0, False),
+        (SQUARE.double(), 2.0, False),
+        (SQUARE, 3.0, False),
+        (SQUARE, 2, False),
+    ],
+)
+def test_equal_fragments_have_equal_code_on_equal_tensors(x: Tensor, factor: float, equal: bool) -> None:
+    (first,) = fragments(outlined(lambda x: x.exp() * 2.0, lambda seat: (SQUARE,)))
+    (second,) = fragments(outlined(lambda x: x.exp() * factor, lambda seat: (x,)))
+    assert (first == second, hash(first) == hash(second)) == (equal, equal)

@@ -1,0 +1,329 @@
+"""The bucket pass: one all-gather and one reduce-scatter a bucket, in the right places, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from programs import (
+    EVERY_STEP,
+    Case,
+    apply,
+    assert_same,
+    calls,
+    dense,
+    differentiated,
+    layers,
+    loss,
+    mlp,
+    moved,
+    names,
+    partition,
+    rows,
+    tried,
+)
+from torch import Tensor
+
+import fzero
+from fzero import tree
+from fzero.base.mesh import VirtualMesh
+from fzero.layout.layout import wire
+from fzero.passes import bucket, release
+from fzero.passes.order import DERIVED
+from fzero.program import ops
+from fzero.program.program import Program
+
+MESH = VirtualMesh(fsdp=2)
+
+
+def on_layer(step: Callable[..., Any]) -> Case:
+    """`step(params, x)` with params of one layer."""
+    return Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+
+
+def bucketed(case: Case) -> Program:
+    return apply(case.trace(), bucket)
+
+
+def gathered_first(params: tree.Tree, x: Tensor) -> Tensor:
+    return loss(tree.map(lambda leaf: leaf.full_tensor(), params), x)
+
+
+def used_thrice(params: tree.Tree, x: Tensor) -> Tensor:
+    (layer,) = params["layers"]
+    return dense(layer, dense(layer, dense(layer, x))).square().mean()
+
+
+def tied(params: tree.Tree, x: Tensor) -> Tensor:
+    first, second = params["layers"]
+    return (dense(second, dense(first, x)) @ first["w"].T).square().mean()
+
+
+@pytest.mark.parametrize(("name", "world"), EVERY_STEP)
+def test_results_are_the_same_bit_for_bit(name: str, world: int) -> None:
+    case, program, outputs = tried(name, world)
+    assert_same(case.run(apply(program, bucket)), outputs)
+
+
+def test_the_given_program_is_left_as_it_was() -> None:
+    program = differentiated(loss, layers(), MESH).trace()
+    before = str(program.graph)
+    bucket(program)
+    assert str(program.graph) == before
+
+
+def test_each_bucket_is_gathered_once_and_scattered_once() -> None:
+    program = bucketed(differentiated(loss, layers(4), MESH))
+    assert moved(program) == [
+        "all_gather layers.0", "all_gather layers.1", "all_gather layers.2", "all_gather layers.3",
+        "reduce_scatter layers.3", "reduce_scatter layers.2", "reduce_scatter layers.1", "reduce_scatter layers.0",
+        "all_reduce fsdp",
+    ]  # fmt: skip
+
+
+def test_what_is_moved_is_the_padded_bucket() -> None:
+    entries = bucketed(differentiated(loss, layers(1), VirtualMesh(fsdp=3))).comm()
+    assert [entry.nbytes for entry in entries] == [48 * 4, 48 * 4, 4]  # 30 elements, padded to 3 * 16; the loss
+
+
+def test_a_gather_stands_at_its_first_use() -> None:
+    program = bucketed(differentiated(loss, layers(), MESH))
+    for start in calls(program, ops.all_gather):
+        (wait,) = start.users
+        behind, family = wait, {wait}
+        while behind in family or behind.target in DERIVED:
+            family |= {behind}
+            behind = behind.next
+        assert family & set(behind.all_input_nodes)
+
+
+def test_a_scatter_stands_right_behind_the_last_of_its_gradients() -> None:
+    program = bucketed(differentiated(loss, layers(), MESH))
+    for start in calls(program, ops.reduce_scatter):
+        assert start.prev in start.args[0]
+        (wait,) = start.users
+        assert start.next is wait and list(wait.users) == [wait.next, wait.next.next]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gathering_at_each_use_is_the_same_as_gathering_everything_first(stage: int) -> None:
+    at_each_use, first = (
+        release(bucketed(differentiated(fn, layers(4), MESH)), stage=stage) for fn in (loss, gathered_first)
+    )
+    assert at_each_use.comm() == first.comm()
+    assert names(at_each_use) == names(first)
+
+
+def test_a_layer_used_three_times_is_gathered_once() -> None:
+    program = bucketed(differentiated(used_thrice, layers(1), MESH))
+    assert moved(program).count("all_gather layers.0") == 1
+
+
+def test_a_layer_used_three_times_is_scattered_once_as_if_it_were_gathered_first() -> None:
+    def first(params: tree.Tree, x: Tensor) -> Tensor:
+        return used_thrice(tree.map(lambda leaf: leaf.full_tensor(), params), x)
+
+    assert moved(bucketed(differentiated(used_thrice, layers(1), MESH))) == moved(
+        bucketed(differentiated(first, layers(1), MESH))
+    )
+
+
+def test_a_tied_leaf_is_gathered_with_its_bucket() -> None:
+    program = bucketed(differentiated(tied, layers(2), MESH))
+    assert moved(program)[:2] == ["all_gather layers.0", "all_gather layers.1"]
+    assert moved(program).count("all_gather layers.0") == 1
+
+
+def test_an_unused_leaf_is_never_gathered() -> None:
+    params = {"used": {"w": torch.ones(5, 5), "spare": torch.ones(9)}, "unused": torch.ones(7)}
+    program = bucketed(Case(lambda p, x: x @ p["used"]["w"], MESH, lambda seat: (partition(params, seat), rows(seat))))
+    (start,) = calls(program, ops.all_gather)
+    assert start.args[1:3] == ("used", [1])  # spare, w
+
+
+def test_only_some_leaves_of_a_bucket_may_travel() -> None:
+    def of_biases(biases: tree.Tree, weights: tree.Tree, x: Tensor) -> Tensor:
+        return loss(tree.merge(biases, weights), x)
+
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, tree.Tree]:
+        biases, weights = tree.split(params, lambda path, leaf: path.endswith("b"))
+        return fzero.value_and_grad(of_biases)(biases, weights, x)
+
+    case = Case(step, VirtualMesh(fsdp=3), lambda seat: (partition(layers(1), seat), rows(seat)))
+    program = bucketed(case)
+    (gather,), (scatter,) = calls(program, ops.all_gather), calls(program, ops.reduce_scatter)
+    assert gather.args[2] == [0, 1] and scatter.args[2] == [0]
+    assert wire(program.layouts["layers.0"], (0,)).numel == 48  # 5 elements of rank 0, padded to 16, three times
+    assert [entry.nbytes for entry in program.comm()] == [48 * 4, 48 * 4, 4]
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_parameters_and_their_moving_average_keep_gathers_of_their_own() -> None:
+    case = Case(
+        lambda p, average, x: mlp(p, x) - mlp(average, x),
+        MESH,
+        lambda seat: (partition(layers(2), seat), partition(layers(2, seed=1), seat), rows(seat)),
+    )
+    program = bucketed(case)
+    trees = [{program.arguments[program.placeholders.index(x)].path[0] for x in start.args[0]} for start in calls(
+        program, ops.all_gather)]  # fmt: skip
+    assert moved(program) == ["all_gather layers.0", "all_gather layers.1"] * 2
+    assert trees == [{"0"}, {"0"}, {"1"}, {"1"}]
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_gathers_of_two_trees_are_not_mixed() -> None:
+    def step(params: tree.Tree, average: tree.Tree, x: Tensor) -> Tensor:
+        (ours,), (theirs,) = params["layers"], average["layers"]
+        return (x + theirs["b"]) @ ours["w"] + (x + ours["b"]) @ theirs["w"]
+
+    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), partition(layers(1, seed=1), seat), rows(seat)))
+    program = bucketed(case)
+    arguments = dict(zip(program.placeholders, program.arguments))
+    assert sorted([arguments[x].path for x in start.args[0]] for start in calls(program, ops.all_gather)) == [
+        ["0.layers.0.b", "0.layers.0.w"], ["1.layers.0.b", "1.layers.0.w"]
+    ]  # fmt: skip
+
+
+def test_a_leaf_that_three_gradients_need_is_gathered_once() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, ...]:
+        return fzero.grad(loss)(params, x), fzero.grad(loss)(params, x * 2), fzero.grad(loss)(params, x * 3)
+
+    program = bucketed(on_layer(step))
+    assert moved(program) == ["all_gather layers.0", *["reduce_scatter layers.0"] * 3]
+
+
+def test_a_use_stays_in_front_of_what_overwrites_its_operand() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        (layer,) = params["layers"]
+        y = x * 2
+        z = y @ layer["w"]  # waits for the gather of both leaves, of which one is asked for below
+        y.add_(1.0)
+        return z + y * layer["b"]
+
+    case = on_layer(step)
+    assert_same(case.run(bucketed(case)), case.run(case.trace()))
+
+
+def test_a_layer_passed_alone_is_one_bucket_still() -> None:
+    def step(layer: tree.Tree, x: Tensor) -> Tensor:
+        return dense(layer, x)
+
+    program = bucketed(Case(step, MESH, lambda seat: (partition(layers(2), seat)["layers"][1], rows(seat))))
+    assert moved(program) == ["all_gather layers.1"]
+
+
+def test_a_gather_that_depends_on_another_is_not_merged_with_it() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        grads = fzero.grad(loss)(params, x)
+        return mlp(tree.map(lambda p, g: p - g, params, grads), x)
+
+    program = bucketed(on_layer(step))
+    assert moved(program) == ["all_gather layers.0", "reduce_scatter layers.0", "all_gather layers.0"]
+
+
+def test_a_gather_that_depends_on_that_of_another_leaf_is_not_merged_with_it() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        (layer,) = params["layers"]
+        return x @ (layer["w"] * fzero.pmean((x + layer["b"]).mean(), "fsdp"))
+
+    case = on_layer(step)
+    program = bucketed(case)
+    assert moved(program) == ["all_gather layers.0", "all_reduce fsdp", "all_gather layers.0"]
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_scatters_that_depend_on_each_other_are_not_merged() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
+        (layer,) = params["layers"]
+        b = fzero.grad(lambda b: (x + b).square().mean())(layer["b"])
+        return b, fzero.grad(lambda w: (x @ w * fzero.pmean((x + b).mean(), "fsdp")).mean())(layer["w"])
+
+    case = on_layer(step)
+    program = bucketed(case)
+    assert [line for line in moved(program) if "scatter" in line] == ["reduce_scatter layers.0"] * 2
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_leaves_and_slices_keep_their_shapes() -> None:
+    case = differentiated(loss, layers(1), VirtualMesh(fsdp=3))
+    before, after = case.trace(), bucketed(case)
+    for old, new in ((ops.gather, ops.whole), (ops.scatter, ops.part)):
+        shapes = [sorted(node.meta["val"].shape for node in calls(p, op)) for p, op in ((before, old), (after, new))]
+        assert shapes[0] == shapes[1]
+
+
+def test_a_sum_over_ranks_behind_one_leaf_does_not_split_its_bucket() -> None:
+    def centred(params: tree.Tree, x: Tensor) -> Tensor:
+        (layer,) = params["layers"]
+        y = x @ layer["w"]
+        return (torch.tanh(y - fzero.pmean(y, "fsdp")) + layer["b"]).square().mean()
+
+    program = bucketed(differentiated(centred, layers(1), MESH))
+    assert [line for line in moved(program) if "layers" in line] == ["all_gather layers.0", "reduce_scatter layers.0"]
+
+
+def test_a_gradient_that_needs_no_gather_is_scattered_with_its_bucket() -> None:
+    def linear(params: tree.Tree, x: Tensor) -> Tensor:
+        first, second = params["layers"]
+        return ((x @ first["w"]) @ second["w"] + second["b"]).sum()  # of second.b the gradient is a constant
+
+    def step(params: tree.Tree, x: Tensor) -> tree.Tree:
+        return torch.func.vjp(lambda p: linear(p, x), params)[1](torch.ones(()))[0]
+
+    program = bucketed(Case(step, MESH, lambda seat: (partition(layers(2), seat), rows(seat))))
+    assert moved(program).count("reduce_scatter layers.1") == 1
+
+
+def test_a_cast_before_the_gather_halves_what_is_moved() -> None:
+    def narrow(params: tree.Tree, x: Tensor) -> Tensor:
+        return loss(tree.map(lambda p: p.to(torch.bfloat16), params), x.to(torch.bfloat16))
+
+    program = bucketed(differentiated(narrow, layers(1), MESH))
+    gather, scatter, _ = program.comm()
+    assert (gather.dtype, gather.nbytes) == (scatter.dtype, scatter.nbytes) == (torch.bfloat16, 32 * 2)
+
+
+def narrowed(params: tree.Tree, x: Tensor) -> Tensor:
+    return loss(tree.map(lambda p: p.to(torch.bfloat16), params), x.to(torch.bfloat16)).float()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_slices_are_cast_by_the_gather_itself(world: int) -> None:
+    case = differentiated(narrowed, layers(2), VirtualMesh(fsdp=world))
+    program = bucketed(case)
+    gathers = calls(program, ops.all_gather)
+    assert all(source.op == "placeholder" for gather in gathers for source in gather.args[0])
+    assert [gather.kwargs for gather in gathers] == [{"dtype": torch.bfloat16}] * 2
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_slices_that_are_not_cast_are_sent_as_they_are() -> None:
+    (gather,) = calls(bucketed(differentiated(loss, layers(1), MESH)), ops.all_gather)
+    assert not gather.kwargs
+
+
+def test_a_cast_that_is_used_elsewhere_stays_there() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        narrow = params["layers"][0]["w"].to(torch.bfloat16)
+        return x.to(torch.bfloat16) @ narrow, narrow * 2
+
+    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    program = bucketed(case)
+    assert names(program).count("_to_copy") == 2 and calls(program, ops.all_gather)[0].kwargs
+    assert_same(case.run(program), case.run(case.trace()))
+
+
+def test_only_casts_of_state_as_it_is_given_are_the_gathers() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        layer = params["layers"][0]
+        wide = layer["w"].to(torch.float64, copy=True), (layer["b"] * 2).to(torch.float64)
+        return x.double() @ wide[0] + wide[1]
+
+    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    program = bucketed(case)
+    (gather,) = calls(program, ops.all_gather)
+    assert sorted(map(ops.name_of, gather.args[0])) == ["_to_copy", "arg1_1"]
+    assert_same(case.run(program), case.run(case.trace()))

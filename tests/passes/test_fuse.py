@@ -1,0 +1,294 @@
+"""The fuse pass: AdamW of all leaves in one call, wherever that is what the step computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from programs import (
+    EVERY_STEP,
+    Case,
+    Outputs,
+    apply,
+    assert_same,
+    calls,
+    layers,
+    loss,
+    names,
+    partition,
+    rows,
+    trained,
+    training,
+    tried,
+)
+from torch import Tensor, fx
+
+from fzero import optim, tree, value_and_grad
+from fzero.base.mesh import VirtualMesh
+from fzero.passes import bucket, fuse
+from fzero.program import ops
+from fzero.program.program import Program
+
+MESH = VirtualMesh(fsdp=2)
+ROUNDING = {"rtol": 2e-6, "atol": 2e-7}  # some 20 float32 operations of 6e-8, in another order
+
+
+def fused(case: Case) -> Program:
+    return apply(case.trace(), bucket, fuse)
+
+
+def assert_close(got: Outputs, expected: Outputs) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **ROUNDING)
+
+
+def adamws(program: Program) -> list[tuple[int, float]]:
+    """`(number of leaves, weight decay)` of each `adamw`, fewest leaves first."""
+    return sorted((len(call.args[0]), call.args[-1]) for call in calls(program, ops.adamw))
+
+
+@pytest.mark.parametrize(("name", "world"), EVERY_STEP)
+def test_results_are_the_same_up_to_rounding(name: str, world: int) -> None:
+    case, program, outputs = tried(name, world)
+    assert_close(case.run(apply(program, fuse)), outputs)
+
+
+@pytest.mark.parametrize("name", ["odd", "averaged", "unrolled"])
+def test_steps_without_adam_are_left_alone(name: str) -> None:
+    _, program, _ = tried(name, 2)
+    assert names(fuse(program)) == names(program)
+
+
+def test_adamw_of_all_leaves_is_one_call() -> None:
+    case = trained(optim.adamw(0.1, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.3), layers(), MESH)
+    program = fused(case)
+    (call,) = calls(program, ops.adamw)
+    assert [len(column) for column in call.args[:4]] == [6, 6, 6, 6]
+    assert call.args[5:] == (0.1, 0.8, 0.95, 1e-6, 0.3)
+    assert not {"scale_by_adam", "_foreach_add", "_foreach_mul"} & set(names(program))
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def test_lists_of_the_call_belong_together() -> None:
+    program = fused(trained(optim.adamw(0.1), layers(), MESH))
+    (call,) = calls(program, ops.adamw)
+    leaf = {node: (a.bucket, a.leaf) for node, a in zip(program.placeholders, program.arguments)}
+    params, grads, mu, nu = call.args[:4]
+    assert [leaf[x] for x in params] == [leaf[x] for x in mu] == [leaf[x] for x in nu]
+    assert [leaf[x] for x in params] == [(part.args[1], part.args[2][part.args[3]]) for part in grads]
+    assert [program.arguments[program.placeholders.index(x)].path for x in (mu[0], nu[0])] == [
+        "1.0.mu.layers.0.b", "1.0.nu.layers.0.b"
+    ]  # fmt: skip
+
+
+def test_adam_is_adamw_without_decay() -> None:
+    case = trained(optim.adam(0.1), layers(), MESH)
+    assert adamws(fused(case)) == [(6, 0.0)]
+    assert_close(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_a_decay_of_one_is_no_decay_of_another_size() -> None:
+    case = trained(optim.adamw(0.1, weight_decay=1.0), layers(1), MESH)
+    assert adamws(fused(case)) == [(2, 1)]
+    assert_close(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_a_decay_without_a_factor_is_one() -> None:
+    decayed = optim.chain(
+        optim.scale_by_adam(),
+        optim.stateless(lambda updates, params: tree.unflatten(
+            tree.flatten(updates)[1], torch._foreach_add(tree.leaves(updates), tree.leaves(params))
+        )),
+        optim.scale_by_learning_rate(0.1),
+    )  # fmt: skip
+    case = trained(decayed, layers(1), MESH)
+    assert adamws(fused(case)) == [(2, 1)]
+    assert_close(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_the_call_stands_where_its_chain_has_ended() -> None:
+    optimizer = optim.adamw(0.1)
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> Any:
+        updates, state = optimizer.update(value_and_grad(loss)(params, x)[1], state, params)
+        between = x.exp()
+        return optim.apply_updates(params, updates), state, between, x.cos()
+
+    order = names(fused(trained(optimizer, layers(1), MESH)._replace(step=step)))
+    assert [name for name in order if name in ("exp", "adamw", "cos")] == ["exp", "adamw", "cos"]
+
+
+def test_a_mask_makes_one_call_for_each_decay() -> None:
+    case = trained(optim.adamw(0.1, weight_decay=0.3, mask=lambda path, leaf: leaf.ndim > 1), layers(), MESH)
+    program = fused(case)
+    assert adamws(program) == [(3, 0.0), (3, 0.3)] and "scale_by_adam" not in names(program)
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def test_a_schedule_gives_a_rate_that_is_computed() -> None:
+    case = trained(optim.adamw(optim.linear_schedule(0.2, 0.1, 10)), layers(), MESH)
+    program = fused(case)
+    (call,) = calls(program, ops.adamw)
+    assert isinstance(call.args[5], fx.Node) and adamws(program) == [(6, 1e-4)]
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def test_clipping_before_stays_before() -> None:
+    case = trained(optim.chain(optim.clip_by_global_norm(1e-3), optim.adamw(0.1)), layers(), MESH)
+    program = fused(case)
+    assert len(adamws(program)) == 1 and names(program).count("_foreach_mul") == 1
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def test_each_dtype_has_a_call_of_its_own() -> None:
+    params = {"layers": [layers(1)["layers"][0], tree.map(Tensor.double, layers(1)["layers"][0])]}
+    case = trained(optim.adamw(0.1), params, MESH, lambda p, x: loss(tree.map(lambda leaf: leaf.float(), p), x))
+    program = fused(case)
+    assert adamws(program) == [(2, 1e-4), (2, 1e-4)]
+    assert [{x.meta["val"].dtype for x in call.args[0]} for call in calls(program, ops.adamw)] in (
+        [{torch.float32}, {torch.float64}], [{torch.float64}, {torch.float32}]
+    )  # fmt: skip
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def test_parameters_narrower_than_their_moments_are_left_alone() -> None:
+    optimizer = optim.adamw(0.1)
+
+    def given(seat: Any) -> tuple[Any, ...]:
+        held = partition(layers(), seat)
+        return tree.map(lambda p: p.to(torch.bfloat16), held), optimizer.init(held), rows(seat).to(torch.bfloat16)
+
+    case = Case(training(optimizer), MESH, given)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_two_optimizers_have_a_call_each() -> None:
+    slow, fast = optim.adamw(0.01), optim.adamw(0.1)
+
+    def step(params: tree.Tree, states: tuple[Any, Any], x: Tensor) -> tuple[tree.Tree, tuple[Any, Any]]:
+        halves = tree.split(params, lambda path, leaf: path.endswith("w"))
+        _, grads = value_and_grad(lambda *halves: loss(tree.merge(*halves), x))(*halves)
+        _, others = value_and_grad(lambda b, w: loss(tree.merge(w, b), x))(*reversed(halves))
+        done = [o.update(g, s, p) for o, g, s, p in zip((slow, fast), (grads, others), states, halves)]
+        params = tree.merge(*(optim.apply_updates(p, updates) for p, (updates, _) in zip(halves, done)))
+        return params, (done[0][1], done[1][1])
+
+    def given(seat: Any) -> tuple[Any, ...]:
+        held = partition(layers(), seat)
+        weights, biases = tree.split(held, lambda path, leaf: path.endswith("w"))
+        return held, (slow.init(weights), fast.init(biases)), rows(seat)
+
+    case = Case(step, MESH, given)
+    program = fused(case)
+    assert sorted((len(call.args[0]), call.args[5]) for call in calls(program, ops.adamw)) == [(3, 0.01), (3, 0.1)]
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def test_each_of_two_updates_in_a_row_is_a_call() -> None:
+    once = trained(optim.adamw(0.1), layers(), MESH)
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> Any:
+        params, state, _ = once.step(params, state, x)
+        return once.step(params, state, x)
+
+    case = once._replace(step=step)
+    program = fused(case)
+    assert adamws(program) == [(6, 1e-4), (6, 1e-4)] and "scale_by_adam" not in names(program)
+    assert_close(case.run(program), case.run(case.trace()))
+
+
+def with_updates(optimizer: optim.GradientTransformation, use: Callable[[tree.Tree], Any]) -> Case:
+    """Training that also returns something of the updates."""
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> tuple[tree.Tree, Any, Any]:
+        _, grads = value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, use(updates)
+
+    def given(seat: Any) -> tuple[Any, ...]:
+        held = partition(layers(), seat)
+        return held, optimizer.init(held), rows(seat)
+
+    return Case(step, MESH, given)
+
+
+def test_updates_that_are_used_elsewhere_are_left_alone() -> None:
+    case = with_updates(optim.adamw(0.1), lambda updates: updates)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_a_leaf_whose_update_is_used_elsewhere_is_left_alone_among_others() -> None:
+    case = with_updates(optim.adamw(0.1), lambda updates: updates["layers"][0]["w"].square().sum())
+    assert adamws(fused(case)) == [(5, 1e-4)]
+    assert_close(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_a_chain_without_a_rate_is_left_alone() -> None:
+    case = trained(optim.scale_by_adam(), layers(), MESH)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_updates_that_are_not_simply_multiplied_are_left_alone() -> None:
+    def divide(updates: tree.Tree, params: tree.Tree | None) -> tree.Tree:
+        leaves, treedef = tree.flatten(updates)
+        return tree.unflatten(treedef, torch._foreach_div(leaves, -10.0))
+
+    case = trained(optim.chain(optim.scale_by_adam(), optim.stateless(divide)), layers(), MESH)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+@pytest.mark.parametrize(
+    "apply_updates", [torch._foreach_sub, functools.partial(torch._foreach_add, alpha=2.0)], ids=["subtracted", "twice"]
+)
+def test_updates_that_are_not_simply_added_are_left_alone(apply_updates: Callable[..., list[Tensor]]) -> None:
+    optimizer = optim.adamw(0.1)
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> tuple[Any, Any]:
+        _, grads = value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return apply_updates(tree.leaves(params), tree.leaves(updates)), state
+
+    case = Case(step, MESH, trained(optimizer, layers(), MESH).given)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_a_step_that_returns_one_moment_only_is_left_alone() -> None:
+    training_case = trained(optim.adamw(0.1), layers(), MESH)
+
+    def step(*args: Any) -> tuple[Any, Any]:
+        params, (adam, *_), _ = training_case.step(*args)
+        return params, adam.mu
+
+    case = training_case._replace(step=step)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_decay_towards_other_weights_is_left_alone() -> None:
+    anchored = optim.chain(
+        optim.scale_by_adam(),
+        optim.stateless(lambda updates, params: tree.unflatten(
+            tree.flatten(updates)[1],
+            torch._foreach_add(tree.leaves(updates), [p * 2 for p in tree.leaves(params)], alpha=0.1),
+        )),
+        optim.scale_by_learning_rate(0.1),
+    )  # fmt: skip
+    case = trained(anchored, layers(), MESH)
+    assert adamws(fused(case)) == []
+    assert_same(case.run(fused(case)), case.run(case.trace()))
+
+
+def test_state_that_is_not_returned_is_no_reason_to_fail() -> None:
+    def step(*args: Any) -> Any:
+        return training(optim.adamw(0.1))(*args)[0]
+
+    case = Case(step, MESH, trained(optim.adamw(0.1), layers(), MESH).given)
+    assert_close(case.run(fused(case)), case.run(case.trace()))

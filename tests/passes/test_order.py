@@ -1,0 +1,172 @@
+"""Which passes there are in which order, and the order in which they leave a graph's nodes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from programs import Case, apply, calls, differentiated, layers, loss, names, partition, rows
+from torch import Tensor, fx
+
+from fzero import tree
+from fzero.base.mesh import VirtualMesh
+from fzero.passes import accumulate, bucket, coalesce, defaults, donate, fuse, prefetch, release, split
+from fzero.passes.order import gathered, hops, rearrange, scattered, settle, sink_gathers
+from fzero.program import ops
+from fzero.program.program import Program
+
+MESH = VirtualMesh(fsdp=2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "in_place", "expected"),
+    [
+        (1, True, "rematerialize accumulate bucket coalesce release fuse split prefetch donate verify"),
+        (2, True, "rematerialize bucket coalesce release fuse split prefetch donate verify"),
+        (3, False, "rematerialize bucket coalesce release fuse split prefetch verify"),
+    ],
+)
+def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
+    passes = defaults(stage=stage, in_place=in_place)
+    assert [getattr(each, "func", each).__name__ for each in passes] == expected.split()
+    staged = {each.func.__name__: each.keywords for each in passes if isinstance(each, functools.partial)}
+    assert staged == {"release": {"stage": stage}, "verify": {"stage": stage}}
+
+
+def test_each_pass_leaves_its_name() -> None:
+    program = differentiated(loss, layers(1), MESH).trace()
+    staged = functools.partial(release, stage=2)
+    program = apply(program, accumulate, bucket, coalesce, staged, fuse, split, prefetch, donate)
+    assert " ".join(program.notes) == "resolve accumulate bucket coalesce release stage 2 fuse split prefetch donate"
+
+
+def graph_of(**inputs: str) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """A graph of nodes by name, each with the names of its inputs: `x=""` is a placeholder, the last is the output."""
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+    for name, given in inputs.items():
+        args = tuple(nodes[source] for source in given.split())
+        if not args:
+            nodes[name] = graph.placeholder(name)
+        elif name == "out":
+            nodes[name] = graph.output(args)
+        else:
+            nodes[name] = graph.create_node("call_function", max, args, name=name)
+    return graph, nodes
+
+
+def order(graph: fx.Graph) -> str:
+    return " ".join(node.name for node in graph.nodes).removesuffix(" output")
+
+
+def test_hops_count_along_the_longest_path() -> None:
+    graph, nodes = graph_of(x="", a="x", b="a", far="b", near="x", out="near far a")
+    counted = {"a", "far", "near"}
+    depth = hops(graph, lambda node: node.name in counted)
+    assert {name: depth[node] for name, node in nodes.items()} == {
+        "x": 0, "a": 1, "b": 1, "far": 2, "near": 1, "out": 2
+    }  # fmt: skip
+
+
+def test_settling_moves_what_stands_before_an_input_right_behind_the_last_of_them() -> None:
+    graph, nodes = graph_of(x="", a="x", d="a", b="x", c="a b", e="c d", out="e")
+    nodes["a"].append(nodes["c"])
+    assert order(graph) == "x a c d b e"
+    settle(graph)
+    assert order(graph) == "x a d b c e"
+    graph.lint()
+
+
+def test_settling_moves_a_chain_in_its_order() -> None:
+    graph, nodes = graph_of(x="", late="x", a="late", b="a x", other="x", out="b other")
+    nodes["b"].append(nodes["late"])
+    assert order(graph) == "x a b late other"
+    settle(graph)
+    assert order(graph) == "x late a b other"
+
+
+def test_settling_leaves_the_rest_as_it_was_and_drops_what_has_no_use() -> None:
+    graph, _ = graph_of(x="", y="", b="x", unused="x", a="y", also="unused", c="a b", out="c")
+    settle(graph)
+    assert order(graph) == "x y b a c"
+
+
+def test_rearranging_puts_the_output_last() -> None:
+    graph, nodes = graph_of(x="", a="x", b="x", out="a b")
+    rearrange(graph, [nodes[name] for name in ("x", "b", "a", "out")])
+    assert order(graph) == "x b a" and next(iter(reversed(graph.nodes))).op == "output"
+
+
+def traced(step: Any) -> Program:
+    """The program of `step(params, x)` with params of two layers, a bucket at a time."""
+    return bucket(Case(step, MESH, lambda seat: (partition(layers(2), seat), rows(seat))).trace())
+
+
+def test_what_is_derived_from_one_gather_is_known_by_it() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, ...]:
+        first, second = (layer["w"].full_tensor() for layer in params["layers"])
+        return first.t().to(torch.float64) @ second.double(), second.sin(), torch.cat([first, second])
+
+    program = traced(step)
+    origin = gathered(program.graph)
+    first, second = calls(program, ops.all_gather)
+    assert [sorted(node.name for node, start in origin.items() if start is each) for each in (first, second)] == [
+        ["_to_copy", "all_gather", "t", "wait", "whole"],
+        ["_to_copy_1", "all_gather_1", "wait_1", "whole_1"],
+    ]
+
+
+def test_what_is_derived_from_one_scatter_is_known_by_it() -> None:
+    program = bucket(differentiated(loss, layers(2), MESH).trace())
+    origin = scattered(program.graph)
+    for start in calls(program, ops.reduce_scatter):
+        derived = [ops.name_of(node) for node, each in origin.items() if each is start]
+        assert derived == ["reduce_scatter", "wait", "part", "part"]
+    assert len(set(origin.values())) == 2
+
+
+def test_what_is_overwritten_is_no_copy_of_a_gathered_leaf() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        copy = params["layers"][0]["w"].full_tensor().clone()
+        return copy.mul_(2) @ x.T
+
+    program = traced(step)
+    assert {ops.name_of(node) for node in gathered(program.graph)} == {"all_gather", "wait", "whole"}
+
+
+def test_gathers_sink_to_their_first_use_with_what_is_derived_from_them() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Tensor:
+        first, second = (layer["w"].full_tensor().t() for layer in params["layers"])
+        y = x.sin() @ first
+        return (y.cos() @ second) @ first
+
+    program = traced(step)
+    starts = calls(program, ops.all_gather)
+    starts[0].append(starts[1])
+    settle(program.graph)
+    sink_gathers(program.graph)
+    chain = ["all_gather", "wait", "whole", "t"]
+    assert names(program) == ["sin", *chain, "mm", "cos", *chain, "mm", "mm"]
+
+
+def test_a_gather_that_nothing_uses_is_dropped() -> None:
+    program = traced(lambda params, x: (x @ params["layers"][0]["w"], params["layers"][1]["w"].full_tensor() * 2))
+    program.output.args = (program.output.args[0][:1],)
+    sink_gathers(program.graph)
+    assert names(program) == ["all_gather", "wait", "whole", "mm"]
+
+
+def test_what_reads_memory_keeps_its_place_among_what_writes_to_it() -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        y, late = x * 2, x.sin()
+        before = y + late
+        view = y.t()
+        y.add_(1.0)
+        return before, view, y.cos(), x.exp(), x.neg()
+
+    program = Case(step, MESH, lambda seat: (rows(seat),)).trace()
+    (late,) = calls(program, torch.ops.aten.sin.default)
+    calls(program, torch.ops.aten.exp.default)[0].append(late)
+    settle(program.graph)
+    assert names(program) == ["mul", "exp", "sin", "add", "t", "add_", "cos", "neg"]

@@ -1,0 +1,405 @@
+"""The rematerialize pass: what is computed again, when, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from programs import Case, Outputs, apply, assert_same, calls, dense, layers, moved, names, partition, rows
+from torch import Tensor
+
+import fzero
+from fzero import tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.passes import bucket, defaults, release, rematerialize
+from fzero.program import ops
+from fzero.program.program import Program
+
+MESH = VirtualMesh(fsdp=2)
+WIDTH = 8
+Function = Callable[..., Any]
+Wrap = Callable[[Function], Function]
+
+
+def plain(fn: Function) -> Function:
+    return fn
+
+
+def dots(fn: Function) -> Function:
+    return fzero.remat(fn, "dots")
+
+
+def blocks(count: int, *, width: int = WIDTH) -> tree.Tree:
+    """`{"layers": [{"up": [width, 4 * width], "down": [4 * width, width]}, ...]}`"""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "layers": [
+            {
+                "up": torch.randn(width, 4 * width, generator=draw) / width**0.5,
+                "down": torch.randn(4 * width, width, generator=draw) / (4 * width) ** 0.5,
+            }
+            for _ in range(count)
+        ]
+    }
+
+
+def on_blocks(step: Function, count: int = 4, *, batch: int = 16) -> Case:
+    """`step(params, x)` with `blocks` and a batch [batch, WIDTH]."""
+
+    def given(seat: Any) -> tuple[Any, ...]:
+        x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(seat.number))
+        return partition(blocks(count), seat), x
+
+    return Case(step, MESH, given)
+
+
+def loss_of(block: Function) -> Function:
+    """The mean square behind all layers."""
+    return lambda p, x: reduce(lambda x, layer: block(layer, x), p["layers"], x).square().mean()
+
+
+def gelu(layer: Any, x: Tensor) -> Tensor:
+    return x + F.gelu(x @ layer["up"]) @ layer["down"]
+
+
+def dropped(layer: Any, x: Tensor) -> Tensor:
+    return x + F.dropout(F.gelu(x @ layer["up"]), 0.2) @ layer["down"]
+
+
+def relu_in_place(layer: Any, x: Tensor) -> Tensor:
+    return x + F.relu(x @ layer["up"], inplace=True) @ layer["down"]
+
+
+def overwriting(layer: Any, x: Tensor) -> Tensor:
+    h = torch.sin(x @ layer["up"])
+    squashed = h.exp()
+    copy = h.clone()
+    copy.mul_(2).add_(squashed)
+    copy[:, 0].zero_()
+    return x + torch.tanh(copy) @ layer["down"]
+
+
+def adding_to_its_result(layer: Any, x: Tensor) -> Tensor:
+    y = F.gelu(x @ layer["up"]) @ layer["down"]
+    return y.add_(x)
+
+
+def attention(layer: Any, x: Tensor) -> Tensor:
+    heads = (x @ layer["up"]).view(1, 16, 4, WIDTH).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return F.layer_norm(x + mixed.transpose(1, 2).reshape(16, -1) @ layer["down"], (WIDTH,))
+
+
+def attention_with_dropout(layer: Any, x: Tensor) -> Tensor:
+    heads = (x @ layer["up"]).view(1, 16, 4, WIDTH).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2)
+    return F.layer_norm(x + mixed.transpose(1, 2).reshape(16, -1) @ layer["down"], (WIDTH,))
+
+
+def normalized(layer: Any, x: Tensor) -> Tensor:
+    return x + F.gelu(F.batch_norm(x @ layer["up"], None, None, training=True)) @ layer["down"]
+
+
+def averaged(layer: Any, x: Tensor) -> Tensor:
+    h = F.gelu(x @ layer["up"])
+    return x + (h - fzero.pmean(h, "fsdp")) @ layer["down"]
+
+
+def viewed(layer: Any, x: Tensor) -> Tensor:
+    return (F.gelu(x @ layer["up"]) @ layer["down"]).view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH)
+
+
+def cast(layer: Any, x: Tensor) -> Tensor:
+    up, down = (layer[name].to(torch.bfloat16) for name in ("up", "down"))
+    return x + (F.gelu(x.bfloat16() @ up) @ down).float()
+
+
+BLOCKS = [
+    gelu, dropped, relu_in_place, overwriting, adding_to_its_result, attention, attention_with_dropout, normalized,
+    averaged, viewed, cast,
+]  # fmt: skip
+
+
+def whole_loss(wrap: Wrap) -> Function:
+    return fzero.value_and_grad(wrap(loss_of(dropped)))
+
+
+def nested(wrap: Wrap) -> Function:
+    return fzero.value_and_grad(wrap(loss_of(wrap(dropped))))
+
+
+def gradient_inside(wrap: Wrap) -> Function:
+    return wrap(fzero.value_and_grad(loss_of(dropped)))
+
+
+def functorch(wrap: Wrap) -> Function:
+    return torch.func.grad_and_value(loss_of(wrap(dropped)))
+
+
+def second_derivative(wrap: Wrap) -> Function:
+    """The gradient of a gradient's norm: each value of a region is used in two backward passes."""
+
+    def penalty(p: Any, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: loss_of(wrap(dropped))(p, x))(x).square().sum().sqrt()
+
+    return fzero.value_and_grad(wrap(penalty))
+
+
+def jvp(wrap: Wrap) -> Function:
+    return lambda p, x: torch.func.jvp(lambda x: loss_of(wrap(gelu))(p, x), (x,), (torch.ones_like(x),))
+
+
+def forward_over_reverse(wrap: Wrap) -> Function:
+    def step(p: Any, x: Tensor) -> Any:
+        return torch.func.jvp(torch.func.grad(lambda x: loss_of(wrap(gelu))(p, x)), (x,), (torch.ones_like(x),))
+
+    return step
+
+
+def hessian(wrap: Wrap) -> Function:
+    return lambda p, x: torch.func.hessian(lambda row: loss_of(wrap(gelu))(p, row[None]))(x[0])
+
+
+def per_example(wrap: Wrap) -> Function:
+    def of_one(p: Any, row: Tensor) -> Tensor:
+        return loss_of(wrap(dropped))(p, row[None])
+
+    return lambda p, x: torch.func.vmap(lambda row: torch.func.grad(of_one, 1)(p, row), randomness="different")(x)
+
+
+def microbatches(wrap: Wrap) -> Function:
+    def step(p: Any, x: Tensor) -> Any:
+        grads = [fzero.grad(loss_of(wrap(dropped)))(p, part) for part in x.split(4)]
+        return tree.map(lambda *each: sum(each[1:], each[0]), *grads)
+
+    return step
+
+
+def with_aux(wrap: Wrap) -> Function:
+    def block(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.gelu(x @ layer["up"])
+        return x + h @ layer["down"], h.mean()
+
+    def loss(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        means = []
+        for layer in p["layers"]:
+            x, mean = wrap(block)(layer, x)
+            means.append(mean)
+        return x.square().mean(), torch.stack(means)
+
+    return fzero.value_and_grad(loss, has_aux=True)
+
+
+TRANSFORMS = [
+    whole_loss, nested, gradient_inside, functorch, second_derivative, jvp, forward_over_reverse, hessian, per_example,
+    microbatches, with_aux,
+]  # fmt: skip
+STEPS: dict[str, Callable[[Wrap], Function]] = {
+    **{block.__name__: lambda wrap, block=block: fzero.value_and_grad(loss_of(wrap(block))) for block in BLOCKS},
+    **{transform.__name__: transform for transform in TRANSFORMS},
+}
+
+
+def passed(case: Case, *, stage: int = 3) -> Program:
+    return apply(case.trace(), *defaults(stage=stage, in_place=False))
+
+
+@cache
+def expected(name: str) -> Outputs:
+    """What a step of `STEPS` returns without marks and passes."""
+    case = on_blocks(STEPS[name](plain), 2)
+    return case.run(case.trace())
+
+
+@pytest.mark.parametrize("wrap", [fzero.remat, dots])
+@pytest.mark.parametrize("name", STEPS)
+def test_results_are_the_same_bit_for_bit(name: str, wrap: Wrap) -> None:
+    case = on_blocks(STEPS[name](wrap), 2)
+    assert_same(case.run(apply(case.trace(), rematerialize)), expected(name))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["dropped", "averaged", "nested"])
+def test_every_stage_gives_the_same(name: str, stage: int) -> None:
+    case = on_blocks(STEPS[name](fzero.remat), 2)
+    assert_same(case.run(passed(case, stage=stage)), expected(name))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_memory_falls_and_no_collective_is_added(block: Function) -> None:
+    case, marked = (on_blocks(fzero.value_and_grad(loss_of(wrap(block))), 4) for wrap in (plain, fzero.remat))
+    before, after = passed(case), passed(marked)
+    assert after.memory().peak < before.memory().peak
+    assert sorted(moved(after)) == sorted(moved(before))
+
+
+def test_without_marks_nothing_changes() -> None:
+    program = on_blocks(fzero.value_and_grad(loss_of(dropped))).trace()
+    assert rematerialize(program).lines() == program.lines()
+
+
+def test_the_pass_leaves_its_name_where_it_changes_something() -> None:
+    program = on_blocks(fzero.value_and_grad(loss_of(fzero.remat(dropped)))).trace()
+    assert rematerialize(program).notes == (*program.notes, "rematerialize")
+
+
+def test_a_second_time_nothing_changes() -> None:
+    program = rematerialize(on_blocks(fzero.value_and_grad(loss_of(fzero.remat(dropped)))).trace())
+    assert rematerialize(program).lines() == program.lines()
+
+
+def test_memory_grows_by_a_layers_input_a_layer() -> None:
+    def peak(count: int, wrap: Wrap) -> int:
+        return passed(on_blocks(fzero.value_and_grad(loss_of(wrap(gelu))), count, batch=256)).memory().peak
+
+    # What a further layer adds when the backward pass begins: its slice of two leaves of 8 * 32, a half of each, and
+    # its input, [256, 8] float32; without remat also [256, 32] before gelu and behind it.
+    held = 8 * 32 * 4 + 256 * 8 * 4
+    assert peak(6, fzero.remat) - peak(5, fzero.remat) == held
+    assert peak(6, plain) - peak(5, plain) == held + 2 * 256 * 32 * 4
+
+
+def test_nested_regions_keep_less_than_the_outer_alone() -> None:
+    def grouped(wrap: Wrap) -> Function:
+        def group(part: Any, x: Tensor) -> Tensor:
+            return reduce(lambda x, layer: wrap(gelu)(layer, x), part, x)
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            stack = p["layers"]
+            parts = [stack[start : start + 4] for start in range(0, len(stack), 4)]
+            return reduce(lambda x, part: fzero.remat(group)(part, x), parts, x).square().mean()
+
+        return fzero.value_and_grad(loss)
+
+    outer, both = (on_blocks(grouped(wrap), 16) for wrap in (plain, fzero.remat))
+    assert passed(both).memory().peak < passed(outer).memory().peak
+    assert_same(both.run(passed(both)), outer.run(passed(outer)))
+
+
+def test_within_what_is_computed_again_a_gradient_recomputes_its_own_regions() -> None:
+    def products(inner: Wrap) -> int:
+        def slope(layer: Any, x: Tensor) -> Tensor:
+            return fzero.grad(lambda x: inner(gelu)(layer, x).square().sum())(x)
+
+        case = on_blocks(fzero.value_and_grad(loss_of(fzero.remat(slope))), 2)
+        return names(apply(case.trace(), rematerialize)).count("mm")
+
+    assert products(fzero.remat) == products(plain) + 2  # x @ up, once a layer
+
+
+def test_what_is_computed_again_has_memory_of_its_own() -> None:
+    program = apply(on_blocks(fzero.value_and_grad(loss_of(fzero.remat(gelu)))).trace(), rematerialize)
+    computed = calls(program, torch.ops.aten.gelu.default)
+    assert len({ops.storage(node) for node in computed}) == len(computed) == 8
+
+
+# what is kept
+
+
+def count(wrap: Wrap, *counted: str, block: Function = dropped) -> int:
+    found = names(apply(on_blocks(fzero.value_and_grad(loss_of(wrap(block)))).trace(), rematerialize))
+    return sum(map(found.count, counted))
+
+
+def test_dots_are_computed_once() -> None:
+    assert count(dots, "mm") == count(plain, "mm")
+    assert count(fzero.remat, "mm") == count(plain, "mm") + 4  # one a layer: the other is a term of its result
+    assert count(dots, "gelu") == count(fzero.remat, "gelu") == count(plain, "gelu") + 4
+
+
+def test_views_of_what_is_kept_are_not_made_again() -> None:
+    def block(layer: Any, x: Tensor) -> Tensor:
+        return torch.sin(x.unsqueeze(0)).sum(0) @ layer["up"] @ layer["down"]
+
+    assert count(fzero.remat, "sin", block=block) == count(plain, "sin", block=block) + 4
+    assert count(fzero.remat, "unsqueeze", block=block) == count(plain, "unsqueeze", block=block)
+
+
+def test_what_reads_memory_that_is_overwritten_behind_the_region_is_kept() -> None:
+    def block(wrap: Wrap) -> Function:
+        def apply(layer: Any, x: Tensor) -> Tensor:
+            h = x * 1
+            y = wrap(lambda h: torch.cos(torch.sin(torch.exp((h + 1).mul_(0.5)))))(h)
+            h.mul_(2)
+            return (y + h) @ layer["up"] @ layer["down"]
+
+        return apply
+
+    plainly, marked = (on_blocks(fzero.value_and_grad(loss_of(block(wrap)))) for wrap in (plain, fzero.remat))
+    before, after = plainly.trace(), apply(marked.trace(), rematerialize)
+    assert names(after).count("mul_") == names(before).count("mul_")
+    assert names(after).count("sin") == names(before).count("sin") + 3  # the first layer needs no gradient of x
+    assert_same(marked.run(after), plainly.run(before))
+
+
+def test_attention_is_a_dot() -> None:
+    attend = "_scaled_dot_product_flash_attention_for_cpu"
+    assert count(dots, attend, block=attention) == count(plain, attend, block=attention) == 4
+    assert count(fzero.remat, attend, block=attention) == 8
+
+
+def test_a_policy_is_asked_by_name_and_value() -> None:
+    asked = []
+
+    def policy(name: str, value: Tensor) -> bool:
+        asked.append((name, tuple(value.shape)))
+        return name == "gelu"
+
+    assert count(lambda fn: fzero.remat(fn, policy), "gelu") == 4
+    assert {("mm", (16, 32)), ("gelu", (16, 32)), ("bernoulli", (16, 32)), ("mm", (16, 8))} <= set(asked)
+    assert "gather" not in dict(asked)
+
+
+def test_another_policy_is_refused() -> None:
+    with pytest.raises(FzeroError, match="policy: is 'all'; give None"):
+        fzero.remat(gelu, "all")
+
+
+def test_masks_are_drawn_again_by_their_number() -> None:
+    program = apply(on_blocks(fzero.value_and_grad(loss_of(fzero.remat(dropped)))).trace(), rematerialize)
+    numbers = [node.args[0] for node in calls(program, ops.draw)]
+    assert numbers == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+def test_collectives_are_not_repeated() -> None:
+    wrapped = on_blocks(fzero.value_and_grad(loss_of(fzero.remat(averaged))))
+    before = wrapped.trace()
+    assert sorted(moved(rematerialize(before))) == sorted(moved(before))
+
+
+def test_a_result_that_only_the_backward_pass_needs_is_computed_again() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return fzero.remat(torch.tanh)(x @ p["layers"][0]["up"]).square().sum()  # its value is not asked for
+
+    program = apply(on_blocks(fzero.grad(loss)).trace(), rematerialize)
+    assert names(program).count("tanh") == 1
+
+
+# with release
+
+
+def test_a_layer_is_gathered_for_its_forward_pass_and_once_for_recomputation_and_backward() -> None:
+    case = Case(
+        fzero.value_and_grad(lambda p, x: reduce(lambda x, layer: wrapped(layer, x), p["layers"], x).square().mean()),
+        MESH,
+        lambda seat: (partition(layers(4), seat), rows(seat)),
+    )
+
+    def wrapped(layer: Any, x: Tensor) -> Tensor:
+        return fzero.remat(lambda layer, x: torch.sin(dense(layer, x)))(layer, x)
+
+    program = apply(case.trace(), rematerialize, bucket, lambda program: release(program, stage=3))
+    assert [line for line in moved(program) if "gather" in line] == [
+        *(f"all_gather layers.{i}" for i in (0, 1, 2, 3)),
+        *(f"all_gather layers.{i}" for i in (2, 1, 0)),
+    ]
+
+
+def test_at_stage_2_a_layer_is_gathered_once() -> None:
+    program = passed(on_blocks(fzero.value_and_grad(loss_of(fzero.remat(gelu)))), stage=2)
+    assert [line for line in moved(program) if "gather" in line] == [f"all_gather layers.{i}" for i in range(4)]

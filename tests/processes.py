@@ -1,0 +1,222 @@
+"""Ranks: runs a function on several gloo ranks, one process with one thread each. A helper of the tests.
+
+    run(2, fn, 7)               -> [fn(mesh, 7) of rank 0, fn(mesh, 7) of rank 1]
+    run_cases(2, {"a": case})   -> {"a": [Outcome of rank 0, Outcome of rank 1]}
+
+Ranks are forked from one process that has imported torch and done nothing else, and are there in a tenth of a second.
+A test file runs its cases in one `run_cases` a world size all the same, behind a fixture of module scope, and each test
+looks at the outcome of its own: what a process does first (import, trace, connect) costs more than what it does next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from fzero.ranks.transports import memory
+
+Case = Callable[[DeviceMesh], Any]
+STALL = timedelta(seconds=20)
+"""After this long a collective that not all ranks have joined fails on those that have."""
+GRACE = 10.0
+"""Seconds that ranks have to report after another failed, and to end after they reported."""
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message has the traceback of each that did, the first first."""
+
+
+class Outcome(NamedTuple):
+    """What one rank made of one case: its value, or the traceback of its error."""
+
+    value: Any = None
+    error: str = ""
+
+
+def run(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    stall: timedelta = STALL,
+    lost: Collection[int] | None = None,
+) -> list[Any]:
+    """`fn(mesh, *args)` of each of `world` ranks, in their order. `fn` is importable; its result is pickled.
+
+    `mesh` is a `DeviceMesh` with the one axis "fsdp". `stall` is the timeout of its process group, once all ranks are
+    there. Where `lost` is given, those ranks are not waited for, their results are None, and each of the others leaves
+    without a word as soon as it has its own. No process outlives the call.
+
+    Raises:
+        RankError: when a rank raises, dies, or does not return within `timeout` seconds.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # takes a free port itself
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "fzero"])  # what a first trace imports, once in one process
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(
+            target=_rank,
+            args=(rank, world, store.port, timeout, stall, lost is not None, pipes[rank][1], fn, args),
+            daemon=True,
+        )
+        for rank in range(world)
+    ]
+    grace = 0.0
+    try:
+        for process, (_, theirs) in zip(processes, pipes):
+            process.start()
+            theirs.close()  # or the pipe of a rank that dies would never end
+        results = _collect({pipes[rank][0]: rank for rank in range(world) if rank not in (lost or ())}, timeout)
+        grace = GRACE if lost is None else 0.0
+        return [results.get(rank) for rank in range(world)]
+    finally:
+        _end([process for process in processes if process.pid is not None], grace)
+
+
+def run_cases(world: int, cases: Mapping[str, Case], timeout: float = 240.0) -> dict[str, list[Outcome]]:
+    """`case(mesh)` for each case, one after the other, on each of `world` ranks. A case that raises does not stop the
+    next one, unless it left the ranks out of step."""
+    ranks = run(world, _attempt_all, dict(cases), timeout=timeout)
+    return {name: [outcomes[name] for outcomes in ranks] for name in cases}
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The value of each rank.
+
+    Raises:
+        RankError: when the case failed on one of them.
+    """
+    failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
+    if failed:
+        raise _failure(failed)
+    return [outcome.value for outcome in outcomes]
+
+
+def can_read_memory() -> bool:
+    """Whether this kernel lets processes of one user read each other's memory, as seen on this process itself."""
+    word, found = ctypes.create_string_buffer(b"word"), ctypes.create_string_buffer(5)
+    try:
+        memory.read(os.getpid(), ctypes.addressof(word), ctypes.addressof(found), 5)
+    except (RuntimeError, AttributeError):
+        return False
+    return found.raw == word.raw
+
+
+def chosen(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """The values of a parameter in those tests of the fixture's file that will run: others need no cases."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return {item.callspec.params[parameter] for item in items if parameter in item.callspec.params}
+
+
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    stall: timedelta,
+    abrupt: bool,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """The life of one rank: join, run, report, leave. Ends itself after `timeout`, with its stack on stderr."""
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=STALL)
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+        dist.barrier()
+        _set_pg_timeout(stall)  # not from the start: on a busy machine ranks may start further apart than that
+        result = fn(mesh, *args)
+        message = pickle.dumps((result, ""))  # by value: torch's own pickling for pipes shares memory
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
+        os._exit(1)  # without waiting for ranks that wait for this one
+    pipe.send_bytes(message)
+    if abrupt:
+        os._exit(0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, Any]:
+    """What each rank sent."""
+    waiting = dict(pipes)
+    results: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    deadline = time.monotonic() + timeout + GRACE
+    while waiting and time.monotonic() < deadline:
+        for pipe in wait(list(waiting), deadline - time.monotonic()):
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            results[rank], error = _received(pipe)  # type: ignore[arg-type]
+            if error:
+                failed[rank] = error
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if failed:
+        raise _failure(failed)
+    if waiting:
+        raise RankError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not return within {timeout:.0f} s")
+    return results
+
+
+def _received(pipe: Connection) -> tuple[Any, str]:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return None, "it died without a word, or did not return in time: see its stderr"
+
+
+def _failure(failed: Mapping[int, str]) -> RankError:
+    return RankError("\n".join(f"rank {rank} failed:\n{error}" for rank, error in failed.items()))
+
+
+def _end(processes: Sequence[Any], grace: float) -> None:
+    """Let the processes end within `grace` seconds, then make them."""
+    deadline = time.monotonic() + grace
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+
+
+def _attempt_all(mesh: DeviceMesh, cases: dict[str, Case]) -> dict[str, Outcome]:
+    outcomes = {name: Outcome(error="not run: an earlier case left the ranks out of step") for name in cases}
+    for name, case in cases.items():
+        outcomes[name] = _attempt(mesh, case)
+        if not _in_step():
+            break
+    return outcomes
+
+
+def _attempt(mesh: DeviceMesh, case: Case) -> Outcome:
+    try:
+        return Outcome(case(mesh))
+    except Exception:
+        return Outcome(error=traceback.format_exc())
+
+
+def _in_step() -> bool:
+    """Whether every rank gets here; one that left a case with an error may have left others waiting in it."""
+    try:
+        dist.barrier()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,146 @@
+"""Timelines of small programs, against times worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import EVERY_STEP, Case, apply, partition, tried
+from torch import Tensor
+
+import fzero
+from fzero.base.mesh import VirtualMesh
+from fzero.passes import bucket, prefetch
+from fzero.program.costs import Comm
+from fzero.program.program import Program
+from fzero.program.rates import GUESSES, Rates, bus_bytes, guessed
+from fzero.program.timeline import Timeline
+from fzero.program.work import Work
+
+RATES = Rates(flops=64.0, memory=1e30, wire=32.0, launch=0.0, latency=1.0)
+"""A product of [2, 4] and [4, 4] takes 1 s, to gather or scatter a bucket of 32 floats on two ranks 1 + 64 / 32 s."""
+MESH = VirtualMesh(fsdp=2)
+
+
+def program(step: Callable[..., Any], mesh: VirtualMesh = MESH, count: int = 2) -> Program:
+    """`step(weights, x)` of leaves [4, 4], each a bucket of 16 floats and as many of padding, and x [2, 4]."""
+    params = {str(i): torch.ones(4, 4) for i in range(count)}
+    return apply(Case(step, mesh, lambda seat: (partition(params, seat), torch.ones(2, 4))).trace(), bucket)
+
+
+def products(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    for weight in params.values():
+        x = x @ weight
+    return x
+
+
+def moved(timeline: Timeline) -> list[tuple[str, float, float, float]]:
+    """Name, start, end and exposed seconds of each collective."""
+    return [(each.name, each.start, each.end, each.exposed) for each in timeline.transfers]
+
+
+def computed(timeline: Timeline) -> list[tuple[str, float, float]]:
+    return [(name, round(start, 9), round(end, 9)) for name, start, end in timeline.spans]
+
+
+def test_two_products_wait_for_their_gathers() -> None:
+    timeline = program(products).timeline(RATES)
+    assert moved(timeline) == [("all_gather 0", 0, 3, 3), ("all_gather 1", 4, 7, 3)]
+    assert computed(timeline) == [("mm", 3, 4), ("mm", 7, 8)]
+    assert (timeline.seconds, timeline.compute, timeline.exposed, timeline.hidden()) == (8, 2, 6, 0)
+
+
+def test_a_product_hides_the_next_gather() -> None:
+    timeline = prefetch(replace(program(products), measured=RATES)).timeline()
+    assert moved(timeline) == [("all_gather 0", 0, 3, 3), ("all_gather 1", 3, 6, 2)]  # one after the other
+    assert computed(timeline) == [("mm", 3, 4), ("mm", 6, 7)]
+    assert timeline.hidden() == 1 / 6
+    assert timeline.transfers[1].seconds == 3 and timeline.transfers[1].hidden == 1
+
+
+def test_a_step_with_gradients_and_a_mean() -> None:
+    def step(params: dict[str, Tensor], x: Tensor) -> Any:
+        return fzero.value_and_grad(lambda params: products(params, x).sum())(params)
+
+    timeline = program(step, count=1).timeline(RATES)
+    assert moved(timeline) == [
+        ("all_gather 0", 0, 3, 3),
+        ("reduce_scatter 0", 5, 8, 3),  # the gradient is another product
+        ("all_reduce fsdp", 8, 8 + 1 + 4 / 32, 1 + 4 / 32),  # of the sum: twice half of 4 bytes
+    ]
+    assert timeline.hidden("all_reduce") == timeline.hidden("reduce_scatter") == 0
+
+
+def test_a_scatter_is_averaged_over_other_axes_when_it_is_waited_for() -> None:
+    def step(params: dict[str, Tensor], x: Tensor) -> Any:
+        return fzero.grad(lambda params: products(params, x).sum())(params)
+
+    timeline = program(step, VirtualMesh(replica=2, fsdp=2), count=1).timeline(RATES)
+    assert moved(timeline)[1:] == [("reduce_scatter 0", 5, 8, 3), ("all_reduce 0", 8, 11, 3)]
+
+
+def test_nothing_is_moved_on_one_rank() -> None:
+    timeline = program(products, VirtualMesh(fsdp=1)).timeline(RATES)
+    assert (timeline.seconds, timeline.exposed, timeline.hidden()) == (2, 0, 1)
+
+
+def test_an_operation_is_bound_by_arithmetic_or_by_memory() -> None:
+    rates = Rates(flops=10.0, memory=5.0, wire=1.0, launch=0.5, latency=0.0)
+    assert rates.compute(Work(40, 10)) == 4.5
+    assert rates.compute(Work(10, 10)) == 2.5
+    assert rates.compute(Work(0, 0)) == 0
+
+
+@pytest.mark.parametrize(("op", "sent"), [("all_gather", 75), ("reduce_scatter", 75), ("all_reduce", 150)])
+def test_bytes_that_a_rank_of_four_sends(op: str, sent: float) -> None:
+    comm = Comm(op, "fsdp", "w", torch.float32, 100)
+    assert bus_bytes(comm, VirtualMesh(fsdp=4)) == sent
+    assert RATES.communicate(comm, VirtualMesh(fsdp=4)) == 1 + sent / 32
+    assert RATES.communicate(comm, VirtualMesh(fsdp=1)) == 0
+
+
+def test_rates_are_guessed_where_they_are_not_measured() -> None:
+    traced = program(products)
+    assert traced.rates == guessed("cpu") == GUESSES["cpu"]
+    assert guessed("meta") == GUESSES["cuda"]
+    assert replace(traced, measured=RATES).rates == RATES
+    assert str(traced.timeline()) == str(traced.timeline(GUESSES["cpu"]))
+
+
+def test_a_timeline_prints_as_a_table() -> None:
+    assert str(program(products).timeline(RATES)).splitlines() == [
+        "products: 8000.00 ms, 2000.00 ms of compute and 6000.00 ms of waiting; 0.0% of gathers and scatters "
+        "are hidden",
+        "  collective                           start       end    hidden   exposed  ms",
+        "  all_gather 0                          0.00   3000.00      0.00   3000.00",
+        "  all_gather 1                       4000.00   7000.00      0.00   3000.00",
+    ]
+
+
+def test_a_chrome_trace_has_a_thread_for_each_lane(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    program(products).timeline(RATES).export_chrome_trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["compute", "communication"]
+    spans = [(event["name"], event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    assert spans == [
+        ("mm", 0, 3e6, 1e6),
+        ("mm", 0, 7e6, 1e6),
+        ("all_gather 0", 1, 0, 3e6),
+        ("all_gather 1", 1, 4e6, 3e6),
+    ]
+    assert events[-1]["args"] == {"nbytes": 128, "exposed": 3e6}
+
+
+@pytest.mark.parametrize("rates", [RATES, GUESSES["cpu"], GUESSES["cuda"]])
+@pytest.mark.parametrize(("name", "world"), EVERY_STEP)
+def test_a_step_computes_or_waits(name: str, world: int, rates: Rates) -> None:
+    timeline = prefetch(bucket(tried(name, world).program)).timeline(rates)
+    assert timeline.seconds == pytest.approx(timeline.compute + timeline.exposed)
+    assert all(-1e-12 <= each.exposed <= each.seconds + 1e-12 for each in timeline.transfers)
+    assert all(before.end <= after.start for before, after in zip(timeline.transfers, timeline.transfers[1:]))

@@ -1,0 +1,250 @@
+"""Transports: the same collectives on real ranks, performed in several ways, bit for bit alike."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from processes import Outcome, can_read_memory, run, run_cases, values
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fzero import FzeroError, VirtualMesh
+from fzero.layout import buffers
+from fzero.layout.layout import Layout, Leaf, Wire, wire
+from fzero.ranks.live import live
+from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, memory, same_host
+from fzero.ranks.transports.reduction import JOINS
+from fzero.ranks.transports.worker import Worker
+
+SECOND = timedelta(seconds=1)
+LEAVES = Leaf("w", (30, 7)), Leaf("b", (7,)), Leaf("none", (0, 3)), Leaf("u", (50, 11), block=11), Leaf("s", ())
+
+
+class Sent(NamedTuple):
+    """What ranks scatter: these leaves of a bucket, in full."""
+
+    dtype: torch.dtype
+    leaves: tuple[int, ...] = (0, 1, 2, 3, 4)
+    is_transposed: bool = False
+
+    def wire(self, world: int) -> Wire:
+        return wire(Layout("layer", LEAVES, VirtualMesh(fsdp=world)), self.leaves)
+
+    def fulls(self, rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        shapes = [LEAVES[leaf].shape for leaf in self.leaves]
+        if self.is_transposed:
+            return [_reversed(torch.randn(shape[::-1], generator=generator).to(self.dtype)) for shape in shapes]
+        return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
+
+    def mean(self, world: int, rank: int) -> Tensor:
+        """[S] what `rank` is to get: the mean in rank order."""
+        blocks = [buffers.blocks_of(self.fulls(each), self.wire(world)) for each in range(world)]
+        return (reduce(torch.add, blocks) / world).view(world, -1)[rank]
+
+
+def _reversed(x: Tensor) -> Tensor:
+    return x.permute(tuple(reversed(range(x.ndim))))
+
+
+SENT = {
+    "fp32": Sent(torch.float32),
+    "bf16": Sent(torch.bfloat16),
+    "fp64": Sent(torch.float64),
+    "some leaves": Sent(torch.float32, leaves=(1, 3)),
+    "transposed": Sent(torch.float32, is_transposed=True),
+}
+
+
+def point_to_point(mesh: DeviceMesh) -> Transport:
+    return PointToPoint(mesh.get_group(), live(mesh).members.timeout)
+
+
+def native(mesh: DeviceMesh) -> Transport:
+    return Native(mesh.get_group(), live(mesh).members.twin(mesh.get_group()))
+
+
+def waiting(mesh: DeviceMesh) -> Transport:
+    """Reads when it is waited for."""
+    transport = live(mesh).transports["fsdp"]
+    assert isinstance(transport, SameHost)
+    transport._reader, same_host.PIECE = None, 100
+    return transport
+
+
+def reading(mesh: DeviceMesh) -> Transport:
+    """Reads on a thread."""
+    transport = waiting(mesh)
+    assert isinstance(transport, SameHost)
+    transport._reader = Worker("reader")
+    return transport
+
+
+TRANSPORTS: dict[str, Callable[[DeviceMesh], Transport]] = {
+    each.__name__: each for each in (point_to_point, native, waiting, reading)
+}
+
+
+def scattered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> dict[str, bool]:
+    """All at once, waited for in order: whether each is the mean, bit for bit."""
+    transport, members, world = make(mesh), live(mesh).members, mesh.size()
+    pending = {
+        name: transport.reduce_scatter(sent.fulls(mesh.get_rank()), sent.wire(world), members.begin(name))
+        for name, sent in SENT.items()
+    }
+    found = {name: each.wait() for name, each in pending.items()}
+    exact = not isinstance(transport, Native)  # gloo takes its means in an order of its own
+    return {
+        name: found[name].equal(sent.mean(world, mesh.get_rank()))
+        if exact
+        else torch.allclose(found[name], sent.mean(world, mesh.get_rank()), rtol=1e-2, atol=1e-2)
+        for name, sent in SENT.items()
+    }
+
+
+def gathered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
+    """Blocks of several sizes, changed as soon as the transport has settled."""
+    transport, members, rank = make(mesh), live(mesh).members, mesh.get_rank()
+    right = []
+    for size in (0, 1, 16, 5000):
+        for turn in range(3):
+            block = torch.arange(size, dtype=torch.float32) + 1000 * rank + turn
+            full = transport.all_gather(block, members.begin("gather")).wait()
+            transport.settle()
+            block.fill_(-1)
+            ranks = [torch.arange(size, dtype=torch.float32) + 1000 * other + turn for other in range(mesh.size())]
+            right.append(full.equal(torch.cat(ranks)))
+            full.fill_(-1)
+            place = full[rank * size :][:size].copy_(ranks[rank])
+            again = transport.all_gather(place, members.begin("gather"), full).wait()
+            right.append(not getattr(transport, "_open", {}))  # what is in the result does not outlive it
+            right.append(again.equal(torch.cat(ranks)) and again.data_ptr() == full.data_ptr())
+    return right
+
+
+def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
+    """All reductions of small tensors and of one that is large, with a nan and infinities of one rank."""
+    transport, members, right = make(mesh), live(mesh).members, []
+    for shape in ((), (3, 5), (600, 500)):
+        ranks = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.size())]
+        ranks[1].view(-1)[0] = math.nan
+        ranks[0].view(-1)[-1] = math.inf
+        for op, join in JOINS.items():
+            mine = ranks[mesh.get_rank()]
+            found = transport.all_reduce(mine.mT if shape else mine, op, members.begin(op))
+            expected = reduce(join, ranks) / (mesh.size() if op == "avg" else 1)
+            right.append(
+                torch.allclose(found, expected.mT if shape else expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+            )
+        count = transport.all_reduce(torch.tensor(mesh.get_rank() + 1), "sum", members.begin("count"))
+        right.append(int(count) == mesh.size() * (mesh.size() + 1) // 2)
+    return right
+
+
+def too_many(mesh: DeviceMesh) -> str:
+    transport = waiting(mesh)
+    same_host.SLOTS = 2
+    begun = live(mesh).members.begin("gather")
+    started = [transport.all_gather(torch.ones(3), begun) for _ in range(2)]
+    with pytest.raises(FzeroError) as caught:
+        transport.all_gather(torch.ones(3), begun)
+    assert all(pending.wait().equal(torch.ones(3 * mesh.size())) for pending in started)
+    transport.settle()
+    transport.all_gather(torch.ones(3), begun).wait()
+    same_host.SLOTS = board.SLOTS
+    return str(caught.value)
+
+
+def left(mesh: DeviceMesh) -> None:
+    """Ends at once behind the last gather that others read from it."""
+    transport = waiting(mesh)
+    transport.all_gather(torch.ones(100), live(mesh).members.begin("gather")).wait()
+    transport.settle()
+
+
+def first_words(mesh: DeviceMesh) -> list[bool]:
+    """What is found out about each other's memory, where nothing hinders, elsewhere, and where reading is refused."""
+    group = mesh.get_group()
+    found = [board.common_board(group, SECOND) is not None]
+    place, board._place = board._place, lambda: (f"host {mesh.get_rank()}",)
+    found.append(board.common_board(group, SECOND) is not None)
+    board._place = place
+    if mesh.get_rank() == 1:
+        board._is_readable = lambda other: False  # type: ignore[assignment]
+    return [*found, board.common_board(group, SECOND) is not None]
+
+
+CASES: dict[str, Callable[[DeviceMesh], Any]] = {
+    **{f"scattered {name}": partial(scattered, make) for name, make in TRANSPORTS.items()},
+    **{f"gathered {name}": partial(gathered, make) for name, make in TRANSPORTS.items()},
+    **{f"reduced {name}": partial(reduced, make) for name, make in TRANSPORTS.items()},
+    "too many": too_many,
+    "first words": first_words,
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
+    if not can_read_memory():
+        pytest.skip("this kernel keeps processes from reading each other's memory")
+    return run_cases(request.param, CASES)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_scatter_is_the_mean_in_rank_order(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for right in values(outcomes[f"scattered {name}"]):
+        assert right == dict.fromkeys(SENT, True)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_gather_is_what_blocks_were(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for right in values(outcomes[f"gathered {name}"]):
+        assert all(right) and len(right) == 36
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_reduction_is_that_of_all_ranks(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    for right in values(outcomes[f"reduced {name}"]):
+        assert all(right) and len(right) == 15
+
+
+def test_more_collectives_at_once_than_there_are_slots(outcomes: dict[str, list[Outcome]]) -> None:
+    for message in values(outcomes["too many"]):
+        assert message.startswith("gather: 2 collectives were started since gather, which goes on; wait for some")
+
+
+def test_a_rank_may_end_as_soon_as_all_others_have_read() -> None:
+    run(3, left, lost=[0, 1, 2])
+
+
+def test_memory_is_read_only_where_every_rank_can(outcomes: dict[str, list[Outcome]]) -> None:
+    assert values(outcomes["first words"]) == [[True, False, False]] * len(outcomes["first words"])
+
+
+def test_memory_that_is_not_there() -> None:
+    if not can_read_memory():
+        pytest.skip("this kernel keeps processes from reading each other's memory")
+    found = ctypes.create_string_buffer(5)
+    with pytest.raises(RuntimeError, match=rf"5 bytes of process {os.getpid()} cannot be read: Bad address"):
+        memory.read(os.getpid(), 0, ctypes.addressof(found), 5)
+    with pytest.raises(RuntimeError, match="No such process"):
+        memory.read(2**22 + 1, ctypes.addressof(found), ctypes.addressof(found), 5)
+
+
+def test_a_worker_performs_in_order_and_hands_on_what_is_raised() -> None:
+    worker, done = Worker("test"), list[int]()
+    waits = [worker.start(partial(done.append, i)) for i in range(5)]
+    failing = worker.start(lambda: [][0])
+    last = worker.start(partial(done.append, 5))
+    with pytest.raises(IndexError):
+        failing()
+    last()
+    assert all(wait() is None for wait in waits) and done == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,240 @@
+"""Tracing: a step to one program that serves all ranks, and means what the step means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from programs import (
+    EVERY_STEP,
+    Case,
+    calls,
+    differentiated,
+    layers,
+    loss,
+    moved,
+    names,
+    partition,
+    rows,
+    seats,
+    tried,
+    whole,
+)
+from torch import Tensor
+
+import fzero
+from fzero import tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.program import ops
+from fzero.program.program import Argument
+from fzero.tracing import trace
+
+MESH = VirtualMesh(fsdp=2)
+
+
+def on_rows(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Case:
+    """`step(params, x)` with params of one layer."""
+    return Case(step, mesh, lambda seat: (partition(layers(1), seat), rows(seat)))
+
+
+def on_vectors(step: Callable[[Tensor], Any], *vectors: list[float]) -> list[list[float]]:
+    """What each rank returns, as a list, of its vector."""
+    case = Case(step, VirtualMesh(fsdp=len(vectors)), lambda seat: (torch.tensor(vectors[seat.number]),))
+    return [result.tolist() for (result,) in case.run(case.trace())]
+
+
+@pytest.mark.parametrize(("name", "world"), EVERY_STEP)
+def test_a_step_on_parts_of_a_batch_is_the_step_on_all_of_it(name: str, world: int) -> None:
+    case, program, outputs = tried(name, world)
+    got, expected = whole(program, outputs), case.unsharded()
+    assert list(got) == list(expected)
+    for path, value in got.items():
+        # float32 sums over 2 to 6 examples in another order, through 5 layers of tanh
+        torch.testing.assert_close(value, expected[path], rtol=1e-5, atol=1e-6, msg=path)
+
+
+def test_one_program_serves_all_ranks() -> None:
+    case = differentiated(loss, layers(), VirtualMesh(fsdp=3))
+    programs = [trace.trace(case.step, case.given(seat), case.mesh) for seat in seats(case.mesh)]
+    assert programs[0].lines() == programs[1].lines() == programs[2].lines()
+
+
+def test_arguments_are_state_by_bucket_and_leaf_or_batch() -> None:
+    program = on_rows(lambda p, x: x).trace()
+    assert program.arguments == (
+        Argument("0.layers.0.b", "layers.0", 0),
+        Argument("0.layers.0.w", "layers.0", 1),
+        Argument("1"),
+    )
+
+
+def test_numbers_among_the_arguments_are_constants_of_the_program() -> None:
+    case = Case(lambda p, scale, x: x * scale, MESH, lambda seat: (partition(layers(1), seat), 3.0, rows(seat)))
+    program = case.trace()
+    assert [argument.path for argument in program.arguments] == ["0.layers.0.b", "0.layers.0.w", "2"]
+    assert calls(program, torch.ops.aten.mul.Tensor)[0].args[1] == 3.0
+
+
+class Out(NamedTuple):
+    state: Any
+    value: Tensor
+    note: str
+
+
+def test_results_keep_their_containers_and_what_is_no_tensor() -> None:
+    program = on_rows(lambda p, x: Out({"p": p["layers"][0]["b"] * 2}, x, "fine")).trace()
+    state, value, note = program.results
+    assert (state.path, state.bucket, state.leaf) == ("state.p", "layers.0", 0)
+    assert (value.path, value.bucket) == ("value", None)
+    assert (note.is_constant, note.constant) == (True, "fine")
+    assert tree.unflatten(program.out_tree, [1, 2, 3]) == Out({"p": 1}, 2, 3)
+
+
+def test_layouts_that_share_a_buckets_name_are_numbered() -> None:
+    case = Case(
+        lambda a, b: (a["w"].full_tensor(), b["w"].full_tensor()),
+        MESH,
+        lambda seat: (partition({"w": torch.ones(3)}, seat), partition({"w": torch.ones(4)}, seat)),
+    )
+    program = case.trace()
+    assert list(program.layouts) == ["w", "w#2"] and moved(program) == ["all_gather w", "all_gather w#2"]
+
+
+def test_tensors_captured_by_closure_are_constants() -> None:
+    captured = torch.arange(5.0)
+    case = on_rows(lambda p, x: (x * captured, p["layers"][0]["b"] * captured))
+    program = case.trace()
+    (first, second), (expected, _) = case.run(program), [x * captured for _, x in map(case.given, seats(MESH))]
+    assert torch.equal(first[0], expected)
+    assert torch.equal(whole(program, [first, second])["1"], layers(1)["layers"][0]["b"] * captured)
+
+
+def test_the_arguments_are_left_as_they_are() -> None:
+    args = on_rows(lambda p, x: x).given(seats(MESH)[0])
+    before = [leaf.local.clone() for leaf in tree.leaves(args[0])]
+    trace.trace(fzero.grad(loss), args, MESH)
+    assert all(torch.equal(leaf.local, old) for leaf, old in zip(tree.leaves(args[0]), before))
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda p, x: torch.func.grad(loss)(p, x),
+        lambda p, x: torch.func.grad_and_value(loss)(p, x)[0],
+        lambda p, x: torch.func.vjp(lambda p: loss(p, x), p)[1](torch.ones(()))[0],
+    ],
+    ids=["grad", "grad_and_value", "vjp"],
+)
+def test_torch_func_gives_the_gradients_of_fzero(transformed: Callable[..., Any]) -> None:
+    case, theirs = on_rows(fzero.grad(loss)), on_rows(transformed)
+    got, expected = theirs.run(theirs.trace()), case.run(case.trace())
+    for mine, others in zip(got, expected):
+        torch.testing.assert_close(mine, others, rtol=1e-6, atol=1e-8)  # one rounding, where 1 is multiplied in
+    assert sorted(moved(theirs.trace())) == sorted(moved(case.trace()))
+
+
+# Python that depends on data
+
+
+def branch(p: Any, x: Tensor) -> Tensor:
+    if x.sum() > 0:  # here
+        return x
+    return -x
+
+
+def loop(p: Any, x: Tensor) -> list[Tensor]:
+    return [x for _ in range(int(x.sum()))]  # here
+
+
+def item(p: Any, x: Tensor) -> Tensor:
+    return x * x.sum().item()  # here
+
+
+def branch_on_state(p: Any, x: Tensor) -> Tensor:
+    return x if (p["layers"][0]["w"] > 0).all() else -x  # here
+
+
+def inside_a_gradient(p: Any, x: Tensor) -> Any:
+    def inner(p: Any) -> Tensor:
+        y = loss(p, x)
+        return y * 2 if y > 1 else y  # here
+
+    return fzero.grad(inner)(p)
+
+
+@pytest.mark.parametrize("step", [branch, loop, item, branch_on_state, inside_a_gradient])
+def test_python_that_depends_on_data_is_refused_by_its_line(step: Callable[..., Any]) -> None:
+    with pytest.raises(FzeroError) as error:
+        on_rows(step).trace()
+    assert re.match(rf"{re.escape(__file__)}:\d+ in \w+: .*# here$", error.value.where)
+    assert "torch.where" in error.value.way_out
+
+
+def test_other_errors_of_the_step_pass_through() -> None:
+    def step(p: Any, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        on_rows(step).trace()
+
+
+def test_nodes_know_the_users_line() -> None:
+    program = on_rows(lambda p, x: x.cos() * 2).trace()
+    assert {__file__ in node.stack_trace and "x.cos() * 2" in node.stack_trace for node in program.graph.nodes if (
+        node.op == "call_function")} == {True}  # fmt: skip
+
+
+# collectives by axis name, by the numbers in their docstrings
+
+
+def test_psum() -> None:
+    assert on_vectors(lambda x: fzero.psum(x, "fsdp"), [1.0, 2.0], [10.0, 20.0]) == [[11.0, 22.0]] * 2
+
+
+def test_pmean() -> None:
+    assert on_vectors(lambda x: fzero.pmean(x, "fsdp"), [1.0, 2.0], [3.0, 6.0]) == [[2.0, 4.0]] * 2
+
+
+def test_pmax() -> None:
+    assert on_vectors(lambda x: fzero.pmax(x, "fsdp"), [1.0, 9.0], [3.0, 6.0]) == [[3.0, 9.0]] * 2
+
+
+def test_axis_index() -> None:
+    case = Case(lambda x: fzero.axis_index("fsdp") + x, VirtualMesh(replica=2, fsdp=3), lambda seat: (torch.zeros(1),))
+    assert [result.item() for (result,) in case.run(case.trace())] == [0, 1, 2, 0, 1, 2]
+
+
+def test_an_unknown_axis_is_refused() -> None:
+    with pytest.raises(FzeroError, match=r"mesh axis 'tp': this mesh has \('fsdp',\)"):
+        on_rows(lambda p, x: fzero.psum(x, "tp")).trace()
+
+
+def test_each_use_is_written_down_as_gather_and_each_gradient_as_scatter() -> None:
+    program = on_rows(fzero.grad(loss)).trace_as_written()
+    assert [names(program).count(name) for name in ("gather", "scatter")] == [2, 2]
+    assert {node.args[1] for node in calls(program, ops.gather, ops.scatter)} == {"layers.0"}
+
+
+def test_a_number_made_in_the_step_may_meet_a_slice_and_a_collective() -> None:
+    """Torch knows the value of `torch.tensor(2.0)` while it traces, and would compute with it."""
+
+    def step(w: Any) -> Any:
+        return w * torch.tensor(2.0), fzero.psum(torch.tensor(3.0), "fsdp")
+
+    mesh = fzero.VirtualMesh(fsdp=2)
+    doubled, total = fzero.simulate(step, mesh)(fzero.partition(torch.ones(40), mesh))
+    assert fzero.unpartition(doubled).tolist() == [2.0] * 40 and total == 6
+
+
+def test_lines_do_not_say_which_gpu_a_rank_uses() -> None:
+    program = fzero.simulate(lambda x: x + torch.zeros(2), 2).trace(torch.ones(4))
+    (made,) = calls(program, torch.ops.aten.zeros.default)
+    lines = []
+    for index in range(2):
+        made.kwargs = {**made.kwargs, "device": torch.device("cuda", index)}
+        lines.append(program.lines())
+    assert lines[0] == lines[1] and any("cuda" in line for line in lines[0])
