@@ -25,13 +25,12 @@ from runs import SIZES, Size
 from torch import Tensor
 
 import fzero
-from fzero.execution.calibration import fitted, timed
+from fzero.execution.calibration import fit_rates, time_nodes
 from fzero.execution.codegen import link
-from fzero.execution.runtime import Runtime
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
 from fzero.passes import defaults
-from fzero.program.costs import Comm
+from fzero.program.comm import Comm
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.live import Live
@@ -151,7 +150,7 @@ def arguments(program: Program, vocab: int) -> list[Tensor]:
 
 def measured(program: Program, on: OneRank, tensors: list[Tensor], steps: int) -> tuple[float, float]:
     """Seconds of a step, the median of some, and the part of communication that was hidden in all of them."""
-    run, seconds = link(program, Runtime(on, program.layouts)), []
+    run, seconds = link(program, on), []
     run(tensors)
     on.waited = on.sent = 0.0
     for _ in range(steps):
@@ -170,7 +169,7 @@ def main(flags: argparse.Namespace) -> None:
     on, tensors = OneRank(program.mesh, wire_rates), arguments(program, size.vocab)
     eager = scheduled(program, wire_rates)
     for _ in range(2):
-        rates = fitted(eager, timed(eager, Runtime(on, eager.layouts), tensors, lambda: None))
+        rates = fit_rates(eager, time_nodes(eager, on, tensors, lambda: None))
     print(f"size {flags.size}: {size}, rank 0 of {flags.ranks}, one core")
     print(f"measured: {rates}")
     later = scheduled(program, rates)

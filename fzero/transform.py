@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
-from fzero.execution.calibration import calibrated
+from fzero.execution.calibration import calibrate
 from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
-from fzero.execution.inductor import compiled
+from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
-from fzero.execution.runtime import Runtime
 from fzero.passes import defaults, verify
 from fzero.pipeline import Pass, Pipeline, Returned
 from fzero.program.program import Program
@@ -81,7 +80,9 @@ class Step:
         if compile == "graph":
             check_mesh(on)
         self._on = on
-        self._pipeline = Pipeline(fn, on, passes, functools.partial(_linked, on, compile, functools.cache(compiled)))
+        self._pipeline = Pipeline(
+            fn, on, passes, functools.partial(_linked, on, compile, functools.cache(compile_fragment))
+        )
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
@@ -114,7 +115,7 @@ class Step:
         """
         compiled, _, tensors = self._taken(args)
         agree(self._on.members, compiled.number, compiled.lines)
-        rates = calibrated(self._on, compiled.program, tensors)
+        rates = calibrate(self._on, compiled.program, tensors)
         self._pipeline.remake(rates)
         return rates
 
@@ -135,8 +136,8 @@ def _linked(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compil
     """What runs a program. No method of `Step`, so that a step ends, and its graphs, with the last reference to it."""
     if mode == "graph":
         check_program(program, on.device.type)
-    runtime, lines = Runtime(on, program.layouts), [f"compile: {mode}", *program.lines()]
-    run = link(outline(program), runtime, compile) if mode else link(program, runtime)
+    lines = [f"compile: {mode}", *program.lines()]
+    run = link(outline(program), on, compile) if mode else link(program, on)
     donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
     runner = Captured(program, run) if mode == "graph" else run
     return _Compiled(program, runner, Returned(program, on), donated, digest(lines), lines)

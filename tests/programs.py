@@ -22,9 +22,10 @@ from fzero import grad, optim, tree, value_and_grad
 from fzero.base.mesh import VirtualMesh
 from fzero.execution import lockstep
 from fzero.passes import resolve
-from fzero.passes.order import gathered
+from fzero.passes.order import find_derived
 from fzero.program import ops
 from fzero.program.program import Program
+from fzero.program.records import name_of
 from fzero.state.fill import place
 from fzero.state.grouping import Layers, layouts
 from fzero.tracing import trace
@@ -124,14 +125,14 @@ def calls(program: Program, *targets: Any) -> list[fx.Node]:
 
 def names(program: Program) -> list[str]:
     """The name of what each node calls, in order: "mm", "all_gather"."""
-    return [ops.name_of(node) for node in program.graph.nodes if node.op == "call_function"]
+    return [name_of(node) for node in program.graph.nodes if node.op == "call_function"]
 
 
 def most_gathered(program: Program) -> int:
     """How many gathered buckets are alive at once, at most: from the all-gather to the last use of what it gave."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     last: dict[fx.Node, int] = {}
-    for node, start in gathered(program.graph).items():
+    for node, start in find_derived(program.graph, "gathered").items():
         last[start] = max([last.get(start, 0), *(position[user] for user in node.users)])
     return max(sum(position[start] <= at <= end for start, end in last.items()) for at in position.values())
 

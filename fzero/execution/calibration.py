@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.randomness import step_seed
-from fzero.execution.runtime import Runtime
-from fzero.layout import buffers
-from fzero.layout.layout import wire
-from fzero.program import ops
-from fzero.program.costs import collectives, last_uses
-from fzero.program.ops import Node, is_call
+from fzero.execution.bind import bind
+from fzero.program.comm import comm_of
+from fzero.program.memory import last_uses
+from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.rates import Rates, bus_bytes
+from fzero.program.records import find_writes, record
 from fzero.program.work import work
 from fzero.ranks.agreement import agree
 from fzero.ranks.live import Live
@@ -31,18 +30,18 @@ SMALL = 1 << 16
 Seconds = Mapping[Node, float]
 
 
-def calibrated(on: Live, program: Program, tensors: Sequence[Tensor]) -> Rates:
+def calibrate(on: Live, program: Program, tensors: Sequence[Tensor]) -> Rates:
     """The rates of the ranks of a mesh, which call this together: the mean over them, the same on all.
 
     Runs the program twice, on a copy of the arguments that are donated. Collective.
     """
-    runtime, align = Runtime(on, program.layouts), partial(agree, on.members, 0, [])
+    align = partial(agree, on.members, 0, [])
     for _ in range(2):  # the first time memory is new, and connections are
-        seconds = timed(program, runtime, _copied(program, tensors), align)
-    return agreed(fitted(program, seconds), on.all_reduce, program.mesh.names, on.device)
+        seconds = time_nodes(program, on, _copy_donated(program, tensors), align)
+    return average_rates(fit_rates(program, seconds), on.all_reduce, program.mesh.names, on.device)
 
 
-def _copied(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _copy_donated(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, with copies of those that are donated; what shares memory does so in the copy."""
     donated = [i for i, argument in enumerate(program.arguments) if argument.donated]
     copies = dict(zip(donated, copy.deepcopy([tensors[i].detach() for i in donated])))
@@ -50,7 +49,7 @@ def _copied(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def timed(program: Program, runtime: Any, tensors: Sequence[Tensor], align: Callable[[], object]) -> dict[Node, float]:
+def time_nodes(program: Program, on: Live, tensors: Sequence[Tensor], align: Callable[[], object]) -> dict[Node, float]:
     """Run a program one node after the other: the seconds of each. Writes to the arguments that are donated.
 
     A collective is waited for at once, and its wait takes none. `align` is called before each, for ranks to start it
@@ -62,14 +61,14 @@ def timed(program: Program, runtime: Any, tensors: Sequence[Tensor], align: Call
     state = torch.get_rng_state()
     with step_seed() as seed:
         for node in program.graph.nodes:
-            if node.op == "output" or ops.overwritten(node):
-                runtime.settle()
+            if node.op == "output" or find_writes(node):
+                on.settle()
             if node.op == "get_attr":
                 values[node] = program.constants[node.target]
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                call = _call(node, program, runtime, seed)
-                if any(True for _ in collectives(node, program.layouts, program.mesh)):
+                call = _bind_at_once(node, program, on, seed)
+                if record(node).moves is not None:
                     clock.finish()
                     align()
                 begin = clock.mark()
@@ -82,19 +81,17 @@ def timed(program: Program, runtime: Any, tensors: Sequence[Tensor], align: Call
     return {node: clock.between(*span) for node, span in spans.items()}
 
 
-def _call(node: Node, program: Program, runtime: Any, seed: int) -> Callable[..., Any]:
-    """What a node calls."""
-    if node.target not in ops.FAKES:
+def _bind_at_once(node: Node, program: Program, on: Live, seed: int) -> Callable[..., Any]:
+    """What a node calls, where what is started is waited for at once."""
+    operation = record(node)
+    if operation.perform is None:
         return node.target
-    if is_call(node, ops.wait):
+    if operation.waits:
         return lambda done: done
-    if is_call(node, ops.part):  # a view that a linked program takes by itself
-        along = wire(program.layout_of(node), tuple(node.args[2]))
-        return lambda block, bucket, leaves, position, numel: buffers.part(block, along, runtime.on.rank, position)
-    method = getattr(runtime, node.target.__name__.partition(".")[0])
-    if is_call(node, ops.all_gather, ops.reduce_scatter):
-        return lambda *args, **how: runtime.wait(method(*args, **how))
-    return (lambda *args, **kwargs: method(seed, *args, **kwargs)) if is_call(node, ops.draw) else method
+    run = bind(program, node, on).run
+    if operation.starts:
+        return lambda *args, **how: run(*args, **how).wait()
+    return partial(run, seed=seed) if operation.draws else run
 
 
 class _Clock:
@@ -121,12 +118,12 @@ class _Clock:
         return begin.elapsed_time(end) / 1000 if self.is_cuda else end - begin
 
 
-def fitted(program: Program, seconds: Seconds) -> Rates:
+def fit_rates(program: Program, seconds: Seconds) -> Rates:
     """The rates by which a program's nodes take as long in all as they did; `program.rates` where it does too little.
 
     An operation takes as long to launch as the median of small ones. A collective's latency is what the shortest took.
     """
-    guess, sent = program.rates, {node: _sent(program, node) for node in seconds}
+    guess, sent = program.rates, {node: _count_sent(program, node) for node in seconds}
     works = {
         node: work(node) for node in seconds if not sent[node]
     }  # what is cast or packed to be sent is not timed apart
@@ -145,9 +142,9 @@ def fitted(program: Program, seconds: Seconds) -> Rates:
     )
 
 
-def _sent(program: Program, node: Node) -> float:
+def _count_sent(program: Program, node: Node) -> float:
     """Bytes that each rank sends in the collectives that a node starts."""
-    entries = [entry for entry in collectives(node, program.layouts, program.mesh) if program.mesh.size(entry.axis) > 1]
+    entries = [entry for entry in comm_of(program, node) if program.mesh.size(entry.axis) > 1]
     return sum(bus_bytes(entry, program.mesh) for entry in entries)
 
 
@@ -157,7 +154,9 @@ def _rate(amounts: Mapping[Node, float], seconds: Seconds, each: float) -> float
     return sum(amounts.values()) / spent if spent else 0.0
 
 
-def agreed(rates: Rates, all_reduce: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any) -> Rates:
+def average_rates(
+    rates: Rates, all_reduce: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any
+) -> Rates:
     """The mean of all ranks' rates, the same on all of them to the last bit."""
     values = torch.tensor(rates, dtype=torch.float64, device=device)
     for op in ("avg", "max"):  # ranks may round a mean differently

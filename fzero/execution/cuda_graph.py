@@ -13,27 +13,27 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.execution.codegen import Runner
-from fzero.program import ops
-from fzero.program.kinds import line_of
-from fzero.program.ops import Node, name_of
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import name_of, record
+from fzero.program.refusals import line_of
 from fzero.ranks.live import Live
 from fzero.ranks.transports import Alone, Native
 
-Work = Callable[[], Sequence[Tensor]]
-Recorder = Callable[[Work], tuple[Callable[[], None], Sequence[Tensor]]]
-"""Given some work, what does it again, and its results, which are overwritten each time. Nothing is done yet."""
+Run = Callable[[], Sequence[Tensor]]
+Recorder = Callable[[Run], tuple[Callable[[], None], Sequence[Tensor]]]
+"""Given a run, what does it again, and its results, which are overwritten each time. Nothing is done yet."""
 
 WAY_OUT = "give compile=True"
 _log = logging.getLogger("fzero")
 
 
-def cuda_graph(work: Work) -> tuple[Callable[[], None], Sequence[Tensor]]:
+def cuda_graph(run: Run) -> tuple[Callable[[], None], Sequence[Tensor]]:
     """The `Recorder` of CUDA. Other threads, such as that in which NCCL's watchdog lives, may call CUDA meanwhile."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = work()
+            results = run()
     finally:
         torch.cuda.set_stream(stream)  # which a failed capture leaves behind
     return graph.replay, results
@@ -104,13 +104,13 @@ class Captured:
         try:
             self._replay, self._results = self._record(lambda: self._run(given))
         except RuntimeError as error:
-            reason = str(_first(error)).strip().partition("\n")[0]
+            reason = str(_find_first_cause(error)).strip().partition("\n")[0]
             raise FzeroError("compile", f"CUDA cannot capture this step: {reason}", WAY_OUT) from error
 
 
-def _first(error: BaseException) -> BaseException:
+def _find_first_cause(error: BaseException) -> BaseException:
     """What came before an error: to end a capture fails too where what was captured did."""
-    return _first(error.__context__) if error.__context__ is not None else error
+    return _find_first_cause(error.__context__) if error.__context__ is not None else error
 
 
 _alive: WeakSet[Captured] = WeakSet()
@@ -155,7 +155,7 @@ def check_program(program: Program, device_type: str) -> None:
 
 def _obstacle(node: Node, device_type: str) -> str:
     """Why a node cannot be in a graph, "" where it can."""
-    if ops.is_call(node, ops.draw):
+    if node.op == "call_function" and record(node).draws:
         return "draws random numbers: a graph would draw the same in each step"
     value = node.meta.get("val")
     values = [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]

@@ -15,7 +15,7 @@ from fzero.execution.outline import Fragment
 
 
 @torch.no_grad()
-def compiled(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
+def compile_fragment(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
     """A function that does what the fragment does, up to rounding. Takes seconds; writes to inductor's cache on disk.
 
     Raises:
@@ -35,12 +35,12 @@ def compiled(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
     strides = [x.strides for x in fragment.inputs]
 
     def call(*tensors: Tensor) -> Sequence[Tensor]:
-        return function(*map(_strided, tensors, strides))
+        return function(*map(_restride, tensors, strides))
 
     return call
 
 
-def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+def _restride(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """The tensor with these strides: a collective may give others than were traced."""
     return (
         x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

@@ -1,8 +1,7 @@
-"""Lockstep: a program for every rank of its mesh at once, node by node, collectives computed across the ranks."""
+"""Lockstep: a program for every rank of its mesh at once, node by node, exchanges computed across the ranks."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,15 +12,13 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.randomness import drawn, fold, step_seed
-from fzero.layout import buffers
-from fzero.layout.layout import Layout, wire
-from fzero.optim.kernels import fused_adamw_
-from fzero.program import ops
-from fzero.program.costs import last_uses
-from fzero.program.ops import Node
+from fzero.base.randomness import step_seed
+from fzero.program.memory import last_uses
+from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
-from fzero.ranks.transports.reduction import JOINS
+from fzero.program.records import record
+from fzero.program.refusals import PASS_BUG
+from fzero.ranks.exchanges import Exchange, Steps
 
 Values = list[Any]  # one a rank
 Watch = Callable[[Node, list[dict[Node, Any]]], None]
@@ -84,138 +81,78 @@ def _step(node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, An
         values[node] = result
 
 
-class _Pending(NamedTuple):
-    """A started communication: its result, and what it reads, which nothing may write to until it is done."""
+class _Started(NamedTuple):
+    """What a rank has started: its result, and what it sends, which nothing may write to until it is waited for."""
 
+    rank: int
     result: Tensor
     sent: Sequence[Tensor]
     versions: list[int]
 
-
-_EXCHANGES = {ops.gather, ops.scatter, ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.all_reduce_list}
+    def wait(self) -> Tensor:
+        """The result. Raises where what was sent has been written to."""
+        if [x._version for x in self.sent] != self.versions:
+            raise FzeroError(f"rank {self.rank}", "memory that a collective is sending was written to", PASS_BUG)
+        return self.result
 
 
 class _Ranks:
-    """All ranks of a program's mesh. Methods are named as `ops`.
+    """All ranks of a program's mesh.
 
-    An exchange takes, as its first argument, what each rank gives; the rest is the same on all of them, and it returns
-    a result a rank. Every other method is one rank's. Memory is shared where it is on a live mesh: what one rank
-    gathers alone is a view of its slices. Means are taken in the order of ranks, as `transport` takes them.
+    Memory is shared where it is on a live mesh: what one rank gathers alone is a view of its slices. Means are taken in
+    the order of ranks, as the transports of CPU ranks take them.
     """
 
     def __init__(self, program: Program, seed: int | None) -> None:
-        self.layouts, self.mesh, self.seed = program.layouts, program.mesh, seed
-        self.seats = seats(program.mesh)
-        self.rows = {axis: _rows(self.seats, self.mesh, axis) for axis in self.mesh.names}
+        self.program, self.seats = program, seats(program.mesh)
+        self.seed = {"seed": seed}
+        self.rows = {axis: _rows(self.seats, program.mesh, axis) for axis in program.mesh.names}
 
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """What a node gives on each rank, called with each rank's arguments."""
-        if node.target in _EXCHANGES:
-            perform, (given, how) = getattr(self, node.target.__name__.partition(".")[0]), calls[0]
-            return perform([args[0] for args, _ in calls], *given[1:], **how)
-        if node.target in ops.FAKES:
-            perform = getattr(self, node.target.__name__.partition(".")[0])
-            return [perform(seat, *args, **kwargs) for seat, (args, kwargs) in zip(self.seats, calls)]
-        return [node.target(*args, **kwargs) for args, kwargs in calls]
+        operation = record(node)
+        if operation.perform is None:
+            return [node.target(*args, **kwargs) for args, kwargs in calls]
+        how = self.seed if operation.draws else {}
+        bound = [operation.perform(self.program, node, seat) for seat in self.seats]
+        results = [run(*args, **kwargs, **how) for run, (args, kwargs) in zip(bound, calls)]
+        return results if operation.moves is None else self._communicate(operation, results)
 
-    def _layout(self, bucket: str) -> Layout:
-        return self.layouts[bucket]
+    def _communicate(self, operation: Operation, ranks: list[Steps]) -> Values:
+        """Run an operation to its end on each rank, exchange by exchange."""
+        asked, results = _advance(ranks, [None] * len(ranks))
+        sent = [list(each.sent) for each in asked]
+        versions = [[x._version for x in each] for each in sent]
+        while asked:
+            asked, results = _advance(ranks, self._exchange(operation, asked))
+        if not operation.starts:
+            return results
+        return [_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)]
 
-    def gather(self, slices: list[Tensor], bucket: str, leaf: int, shape: Sequence[int]) -> Values:
-        return _copies(self._joined(self.mesh.shard_axis, slices, lambda row: torch.cat(row).view(shape)))
-
-    def scatter(self, fulls: list[Tensor], bucket: str, leaf: int, numel: int) -> Values:
-        means = self._means([full.reshape(-1) for full in fulls])
-        return [self.take(seat, mean, bucket, leaf, numel).clone() for seat, mean in zip(self.seats, means)]
-
-    def all_reduce(self, values: list[Tensor], op: str, axis: str) -> Values:
-        return _copies(self._joined(axis, values, lambda row: _reduced(row, op)))
-
-    def all_reduce_list(self, values: list[Sequence[Tensor]], op: str, axis: str) -> Values:
-        columns = [self.all_reduce(list(column), op, axis) for column in zip(*values)]
-        return [list(row) for row in zip(*columns)]
-
-    def all_gather(
-        self,
-        slices: list[Sequence[Tensor]],
-        bucket: str,
-        leaves: Sequence[int],
-        numel: int,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Values:
-        along = wire(self._layout(bucket), tuple(leaves))
-        ranks = [(given, along, seat.rank) for given, seat in zip(slices, self.seats)]
-        blocks = [buffers.block_of(*of, dtype) for of in ranks]
-        copied = [dtype is not None or buffers.view_of(*of) is None for of in ranks]
-        if self._layout(bucket).world > 1:
-            blocks = _copies(self._joined(self.mesh.shard_axis, blocks, torch.cat))
-        return [_started(block, [] if copy else given) for block, given, copy in zip(blocks, slices, copied)]
-
-    def reduce_scatter(self, fulls: list[Sequence[Tensor]], bucket: str, leaves: Sequence[int], numel: int) -> Values:
-        blocks = [buffers.blocks_of(given, wire(self._layout(bucket), tuple(leaves))) for given in fulls]
-        if self.mesh.size() == 1:
-            return [_started(block, [block]) for block in blocks]
-        world = self._layout(bucket).world
-        means = [mean.view(world, numel)[seat.rank].clone() for seat, mean in zip(self.seats, self._means(blocks))]
-        return [_started(mean, [buffers.flat(full) for full in given]) for mean, given in zip(means, fulls)]
-
-    def wait(self, seat: Seat, pending: _Pending) -> Tensor:
-        if [x._version for x in pending.sent] != pending.versions:
+    def _exchange(self, operation: Operation, asked: Sequence[Exchange]) -> Values:
+        """What each rank gets."""
+        kinds = {(type(each), each.axis) for each in asked}
+        if len(asked) != len(self.seats) or len(kinds) > 1:
+            problem = "ranks ask for different exchanges, and would wait for each other for ever"
             raise FzeroError(
-                f"rank {seat.number}", "memory that a collective is sending was written to", "mend the last pass"
+                f"operation {operation.name!r}", problem, "let every rank yield the same exchanges in order"
             )
-        return pending.result
-
-    def whole(
-        self, seat: Seat, buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]
-    ) -> Tensor:
-        return buffers.whole(buffer, wire(self._layout(bucket), tuple(leaves)), position, shape)
-
-    def part(self, seat: Seat, block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
-        return buffers.part(block, wire(self._layout(bucket), tuple(leaves)), seat.rank, position)
-
-    def take(self, seat: Seat, full: Tensor, bucket: str, leaf: int, numel: int) -> Tensor:
-        part = self._layout(bucket).part(leaf, seat.rank)
-        return full.reshape(-1)[part.start : part.stop]
-
-    def beside(self, seat: Seat, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def spread(self, seat: Seat, x: Tensor, like: Tensor) -> Tensor:
-        return x.expand(like.shape).clone()
-
-    def axis_index(self, seat: Seat, axis: str, device: torch.device) -> Tensor:
-        return torch.tensor(seat.along(axis), device=device)
-
-    def draw(self, seat: Seat, number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self.seed is not None  # a program with a draw has a seed
-        return drawn(fold(self.seed, seat.number, number), target, *args, **kwargs)
-
-    def adamw(self, seat: Seat, *args: Any) -> tuple[list[Tensor], ...]:
-        params, mu, nu = ([x.clone() for x in args[column]] for column in (0, 2, 3))
-        fused_adamw_(params, args[1], mu, nu, *args[4:])
-        return params, mu, nu
-
-    def adamw_(self, seat: Seat, *args: Any) -> None:
-        fused_adamw_(*args)
-
-    def _joined(self, axis: str, values: list[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Values:
-        """What the ranks along an axis join to, for each rank; theirs together."""
-        results: Values = [None] * len(values)
-        for row in self.rows[axis]:
-            joined = join([values[number] for number in row])
-            for number in row:
-                results[number] = joined
+        results: Values = [None] * len(asked)
+        for row in self.rows[asked[0].axis]:
+            for number, result in zip(row, asked[row[0]].join([asked[number] for number in row])):
+                results[number] = result
         return results
 
-    def _means(self, values: list[Tensor]) -> list[Tensor]:
-        """The mean over all ranks, for each rank: along the shard axis first, then along the others."""
-        first = self.mesh.shard_axis
-        for axis in (first, *(name for name in self.mesh.names if name != first)):
-            if self.mesh.size(axis) > 1:
-                values = self._joined(axis, values, lambda row: _reduced(row, "avg"))
-        return values
+
+def _advance(ranks: Sequence[Steps], answers: Sequence[Any]) -> tuple[list[Exchange], Values]:
+    """Give each rank its answer: the exchanges that ranks ask for next, and the results of those that have ended."""
+    asked, results = list[Exchange](), list[Any]()
+    for steps, answer in zip(ranks, answers):
+        try:
+            asked.append(next(steps) if answer is None else steps.send(answer))
+        except StopIteration as end:
+            results.append(end.value)
+    return asked, results
 
 
 def _rows(ranks: list[Seat], mesh: VirtualMesh, axis: str) -> list[list[int]]:
@@ -225,18 +162,3 @@ def _rows(ranks: list[Seat], mesh: VirtualMesh, axis: str) -> list[list[int]]:
     for seat in ranks:
         rows.setdefault((*seat.position[:along], *seat.position[along + 1 :]), []).append(seat.number)
     return list(rows.values())
-
-
-def _copies(values: list[Tensor]) -> Values:
-    return [value.clone() for value in values]
-
-
-def _started(result: Tensor, sent: Sequence[Tensor]) -> _Pending:
-    return _Pending(result, sent, [x._version for x in sent])
-
-
-def _reduced(values: Sequence[Tensor], op: str) -> Tensor:
-    """The values of all ranks to one, in rank order."""
-    join = JOINS[op]
-    total = functools.reduce(join, values)
-    return total / len(values) if op == "avg" else total

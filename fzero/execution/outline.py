@@ -14,8 +14,9 @@ from torch import Tensor, fx
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, Kind
-from fzero.program.ops import Node, is_call, name_of
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import find_writes, is_call, is_random, name_of, shares_memory
 from fzero.values.regions import DOTS
 
 LEAST = 2
@@ -65,7 +66,7 @@ def outline(program: Program) -> Program:
     where leaves of another bucket are used, so that layers stay apart where no collective parts them. Views of what a
     fragment takes, or gives, are made outside of it.
     """
-    program = program.copy("outline")
+    program = program.copy()
     for item in program.graph.find_nodes(op="call_function", target=operator.getitem):
         item.args[0].append(item)  # so that no run ends between them
     for run in list(_runs(program)):
@@ -80,7 +81,7 @@ def _runs(program: Program) -> Iterator[list[Node]]:
         used = [bucket_of[source] for source in node.all_input_nodes if source in bucket_of]
         if is_call(node, ops.whole):
             bucket_of[node] = node.args[1]
-        elif used and ops.shares_memory(node):
+        elif used and shares_memory(node):
             bucket_of[node] = used[0]
         elif used and bucket not in used:
             yield run
@@ -96,7 +97,7 @@ def _is_plain(node: Node, kinds: dict[Node, Kind]) -> bool:
     """Whether a node only computes, from and to tensors of the same sizes on all ranks."""
     if node.op != "call_function" or getattr(node.target, "namespace", "") != "aten":
         return False
-    if ops.overwritten(node) or ops.is_random(node) or name_of(node) in _ACCUMULATE:
+    if find_writes(node) or is_random(node) or name_of(node) in _ACCUMULATE:
         return False
     values = [node, *node.all_input_nodes]
     return all(isinstance(kinds[x], frozenset) and RAGGED not in kinds[x] and _is_ordinary(x) for x in values)
@@ -118,7 +119,7 @@ def _outline(graph: fx.Graph, run: Sequence[Node]) -> None:
     inside = _inside(run)
     if sum(map(_may_fuse, inside)) < LEAST:
         return
-    outputs, views = _needed(inside)
+    outputs, views = _find_needed(inside)
     fragment, inputs = _fragment(inside, outputs)
     with graph.inserting_after(run[-1]):
         call = last = graph.call_function(fragment, tuple(inputs))
@@ -140,19 +141,19 @@ def _inside(run: Sequence[Node]) -> list[Node]:
     """What a run computes, with views of that, but not the views of what was there before."""
     inside: dict[Node, None] = {}
     for node in run:
-        if node.op == "call_function" and (not ops.shares_memory(node) or node.all_input_nodes[0] in inside):
+        if node.op == "call_function" and (not shares_memory(node) or node.all_input_nodes[0] in inside):
             inside[node] = None
     return list(inside)
 
 
 def _may_fuse(node: Node) -> bool:
     """Whether a node is worth compiling with another: not a view, a matrix product, or of numbers only."""
-    if ops.shares_memory(node) or name_of(node) in DOTS:
+    if shares_memory(node) or name_of(node) in DOTS:
         return False
     return any(x.ndim for source in node.all_input_nodes for x in _tensors(source))
 
 
-def _needed(inside: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+def _find_needed(inside: Sequence[Node]) -> tuple[list[Node], list[Node]]:
     """What others need of it: tensors that it has to give, and views of those, which are made outside. In order."""
     outputs, views, own = list[Node](), list[Node](), set(inside)
     for node in reversed(inside):
@@ -165,7 +166,7 @@ def _needed(inside: Sequence[Node]) -> tuple[list[Node], list[Node]]:
 
 def _is_view(node: Node) -> bool:
     """Whether a node's value shares memory with that of another; an item of several results is a result itself."""
-    return ops.shares_memory(node.args[0] if is_call(node, operator.getitem) else node)
+    return shares_memory(node.args[0] if is_call(node, operator.getitem) else node)
 
 
 def _fragment(inside: Sequence[Node], outputs: Sequence[Node]) -> tuple[Fragment, list[Node]]:
@@ -183,8 +184,8 @@ def _fragment(inside: Sequence[Node], outputs: Sequence[Node]) -> tuple[Fragment
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         values[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"y{i}")
     graph.output(tuple(values[node] for node in outputs))
-    return Fragment(str(graph), tuple(_described(node.meta["val"]) for node in inputs), graph), inputs
+    return Fragment(str(graph), tuple(_describe(node.meta["val"]) for node in inputs), graph), inputs
 
 
-def _described(x: Tensor) -> Value:
+def _describe(x: Tensor) -> Value:
     return Value(tuple(x.shape), x.stride(), x.dtype, x.device)

@@ -1,13 +1,15 @@
-"""Profiling: what a program's communication is called in a profile of torch."""
+"""Profiling: what a program's operations are called in a profile of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
+
+from fzero.execution.bind import Call
 
 
 class _Named(NamedTuple):
@@ -15,59 +17,31 @@ class _Named(NamedTuple):
     name: str
 
 
-class Profiled:
-    """A runtime whose communication has names: `"all_gather layers.0"` while one is started, `"wait all_gather
-    layers.0"` while it is waited for, `"all_reduce fsdp"`, and `"adamw 12 leaves"` for updates.
-
-    Everything else is the other runtime's.
-    """
-
-    def __init__(self, runtime: Any) -> None:
-        self._runtime = runtime
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-    def all_gather(self, slices: Any, bucket: str, *rest: Any, **how: Any) -> _Named:
-        return self._started("all_gather", slices, bucket, *rest, **how)
-
-    def reduce_scatter(self, fulls: Any, bucket: str, *rest: Any) -> _Named:
-        return self._started("reduce_scatter", fulls, bucket, *rest)
-
-    def _started(self, op: str, values: Any, bucket: str, *rest: Any, **how: Any) -> _Named:
-        name = f"{op} {bucket}"
-        with record_function(name):
-            return _Named(getattr(self._runtime, op)(values, bucket, *rest, **how), name)
-
-    def wait(self, started: _Named) -> Tensor:
-        with record_function(f"wait {started.name}"):
-            return self._runtime.wait(started.pending)
-
-    def gather(self, x: Tensor, bucket: str, *rest: Any) -> Tensor:
-        with record_function(f"gather {bucket}"):
-            return self._runtime.gather(x, bucket, *rest)
-
-    def scatter(self, x: Tensor, bucket: str, *rest: Any) -> Tensor:
-        with record_function(f"scatter {bucket}"):
-            return self._runtime.scatter(x, bucket, *rest)
-
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
-        with record_function(f"all_reduce {axis}"):
-            return self._runtime.all_reduce(x, op, axis)
-
-    def all_reduce_list(self, values: Sequence[Tensor], op: str, axis: str) -> list[Tensor]:
-        with record_function(f"all_reduce {axis}"):
-            return self._runtime.all_reduce_list(values, op, axis)
-
-    def adamw(self, params: Any, *rest: Any) -> Any:
-        with record_function(f"adamw {len(params)} leaves"):
-            return self._runtime.adamw(params, *rest)
-
-    def adamw_(self, params: Any, *rest: Any) -> None:
-        with record_function(f"adamw {len(params)} leaves"):
-            self._runtime.adamw_(params, *rest)
+def is_profiling() -> bool:
+    """Whether a profile of torch is being taken. Names cost 20 microseconds each, so that only then calls have them."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
-def named(runtime: Any) -> Any:
-    """The runtime, `Profiled` while a profile of torch is taken: names cost 20 microseconds each."""
-    return Profiled(runtime) if torch.autograd.profiler._is_profiler_enabled else runtime
+def name_calls(calls: Mapping[str, Call]) -> dict[str, Callable[..., Any]]:
+    """The calls, each under its label: `"all_gather layers.0"` while one is started, `"wait all_gather layers.0"` while
+    it is waited for, `"all_reduce fsdp"`, and `"adamw 12 leaves"` for updates."""
+    return {key: _name(call) for key, call in calls.items()}
+
+
+def _name(call: Call) -> Callable[..., Any]:
+    if call.waits:
+        return _wait
+    if not call.label:
+        return call.run
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function(call.label):
+            result = call.run(*args, **kwargs)
+        return _Named(result, call.label) if call.starts else result
+
+    return run
+
+
+def _wait(started: _Named) -> Tensor:
+    with record_function(f"wait {started.name}"):
+        return started.pending.wait()

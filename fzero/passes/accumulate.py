@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from fzero.program import ops
-from fzero.program.ops import Node, is_call
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import is_call
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -22,7 +23,7 @@ def accumulate(program: Program) -> Program:
     Same results up to rounding, since sums over microbatches and means over ranks change places. Whole gradients stay
     alive from the first microbatch to the last.
     """
-    program = program.copy("accumulate")
+    program = program.copy()
     for node in list(program.graph.nodes):
         scatters = [source for source in node.all_input_nodes if is_call(source, ops.scatter)]
         if scatters and _is_linear(node, scatters):

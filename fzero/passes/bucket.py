@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from fzero.layout.layout import wire
-from fzero.passes.order import hops, settle, sink_gathers
+from fzero.passes.order import hops, restore_order, sink_gathers
 from fzero.program import ops
-from fzero.program.ops import Node, is_call
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import is_call
 
 
 def bucket(program: Program) -> Program:
@@ -23,11 +24,11 @@ def bucket(program: Program) -> Program:
     use and each reduce-scatter where the last of its gradients is ready. Two sets of slices in one layout (parameters
     and their moving average) keep gathers of their own.
     """
-    program = program.copy("bucket")
+    program = program.copy()
     _merge_repeated(program)
     for members in _groups(program, ops.gather):
         _move_together(program, members, ops.all_gather, ops.whole)
-    settle(program.graph)
+    restore_order(program.graph)
     for members in _groups(program, ops.scatter):
         _move_together(program, members, ops.reduce_scatter, ops.part)
     sink_gathers(program.graph)

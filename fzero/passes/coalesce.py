@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 
-from fzero.passes.order import hops, settle
+from fzero.passes.order import hops, restore_order
 from fzero.program import ops
-from fzero.program.ops import Node, is_call, overwritten, storage
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import find_writes, is_call, storage
 
 
 def coalesce(program: Program) -> Program:
@@ -17,10 +18,10 @@ def coalesce(program: Program) -> Program:
     Same results, bit for bit where the backend reduces each element alike whatever its position, as two ranks always
     do. The sums of squares behind a global norm cost one collective, not one a leaf.
     """
-    program = program.copy("coalesce")
+    program = program.copy()
     depth = hops(program.graph, lambda node: is_call(node, ops.all_reduce))
     groups: dict[tuple[object, ...], list[Node]] = {}
-    changed = {storage(written) for node in program.graph.nodes for written in overwritten(node)}
+    changed = {storage(written) for node in program.graph.nodes for written in find_writes(node)}
     for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
         value = node.meta["val"]
         if storage(node.args[0]) not in changed:
@@ -28,7 +29,7 @@ def coalesce(program: Program) -> Program:
     for (op, axis, *_), members in groups.items():
         if len(members) > 1:
             _reduce_together(program, members, op, axis)
-    settle(program.graph)
+    restore_order(program.graph)
     return program
 
 

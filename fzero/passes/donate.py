@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from fzero.program import ops
-from fzero.program.ops import Node, is_call, name_of, shares_memory, storage
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import is_call, name_of, record, shares_memory, starts, storage
 
 
 def donate(program: Program) -> Program:
@@ -23,8 +24,8 @@ def donate(program: Program) -> Program:
     it, and itself reads no view of it. A step that has such a result is an update: its other state results are copied
     into the arguments of the same path once everything has been read. Lists of gradients that die are overwritten too.
     """
-    program = program.copy("donate")
-    memory = _Memory(program)
+    program = program.copy()
+    memory = _Owners(program)
     _reuse_lists(program, memory)
     is_update = _is_update(program, memory)
     donated = _work_in_place(program, memory)
@@ -36,7 +37,7 @@ def donate(program: Program) -> Program:
     return replace(program, arguments=arguments)
 
 
-class _Memory:
+class _Owners:
     """Which nodes share memory, and the position at which each memory is made or read last."""
 
     def __init__(self, program: Program) -> None:
@@ -58,16 +59,15 @@ class _Memory:
         """
         if is_call(node, ops.whole, ops.part):
             started = node.args[0].args[0]
-            if ops.cast_of(started):
-                return storage(node)  # what was sent is a cast copy
-            return self.owner[started.args[0][node.args[3]]]
+            sent = record(started).alias_at(started, node.args[3])
+            return storage(node) if sent is None else self.owner[sent]
         sources = [self.owner[source] for source in node.all_input_nodes] if shares_memory(node) else []
         return sources[0] if sources and not isinstance(sources[0], fx.Node) else storage(node)
 
     def _read(self, node: Node, at: int) -> None:
         """Note that `node` is read at this position, the last so far. What is sent is read until it is waited for."""
         self.last_read[self.owner[node]] = at
-        if is_call(node, ops.all_gather, ops.reduce_scatter):
+        if starts(node):
             for sent in node.all_input_nodes:
                 self._read(sent, at)
 
@@ -94,21 +94,21 @@ def _state_results(program: Program) -> list[tuple[int, Any, Node]]:
     return [(i, result, node) for i, (result, node) in enumerate(returned) if result.bucket is not None]
 
 
-def _matches(memory: _Memory, placeholder: Node, result: Any, node: Node) -> bool:
+def _matches(memory: _Owners, placeholder: Node, result: Any, node: Node) -> bool:
     """Whether a state argument has the layout, leaf and dtype of a result."""
     argument = memory.argument[placeholder]
     same = (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
     return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
 
 
-def _is_update(program: Program, memory: _Memory) -> bool:
+def _is_update(program: Program, memory: _Owners) -> bool:
     """Whether some state result is computed with the state argument of its leaf as first operand: `p + u`."""
     for _, result, node in _state_results(program):
         call = node
         path: list[int] = []
         while is_call(call, operator.getitem):
             call, path = call.args[0], [call.args[1], *path]
-        if is_call(call, ops.adamw):
+        if call.op == "call_function" and record(call).in_place is not None:
             return True
         first = call.args[0][path[-1]] if path and isinstance(call.args[0], (list, tuple)) else (*call.args, None)[0]
         if isinstance(first, fx.Node) and first.op == "placeholder" and _matches(memory, first, result, node):
@@ -116,13 +116,13 @@ def _is_update(program: Program, memory: _Memory) -> bool:
     return False
 
 
-def _work_in_place(program: Program, memory: _Memory) -> set[Node]:
+def _work_in_place(program: Program, memory: _Owners) -> set[Node]:
     """Turn operations whose results replace what they read into their in-place forms."""
     wanted = {node: result for _, result, node in _state_results(program)}
     donated: set[Node] = set()
     for node in list(program.graph.nodes):
-        if is_call(node, ops.adamw):
-            donated |= _adamw_in_place(program, memory, node, wanted)
+        if node.op == "call_function" and record(node).in_place is not None:
+            donated |= _columns_in_place(program, memory, node, wanted)
         elif name_of(node).startswith("_foreach_"):
             donated |= _foreach_in_place(program, memory, node, wanted)
         elif node in wanted:
@@ -130,16 +130,18 @@ def _work_in_place(program: Program, memory: _Memory) -> set[Node]:
     return donated
 
 
-def _adamw_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _columns_in_place(program: Program, memory: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+    """Turn an operation with an in-place form of its own, which replaces whole lists of operands, into that."""
+    operation = record(call)
     columns = {column.args[1]: column for column in call.users}
     news: dict[Node, Node] = {}
-    for index, argument in enumerate((0, 2, 3)):
+    for index, argument in enumerate(operation.replaces):
         items = {item.args[1]: item for item in columns[index].users} if index in columns else {}
         news.update({old: items.get(position) for position, old in enumerate(call.args[argument])})
     reads = memory.reads(call)
     if not all(_replaces(memory, call, reads, old, new, wanted) for old, new in news.items()):
         return set()
-    call.target, call.meta["val"] = ops.adamw_, None
+    call.target, call.meta["val"] = operation.in_place, None
     for old, new in news.items():
         memory.join(old, new)
     program.substitute_all({new: old for old, new in news.items() if new is not None})
@@ -148,7 +150,7 @@ def _adamw_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[
     return set(news)
 
 
-def _foreach_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _foreach_in_place(program: Program, memory: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     in_place = _in_place_overload(call)
     items = {item.args[1]: item for item in call.users}
     olds = list(call.args[0])
@@ -161,7 +163,7 @@ def _foreach_in_place(program: Program, memory: _Memory, call: Node, wanted: dic
     return set(olds)
 
 
-def _one_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _one_in_place(program: Program, memory: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     in_place, old = _in_place_overload(call), call.args[0] if call.args else None
     if in_place is None or not isinstance(old, fx.Node):
         return set()
@@ -175,7 +177,7 @@ def _one_in_place(program: Program, memory: _Memory, call: Node, wanted: dict[No
 
 
 def _replaces(
-    memory: _Memory, call: Node, reads: Counter[Any], old: Node, new: Node | None, wanted: dict[Node, Any]
+    memory: _Owners, call: Node, reads: Counter[Any], old: Node, new: Node | None, wanted: dict[Node, Any]
 ) -> bool:
     """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it."""
     return (
@@ -187,7 +189,7 @@ def _replaces(
     )
 
 
-def _reuse_lists(program: Program, memory: _Memory) -> None:
+def _reuse_lists(program: Program, memory: _Owners) -> None:
     """List operations on temporaries that die there, and share nothing with each other, work in place."""
     given = {memory.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
     for call in list(program.graph.nodes):
@@ -217,7 +219,7 @@ def _in_place_overload(call: Node) -> Any:
     return getattr(packet, call.target._overloadname, None)
 
 
-def _overwrite(program: Program, memory: _Memory, call: Node, in_place: Any) -> None:
+def _overwrite(program: Program, memory: _Owners, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list: its items are that list's nodes."""
     olds = {item: call.args[0][item.args[1]] for item in call.users}
     for item, old in olds.items():
@@ -226,7 +228,7 @@ def _overwrite(program: Program, memory: _Memory, call: Node, in_place: Any) -> 
     call.target, call.meta["val"] = in_place, None
 
 
-def _copy_back(program: Program, memory: _Memory, donated: set[Node]) -> set[Node]:
+def _copy_back(program: Program, memory: _Owners, donated: set[Node]) -> set[Node]:
     """Copy remaining state results of an update into the arguments of the same path, in one operation at the end."""
     returned = list(program.output.args[0])
     kept = {memory.owner[node] for node in returned}

@@ -9,10 +9,11 @@ import torch
 from torch import fx
 
 from fzero.optim.kernels import scale_by_adam
-from fzero.passes.order import settle
+from fzero.passes.order import restore_order
 from fzero.program import ops
-from fzero.program.ops import Node, is_call
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import is_call
 
 _aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def fuse(program: Program) -> Program:
     One call for all leaves of one dtype, rate and decay. Same results up to the rounding of a few operations: the
     kernel decays the parameter first and adds the step to that. Leaves whose updates go anywhere else are left alone.
     """
-    program = program.copy("fuse")
+    program = program.copy()
     for adam in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
         groups: dict[tuple[Any, ...], list[_Row]] = {}
         lists = _Lists()
@@ -45,7 +46,7 @@ def fuse(program: Program) -> Program:
                 groups.setdefault((row.rate, row.decay, *dtypes), []).append(row)
         for (rate, decay, _), rows in groups.items():
             _call(program, adam, rate, decay, rows)
-    settle(program.graph)
+    restore_order(program.graph)
     return program
 
 

@@ -6,53 +6,35 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
-from fzero.program import ops
-from fzero.program.ops import Node, is_call, overwritten, storage
-
-_aten = torch.ops.aten
-VIEWS = frozenset({
-    _aten.alias.default, _aten.detach.default, _aten.view.default, _aten._unsafe_view.default, _aten.t.default,
-    _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim,
-    _aten.squeeze.dims, _aten.expand.default, _aten.slice.Tensor, _aten.select.int, _aten.as_strided.default,
-    _aten.unfold.default, _aten.diagonal.default, _aten.view.dtype, _aten.real.default,
-    ops.wait, ops.whole, ops.part,
-})  # fmt: skip
-"""Operations of one tensor whose result shares its memory."""
-
-DERIVED = VIEWS | {_aten._to_copy.default, _aten.clone.default}
-"""Operations so cheap that they are done again rather than keeping a gathered leaf alive for them."""
+from fzero.program.operation import Node
+from fzero.program.records import find_writes, record, starts, storage
 
 
-def gathered(graph: fx.Graph) -> dict[Node, Node]:
-    """Each all-gather, and each node derived from one alone -> that all-gather."""
-    return _derived(graph, ops.all_gather)
-
-
-def scattered(graph: fx.Graph) -> dict[Node, Node]:
-    """Each reduce-scatter, and each node derived from one alone -> that reduce-scatter."""
-    return _derived(graph, ops.reduce_scatter)
-
-
-def _derived(graph: fx.Graph, target: Any) -> dict[Node, Node]:
+def find_derived(graph: fx.Graph, direction: str) -> dict[Node, Node]:
+    """Each node that starts a "gathered" (or "scattered") buffer, and each node cheaply derived from one alone -> the
+    node that starts it."""
     origin: dict[Node, Node] = {}
-    changed = {storage(written) for node in graph.nodes for written in overwritten(node)}
+    changed = {storage(written) for node in graph.nodes for written in find_writes(node)}
     for node in graph.nodes:
-        if is_call(node, target):
+        if starts(node) == direction:
             origin[node] = node
-        elif node.target in DERIVED and len(node.all_input_nodes) == 1 and storage(node) not in changed:
+        elif _is_derived(node) and len(node.all_input_nodes) == 1 and storage(node) not in changed:
             (source,) = node.all_input_nodes
             if source in origin:
                 origin[node] = origin[source]
     return origin
 
 
+def _is_derived(node: Node) -> bool:
+    return node.op == "call_function" and record(node).is_derived
+
+
 def sink_gathers(graph: fx.Graph) -> None:
     """Move each all-gather, with what is derived from it, to its first use. Drops what has no use."""
-    settle(graph)
-    lazy = gathered(graph)
+    restore_order(graph)
+    lazy = find_derived(graph, "gathered")
     order: dict[Node, None] = {}
     for root in graph.nodes:
         stack = [] if root in lazy else [root]
@@ -65,10 +47,10 @@ def sink_gathers(graph: fx.Graph) -> None:
     rearrange(graph, list(order))
 
 
-def settle(graph: fx.Graph) -> None:
+def restore_order(graph: fx.Graph) -> None:
     """Move each node that stands before one of its inputs to just behind the last of them. Drops what has no use."""
     position = {node: index for index, node in enumerate(graph.nodes)}
-    followers = _followers(graph)
+    followers = _find_followers(graph)
     missing = {node: len(node.all_input_nodes) for node in position}
     for later in followers.values():
         for node in later:
@@ -86,9 +68,9 @@ def settle(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _followers(graph: fx.Graph) -> dict[Node, list[Node]]:
+def _find_followers(graph: fx.Graph) -> dict[Node, list[Node]]:
     """Node -> nodes that must stay behind it although they do not take its value: both touch memory that is changed."""
-    changed = {storage(written) for node in graph.nodes for written in overwritten(node)}
+    changed = {storage(written) for node in graph.nodes for written in find_writes(node)}
     last: dict[Any, Node] = {}
     followers: dict[Node, list[Node]] = {}
     for node in graph.nodes if changed else ():

@@ -8,10 +8,10 @@ from itertools import pairwise
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import gathered, rearrange, sink_gathers
-from fzero.program import ops
-from fzero.program.ops import Node, is_call
+from fzero.passes.order import find_derived, rearrange, sink_gathers
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import starts
 
 
 def release(program: Program, *, stage: int) -> Program:
@@ -26,7 +26,7 @@ def release(program: Program, *, stage: int) -> Program:
     """
     if stage not in (1, 2, 3):
         raise FzeroError("stage", f"is {stage!r}", "stages are 1, 2 and 3")
-    program = program.copy(f"release stage {stage}")
+    program = program.copy()
     if stage == 3:
         _regather(program)
     if stage == 1:
@@ -35,7 +35,7 @@ def release(program: Program, *, stage: int) -> Program:
 
 
 def _regather(program: Program) -> None:
-    origin = gathered(program.graph)
+    origin = find_derived(program.graph, "gathered")
     uses = [(node, {origin[n] for n in node.all_input_nodes if n in origin}) for node in program.graph.nodes]
     uses = [(node, buckets) for node, buckets in uses if buckets and node not in origin]
     for bucket, span in _later_spans(uses):
@@ -84,6 +84,6 @@ def _scatter_last(program: Program) -> None:
     """Move every reduce-scatter, and what needs one, behind everything that needs none."""
     late: set[Node] = set()
     for node in program.graph.nodes:
-        if is_call(node, ops.reduce_scatter) or any(n in late for n in node.all_input_nodes):
+        if starts(node) == "scattered" or any(n in late for n in node.all_input_nodes):
             late.add(node)
     rearrange(program.graph, sorted(program.graph.nodes, key=late.__contains__))

@@ -7,13 +7,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fzero.program import ops
-from fzero.program.ops import Node, name_of, overwritten, storage
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import find_writes, name_of, record, storage
 from fzero.values.regions import Region, annotate, mark_of
-
-_LOCAL = frozenset({ops.draw, ops.take, ops.beside, ops.spread, ops.axis_index})
-"""The operations of `ops` that do not communicate."""
 
 
 def rematerialize(program: Program) -> Program:
@@ -26,7 +23,7 @@ def rematerialize(program: Program) -> Program:
     """
     if not _outermost(program.graph):
         return program
-    program = program.copy("rematerialize")
+    program = program.copy()
     while regions := _outermost(program.graph):
         writers = _writers(program.graph)
         for region, members in regions.items():
@@ -48,7 +45,7 @@ def _writers(graph: fx.Graph) -> dict[Any, list[Node]]:
     """Memory that is written to -> the nodes that do."""
     writers: dict[Any, list[Node]] = {}
     for node in graph.nodes:
-        for written in overwritten(node):
+        for written in find_writes(node):
             writers.setdefault(storage(written), []).append(node)
     return writers
 
@@ -58,7 +55,7 @@ def _recompute(program: Program, region: Region, members: list[Node], writers: d
     lost = set(members) - _kept(region, members, writers)
     users = {user for node in lost for user in node.users if not _is_inside(user, region)}
     used = lost.intersection(node for user in users for node in user.all_input_nodes)
-    needed = _needed(used, lost, writers)
+    needed = _find_needed(used, lost, writers)
     if users:
         with program.graph.inserting_before(min(users)):
             copies = _copies(program, [node for node in members if node in needed])
@@ -103,14 +100,14 @@ def _is_used_forward(node: Node, region: Region) -> bool:
 
 def _is_chosen(node: Node, region: Region) -> bool:
     """Whether a node's value is the result of a collective, or one that the region's policy keeps."""
-    if node.op != "call_function" or node.target in ops.FAKES.keys() - _LOCAL:
+    if node.op != "call_function" or record(node).moves is not None:
         return True
     value = node.meta.get("val")
     named = node.args[0] if name_of(node) == "getitem" else node
     return isinstance(value, Tensor) and region.keeps(name_of(named), value)
 
 
-def _needed(values: Iterable[Node], lost: set[Node], writers: dict[Any, list[Node]]) -> set[Node]:
+def _find_needed(values: Iterable[Node], lost: set[Node], writers: dict[Any, list[Node]]) -> set[Node]:
     """What of `lost` it takes to compute these values: what they are computed from, and what writes to that memory."""
     needed: set[Node] = set()
     stack = list(values)

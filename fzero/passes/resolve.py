@@ -9,8 +9,9 @@ from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, axes_of
-from fzero.program.ops import Node, is_call
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import is_call
 
 
 def resolve(program: Program) -> Program:
@@ -22,7 +23,7 @@ def resolve(program: Program) -> Program:
         FzeroError: where a per-rank value meets a slice or is returned as state, or where the step writes into its
             arguments, with the leaf and the user's line.
     """
-    program = program.copy("resolve")
+    program = program.copy()
     check_writes(program)
     kinds = infer(program)
     check_results(program, kinds)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from fzero.passes.order import scattered
+from fzero.passes.order import find_derived
 from fzero.program import ops
-from fzero.program.ops import Node, is_call
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import is_call
 from fzero.program.timeline import Lanes
 
 
@@ -19,8 +20,8 @@ def split(program: Program) -> Program:
     Same results, bit for bit. When gradients are there follows from `program.rates`. An update that must have them all
     before it begins, as with clipping by the global norm, stays whole.
     """
-    program = program.copy("split")
-    origin, lanes = scattered(program.graph), Lanes(program.costs())
+    program = program.copy()
+    origin, lanes = find_derived(program.graph, "scattered"), Lanes(program.costs())
     for node in list(program.graph.nodes):
         if origin.get(node, node) is not node:
             continue  # what waits for a gradient, which is waited for as late as can be

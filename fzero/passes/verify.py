@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fzero.base.errors import FzeroError
-from fzero.layout.layout import wire
-from fzero.passes.order import gathered
+from fzero.passes.order import find_derived
 from fzero.program import ops
 from fzero.program.inference import infer
-from fzero.program.kinds import Buffer, Kind, average_first, broken, kind_of_state, line_of, words
-from fzero.program.ops import Node, is_call, name_of, overwritten, storage
+from fzero.program.kinds import Buffer, Kind, kind_of_state
+from fzero.program.operation import Node
 from fzero.program.program import Program
-
-_STARTS = (ops.all_gather, ops.reduce_scatter)
-_REDUCTIONS = ("sum", "avg", "max", "min")
+from fzero.program.records import find_writes, is_call, leaves_of, name_of, record, starts, storage
+from fzero.program.refusals import PASS_BUG, advise_mean, describe_kind, line_of, refuse_node
 
 
 def verify(program: Program, *, stage: int | None = None) -> Program:
@@ -50,7 +48,7 @@ def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
     returned = program.output.args[0]
     if len(returned) != len(program.tensor_results):
         problem = f"returns {len(returned)} tensors for {len(program.tensor_results)} results"
-        raise FzeroError(program.name, problem, "mend the last pass")
+        raise FzeroError(program.name, problem, PASS_BUG)
     for result, node in zip(program.tensor_results, returned):
         kind, expected = kinds[node], kind_of_state(program, result)
         if kind == expected or (expected is None and not isinstance(kind, Buffer)):
@@ -58,9 +56,9 @@ def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
         where, name = program.path_of(result), f"result {result.path!r}"
         if isinstance(kind, frozenset) and kind:
             problem = f"{name} is state but depends on this rank's batch in {node.name}: ranks would drift apart"
-            raise FzeroError(where, problem + line_of(node), average_first(kind))
-        wanted = f", not {words(program, expected)}," if expected is not None else ""
-        problem = f"{name} is {words(program, kind)}{wanted} in {node.name}{line_of(node)}"
+            raise FzeroError(where, problem + line_of(node), advise_mean(kind))
+        wanted = f", not {describe_kind(program, expected)}," if expected is not None else ""
+        problem = f"{name} is {describe_kind(program, kind)}{wanted} in {node.name}{line_of(node)}"
         raise FzeroError(where, problem, "return the leaf that belongs there")
 
 
@@ -74,13 +72,12 @@ def check_writes(program: Program) -> None:
     }
     sending: dict[Node, set[object]] = {}
     for node in program.graph.nodes:
-        if is_call(node, ops.gather):
-            given[storage(node)] = program.layout_of(node).leaves[node.args[2]].path
-        elif is_call(node, ops.whole):
-            given[storage(node)] = program.layout_of(node).leaves[node.args[2][node.args[3]]].path
-        elif is_call(node, *_STARTS):
+        if is_call(node, ops.gather, ops.whole):
+            (leaf,) = leaves_of(node)
+            given[storage(node)] = program.layout_of(node).leaves[leaf].path
+        elif starts(node):
             sending[node] = {storage(source) for source in node.all_input_nodes}
-        elif is_call(node, ops.wait):
+        elif node.op == "call_function" and record(node).waits:
             del sending[node.args[0]]
         elif node.op == "get_attr":
             given[storage(node)] = "a tensor that the step captured"
@@ -88,7 +85,7 @@ def check_writes(program: Program) -> None:
 
 
 def _check_writes_of(program: Program, node: Node, given: dict[object, str], sending: dict[Node, set[object]]) -> None:
-    for memory in map(storage, overwritten(node)):
+    for memory in map(storage, find_writes(node)):
         if memory in given:
             raise FzeroError(
                 given[memory],
@@ -97,7 +94,7 @@ def _check_writes_of(program: Program, node: Node, given: dict[object, str], sen
             )
         for start, sent in sending.items():
             if memory in sent:
-                raise broken(program, node, f"writes to what {start.name} is sending", "wait for it first")
+                raise refuse_node(program, node, f"writes to what {start.name} is sending", "wait for it first")
 
 
 def _check_order(program: Program) -> None:
@@ -105,70 +102,21 @@ def _check_order(program: Program) -> None:
     for node in program.graph.nodes:
         for source in node.all_input_nodes:
             if source not in seen:
-                raise broken(program, node, f"stands before its input {source.name}", "order the nodes by their use")
+                raise refuse_node(
+                    program, node, f"stands before its input {source.name}", "order the nodes by their use"
+                )
         seen.add(node)
 
 
 def _check_collectives(program: Program) -> None:
     for node in program.graph.nodes:
-        if is_call(node, ops.all_reduce, ops.all_reduce_list):
-            _check_reduction(program, node)
-        elif is_call(node, ops.axis_index):
-            _check_axis(program, node, node.args[0])
-        elif is_call(node, *_STARTS):
-            _check_start(program, node)
-        elif is_call(node, ops.gather, ops.scatter, ops.take):
-            _check_leaves(program, node, [node.args[2]])
-
-
-def _check_reduction(program: Program, node: Node) -> None:
-    values, op, axis = node.args
-    _check_axis(program, node, axis)
-    if op not in _REDUCTIONS:
-        raise broken(program, node, f"reduces by {op!r}", f"there are {_REDUCTIONS}")
-    if is_call(node, ops.all_reduce_list):
-        _check_dtypes(program, node, values)
-
-
-def _check_axis(program: Program, node: Node, axis: str) -> None:
-    if axis not in program.mesh.names:
-        raise broken(program, node, f"names the axis {axis!r}", f"the mesh has {program.mesh.names}")
-
-
-def _check_dtypes(program: Program, node: Node, values: list[Node]) -> None:
-    """One buffer holds values of one dtype."""
-    dtypes = sorted({str(value.meta["val"].dtype).removeprefix("torch.") for value in values})
-    if len(dtypes) > 1:
-        raise broken(program, node, f"moves {' and '.join(dtypes)} in one buffer", "move each dtype on its own")
-
-
-def _check_start(program: Program, node: Node) -> None:
-    """One wait, and numbers as the layout has them."""
-    values, bucket, leaves, numel = node.args
-    waits = [user for user in node.users if is_call(user, ops.wait)]
-    if len(waits) != 1:
-        raise broken(program, node, f"of {bucket!r} is waited for {len(waits)} times", "wait for a collective once")
-    _check_leaves(program, node, leaves)
-    if len(values) != len(leaves):
-        raise broken(program, node, f"moves {len(values)} values as {len(leaves)} leaves of {bucket!r}", "match them")
-    if not ops.cast_of(node):
-        _check_dtypes(program, node, values)
-    sent = wire(program.layouts[bucket], tuple(leaves))
-    expected = sent.numel if is_call(node, ops.all_gather) else sent.stride
-    if numel != expected:
-        raise broken(program, node, f"of {bucket!r} has {numel} elements, its layout {expected}", "take fzero.layout's")
-
-
-def _check_leaves(program: Program, node: Node, leaves: list[int]) -> None:
-    layout = program.layouts.get(node.args[1])
-    if layout is None:
-        raise broken(
-            program, node, f"names the bucket {node.args[1]!r}", f"there are {sorted(map(str, program.layouts))}"
-        )
-    if sorted(set(leaves)) != list(leaves) or not set(leaves) <= set(range(len(layout.leaves))):
-        raise broken(
-            program, node, f"names leaves {leaves} of {len(layout.leaves)} in {layout.bucket!r}", "see its layout"
-        )
+        if node.op == "call_function":
+            record(node).check(program, node)
+        if starts(node):
+            waits = [user for user in node.users if user.op == "call_function" and record(user).waits]
+            if len(waits) != 1:
+                problem = f"of {node.args[1]!r} is waited for {len(waits)} times"
+                raise refuse_node(program, node, problem, "wait for a collective once")
 
 
 def _check_released(program: Program) -> None:
@@ -177,7 +125,7 @@ def _check_released(program: Program) -> None:
     for at, (node, buckets) in enumerate(_uses(program)):
         for start in buckets:
             if start in last and last[start][0] != at - 1:
-                raise broken(
+                raise refuse_node(
                     program, start, f"of {start.args[1]!r} is kept from {last[start][1].name} to {node.name}",
                     "at stage 3 release a bucket when another one is used, and gather it again",
                 )  # fmt: skip
@@ -186,7 +134,7 @@ def _check_released(program: Program) -> None:
 
 def _uses(program: Program) -> Iterator[tuple[Node, set[Node]]]:
     """Each node that uses gathered leaves, with the all-gathers that they come from."""
-    origin = gathered(program.graph)
+    origin = find_derived(program.graph, "gathered")
     for node in program.graph.nodes:
         buckets = {origin[source] for source in node.all_input_nodes if source in origin}
         if buckets and node not in origin:

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import fx
+from fzero.program.comm import comm_of, list_comm
+from fzero.program.operation import Node
+from fzero.program.records import name_of, record, shares_memory, starts
 
-from fzero.base.mesh import VirtualMesh
-from fzero.program import ops
-from fzero.program.costs import Layouts, collectives, comm
-from fzero.program.ops import Node, is_call, name_of, shares_memory
+if TYPE_CHECKING:
+    from fzero.program.program import Program
 
-_QUIET = frozenset({
-    "view", "t", "transpose", "permute", "detach", "alias", "unsqueeze", "squeeze", "expand", "slice", "select",
-    "_unsafe_view", "as_strided", "getitem", "wait", "whole", "part", "split", "ones_like", "zeros_like", "beside",
-})  # fmt: skip
+LONGEST = 64
+"""Lines of a turn that is looked for among equal layers."""
+LEAST_TURNS, LEAST_SAVED = 3, 6
+"""Turns, and lines that they save, from which on they are listed once: short programs are listed in full."""
+_NUMBER = re.compile(r"\d+$")
 
 
-def listing(name: str, graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh, peak: int) -> str:
-    """One line for each collective, release and update, one for what is computed between them."""
+class Line(NamedTuple):
+    """A line of a listing: `text` with a gap for the name of a bucket, which ends in the number `layer`."""
+
+    text: str
+    name: str = ""
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.text.format(self.name if self.layer is None else f"{self.name}{self.layer}")
+
+
+def list_program(program: Program) -> str:
+    """One line for each collective, release and update, one for what is computed between them. Turns that differ only
+    in the number of a layer are listed once."""
     total = Counter[str]()
-    for entry in comm(graph, layouts, mesh):
+    for entry in list_comm(program):
         total[entry.op] += entry.nbytes
-    moved = ", ".join(f"{op} {size(nbytes)}" for op, nbytes in total.items()) or "nothing"
-    head = f"{name} on {mesh}: {len(graph.nodes)} nodes, peak {size(peak)}, moves {moved}"
-    return "\n".join([head, *(f"  {line}" for line in _lines(graph, layouts, mesh))])
+    moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
+    peak = format_size(program.memory().peak)
+    head = f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
+    return "\n".join([head, *(f"  {line}" for line in _fold(list(_lines(program))))])
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """`1536 -> "1.5 KiB"`."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
@@ -36,48 +52,53 @@ def size(nbytes: int) -> str:
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def _lines(graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh) -> Iterator[str]:
-    releases = _releases(graph)
+def _lines(program: Program) -> Iterator[Line]:
+    releases = _find_releases(program)
     computed: Counter[str] = Counter()
-    for node in graph.nodes:
-        line = _line(node, layouts, mesh)
-        if line is None:
-            computed.update([name_of(node)] if node.op == "call_function" and name_of(node) not in _QUIET else [])
+    for node in program.graph.nodes:
+        line = _line(program, node)
+        if line is None and node.op == "call_function" and not record(node).is_quiet:
+            computed[name_of(node)] += 1
         if computed and (line is not None or node in releases or node.op == "output"):
-            yield f"compute         {_summary(computed)}"
+            yield Line(f"compute         {_summarize(computed)}")
             computed.clear()
         if line is not None:
             yield line
         for bucket in releases.get(node, ()):
-            yield f"release         {bucket}"
+            yield _line_of_bucket("release         {}", bucket)
 
 
-def _line(node: Node, layouts: Layouts, mesh: VirtualMesh) -> str | None:
-    entry = next(collectives(node, layouts, mesh), None)
+def _line(program: Program, node: Node) -> Line | None:
+    """The node's own line, None where it is part of what is computed."""
+    entry = next(iter(comm_of(program, node)), None)
     if entry is not None:
         values = node.args[0]
         what = entry.bucket or f"{len(values) if isinstance(values, (list, tuple)) else 1} values"
-        return f"{entry.op:<15} {what:<24} {size(entry.nbytes):>10} {str(entry.dtype).removeprefix('torch.')}"
-    if is_call(node, ops.adamw, ops.adamw_):
-        where = ", in place" if is_call(node, ops.adamw_) else ""
-        return f"update          adamw, {len(node.args[0])} leaves{where}"
-    return None
+        size, dtype = format_size(entry.nbytes), str(entry.dtype).removeprefix("torch.")
+        return _line_of_bucket(f"{entry.op:<15} {{:<24}} {size:>10} {dtype}", what)
+    line = record(node).line if node.op == "call_function" else None
+    return None if line is None else Line(line(program, node).replace("{", "{{").replace("}", "}}"))
 
 
-def _summary(computed: Counter[str]) -> str:
+def _line_of_bucket(text: str, bucket: str) -> Line:
+    number = _NUMBER.search(bucket)
+    return Line(text, bucket) if number is None else Line(text, bucket[: number.start()], int(number[0]))
+
+
+def _summarize(computed: Counter[str]) -> str:
     shown = [name if count == 1 else f"{name} x{count}" for name, count in computed.most_common(4)]
     return ", ".join(shown) + (", ..." if len(computed) > 4 else "")
 
 
-def _releases(graph: fx.Graph) -> dict[Node, list[str]]:
+def _find_releases(program: Program) -> dict[Node, list[str]]:
     """Node -> buckets whose gathered buffer nothing reads after it."""
     bucket: dict[Node, Node] = {}
     last: dict[Node, Node] = {}
-    for node in graph.nodes:
+    for node in program.graph.nodes:
         for source in node.all_input_nodes:
             if source in bucket:
                 last[bucket[source]] = node
-        if is_call(node, ops.all_gather):
+        if starts(node) == "gathered":
             bucket[node] = node
         elif node.all_input_nodes and node.all_input_nodes[0] in bucket and shares_memory(node):
             bucket[node] = bucket[node.all_input_nodes[0]]
@@ -85,3 +106,44 @@ def _releases(graph: fx.Graph) -> dict[Node, list[str]]:
     for start, node in last.items():
         releases.setdefault(node, []).append(str(start.args[1]))
     return releases
+
+
+def _fold(lines: Sequence[Line]) -> Iterator[str]:
+    """The lines, with turns over equal layers listed once: the run of turns that saves most lines, again and again."""
+    at = 0
+    while at < len(lines):
+        turns, size, step = max((_count_turns(lines, at, size) for size in range(1, LONGEST)), key=_saved)
+        if turns < LEAST_TURNS or _saved((turns, size, step)) < LEAST_SAVED:
+            yield str(lines[at])
+            at += 1
+            continue
+        yield f"{turns} times, each one layer {'on' if step > 0 else 'back'}:"
+        yield from (f"  {line}" for line in lines[at : at + size])
+        at += turns * size
+
+
+def _saved(run: tuple[int, int, int]) -> int:
+    turns, size, _ = run
+    return (turns - 1) * size - 1
+
+
+def _count_turns(lines: Sequence[Line], at: int, size: int) -> tuple[int, int, int]:
+    """`(turns, size, step)`: how often the `size` lines from `at` on come again, each time `step` layers further."""
+    best = (1, size, 1)
+    for step in (1, -1):
+        turns = 1
+        while _is_turn(lines[at : at + size], lines[at + turns * size :][:size], turns * step):
+            turns += 1
+        best = max(best, (turns, size, step))
+    return best
+
+
+def _is_turn(first: Sequence[Line], other: Sequence[Line], by: int) -> bool:
+    """Whether the lines are those of the first turn, with the numbers of layers shifted."""
+    if len(other) < len(first) or all(line.layer is None for line in first):
+        return False
+    return all(
+        a.text == b.text and a.name == b.name and (a.layer is None) == (b.layer is None)
+        and (a.layer is None or b.layer == a.layer + by)
+        for a, b in zip(first, other)
+    )  # fmt: skip

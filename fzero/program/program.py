@@ -6,22 +6,28 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import TreeDef
-from fzero.layout.layout import Layout
-from fzero.program import ops
-from fzero.program.costs import Comm, Memory, comm, memory
-from fzero.program.listing import listing
-from fzero.program.ops import Node, is_call, shares_memory
-from fzero.program.rates import Rates, guessed
-from fzero.program.timeline import Costs, Timeline, costs, timeline
-from fzero.program.work import device_type
+from fzero.layout.layout import Layout, Leaf, Wire, replicated, wire
+from fzero.program.comm import Comm, list_comm
+from fzero.program.listing import list_program
+from fzero.program.memory import Memory, measure_memory
+from fzero.program.operation import Node
+from fzero.program.rates import Rates, guess_rates
+from fzero.program.records import record, shares_memory
+from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_lanes
+from fzero.program.work import find_device_type
 
+RANK = 0
+"""The rank whose slice sizes a graph shows. No node depends on them: one program serves all ranks."""
 _INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
 
 
@@ -54,12 +60,27 @@ class Result:
 
 
 @dataclass(frozen=True)
+class PassState:
+    """State that a pass has added to a step: an error-feedback buffer, a second copy.
+
+    `path` names the state for the user, who holds and saves it; `bucket` and `leaf` say where it lies. It begins as
+    `initial` everywhere.
+    """
+
+    path: str
+    bucket: str
+    leaf: int
+    dtype: torch.dtype
+    initial: float
+
+
+@dataclass(frozen=True, repr=False)
 class Program:
     """A step as one graph that every rank of `mesh` runs. Passes take a program and return another.
 
     `graph` is a `torch.fx.Graph` whose placeholders are `arguments` in order and whose output is a list of the
     tensors among `results`. `layouts` says what a bucket's name means in it. `measured` is how fast the machine is,
-    where that is known.
+    where that is known. The last arguments and results are `pass_state`, which `out_tree` does not have.
     """
 
     name: str
@@ -70,17 +91,20 @@ class Program:
     layouts: dict[str | None, Layout]
     constants: dict[str, Tensor]
     mesh: VirtualMesh
-    fake_mode: Any = field(repr=False)
-    notes: tuple[str, ...] = ()
+    fake_mode: Any
     measured: Rates | None = None
+    pass_state: tuple[PassState, ...] = ()
 
-    def copy(self, note: str | None = None) -> Program:
-        """A program with a graph of its own, for a pass to change; `note` says which pass that is."""
+    def copy(self) -> Program:
+        """A program with a graph of its own, for a pass to change."""
         graph = fx.Graph()
         output = graph.graph_copy(self.graph, {}, return_output_node=True)
         assert output is not None  # every traced graph has an output
         graph.output(output[0]).meta = dict(output[1].meta)
-        return replace(self, graph=graph, notes=(*self.notes, note) if note else self.notes)
+        return replace(self, graph=graph)
+
+    def __repr__(self) -> str:
+        return f"Program({self.name} on {self.mesh}: {len(self.graph.nodes)} nodes, {len(self.arguments)} arguments)"
 
     @property
     def placeholders(self) -> list[Node]:
@@ -100,7 +124,7 @@ class Program:
     @property
     def draws(self) -> bool:
         """Whether some node draws random numbers."""
-        return any(is_call(node, ops.draw) for node in self.graph.nodes)
+        return any(node.op == "call_function" and record(node).draws for node in self.graph.nodes)
 
     def lines(self) -> list[str]:
         """What all ranks must have in common: arguments, buckets, constants and nodes, a line each. No local size is
@@ -121,36 +145,78 @@ class Program:
 
     def comm(self) -> list[Comm]:
         """Every collective, in the order in which all ranks start them."""
-        return comm(self.graph, self.layouts, self.mesh)
+        return list_comm(self)
 
     def memory(self) -> Memory:
         """Bytes of tensors that are alive on the rank that has most, arguments included, node by node."""
-        return memory(self.graph, self.layouts, [(argument.bucket, argument.leaf) for argument in self.arguments])
+        return measure_memory(self)
 
     @property
     def rates(self) -> Rates:
         """How fast the machine is: as measured, or else a guess from the type of device."""
-        return self.measured or guessed(device_type(self.graph))
+        return self.measured or guess_rates(find_device_type(self.graph))
 
     def costs(self) -> Costs:
         """Seconds of each node, and of the collectives that it starts, by `rates`."""
-        return costs(self.graph, self.layouts, self.mesh, self.rates)
+        return cost_nodes(self, self.rates)
 
     def timeline(self, rates: Rates | None = None) -> Timeline:
         """When a step computes and communicates, simulated before anything runs: by these rates, or the program's."""
-        return timeline(self.name, self.graph, self.layouts, self.mesh, rates or self.rates)
+        return simulate_lanes(self, rates or self.rates)
 
     def __str__(self) -> str:
-        return listing(self.name, self.graph, self.layouts, self.mesh, self.memory().peak)
+        return list_program(self)
 
     def layout_of(self, node: Node) -> Layout:
-        """The layout that a node of `ops` names."""
+        """The layout of the bucket that a node of `ops` names."""
         return self.layouts[node.args[1]]
+
+    def wire_of(self, node: Node) -> Wire:
+        """The buffer of the leaves that a node of `ops` names, in which they move together."""
+        leaves = node.args[2]
+        return wire(self.layouts[node.args[1]], (leaves,) if isinstance(leaves, int) else tuple(leaves))
 
     def path_of(self, value: Argument | Result) -> str:
         """A state value's path in the tree that was partitioned, else the value's own."""
         leaf = self.layouts[value.bucket].leaves[value.leaf].path if value.bucket is not None else ""
         return leaf or value.path
+
+    def add_state(
+        self, path: str, shape: Sequence[int], dtype: torch.dtype, *, initial: float = 0.0, whole: bool = False
+    ) -> tuple[Program, Node]:
+        """`(program, node)`: this program with one more state, and the node that has its value.
+
+        Each rank holds one slice of `shape`, counted over all ranks, or with `whole` all of it. The step returns the
+        state unchanged until `return_state` says otherwise. Users hold it: they give it to each call of the step, which
+        returns the new one beside its results (`step.init_pass_state`).
+
+        Raises:
+            FzeroError: for a path that an argument has already.
+        """
+        if path in [argument.path for argument in self.arguments] or path in self.layouts:
+            raise FzeroError(path, "the step has an argument of this name", "name a pass's state after the pass")
+        leaf = Leaf(path, tuple(shape))
+        layout = replicated(shape, self.mesh) if whole else Layout(path, (leaf,), self.mesh)
+        held = tuple(shape) if whole else (len(layout.part(0, RANK)),)
+        device = torch.device(find_device_type(self.graph))
+        with self.graph.inserting_after(self.placeholders[-1]) if self.placeholders else nullcontext(), self.fake_mode:
+            node = self.graph.placeholder(re.sub(r"\W", "_", path))
+            node.meta["val"] = torch.empty(held, dtype=dtype, device=device)
+        self.output.args = ([*self.output.args[0], node],)
+        return replace(
+            self,
+            arguments=(*self.arguments, Argument(path, path, 0)),
+            results=(*self.results, Result(path, path, 0)),
+            layouts={**self.layouts, path: layout},
+            pass_state=(*self.pass_state, PassState(path, path, 0, dtype, initial)),
+        ), node
+
+    def return_state(self, path: str, node: Node) -> None:
+        """Let the step return this node's value as the new value of a state that a pass added."""
+        paths = [result.path for result in self.tensor_results]
+        returned = list(self.output.args[0])
+        returned[paths.index(path, len(paths) - len(self.pass_state))] = node
+        self.output.args = (returned,)
 
     def substitute(self, old: Node, new: Node) -> None:
         """Give every user of `old` the node `new`, and erase `old`; what shares its memory learns whose that now is."""
@@ -184,7 +250,7 @@ class Program:
     def _fake(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
         with self.fake_mode:
-            return ops.FAKES.get(target, target)(*args, **kwargs)
+            return record(target).fake(*args, **kwargs)
 
 
 def _typed(value: Tensor, shape: Sequence[int] | None = None) -> str:

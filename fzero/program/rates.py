@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fzero.base.mesh import VirtualMesh
-from fzero.program.costs import Comm
+from fzero.program.comm import Comm
 from fzero.program.work import Work
 
 
@@ -47,6 +47,6 @@ gloo within one machine; a GPU of Hopper's generation in bf16 with one 400 Gb/s 
 at communicating, so that what is scheduled by them starts too early and not too late."""
 
 
-def guessed(device_type: str) -> Rates:
+def guess_rates(device_type: str) -> Rates:
     """The guess for a type of device, that for "cuda" where there is none."""
     return GUESSES.get(device_type, GUESSES["cuda"])

@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import fx
-
-from fzero.base.mesh import VirtualMesh
-from fzero.program import ops
-from fzero.program.costs import Comm, Layouts, collectives
-from fzero.program.ops import Node, is_call, name_of
+from fzero.program.comm import Comm, comm_of
+from fzero.program.operation import Node
 from fzero.program.rates import Rates
+from fzero.program.records import name_of, record, starts
 from fzero.program.work import work
+
+if TYPE_CHECKING:
+    from fzero.program.program import Program
 
 
 class Span(NamedTuple):
@@ -27,12 +27,16 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective has the wire from `start` to `end`, in seconds. For `exposed` of them nothing is computed."""
+    """A collective has the wire from `start` to `end`, in seconds. For `exposed` of them nothing is computed.
+
+    `is_ahead`: the collective is started first and waited for later, as all-gathers and reduce-scatters are.
+    """
 
     comm: Comm
     start: float
     end: float
     exposed: float
+    is_ahead: bool = True
 
     @property
     def name(self) -> str:
@@ -71,8 +75,8 @@ class Timeline:
 
     def hidden(self, *names: str) -> float:
         """The part of its time for which communication is hidden behind compute, from 0 to 1: of the collectives of
-        these names, "all_gather" and "reduce_scatter" unless some are given. 1 where nothing is moved."""
-        chosen = [transfer for transfer in self.transfers if transfer.comm.op in (names or _STARTED_AHEAD)]
+        these names, or of all that are started ahead of their wait. 1 where nothing is moved."""
+        chosen = [each for each in self.transfers if (each.comm.op in names if names else each.is_ahead)]
         total = sum(transfer.seconds for transfer in chosen)
         return sum(transfer.hidden for transfer in chosen) / total if total else 1.0
 
@@ -103,9 +107,6 @@ class Timeline:
             json.dump(self.chrome_trace(), file)
 
 
-_STARTED_AHEAD = ("all_gather", "reduce_scatter")
-
-
 class Cost(NamedTuple):
     """A node computes for `seconds`, and starts collectives that take so many each."""
 
@@ -116,25 +117,25 @@ class Cost(NamedTuple):
 Costs = Mapping[Node, Cost]
 
 
-def costs(graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh, rates: Rates) -> Costs:
+def cost_nodes(program: Program, rates: Rates) -> Costs:
     """What each node costs."""
 
     def cost(node: Node) -> Cost:
-        comms = tuple((comm, rates.communicate(comm, mesh)) for comm in collectives(node, layouts, mesh))
+        comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
         return Cost(rates.compute(work(node)), comms)
 
-    return {node: cost(node) for node in graph.nodes}
+    return {node: cost(node) for node in program.graph.nodes}
 
 
-def timeline(name: str, graph: fx.Graph, layouts: Layouts, mesh: VirtualMesh, rates: Rates) -> Timeline:
-    """Run a graph's nodes in order on one lane, its collectives in the order in which they start on another.
+def simulate_lanes(program: Program, rates: Rates) -> Timeline:
+    """Run a program's nodes in order on one lane, its collectives in the order in which they start on another.
 
-    An all-gather or a reduce-scatter is under way until its wait, which holds up compute until it is there; any other
-    collective is waited for at once. A lane is as fast as if the other one were idle.
+    What a node starts is under way until its wait, which holds up compute until it is there; any other collective is
+    waited for at once. A lane is as fast as if the other one were idle.
     """
-    lanes = Lanes(costs(graph, layouts, mesh, rates))
-    lanes.run(graph.nodes)
-    return Timeline(name, tuple(lanes.spans), tuple(lanes.transfers()), lanes.now)
+    lanes = Lanes(cost_nodes(program, rates))
+    lanes.run(program.graph.nodes)
+    return Timeline(program.name, tuple(lanes.spans), tuple(lanes.transfers()), lanes.now)
 
 
 class Lanes:
@@ -144,11 +145,11 @@ class Lanes:
         self.costs = costs
         self.now = self.free = 0.0
         self.there: dict[Node, float] = {}
-        """All-gather or reduce-scatter -> when it is done."""
+        """A node that starts a collective -> when that is done."""
         self.waited: dict[Node, float] = {}
         """Node -> seconds for which it held up compute, where it did."""
         self.spans: list[Span] = []
-        self._sent: list[tuple[Comm, float, float]] = []
+        self._sent: list[tuple[Comm, float, float, bool]] = []
         self._idle: list[tuple[float, float]] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -156,9 +157,9 @@ class Lanes:
         for node in nodes:
             self._compute(node)
             comms = self.costs[node].comms
-            if is_call(node, ops.all_gather, ops.reduce_scatter):
-                self.there[node] = self._send(*comms[0])
-            elif is_call(node, ops.wait):
+            if starts(node):
+                self.there[node] = self._send(*comms[0], is_ahead=True)
+            elif node.op == "call_function" and record(node).waits:
                 (start,) = node.all_input_nodes
                 self._wait(node, self.there[start])
                 self._at_once(node, self.costs[start].comms[1:])
@@ -170,11 +171,11 @@ class Lanes:
             self.spans.append(Span(name_of(node), self.now, self.now + seconds))
             self.now += seconds
 
-    def _send(self, comm: Comm, seconds: float) -> float:
+    def _send(self, comm: Comm, seconds: float, is_ahead: bool = False) -> float:
         """Send behind all that has been. When that is done."""
         start = max(self.now, self.free)
         self.free = start + seconds
-        self._sent.append((comm, start, self.free))
+        self._sent.append((comm, start, self.free, is_ahead))
         return self.free
 
     def _at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
@@ -190,14 +191,14 @@ class Lanes:
     def transfers(self) -> Iterator[Transfer]:
         """What was sent. Both lists are in order of time, and while compute is idle something is being sent."""
         first = 0
-        for comm, start, end in self._sent:
+        for comm, start, end, is_ahead in self._sent:
             while first < len(self._idle) and self._idle[first][1] <= start:
                 first += 1
             exposed, at = 0.0, first
             while at < len(self._idle) and self._idle[at][0] < end:
                 exposed += min(end, self._idle[at][1]) - max(start, self._idle[at][0])
                 at += 1
-            yield Transfer(comm, start, end, exposed)
+            yield Transfer(comm, start, end, exposed, is_ahead)
 
 
 def _event(entry: Span | Transfer) -> dict[str, Any]:

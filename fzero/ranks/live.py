@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
+from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
 from fzero.ranks.members import Members
 from fzero.ranks.transports import Pending, Transport, transport
 
@@ -46,37 +46,13 @@ class Live:
     def _sharding(self) -> Transport:
         return self.transports[self.mesh.shard_axis]
 
-    def all_gather(
-        self, slices: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...], dtype: torch.dtype | None = None
-    ) -> Pending:
-        """Start gathering some leaves of a bucket from this rank's slices of them, cast to a `dtype` that is given."""
-        along, begun = wire(layout, leaves), self.members.begin(f"all_gather of {layout.bucket}")
-        block = None if dtype else buffers.view_of(slices, along, self.rank)
-        if block is not None:
-            return self._sharding.all_gather(block, begun)
-        full = slices[0].new_empty(along.numel, dtype=dtype)
-        block = full[self.rank * along.stride :][: along.stride]
-        return self._sharding.all_gather(buffers.fill(block, slices, along, self.rank), begun, full)
+    def begin(self, exchange: Exchange) -> Pending:
+        """Start an exchange, by the transport of its axis."""
+        return exchange.start(self.transports[exchange.axis], self.members.begin(exchange.what))
 
-    def reduce_scatter(self, fulls: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:
-        """Start scattering some leaves of a bucket, given in full; their mean is over every axis of the mesh."""
-        begun = self.members.begin(f"reduce_scatter of {layout.bucket}")
-        pending = self._sharding.reduce_scatter(fulls, wire(layout, leaves), begun)
-        others = [axis for axis in self.mesh.names if axis != self.mesh.shard_axis and self.mesh.size(axis) > 1]
-        return Pending(begun, [], lambda: self._averaged(pending.wait(), layout, others)) if others else pending
-
-    def _averaged(self, block: Tensor, layout: Layout, axes: Sequence[str]) -> Tensor:
-        for axis in axes:
-            begun = self.members.begin(f"all_reduce of {layout.bucket} over {axis}")
-            block = self.transports[axis].all_reduce(block, "avg", begun)
-        return block
-
-    def all_reduce_list(self, values: Sequence[Tensor], op: str, axis: str) -> list[Tensor]:
-        """`all_reduce` of several tensors of one dtype in one collective."""
-        if len(values) == 1:
-            return [self.all_reduce(values[0], op, axis)]
-        packed = self.all_reduce(torch.cat([value.reshape(-1) for value in values]), op, axis)
-        return [flat.view(value.shape) for flat, value in zip(packed.split([v.numel() for v in values]), values)]
+    def along(self, axis: str) -> int:
+        """This rank's position along an axis."""
+        return self.transports[axis].rank
 
     def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
         """Overwrite `x`, values of a bucket, with those of the rank at this position of the shard axis."""
@@ -97,13 +73,14 @@ class Live:
         self._sharding.settle()
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        buffer = self.all_gather([x], layout, (leaf,)).wait()
+        along = wire(layout, (leaf,))
+        buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
         self.settle()
-        return buffers.whole(buffer, wire(layout, (leaf,)), 0, layout.leaves[leaf].shape)
+        return buffers.whole(buffer, along, 0, layout.leaves[leaf].shape)
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        block = self.reduce_scatter([x], layout, (leaf,)).wait()
-        return buffers.part(block, wire(layout, (leaf,)), self.rank, 0)
+        along = wire(layout, (leaf,))
+        return buffers.part(complete(average_leaves([x], along), None, self.begin), along, self.rank, 0)
 
     def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         part = layout.part(leaf, self.rank)
@@ -116,10 +93,10 @@ class Live:
         return like.new_empty(like.shape, dtype=x.dtype).copy_(x)
 
     def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
-        return self.transports[axis].all_reduce(x, op, self.members.begin(f"all_reduce over {axis}"))
+        return self.begin(AllReduce(f"all_reduce over {axis}", axis, x, op)).wait()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
-        return torch.full((), self.transports[axis].rank, device=device)  # a copy from the host would not be captured
+        return torch.full((), self.along(axis), device=device)  # a copy from the host would not be captured
 
 
 def live(mesh: Any) -> Live:

@@ -15,16 +15,15 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
 from fzero.program import ops
-from fzero.program.ops import Node
-from fzero.program.program import Argument, Program, Result
+from fzero.program.operation import Node
+from fzero.program.program import RANK, Argument, Program, Result
+from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_line import user_line_of_error
 from fzero.values.collectives import using
 from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
-RANK = 0
-"""The rank whose slice sizes the graph shows. No node depends on them: one program serves all ranks."""
 
 
 class Tracer:
@@ -146,7 +145,7 @@ def _result(path: str, leaf: Any, tracer: Tracer) -> Result:
 
 def _number_draws(program: Program) -> None:
     """Random operations become `ops.draw`, numbered in the order in which they were traced."""
-    for number, node in enumerate(filter(ops.is_random, program.graph.nodes)):
+    for number, node in enumerate(filter(is_random, program.graph.nodes)):
         with program.graph.inserting_before(node):
             program.substitute(node, _draw(program, number, node))
 
@@ -160,16 +159,16 @@ def _draw(program: Program, number: int, node: Node) -> Node:
         new.meta.update(known)
         return new
 
-    written, (first, *rest) = ops.overwritten(node), node.args
+    written, (first, *rest) = find_writes(node), node.args
     if not written:
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
     if written != [first]:
         raise FzeroError(
             node.stack_trace,
-            f"{ops.name_of(node)} writes what it draws into an argument other than its first",
+            f"{name_of(node)} writes what it draws into an argument other than its first",
             "draw with an operation that returns it, such as torch.rand_like",
         )
-    if len(first.users) == 1 and "empty" in ops.name_of(first):
+    if len(first.users) == 1 and "empty" in name_of(first):
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
     apart = emit(_aten.clone.default, first)
     return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, apart, *rest, **node.kwargs))

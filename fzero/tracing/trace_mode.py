@@ -11,7 +11,7 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta, set_stack_t
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base.errors import FzeroError
-from fzero.program import ops
+from fzero.program.records import record
 from fzero.tracing.user_line import running_user_line
 from fzero.values import regions
 
@@ -40,7 +40,7 @@ class TraceMode(TorchDispatchMode):
         set_stack_trace([line])
         regions.annotate(get_current_meta(), regions.here())
         _check_call(line, func, kwargs)
-        if func in ops.FAKES:
+        if record(func).perform is not None:
             args = tuple(_unknown(arg) for arg in args)
         if func is _aten._efficientzerotensor.default:  # derivatives of forward mode: zeros that traces lose
             func = _aten.zeros.default

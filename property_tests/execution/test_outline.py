@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 
 from fzero.execution.outline import Fragment, outline
-from fzero.program.ops import Node
+from fzero.program.operation import Node
 from property_tests.laws import slow
 from property_tests.running import assert_equal, finished
 from property_tests.steps import Step

@@ -21,7 +21,7 @@ from fzero.execution import lockstep
 from fzero.passes import verify
 from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, Kind, Slice
-from fzero.program.ops import Node
+from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.values.sharded import Sharded
 from property_tests.running import bits, finished

@@ -15,9 +15,11 @@ from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
 from fzero.passes import bucket, donate, release, resolve
 from fzero.program import ops
-from fzero.program.costs import Comm, memory, nbytes
-from fzero.program.ops import Node, is_call
+from fzero.program.comm import Comm, nbytes
+from fzero.program.memory import measure_memory
+from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import is_call
 from fzero.ranks.virtual import virtual
 from fzero.tracing.trace import trace
 from fzero.values.sharded import Sharded
@@ -116,10 +118,9 @@ def test_predicted_memory_is_near_that_of_some_rank(step: Step) -> None:
 
 def of_every_rank(program: Program) -> None:
     """The memory is that of all ranks, each looked at."""
-    state = [(argument.bucket, argument.leaf) for argument in program.arguments]
     ranks = range(program.mesh.size(program.mesh.shard_axis))
-    assert program.memory() == memory(program.graph, program.layouts, state, ranks)
-    each = [memory(program.graph, program.layouts, state, [rank]) for rank in ranks]
+    assert program.memory() == measure_memory(program, ranks)
+    each = [measure_memory(program, [rank]) for rank in ranks]
     assert program.memory() == max(each, key=lambda one: one.peak)  # the first of those that have most
 
 

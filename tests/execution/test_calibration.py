@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import optim, tree
 from fzero.base.mesh import VirtualMesh
-from fzero.execution.calibration import agreed, fitted, timed
-from fzero.execution.runtime import Runtime
+from fzero.execution.calibration import average_rates, fit_rates, time_nodes
 from fzero.passes import bucket
 from fzero.program.program import Program
 from fzero.program.rates import Rates
@@ -48,21 +47,21 @@ def durations(program: Program, rates: Rates) -> dict[Any, float]:
 @pytest.mark.parametrize("of", [loss, narrow_loss])
 def test_rates_are_found_again_in_what_they_make_of_a_program(of: Any) -> None:
     traced = program(of=of)
-    got = fitted(traced, durations(traced, RATES))
+    got = fit_rates(traced, durations(traced, RATES))
     # small operations are taken for launches alone, and the shortest collective for a latency
     assert tuple(got) == pytest.approx(tuple(RATES), rel=0.02)
 
 
-def test_what_a_program_does_not_do_is_guessed() -> None:
+def test_what_a_program_does_not_do_is_guess_rates() -> None:
     case = Case(lambda x: x * 2, VirtualMesh(fsdp=1), lambda seat: (torch.ones(2),))
     traced = replace(case.trace(), measured=RATES)
     (node,) = [node for node in traced.graph.nodes if node.op == "call_function"]
-    assert fitted(traced, {node: 7.0}) == RATES._replace(launch=7.0)
+    assert fit_rates(traced, {node: 7.0}) == RATES._replace(launch=7.0)
 
 
 def test_on_one_rank_nothing_is_learnt_about_the_wire() -> None:
     traced = program(world=1)
-    got = fitted(traced, durations(traced, RATES))
+    got = fit_rates(traced, durations(traced, RATES))
     assert (got.wire, got.latency) == (traced.rates.wire, traced.rates.latency)
 
 
@@ -73,7 +72,7 @@ def test_ranks_have_the_mean_of_their_rates() -> None:
         reduced.append((op, axis))
         return (x + 2 * x) / 2 if op == "avg" else x  # beside a rank with rates twice as high
 
-    assert agreed(RATES, all_reduce, ("fsdp",), "cpu") == tuple(1.5 * rate for rate in RATES)
+    assert average_rates(RATES, all_reduce, ("fsdp",), "cpu") == tuple(1.5 * rate for rate in RATES)
     assert reduced == [("avg", "fsdp"), ("max", "fsdp")]
 
 
@@ -118,7 +117,7 @@ def timing(mesh: DeviceMesh) -> dict[str, Any]:
     program = fzero.shard(fzero.value_and_grad(loss), mesh).trace(fzero.partition(layers(2), mesh), torch.ones(2, 5))
     aligned: list[int] = []
     tensors = [x.local if isinstance(x, fzero.Sharded) else x for x in held]
-    seconds = timed(program, Runtime(live(mesh), program.layouts), tensors, lambda: aligned.append(1))
+    seconds = time_nodes(program, live(mesh), tensors, lambda: aligned.append(1))
     called = [node for node in program.graph.nodes if node.op == "call_function"]
     return {
         "all": list(seconds) == called,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import optim, tree
-from fzero.execution.inductor import compiled
+from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import Fragment, Value
 
 TOLERANCE = 1e-5
@@ -112,10 +112,10 @@ def tried(mesh: DeviceMesh, cases: list[tuple[int, bool]]) -> dict[Any, Any]:
 
     def counting(fragment: Fragment) -> Any:
         counted.append(fragment)
-        return compiled(fragment)
+        return compile_fragment(fragment)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fzero.transform.compiled", counting)
+        patch.setattr("fzero.transform.compile_fragment", counting)
         outcomes: dict[Any, Any] = {
             case: [trained(mesh, *case, compile, counted) for compile in (False, True)] for case in cases
         }
@@ -186,9 +186,9 @@ def test_without_a_compiler_the_way_out_is_told() -> None:
 
     missing = {"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True, "compile_threads": 1}
     with config.patch(missing), pytest.raises(fzero.FzeroError, match=r"no C\+\+ compiler; install g\+\+"):
-        compiled(one(torch.ops.aten.cos.default, SQUARE))
+        compile_fragment(one(torch.ops.aten.cos.default, SQUARE))
 
 
 def test_what_inductor_fails_on_is_told() -> None:
     with pytest.raises(fzero.FzeroError, match=r"inductor failed on .*aten.mm.*; leave compile=True out"):
-        compiled(one(torch.ops.aten.mm.default, SQUARE, SQUARE._replace(shape=(2, 2))))
+        compile_fragment(one(torch.ops.aten.mm.default, SQUARE, SQUARE._replace(shape=(2, 2))))

@@ -22,7 +22,6 @@ from fzero.base.mesh import VirtualMesh
 from fzero.execution.codegen import link
 from fzero.execution.cuda_graph import Captured, check_program
 from fzero.execution.outline import outline
-from fzero.execution.runtime import Runtime
 from fzero.ranks.live import live
 
 ADAMW = optim.adamw(0.02)
@@ -71,7 +70,7 @@ def trained(mesh: DeviceMesh, is_captured: bool, runs: int) -> Ran:
     """Runs of five steps each, each from the same state; losses are looked at when all steps are done."""
     step = fzero.shard(training(ADAMW, loss), mesh)
     program = step.trace(*begun(mesh), next(batches(mesh, 1)))
-    runner: Any = link(outline(program), Runtime(live(mesh), program.layouts))
+    runner: Any = link(outline(program), live(mesh))
     recorder, losses, warnings = Emulated([]), list[Tensor](), list[str]()
     if is_captured:
         runner = Captured(program, runner, recorder)
@@ -112,7 +111,7 @@ def kept(mesh: DeviceMesh) -> bool:
     x = torch.ones(2, 5)
     program = step.trace(params, x)
     state = [leaf.local for leaf in tree.leaves(params)]
-    captured = Captured(program, link(program, Runtime(live(mesh), program.layouts)), Emulated(state))
+    captured = Captured(program, link(program, live(mesh)), Emulated(state))
     for turn in range(3):
         x = torch.full((2, 5), float(turn), requires_grad=True)
         captured.prepare([*state, x], as_it_is=turn == 0)
@@ -136,7 +135,7 @@ def failing(mesh: DeviceMesh) -> str:
         finally:
             raise RuntimeError("capture has failed before")
 
-    captured = Captured(program, link(program, Runtime(live(mesh), program.layouts)), record)
+    captured = Captured(program, link(program, live(mesh)), record)
     with pytest.raises(FzeroError) as caught:
         captured.prepare([torch.ones(2)], as_it_is=False)
     return str(caught.value)

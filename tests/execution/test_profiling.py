@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fzero
 from fzero import optim, tree
-from fzero.execution.profiling import Profiled, named
+from fzero.execution.bind import Call
+from fzero.execution.profiling import is_profiling, name_calls
 
 
 def train_step(params: tree.Tree, state: Any, x: Tensor) -> tuple[tree.Tree, Any, Tensor]:
@@ -74,26 +75,25 @@ def test_a_profiled_step_gives_the_same_bit_for_bit(on_ranks: dict[str, list[Any
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-class Recorded:
-    """A runtime that says what it was called with."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: (name, *args)
+class Started:
+    def wait(self) -> str:
+        return "done"
 
 
 def test_a_name_changes_nothing_about_a_call() -> None:
-    runtime = Profiled(Recorded())
-    for name in ("gather", "scatter"):
-        assert getattr(runtime, name)("x", "bucket", 0, 3) == (name, "x", "bucket", 0, 3)
-    for name in ("all_gather", "reduce_scatter"):
-        assert runtime.wait(getattr(runtime, name)("x", "bucket", [0], 3)) == ("wait", (name, "x", "bucket", [0], 3))
-    for name in ("all_reduce", "all_reduce_list"):
-        assert getattr(runtime, name)("x", "sum", "fsdp") == (name, "x", "sum", "fsdp")
-    assert runtime.take("x", "bucket", 0, 3) == ("take", "x", "bucket", 0, 3)
+    calls = {
+        "start": Call(lambda *args: Started(), "all_gather w", starts=True, waits=False),
+        "wait": Call(lambda pending: pending.wait(), "", starts=False, waits=True),
+        "reduce": Call(lambda *args: args, "all_reduce fsdp", starts=False, waits=False),
+        "take": Call(lambda *args: args, "", starts=False, waits=False),
+    }
+    named = name_calls(calls)
+    assert named["wait"](named["start"]("x")) == "done"
+    assert named["reduce"]("x", "sum", "fsdp") == ("x", "sum", "fsdp")
+    assert named["take"] is calls["take"].run
 
 
 def test_without_a_profile_nothing_is_named() -> None:
-    runtime = Recorded()
-    assert named(runtime) is runtime
+    assert not is_profiling()
     with profile(activities=[ProfilerActivity.CPU]):
-        assert isinstance(named(runtime), Profiled)
+        assert is_profiling()

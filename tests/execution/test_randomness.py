@@ -19,7 +19,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import drawn, fold, step_seed
 from fzero.passes import defaults
 from fzero.program import ops
-from fzero.program.ops import name_of
+from fzero.program.records import is_random, name_of
 from fzero.state.partition import partition as partition_on
 
 MESH = VirtualMesh(fsdp=2)
@@ -106,7 +106,7 @@ def test_random_operations_are_numbered_draws(name: str) -> None:
     draws = calls(program, ops.draw)
     assert [name_of(node) for node in draws] == targets
     assert [node.args[0] for node in draws] == list(range(len(targets)))
-    assert not [node for node in program.graph.nodes if ops.is_random(node)]
+    assert not [node for node in program.graph.nodes if is_random(node)]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, targets) in DRAWS.items() if targets])

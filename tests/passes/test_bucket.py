@@ -31,9 +31,9 @@ from fzero import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import wire
 from fzero.passes import bucket, release
-from fzero.passes.order import DERIVED
 from fzero.program import ops
 from fzero.program.program import Program
+from fzero.program.records import name_of, record
 
 MESH = VirtualMesh(fsdp=2)
 
@@ -93,7 +93,7 @@ def test_a_gather_stands_at_its_first_use() -> None:
     for start in calls(program, ops.all_gather):
         (wait,) = start.users
         behind, family = wait, {wait}
-        while behind in family or behind.target in DERIVED:
+        while behind in family or record(behind).is_derived:
             family |= {behind}
             behind = behind.next
         assert family & set(behind.all_input_nodes)
@@ -325,5 +325,5 @@ def test_only_casts_of_state_as_it_is_given_are_the_gathers() -> None:
     case = Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
     program = bucketed(case)
     (gather,) = calls(program, ops.all_gather)
-    assert sorted(map(ops.name_of, gather.args[0])) == ["_to_copy", "arg1_1"]
+    assert sorted(map(name_of, gather.args[0])) == ["_to_copy", "arg1_1"]
     assert_same(case.run(program), case.run(case.trace()))

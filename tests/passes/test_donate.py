@@ -34,6 +34,7 @@ from fzero.layout.layout import replicated
 from fzero.passes import bucket, defaults, donate, fuse
 from fzero.program import ops
 from fzero.program.program import Program
+from fzero.program.records import name_of
 from fzero.values.sharded import Sharded
 
 MESH = VirtualMesh(fsdp=2)
@@ -192,9 +193,9 @@ def test_lists_of_gradients_that_die_are_overwritten() -> None:
         return optim.apply_updates(params, tree.unflatten(tree.flatten(params)[1], updates))
 
     program, paths = donated(on_params(step))
-    lists = [node for node in program.graph.nodes if "foreach" in ops.name_of(node)]
+    lists = [node for node in program.graph.nodes if "foreach" in name_of(node)]
     assert paths == {"0"} and [node.meta["val"] for node in lists] == [None] * 3
-    assert [ops.name_of(node) for node in lists] == ["_foreach_add_", "_foreach_mul_", "_foreach_add_"]
+    assert [name_of(node) for node in lists] == ["_foreach_add_", "_foreach_mul_", "_foreach_add_"]
 
 
 def test_a_list_that_dies_is_overwritten_beside_another() -> None:

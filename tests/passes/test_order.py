@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Case, apply, calls, differentiated, layers, loss, names, partition, rows
+from programs import Case, calls, differentiated, layers, loss, names, partition, rows
 from torch import Tensor, fx
 
 from fzero import tree
 from fzero.base.mesh import VirtualMesh
-from fzero.passes import accumulate, bucket, coalesce, defaults, donate, fuse, prefetch, release, split
-from fzero.passes.order import gathered, hops, rearrange, scattered, settle, sink_gathers
+from fzero.passes import bucket, defaults
+from fzero.passes.order import find_derived, hops, rearrange, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.program import Program
+from fzero.program.records import name_of
 
 MESH = VirtualMesh(fsdp=2)
 
@@ -33,13 +34,6 @@ def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
     assert [getattr(each, "func", each).__name__ for each in passes] == expected.split()
     staged = {each.func.__name__: each.keywords for each in passes if isinstance(each, functools.partial)}
     assert staged == {"release": {"stage": stage}, "verify": {"stage": stage}}
-
-
-def test_each_pass_leaves_its_name() -> None:
-    program = differentiated(loss, layers(1), MESH).trace()
-    staged = functools.partial(release, stage=2)
-    program = apply(program, accumulate, bucket, coalesce, staged, fuse, split, prefetch, donate)
-    assert " ".join(program.notes) == "resolve accumulate bucket coalesce release stage 2 fuse split prefetch donate"
 
 
 def graph_of(**inputs: str) -> tuple[fx.Graph, dict[str, fx.Node]]:
@@ -73,7 +67,7 @@ def test_settling_moves_what_stands_before_an_input_right_behind_the_last_of_the
     graph, nodes = graph_of(x="", a="x", d="a", b="x", c="a b", e="c d", out="e")
     nodes["a"].append(nodes["c"])
     assert order(graph) == "x a c d b e"
-    settle(graph)
+    restore_order(graph)
     assert order(graph) == "x a d b c e"
     graph.lint()
 
@@ -82,13 +76,13 @@ def test_settling_moves_a_chain_in_its_order() -> None:
     graph, nodes = graph_of(x="", late="x", a="late", b="a x", other="x", out="b other")
     nodes["b"].append(nodes["late"])
     assert order(graph) == "x a b late other"
-    settle(graph)
+    restore_order(graph)
     assert order(graph) == "x late a b other"
 
 
 def test_settling_leaves_the_rest_as_it_was_and_drops_what_has_no_use() -> None:
     graph, _ = graph_of(x="", y="", b="x", unused="x", a="y", also="unused", c="a b", out="c")
-    settle(graph)
+    restore_order(graph)
     assert order(graph) == "x y b a c"
 
 
@@ -109,7 +103,7 @@ def test_what_is_derived_from_one_gather_is_known_by_it() -> None:
         return first.t().to(torch.float64) @ second.double(), second.sin(), torch.cat([first, second])
 
     program = traced(step)
-    origin = gathered(program.graph)
+    origin = find_derived(program.graph, "gathered")
     first, second = calls(program, ops.all_gather)
     assert [sorted(node.name for node, start in origin.items() if start is each) for each in (first, second)] == [
         ["_to_copy", "all_gather", "t", "wait", "whole"],
@@ -119,9 +113,9 @@ def test_what_is_derived_from_one_gather_is_known_by_it() -> None:
 
 def test_what_is_derived_from_one_scatter_is_known_by_it() -> None:
     program = bucket(differentiated(loss, layers(2), MESH).trace())
-    origin = scattered(program.graph)
+    origin = find_derived(program.graph, "scattered")
     for start in calls(program, ops.reduce_scatter):
-        derived = [ops.name_of(node) for node, each in origin.items() if each is start]
+        derived = [name_of(node) for node, each in origin.items() if each is start]
         assert derived == ["reduce_scatter", "wait", "part", "part"]
     assert len(set(origin.values())) == 2
 
@@ -132,7 +126,7 @@ def test_what_is_overwritten_is_no_copy_of_a_gathered_leaf() -> None:
         return copy.mul_(2) @ x.T
 
     program = traced(step)
-    assert {ops.name_of(node) for node in gathered(program.graph)} == {"all_gather", "wait", "whole"}
+    assert {name_of(node) for node in find_derived(program.graph, "gathered")} == {"all_gather", "wait", "whole"}
 
 
 def test_gathers_sink_to_their_first_use_with_what_is_derived_from_them() -> None:
@@ -144,7 +138,7 @@ def test_gathers_sink_to_their_first_use_with_what_is_derived_from_them() -> Non
     program = traced(step)
     starts = calls(program, ops.all_gather)
     starts[0].append(starts[1])
-    settle(program.graph)
+    restore_order(program.graph)
     sink_gathers(program.graph)
     chain = ["all_gather", "wait", "whole", "t"]
     assert names(program) == ["sin", *chain, "mm", "cos", *chain, "mm", "mm"]
@@ -168,5 +162,5 @@ def test_what_reads_memory_keeps_its_place_among_what_writes_to_it() -> None:
     program = Case(step, MESH, lambda seat: (rows(seat),)).trace()
     (late,) = calls(program, torch.ops.aten.sin.default)
     calls(program, torch.ops.aten.exp.default)[0].append(late)
-    settle(program.graph)
+    restore_order(program.graph)
     assert names(program) == ["mul", "exp", "sin", "add", "t", "add_", "cos", "neg"]

@@ -32,9 +32,10 @@ from fzero import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, prefetch, release
 from fzero.program import ops
-from fzero.program.costs import nbytes
+from fzero.program.operation import nbytes
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES, Rates
+from fzero.program.records import name_of
 from fzero.program.work import work
 
 MESH = VirtualMesh(fsdp=2)
@@ -79,7 +80,7 @@ def products(program: Program) -> dict[str, int]:
             counts[node.args[1]] = 0
         elif ops.is_call(node, ops.wait):
             under_way.remove(node.args[0].args[1])
-        elif ops.name_of(node) == "mm":
+        elif name_of(node) == "mm":
             counts |= {bucket: counts[bucket] + 1 for bucket in under_way}
     return counts
 
@@ -135,7 +136,7 @@ def test_a_gather_starts_two_products_before_its_use_if_it_takes_as_long_as_one(
 
 def test_a_gather_starts_right_in_front_of_the_first_product_that_hides_it() -> None:
     _, *starts = calls(prefetched(chain(0, 5, 5), ONE), ops.all_gather)
-    assert [ops.name_of(start.next) for start in starts] == ["mm", "mm"]
+    assert [name_of(start.next) for start in starts] == ["mm", "mm"]
 
 
 def test_a_gather_starts_with_the_step_if_there_is_not_enough_to_hide_it() -> None:

@@ -33,8 +33,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import accumulate, bucket, release
 from fzero.program import ops
-from fzero.program.ops import is_call
 from fzero.program.program import Program
+from fzero.program.records import is_call
 
 MESH = VirtualMesh(fsdp=2)
 

@@ -14,7 +14,9 @@ import fzero
 from fzero import optim
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, coalesce
-from fzero.program.costs import Comm, memory, nbytes, turns
+from fzero.program.comm import Comm
+from fzero.program.memory import measure_memory, representative_ranks
+from fzero.program.operation import nbytes
 from fzero.program.program import Program
 
 F32 = torch.float32
@@ -205,7 +207,7 @@ def test_memory_is_that_of_the_rank_that_has_most() -> None:
 
 def test_of_thousands_of_ranks_those_are_looked_at_whose_slices_differ() -> None:
     program = bucketed(gradient, VirtualMesh(fsdp=4096), 4, 32768)  # of w each rank has 32 elements
-    assert turns(program.layouts) == [0, 1, 4095]
+    assert representative_ranks(program.layouts.values()) == [0, 1, 4095]
     alive = dict(node_by_node(program))
     assert alive["all_gather"] == 32 * 4 + 32 + 4 * 32768 * 4
     assert alive["part"] == 32 * 4 + 32 + 32 * 4
@@ -213,6 +215,6 @@ def test_of_thousands_of_ranks_those_are_looked_at_whose_slices_differ() -> None
 
 def test_memory_of_some_ranks() -> None:
     program = on_two_ranks(lambda params, x: [torch.exp(params["w"]) for _ in range(3)], {"w": torch.ones(20)})
-    of = [memory(program.graph, program.layouts, [("w", 0), (None, 0)], [rank]).timeline[-1] for rank in range(2)]
+    of = [measure_memory(program, [rank]).timeline[-1] for rank in range(2)]
     assert of == [64 + 32 + 3 * 64, 64 + 32 + 3 * 16]  # of 20 elements rank 0 has 16
     assert program.memory().timeline[-1] == of[0]

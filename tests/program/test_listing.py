@@ -10,7 +10,7 @@ from programs import Case, apply, differentiated, layers, loss, partition, rows,
 from fzero import optim
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, defaults, donate, fuse, release
-from fzero.program.listing import size
+from fzero.program.listing import format_size
 from fzero.program.program import Program
 
 MESH = VirtualMesh(fsdp=2)
@@ -61,7 +61,7 @@ def test_training_of_four_layers_is_well_under_a_hundred_lines(stage: int) -> No
 def test_the_first_line_sums_up() -> None:
     program = apply(differentiated(loss, layers(3), MESH).trace(), bucket)
     head = str(program).splitlines()[0]
-    nodes, peak = len(program.graph.nodes), size(program.memory().peak)
+    nodes, peak = len(program.graph.nodes), format_size(program.memory().peak)
     assert head == (
         f"differentiated on VirtualMesh(fsdp=2): {nodes} nodes, peak {peak}, "
         "moves all_gather 384 B, reduce_scatter 384 B, all_reduce 4 B"
@@ -104,4 +104,4 @@ def test_what_is_computed_is_counted_the_most_frequent_first() -> None:
     ],
 )
 def test_sizes_read_well(nbytes: int, text: str) -> None:
-    assert size(nbytes) == text
+    assert format_size(nbytes) == text

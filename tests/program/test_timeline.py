@@ -16,9 +16,9 @@ from torch import Tensor
 import fzero
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, prefetch
-from fzero.program.costs import Comm
+from fzero.program.comm import Comm
 from fzero.program.program import Program
-from fzero.program.rates import GUESSES, Rates, bus_bytes, guessed
+from fzero.program.rates import GUESSES, Rates, bus_bytes, guess_rates
 from fzero.program.timeline import Timeline
 from fzero.program.work import Work
 
@@ -106,8 +106,8 @@ def test_bytes_that_a_rank_of_four_sends(op: str, sent: float) -> None:
 
 def test_rates_are_guessed_where_they_are_not_measured() -> None:
     traced = program(products)
-    assert traced.rates == guessed("cpu") == GUESSES["cpu"]
-    assert guessed("meta") == GUESSES["cuda"]
+    assert traced.rates == guess_rates("cpu") == GUESSES["cpu"]
+    assert guess_rates("meta") == GUESSES["cuda"]
     assert replace(traced, measured=RATES).rates == RATES
     assert str(traced.timeline()) == str(traced.timeline(GUESSES["cpu"]))
 

@@ -16,9 +16,9 @@ from fzero import optim
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, fuse
 from fzero.program import ops
-from fzero.program.ops import name_of
 from fzero.program.program import Program
-from fzero.program.work import Work, device_type, work
+from fzero.program.records import name_of
+from fzero.program.work import Work, find_device_type, work
 
 MESH = VirtualMesh(fsdp=2)
 
@@ -132,5 +132,5 @@ def test_a_fused_update_reads_four_lists_and_writes_three() -> None:
 
 
 def test_device_type() -> None:
-    assert device_type(traced(torch.add, (2, 3), (3,)).graph) == "cpu"
-    assert device_type(fx.Graph()) == "cpu"
+    assert find_device_type(traced(torch.add, (2, 3), (3,)).graph) == "cpu"
+    assert find_device_type(fx.Graph()) == "cpu"

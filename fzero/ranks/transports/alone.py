@@ -24,6 +24,9 @@ class Alone:
         block = buffers.blocks_of(fulls, wire)
         return Pending(begun, [], lambda: block)
 
+    def all_to_all(self, blocks: Tensor, begun: Begun) -> Pending:
+        return Pending(begun, [], blocks.clone)
+
     def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
         return x.clone()
 

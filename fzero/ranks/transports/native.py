@@ -40,6 +40,12 @@ class Native:
             work = dist.reduce_scatter_tensor(out, blocks, op=dist.ReduceOp.AVG, group=self.scatters, async_op=True)
         return Pending(begun, [work.wait], lambda: out)
 
+    def all_to_all(self, blocks: Tensor, begun: Begun) -> Pending:
+        out = torch.empty_like(blocks)
+        with begun:
+            work = dist.all_to_all_single(out, blocks, group=self.scatters, async_op=True)
+        return Pending(begun, [work.wait], lambda: out)
+
     def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
         if is_extreme(x, op):
             return extreme(x, op, partial(self._reduce_, begun=begun))

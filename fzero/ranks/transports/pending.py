@@ -50,6 +50,9 @@ class Transport(Protocol):
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
         """The leaves of a wire, whole -> [S]: this rank's block of their mean over ranks."""
 
+    def all_to_all(self, blocks: Tensor, begun: Begun) -> Pending:
+        """[N * S] of each rank, block r for rank r -> [N * S], block r from rank r: a new tensor."""
+
     def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
         """A new tensor: "sum", "avg", "max" or "min" over ranks."""
 

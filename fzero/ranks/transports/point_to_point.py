@@ -47,6 +47,14 @@ class PointToPoint:
         waits = self._exchange(sent, received, begun)
         return Pending(begun, waits, lambda: self._mean(theirs, received, mine))
 
+    def all_to_all(self, blocks: Tensor, begun: Begun) -> Pending:
+        blocks = buffers.flat(blocks)
+        out = torch.empty_like(blocks)
+        given, taken = blocks.chunk(self.world), out.chunk(self.world)
+        waits = self._exchange({p: [given[p]] for p in self.peers}, {p: [taken[p]] for p in self.peers}, begun)
+        taken[self.rank].copy_(given[self.rank])
+        return Pending(begun, waits, lambda: out)
+
     def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
         if is_extreme(x, op):
             return extreme(x, op, partial(self._reduce_, begun=begun))

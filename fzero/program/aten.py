@@ -1,0 +1,209 @@
+"""Aten: the record of an operation of torch, read off its schema and tags, and the tables that correct those.
+
+A table stands here where a schema or a tag does not tell, with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fzero.program.kinds import RAGGED, UNIFORM, Kind, Slice
+from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
+
+if TYPE_CHECKING:
+    from fzero.program.inference import Walk
+
+_aten = torch.ops.aten
+_VIEWS = frozenset(
+    """
+    alias detach view _unsafe_view t transpose permute unsqueeze squeeze expand slice select as_strided unfold diagonal
+    real
+    """.split()
+)
+"""Operations of one tensor whose result shares its memory."""
+_CHEAP_COPIES = frozenset({"_to_copy", "clone"})
+"""Copies so cheap that they are made again rather than keeping a gathered leaf alive for them."""
+_QUIET = frozenset(
+    """
+    view t transpose permute detach alias unsqueeze squeeze expand slice select _unsafe_view as_strided split ones_like
+    zeros_like
+    """.split()
+)
+"""Operations that take no time worth a word in a listing."""
+_ELEMENTWISE = frozenset(
+    """
+    alias detach lift_fresh_copy _to_copy copy_ fill fill_ zero_ masked_fill masked_fill_
+    floor_divide rsub hardswish log_sigmoid_forward real imag _conj resolve_conj _neg_view resolve_neg
+    leaky_relu elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    leaky_relu_backward log_sigmoid_backward mish_backward softplus_backward softshrink_backward threshold_backward
+    """.split()
+)
+"""Elementwise operations that torch does not tag as pointwise, or did not in 2.11."""
+_REDUCING_LISTS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum"})
+"""Operations on lists that are not elementwise at each position."""
+_SET = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+_UNSET = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+"""Operations that make a tensor, whose elements are set or are what was in that memory before."""
+_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
+"""Operations in place that leave nothing of what was there."""
+_LOCAL_SIZE = frozenset({"mean", "var", "var_mean", "std", "std_mean"})
+"""Reductions that divide by the number of elements: for a slice that is not the leaf's number."""
+_OF_SOME = frozenset({"amax", "amin", "aminmax", "argmax", "argmin", "max", "median", "min"})
+"""Reductions that fail where there is no element, as in some rank's slice."""
+_OF_SOME_ROWS = frozenset({"embedding", "index", "index_select", "gather", "slice", "select"})
+"""Operations that read of their first operand no more than they return."""
+_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+}
+"""Operation -> its flops, of its operands: those that torch's table does not have."""
+
+
+def describe(target: Any) -> Operation:
+    """The record of an operation of torch; of any other function one that assumes nothing."""
+    name = getattr(target, "__name__", str(target)).partition(".")[0]
+    schema, tags = getattr(target, "_schema", None), getattr(target, "tags", ())
+    views = name == "_unsafe_view" or (schema is not None and any(result.alias_info for result in schema.returns))
+    random = torch.Tag.nondeterministic_seeded in tags
+    return Operation(
+        name=name,
+        target=target,
+        fake=target,
+        kind=infer_item if target is operator.getitem else infer,
+        shares=(lambda node: True) if views or target is operator.getitem else (lambda node: False),
+        writes=_find_writes if schema is not None else (lambda node: []),
+        work=estimate_work,
+        is_quiet=name in _QUIET or target is operator.getitem,
+        is_derived=_is_aten(target) and name in _VIEWS | _CHEAP_COPIES,
+        is_pointwise=torch.Tag.pointwise in tags or name in _ELEMENTWISE,
+        is_random=_draws if random else (lambda node: False),
+    )
+
+
+def _is_aten(target: Any) -> bool:
+    return getattr(target, "namespace", "") == "aten"
+
+
+def _find_writes(node: Node) -> list[Node]:
+    """The operands that a schema says are written to, lists item by item."""
+    given = (find_operand(node, i, arg) for i, arg in enumerate(node.target._schema.arguments) if _is_written(arg))
+    return [x for arg in given for x in (arg if isinstance(arg, (list, tuple)) else [arg]) if x is not None]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def find_operand(node: Node, position: int, argument: Any) -> Any:
+    """What a node gives for an argument of its operation's schema."""
+    default = node.args[position] if position < len(node.args) else argument.default_value
+    return node.kwargs.get(argument.name, default)
+
+
+def _draws(node: Node) -> bool:
+    """Whether a random operation of aten really draws: attention without dropout does not."""
+    given = {arg.name: find_operand(node, i, arg) for i, arg in enumerate(node.target._schema.arguments)}
+    return given.get("dropout_p") != 0
+
+
+def estimate_work(node: Node) -> Work:
+    """Flops as `torch.utils.flop_counter` counts them (matrix products, convolutions and attention, which counts in
+    full where it is causal). Every operation reads its operands and writes its result, once. Views are no work."""
+    name = node.target.__name__.partition(".")[0]
+    views = any(x.alias_info for x in node.target._schema.returns) if hasattr(node.target, "_schema") else False
+    written = _find_writes(node) if hasattr(node.target, "_schema") else []
+    if name in _UNSET or ((views or name in ("_unsafe_view", "getitem")) and not written):
+        return NO_WORK
+    result = values_of(written) if written else node.meta.get("val")
+    return Work(_count_flops(node), _count_read(node, name) + nbytes(result))
+
+
+def _count_flops(node: Node) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    args, kwargs = values_of((node.args, node.kwargs))
+    if packet in _FLOPS:
+        return _FLOPS[packet](*args, **kwargs)
+    return flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]) if packet in flop_registry else 0
+
+
+def _count_read(node: Node, name: str) -> int:
+    given = [nbytes(values_of(source)) for source in node.all_input_nodes]
+    if name in _OF_SOME_ROWS and given:
+        given[0] = min(given[0], nbytes(node.meta["val"]))
+    return sum(given)
+
+
+# the kind of the result
+
+
+def infer(walk: Walk, node: Node) -> Kind:
+    """The kind of what an operation of aten gives.
+
+    Raises:
+        FzeroError: where a slice meets a value that differs between ranks, a slice of another leaf or a whole tensor,
+            or where the operation means something else of a slice than of the leaf.
+    """
+    name, given = walk.name_of(node), node.all_input_nodes
+    if walk.record(node).is_random(node) or "c10d" in getattr(node.target, "namespace", ""):
+        return walk.per_rank  # of a collective of torch itself nothing is known here
+    if name in _SET or name in _UNSET:
+        return _infer_new(walk, node, name)
+    if name.startswith("_foreach_"):
+        return infer_lists(walk, node)
+    if name in _LOCAL_SIZE and any(isinstance(walk.of(x), Slice) for x in given):
+        raise walk.refuse(node, f"{name} divides by the size of a slice", "sum, and divide by the leaf's numel")
+    is_pointwise = walk.record(node).is_pointwise
+    if name in _OF_SOME and not is_pointwise and _may_be_empty(walk, node.args[0]):
+        raise walk.refuse(node, f"{name} fails where a slice is empty", "join an element to it first")
+    if name in _OVERWRITES and _fills_its_memory(node.args[0]):
+        given = [x for x in given if x is not node.args[0] or isinstance(walk.of(x), Slice)]
+    return walk.join(node, given, is_pointwise)
+
+
+def _infer_new(walk: Walk, node: Node, name: str) -> Kind:
+    """The kind of a new tensor, which has nothing but shape and dtype from its operand."""
+    kind = walk.per_rank if name in _UNSET else UNIFORM
+    like = walk.of(node.args[0]) if name.endswith("_like") else UNIFORM
+    if isinstance(like, Slice):
+        return like
+    return kind | walk.of_slices if RAGGED in like else kind
+
+
+def _may_be_empty(walk: Walk, node: Node) -> bool:
+    """Whether some rank may hold no element of a value: of slices, and of what is made of slices alone."""
+    kind = walk.of(node)
+    of_slices = isinstance(kind, Slice) or RAGGED in kind
+    joined = walk.name_of(node) == "cat" and not all(_may_be_empty(walk, part) for part in node.all_input_nodes)
+    return of_slices and not joined
+
+
+def _fills_its_memory(node: Node) -> bool:
+    value = node.meta["val"]
+    return value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def infer_lists(walk: Walk, node: Node) -> Kind:
+    """The kinds of an operation on lists: one a position."""
+    args = [*node.args, *node.kwargs.values()]
+    columns = [arg for arg in args if isinstance(arg, Sequence) and any(isinstance(x, fx.Node) for x in arg)]
+    rows = [[x for x in row if isinstance(x, fx.Node)] for row in zip(*columns)]
+    beside = [arg for arg in args if isinstance(arg, fx.Node)]
+    pointwise = walk.name_of(node) not in _REDUCING_LISTS
+    return [walk.join(node, row, pointwise, beside) for row in rows]
+
+
+def infer_item(walk: Walk, node: Node) -> Kind:
+    """The kind of one result of several: that of its position where the operation returned a list of leaves."""
+    source, index = node.args
+    kind = walk.of(source)
+    return kind[index] if isinstance(kind, list) and not isinstance(node.meta["val"], (list, tuple)) else kind

@@ -1,0 +1,35 @@
+"""Random draws: what a random operation of aten draws is a function of the step's seed, the rank and its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fzero.base.randomness import drawn, fold
+from fzero.program.kinds import Kind
+from fzero.program.operation import Node, Operation
+from fzero.program.records import register
+
+if TYPE_CHECKING:
+    from fzero.program.inference import Walk
+    from fzero.program.program import Program
+
+
+def draw(number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`target(*args, **kwargs)`, a random operation of aten. Calls with one number in one step on one rank draw the
+    same. Nothing else uses a value that the call writes into."""
+    return target(*args, **kwargs)
+
+
+def _draw_kind(walk: Walk, node: Node) -> Kind:
+    return walk.per_rank | walk.join(node, node.all_input_nodes, pointwise=False)
+
+
+def _draw(program: Program, node: Node, rank: Any) -> Callable[..., Any]:
+    def run(number: int, target: Callable[..., Any], *args: Any, seed: int, **kwargs: Any) -> Any:
+        return drawn(fold(seed, rank.number, number), target, *args, **kwargs)
+
+    return run
+
+
+register(Operation(name="draw", target=draw, fake=draw, kind=_draw_kind, perform=_draw, draws=True))

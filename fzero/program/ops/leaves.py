@@ -1,0 +1,169 @@
+"""Operations on one leaf, as a step is traced.
+
+    gather   sharded -> uniform   the leaf, whole
+    scatter  any -> sharded       this rank's slice of the mean over ranks
+    take     uniform -> sharded   this rank's slice, a view: no communication
+    beside   uniform -> uniform   the identity, on a 0-d value that is about to meet a slice
+    spread   uniform -> sharded   a 0-d value, repeated over a slice
+
+`bucket` is a key of the program's table of layouts, `leaf` an index into that layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fzero.layout import buffers
+from fzero.program.kinds import UNIFORM, Kind, Slice
+from fzero.program.operation import NO_WORK, Node
+from fzero.program.ops.buckets import check_leaves, list_gather, list_scatter
+from fzero.program.records import register_traced
+from fzero.ranks.exchanges import Steps, average_leaves, gather_leaves
+
+if TYPE_CHECKING:
+    from fzero.program.inference import Walk
+    from fzero.program.memory import Held
+    from fzero.program.program import Program
+
+
+def _check(program: Program, node: Node) -> None:
+    check_leaves(program, node, [node.args[2]])
+
+
+def _label(program: Program, node: Node) -> str:
+    return f"{node.target.__name__.partition('.')[0]} {node.args[1]}"
+
+
+# gather
+
+
+def _gather_kind(walk: Walk, node: Node) -> Kind:
+    source, bucket, leaf, shape = node.args
+    walk.expect(node, source, Slice(bucket, leaf))
+    walk.expect_shape(node, shape, bucket, leaf)
+    return UNIFORM
+
+
+def _gather_memory(held: Held, node: Node) -> tuple[Any, ...]:
+    return (held.new(node, node.meta["val"], held.program.wire_of(node).numel),)
+
+
+def _gather(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+    along, axis = program.wire_of(node), program.mesh.shard_axis
+
+    def run(x: Tensor, bucket: str, leaf: int, shape: list[int]) -> Steps:
+        buffer = yield from gather_leaves([x], along, rank.rank, axis)
+        return buffers.whole(buffer, along, 0, shape)
+
+    return run
+
+
+gather = register_traced(
+    "gather(Tensor x, str bucket, int leaf, int[] shape) -> Tensor",
+    lambda x, bucket, leaf, shape: x.new_empty(shape),
+    names="leaf",
+    kind=_gather_kind,
+    check=_check,
+    moves=list_gather,
+    memory=_gather_memory,
+    work=lambda node: NO_WORK,
+    perform=_gather,
+    label=_label,
+)
+
+# scatter
+
+
+def _scatter_kind(walk: Walk, node: Node) -> Kind:
+    walk.expect_leaf(node, *node.args[:3])
+    return Slice(*node.args[1:3])
+
+
+def _scatter_memory(held: Held, node: Node) -> tuple[Any, ...]:
+    counts = held.count(held.program.layout_of(node), node.args[2])
+    return (held.new(node, node.meta["val"], held.program.wire_of(node).stride)._replace(counts=counts),)
+
+
+def _scatter(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+    along = program.wire_of(node)
+
+    def run(x: Tensor, bucket: str, leaf: int, numel: int) -> Steps:
+        block = yield from average_leaves([x], along)
+        return buffers.part(block, along, rank.rank, 0)
+
+    return run
+
+
+scatter = register_traced(
+    "scatter(Tensor x, str bucket, int leaf, int numel) -> Tensor",
+    lambda x, bucket, leaf, numel: x.new_empty(numel),
+    names="leaf",
+    kind=_scatter_kind,
+    check=_check,
+    moves=list_scatter,
+    memory=_scatter_memory,
+    work=lambda node: NO_WORK,
+    perform=_scatter,
+    label=_label,
+)
+
+# take
+
+
+def _take_kind(walk: Walk, node: Node) -> Kind:
+    walk.expect_uniform(node, use=next(iter(node.users), node))
+    walk.expect_leaf(node, *node.args[:3])
+    return Slice(*node.args[1:3])
+
+
+def _take_memory(held: Held, node: Node) -> tuple[Any, ...]:
+    return (held.view(node)._replace(counts=held.count(held.program.layout_of(node), node.args[2])),)
+
+
+def _take(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
+    part = program.layout_of(node).part(node.args[2], rank.rank)
+    return lambda x, *_: x.reshape(-1)[part.start : part.stop]
+
+
+take = register_traced(
+    "take(Tensor x, str bucket, int leaf, int numel) -> Tensor",
+    lambda x, bucket, leaf, numel: x.reshape(-1)[:numel],
+    names="leaf",
+    kind=_take_kind,
+    check=_check,
+    shares=lambda node: True,
+    memory=_take_memory,
+    work=lambda node: NO_WORK,
+    perform=_take,
+)
+
+# beside and spread
+
+
+def _beside_kind(walk: Walk, node: Node) -> Kind:
+    walk.expect_uniform(node, use=next(iter(node.users), node))
+    return UNIFORM
+
+
+def _spread_kind(walk: Walk, node: Node) -> Kind:
+    walk.expect_uniform(node)
+    return walk.join(node, node.all_input_nodes, pointwise=True)
+
+
+beside = register_traced(
+    "beside(Tensor x) -> Tensor",
+    lambda x: torch.empty_like(x),
+    kind=_beside_kind,
+    perform=lambda program, node, rank: torch.clone,
+    is_quiet=True,
+)
+spread = register_traced(
+    "spread(Tensor x, Tensor like) -> Tensor",
+    lambda x, like: torch.empty_like(like, dtype=x.dtype),
+    kind=_spread_kind,
+    perform=lambda program, node, rank: lambda x, like: like.new_empty(like.shape, dtype=x.dtype).copy_(x),
+)

@@ -1,0 +1,128 @@
+"""Reductions over a mesh axis by name, and a rank's place along one.
+
+all_reduce       any -> uniform   "sum", "avg", "max" or "min" over a mesh axis
+all_reduce_list  any -> uniform   the same of several values of one dtype, in one collective; made by a pass
+axis_index       -> per-rank      this rank's position along a mesh axis, a 0-d int64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fzero.program.comm import Comm
+from fzero.program.kinds import Kind
+from fzero.program.operation import NO_WORK, Node, Operation, nbytes
+from fzero.program.ops.buckets import check_dtypes
+from fzero.program.records import register, register_traced
+from fzero.program.refusals import refuse_node
+from fzero.ranks.exchanges import AllReduce, Steps
+
+if TYPE_CHECKING:
+    from fzero.program.inference import Walk
+    from fzero.program.program import Program
+
+_REDUCTIONS = ("sum", "avg", "max", "min")
+
+
+def all_reduce_list(values: Sequence[Tensor], op: str, axis: str) -> list[Tensor]:
+    """`all_reduce` of each value."""
+    return [torch.empty_like(value) for value in values]
+
+
+def _check_axis(program: Program, node: Node, axis: str) -> None:
+    if axis not in program.mesh.names:
+        raise refuse_node(program, node, f"names the axis {axis!r}", f"the mesh has {program.mesh.names}")
+
+
+def _check_reduction(program: Program, node: Node) -> None:
+    values, op, axis = node.args
+    _check_axis(program, node, axis)
+    if op not in _REDUCTIONS:
+        raise refuse_node(program, node, f"reduces by {op!r}", f"there are {_REDUCTIONS}")
+    if isinstance(values, Sequence):
+        check_dtypes(program, node, values)
+
+
+def _all_reduce_kind(walk: Walk, node: Node) -> Kind:
+    walk.expect_whole(node, node.args[0])
+    return walk.of(node.args[0]) - {node.args[2]}
+
+
+def _all_reduce_list_kind(walk: Walk, node: Node) -> Kind:
+    for value in node.args[0]:
+        walk.expect_whole(node, value)
+    return [walk.of(value) - {node.args[2]} for value in node.args[0]]
+
+
+def _list_reduction(program: Program, node: Node) -> Iterator[Comm]:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, list) else value
+    yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(value))
+
+
+def _all_reduce(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+    op, axis = node.args[1:]
+
+    def run(x: Tensor, *_: str) -> Steps:
+        return (yield AllReduce(f"all_reduce over {axis}", axis, x, op))
+
+    return run
+
+
+def _all_reduce_list(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+    op, axis = node.args[1:]
+    what = f"all_reduce over {axis}"
+
+    def run(values: Sequence[Tensor], *_: str) -> Steps:
+        if len(values) == 1:
+            return [(yield AllReduce(what, axis, values[0], op))]
+        packed = yield AllReduce(what, axis, torch.cat([value.reshape(-1) for value in values]), op)
+        flats = packed.split([value.numel() for value in values])
+        return [flat.view(value.shape) for flat, value in zip(flats, values)]
+
+    return run
+
+
+def _label(program: Program, node: Node) -> str:
+    return f"all_reduce {node.args[2]}"
+
+
+def _axis_index(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
+    position = rank.along(node.args[0])  # filled in on the device: a copy from the host would not be captured
+    return lambda axis, device: torch.full((), position, device=device)
+
+
+_REDUCTION: dict[str, Any] = {
+    "check": _check_reduction,
+    "moves": _list_reduction,
+    "work": lambda node: NO_WORK,
+    "label": _label,
+}
+all_reduce = register_traced(
+    "all_reduce(Tensor x, str op, str axis) -> Tensor",
+    lambda x, op, axis: torch.empty_like(x),
+    kind=_all_reduce_kind,
+    perform=_all_reduce,
+    **_REDUCTION,
+)
+register(
+    Operation(
+        name="all_reduce_list",
+        target=all_reduce_list,
+        fake=all_reduce_list,
+        kind=_all_reduce_list_kind,
+        perform=_all_reduce_list,
+        **_REDUCTION,
+    )
+)
+axis_index = register_traced(
+    "axis_index(str axis, Device device) -> Tensor",
+    lambda axis, device: torch.empty((), dtype=torch.int64, device=device),
+    kind=lambda walk, node: frozenset({node.args[0]}),
+    check=lambda program, node: _check_axis(program, node, node.args[0]),
+    perform=_axis_index,
+)

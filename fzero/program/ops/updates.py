@@ -1,0 +1,97 @@
+"""Updates: an optimizer's step of many leaves in one call.
+
+    scale_by_adam    Adam's running means and the scaled gradients, as `fzero.optim` traces them
+    adamw, adamw_    an AdamW step, which the `fuse` pass makes; the second writes over its operands
+
+aten's own `_fused_adamw` does not serve instead of `adamw`: it returns copies of the gradients too, and `_fused_adamw_`
+says in its schema that it writes into them. Both want a step count for each leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fzero.optim.kernels import fused_adamw_, scale_by_adam
+from fzero.program.aten import infer_lists
+from fzero.program.operation import Node, Operation, Work, nbytes, read_and_write, values_of
+from fzero.program.records import register
+
+if TYPE_CHECKING:
+    from fzero.program.program import Program
+
+Lists = Sequence[Tensor]
+
+
+def adamw(
+    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
+) -> tuple[list[Tensor], ...]:
+    """New parameters, first and second moments. `hyperparameters` are b1, b2, eps and the weight decay."""
+    return tuple([torch.empty_like(x) for x in column] for column in (params, mu, nu))
+
+
+def adamw_(
+    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
+) -> None:
+    """`adamw` that writes over the lists that it is given."""
+
+
+def _adamw(program: Program, node: Node, rank: Any) -> Callable[..., Any]:
+    def run(params: Lists, grads: Lists, mu: Lists, nu: Lists, *rest: Any) -> tuple[list[Tensor], ...]:
+        new = [[x.clone() for x in column] for column in (params, mu, nu)]
+        fused_adamw_(new[0], grads, new[1], new[2], *rest)
+        return tuple(new)
+
+    return run
+
+
+def _adamw_writes(node: Node) -> list[Node]:
+    return [x for position in (0, 2, 3) for x in node.args[position]]
+
+
+def _adamw_in_place_work(node: Node) -> Work:
+    return Work(0, nbytes(values_of(node.all_input_nodes)) + nbytes(values_of(_adamw_writes(node))))
+
+
+def _label(program: Program, node: Node) -> str:
+    return f"adamw {len(node.args[0])} leaves"
+
+
+register(
+    Operation(
+        name="adamw",
+        target=adamw,
+        fake=adamw,
+        kind=infer_lists,
+        perform=_adamw,
+        line=lambda program, node: f"update          adamw, {len(node.args[0])} leaves",
+        label=_label,
+        in_place=adamw_,
+        replaces=(0, 2, 3),
+    )
+)
+register(
+    Operation(
+        name="adamw_",
+        target=adamw_,
+        fake=adamw_,
+        kind=infer_lists,
+        writes=_adamw_writes,
+        work=_adamw_in_place_work,
+        perform=lambda program, node, rank: fused_adamw_,
+        line=lambda program, node: f"update          adamw, {len(node.args[0])} leaves, in place",
+        label=_label,
+    )
+)
+register(
+    Operation(
+        name="scale_by_adam",
+        target=scale_by_adam.default,
+        fake=scale_by_adam.default,
+        kind=infer_lists,
+        work=read_and_write,
+    )
+)

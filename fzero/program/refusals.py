@@ -1,0 +1,89 @@
+"""Refusals: how an error speaks of a program's nodes and kinds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fzero.base.errors import FzeroError
+from fzero.program.kinds import RAGGED, Buffer, Kind, Slice
+from fzero.program.operation import Node
+from fzero.program.records import leaves_of, name_of, record
+
+if TYPE_CHECKING:
+    from fzero.program.program import Program
+
+PASS_BUG = "a bug in the last pass: please report it, or remove the pass to confirm"
+
+
+def refuse_node(program: Program, node: Node, problem: str, way_out: str) -> FzeroError:
+    """The error of a node that does something with its operands that their kinds do not allow."""
+    return FzeroError(leaf_near(program, node), f"{node.name} {problem}{line_of(node)}", way_out)
+
+
+def refuse_drift(
+    program: Program, node: Node, axes: frozenset[str], leaf: Slice | None = None, use: Node | None = None
+) -> FzeroError:
+    """The error of a node where a value that differs along these axes meets a slice, that of `leaf` where known.
+
+    `use` is the node that the user wrote, where `node` only prepares an operand for it.
+    """
+    use = node if use is None else use
+    met = name_of(use if use.op == "call_function" else node)
+    problem = f"a per-rank value meets a slice of this leaf in {met}: ranks would drift apart"
+    where = path_of(program, leaf) if leaf is not None else leaf_near(program, node)
+    return FzeroError(where, problem + (line_of(node) or line_of(use)), advise_mean(axes))
+
+
+def advise_mean(axes: frozenset[str]) -> str:
+    """The way out for a value that differs along these axes."""
+    means = " and ".join(f"fzero.pmean(x, {axis!r})" for axis in sorted(axes - {RAGGED}))
+    return f"make it the same on every rank first, with {means}"
+
+
+def line_of(node: Node) -> str:
+    """` (the user's line)` of a node, "" where the node has none."""
+    return f" ({node.stack_trace})" if node.stack_trace else ""
+
+
+def describe_kind(program: Program, kind: Kind) -> str:
+    """A kind in words."""
+    if isinstance(kind, Slice):
+        return f"a slice of {path_of(program, kind)}"
+    if isinstance(kind, Buffer):
+        held = "gathered" if kind.gathered else "scattered"
+        return f"a {held} buffer of leaves {list(kind.leaves)} of {kind.bucket!r}{'' if kind.done else ' on its way'}"
+    if isinstance(kind, list):
+        return "a list"
+    ragged = ", in shape too" if RAGGED in kind else ""
+    return f"a value that differs along {sorted(kind - {RAGGED})}{ragged}" if kind else "a whole value"
+
+
+def path_of(program: Program, kind: Slice) -> str:
+    """The path of a slice's leaf."""
+    return program.layouts[kind.bucket].leaves[kind.leaf].path or kind.bucket
+
+
+def leaf_near(program: Program, node: Node) -> str:
+    """The path of the leaf that a node works on, or its bucket: what the node names, or else the nearest state argument
+    behind it."""
+    if node.op == "call_function" and record(node).names and node.args[1] in program.layouts:
+        return _name_leaf(program, node)
+    given = zip(program.placeholders, program.arguments)
+    state = {node: program.path_of(argument) for node, argument in given if argument.bucket is not None}
+    frontier, seen = [node, *node.users], set[Node]()
+    while frontier:
+        for near in frontier:
+            if near in state:
+                return state[near]
+        seen.update(frontier)
+        frontier = list(dict.fromkeys(x for near in frontier for x in near.all_input_nodes if x not in seen))
+    return node.name
+
+
+def _name_leaf(program: Program, node: Node) -> str:
+    layout = program.layout_of(node)
+    if record(node).names == "position" and node.args[3] not in range(len(node.args[2])):
+        return layout.bucket
+    leaves = leaves_of(node)
+    is_one = record(node).names != "leaves" and leaves[0] in range(len(layout.leaves))
+    return layout.leaves[leaves[0]].path if is_one else layout.bucket

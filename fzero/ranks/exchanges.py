@@ -1,0 +1,182 @@
+"""Exchanges: what an operation asks other ranks for, as data.
+
+One description serves both ways to run a program. A rank of a live mesh starts an exchange on the transport of its
+axis; for virtual ranks `join` computes what all ranks along the axis get, from what each of them gives, in rank order.
+
+An operation that communicates is a generator: it yields an exchange, and is sent the result.
+
+    def run(x):
+        total = yield AllReduce("all_reduce over fsdp", "fsdp", x, "sum")
+        return total / 2
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fzero.layout import buffers
+from fzero.layout.layout import Wire
+from fzero.ranks.members import Begun
+from fzero.ranks.transports import Pending, Transport
+from fzero.ranks.transports.reduction import JOINS
+
+
+class Exchange(Protocol):
+    """What one rank gives to the ranks along a mesh axis."""
+
+    @property
+    def what(self) -> str:
+        """The name of it in errors: "all_gather of layers.0"."""
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis."""
+
+    @property
+    def sent(self) -> Sequence[Tensor]:
+        """What other ranks read, and nothing may write to until the exchange was waited for."""
+
+    def start(self, transport: Transport, begun: Begun) -> Pending:
+        """Start it on one rank of a live mesh."""
+
+    def join(self, row: Sequence[Any]) -> list[Tensor]:
+        """What each rank of a row gets, of the exchanges that all of them ask for."""
+
+
+Steps = Generator[Exchange, Tensor, Any]
+"""An operation that communicates, as one rank runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """[S] of each rank -> [N * S] in rank order. `into`, where given, is the result, with `block` in its own place;
+    `slices` are what lies in a block that is sent from where it lies."""
+
+    what: str
+    axis: str
+    block: Tensor
+    into: Tensor | None = None
+    slices: Sequence[Tensor] = ()
+
+    @property
+    def sent(self) -> Sequence[Tensor]:
+        return self.slices
+
+    def start(self, transport: Transport, begun: Begun) -> Pending:
+        return transport.all_gather(self.block, begun, self.into)
+
+    def join(self, row: Sequence[AllGather]) -> list[Tensor]:
+        if len(row) == 1:
+            return [self.block]
+        full = torch.cat([each.block for each in row])
+        return [full.clone() for _ in row]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """The leaves of a wire in full -> [S] this rank's block of their mean over the ranks."""
+
+    what: str
+    axis: str
+    fulls: Sequence[Tensor]
+    wire: Wire
+
+    @property
+    def sent(self) -> Sequence[Tensor]:
+        return [buffers.flat(full) for full in self.fulls]
+
+    def start(self, transport: Transport, begun: Begun) -> Pending:
+        return transport.reduce_scatter(self.fulls, self.wire, begun)
+
+    def join(self, row: Sequence[ReduceScatter]) -> list[Tensor]:
+        blocks = [buffers.blocks_of(each.fulls, self.wire) for each in row]
+        if len(row) == 1:
+            return blocks
+        return [block.clone() for block in reduce(blocks, "avg").view(len(row), self.wire.stride)]
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """One tensor of each rank -> "sum", "avg", "max" or "min" over the ranks, a new tensor."""
+
+    what: str
+    axis: str
+    value: Tensor
+    op: str
+
+    @property
+    def sent(self) -> Sequence[Tensor]:
+        return [self.value]
+
+    def start(self, transport: Transport, begun: Begun) -> Pending:
+        return Pending(begun, [], functools.partial(transport.all_reduce, self.value, self.op, begun))
+
+    def join(self, row: Sequence[AllReduce]) -> list[Tensor]:
+        total = reduce([each.value for each in row], self.op)
+        return [total.clone() for _ in row]
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """[N * S] of each rank, block r for rank r -> [N * S], block r from rank r."""
+
+    what: str
+    axis: str
+    blocks: Tensor
+
+    @property
+    def sent(self) -> Sequence[Tensor]:
+        return [self.blocks]
+
+    def start(self, transport: Transport, begun: Begun) -> Pending:
+        return transport.all_to_all(self.blocks, begun)
+
+    def join(self, row: Sequence[AllToAll]) -> list[Tensor]:
+        rows = [each.blocks.view(len(row), -1) for each in row]
+        return [torch.cat([given[rank] for given in rows]) for rank in range(len(row))]
+
+
+def gather_leaves(
+    slices: Sequence[Tensor], along: Wire, rank: int, axis: str, dtype: torch.dtype | None = None
+) -> Steps:
+    """This rank's slices of the leaves of a wire, cast to a `dtype` that is given -> their buffer [N * S]."""
+    what = f"all_gather of {along.layout.bucket}"
+    block = None if dtype else buffers.view_of(slices, along, rank)
+    if block is not None:
+        return (yield AllGather(what, axis, block, slices=slices))
+    full = slices[0].new_empty(along.numel, dtype=dtype)  # slices are packed, or cast, where they lie in the result
+    mine = buffers.fill(full[rank * along.stride :][: along.stride], slices, along, rank)
+    return (yield AllGather(what, axis, mine, into=full))
+
+
+def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
+    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh."""
+    bucket, mesh = along.layout.bucket, along.layout.mesh
+    block = yield ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)
+    for axis in mesh.names:
+        if axis != mesh.shard_axis and mesh.size(axis) > 1:
+            block = yield AllReduce(f"all_reduce of {bucket} over {axis}", axis, block, "avg")
+    return block
+
+
+def reduce(values: Sequence[Tensor], op: str) -> Tensor:
+    """The values of all ranks to one, in rank order."""
+    total = functools.reduce(JOINS[op], values)
+    return total / len(values) if op == "avg" else total
+
+
+def complete(steps: Steps, answer: Tensor | None, begin: Callable[[Exchange], Pending]) -> Any:
+    """Run an operation to its end on one rank, from its last `answer` on: None before its first exchange. `begin`
+    starts an exchange."""
+    try:
+        while True:
+            exchange = next(steps) if answer is None else steps.send(answer)
+            answer = begin(exchange).wait()
+    except StopIteration as end:
+        return end.value
