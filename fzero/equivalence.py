@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.pipeline import Pass
+from fzero.passes.run import Pass
 from fzero.simulation import simulate
 from fzero.state.partition import partition
 from fzero.values.sharded import Sharded

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
-from fzero.passes.resolve import resolve
+from fzero.passes import resolve, run_passes
+from fzero.passes.run import Pass
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.tracing.trace import trace
 from fzero.values.sharded import Sharded
 
-Pass = Callable[[Program], Program]
 T = TypeVar("T")
 _log = logging.getLogger("fzero")
 
@@ -42,9 +43,7 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with _uncollected():
             program = replace(resolve(trace(self.fn, args, self.on.mesh)), measured=self._measured)
-            for rewrite in self.passes:
-                program = rewrite(program)
-        return program
+            return run_passes(program, self.passes)
 
     def remake(self, measured: Rates) -> None:
         """Make programs anew when they are next asked for, for a machine with these rates."""
@@ -85,7 +84,8 @@ class Pipeline(Generic[T]):
 
 
 class Returned:
-    """What a step returns, given the tensors that its program does."""
+    """What a step returns, given the tensors that its program does: its results and, where passes added state, the new
+    state beside them."""
 
     def __init__(self, program: Program, on: Any) -> None:
         self._out_tree, self._on = program.out_tree, on
@@ -96,6 +96,7 @@ class Returned:
             if result.bucket is not None
         ]
         self._signatures: list[Any] = [None] * len(self._state)  # of what is returned first, and so of all
+        self._added = [state.path for state in program.pass_state]
 
     def __call__(self, outputs: Sequence[Tensor]) -> Any:
         leaves: list[Any] = list(outputs)
@@ -104,9 +105,45 @@ class Returned:
             value._signature = signature
         if None in self._signatures:
             self._signatures = [leaves[i].signature for i, _, _ in self._state]
+        own = len(leaves) - len(self._added)
+        added, leaves = leaves[own:], leaves[:own]
         for i, constant in self._constants:
             leaves.insert(i, constant)
-        return tree.unflatten(self._out_tree, leaves)
+        result = tree.unflatten(self._out_tree, leaves)
+        return (result, dict(zip(self._added, added))) if self._added else result
+
+
+def create_pass_state(program: Program, on: Any) -> dict[str, Sharded]:
+    """The state that the passes of a program added, as it begins: path -> value."""
+    device = on.device or program.placeholders[-1].meta["val"].device
+    created = {}
+    for state in program.pass_state:
+        layout = program.layouts[state.bucket]
+        shape = layout.leaves[0].shape if layout.replicated else (len(layout.part(state.leaf, on.rank)),)
+        local = torch.full(shape, state.initial, dtype=state.dtype, device=device)
+        created[state.path] = Sharded(local, layout, state.leaf, on)
+    return created
+
+
+def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Any) -> list[Sharded]:
+    """The values of a program's added state, in the order of its arguments.
+
+    Raises:
+        FzeroError: for state that is missing, left over, or of another layout or mesh.
+    """
+    wanted, given = [state.path for state in program.pass_state], given or {}
+    missing, surplus = [x for x in wanted if x not in given], [x for x in given if x not in wanted]
+    if missing or surplus:
+        path = (missing or surplus)[0]
+        problem = "a pass of this step keeps this state, and it is not given" if missing else "no pass keeps this state"
+        way_out = "give pass_state=step.init_pass_state(*args) first, then what the step returned"
+        raise FzeroError(f"pass_state {path!r}", problem, way_out)
+    for state in program.pass_state:
+        value = given[state.path]
+        if not isinstance(value, Sharded) or value.on is not on or value.layout != program.layouts[state.bucket]:
+            problem = "is not the state that this step's passes keep on its mesh"
+            raise FzeroError(f"pass_state {state.path!r}", problem, "make it with step.init_pass_state(*args)")
+    return [given[path] for path in wanted]
 
 
 @contextmanager

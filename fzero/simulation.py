@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import defaults, verify
-from fzero.pipeline import Pass, Pipeline, Returned
+from fzero.passes.run import Pass
+from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
 from fzero.state.fill import place
@@ -63,8 +64,13 @@ class Simulation:
         leaves, treedef = tree.flatten(args)
         return self._pipeline.program(tree.unflatten(treedef, self._of_rank(0, treedef, leaves)))
 
-    def __call__(self, *args: Any, watch: Watch | None = None) -> Any:
-        """Run the step. `watch(node, values)` sees each rank's values after each node of the program.
+    def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
+        """The state that the step's passes keep, as it begins: see `Step.init_pass_state` of `fzero.shard`."""
+        return create_pass_state(self.trace(*args), self._pipeline.on)
+
+    def __call__(self, *args: Any, watch: Watch | None = None, pass_state: Mapping[str, Any] | None = None) -> Any:
+        """Run the step. `watch(node, values)` sees each rank's values after each node of the program. `pass_state` is
+        what the step's passes keep.
 
         Raises:
             FzeroError: for a batch that does not divide by the ranks; where ranks disagree about a value that must be
@@ -72,6 +78,7 @@ class Simulation:
         """
         leaves, treedef = tree.flatten(args)
         program = self._pipeline.made(self._of_rank(0, treedef, leaves), treedef)
+        leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
         arguments = self._arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):

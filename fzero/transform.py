@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -16,7 +16,8 @@ from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
 from fzero.passes import defaults, verify
-from fzero.pipeline import Pass, Pipeline, Returned
+from fzero.passes.run import Pass
+from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
@@ -48,6 +49,8 @@ def shard(
     layers: the same step up to rounding, whose first call takes longer; `compile="graph"` has CUDA launch all of that
     and its collectives at once, as a graph (docs/compile.md). `passes` replaces the default ones, each a function of a
     `Program` to a `Program`.
+
+    A pass may keep state of its own: then the step takes it as `pass_state` and returns `(results, new pass_state)`.
 
     The step is traced at its first call and again when shapes, dtypes, structure or constants change, which the logger
     "fzero" reports.
@@ -81,7 +84,7 @@ class Step:
             check_mesh(on)
         self._on = on
         self._pipeline = Pipeline(
-            fn, on, passes, functools.partial(_linked, on, compile, functools.cache(compile_fragment))
+            fn, on, passes, functools.partial(_link, on, compile, functools.cache(compile_fragment))
         )
 
     def __repr__(self) -> str:
@@ -91,8 +94,13 @@ class Step:
         """The program that a call with these arguments runs. No collective."""
         return self._pipeline.program(args)
 
-    def __call__(self, *args: Any) -> Any:
-        compiled, values, tensors = self._taken(args)
+    def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
+        """The state that the step's passes keep, as it begins, for a step with these arguments: a dict by path, empty
+        where the passes keep none. Give it to the first call as `pass_state`. No collective."""
+        return create_pass_state(self._pipeline.made(*tree.flatten(args)).program, self._on)
+
+    def __call__(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Any:
+        compiled, values, tensors = self._take(args, pass_state)
         graph = compiled.run if isinstance(compiled.run, Captured) else None
         moved = graph is not None and graph.is_elsewhere(tensors)
         moved = agree(self._on.members, compiled.number, compiled.lines, vote=moved)
@@ -102,7 +110,7 @@ class Step:
             values[i].give_up()
         return compiled.returned(compiled.run(tensors))
 
-    def calibrate(self, *args: Any) -> Rates:
+    def calibrate(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Rates:
         """Measure how fast the ranks compute and communicate, and schedule by that from the next call on. All ranks
         call it together, with arguments as the step takes them, which stay as they are.
 
@@ -113,26 +121,30 @@ class Step:
         Raises:
             FzeroError: as the step does.
         """
-        compiled, _, tensors = self._taken(args)
+        compiled, _, tensors = self._take(args, pass_state)
         agree(self._on.members, compiled.number, compiled.lines)
         rates = calibrate(self._on, compiled.program, tensors)
         self._pipeline.remake(rates)
         return rates
 
-    def _taken(self, args: tuple[Any, ...]) -> tuple[_Compiled, list[Any], list[Tensor]]:
+    def _take(
+        self, args: tuple[Any, ...], pass_state: Mapping[str, Any] | None
+    ) -> tuple[_Compiled, list[Any], list[Tensor]]:
         """What a call with these arguments runs, its tensors and `Sharded`, and their memory. An error is told to all
         ranks."""
         leaves, treedef = tree.flatten(args)
         values = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
         try:
             compiled = self._pipeline.made(leaves, treedef)
-            return compiled, values, _unaliased(values, compiled.donated)
+            if pass_state is not None or compiled.program.pass_state:
+                values += order_pass_state(compiled.program, pass_state, self._on)
+            return compiled, values, _copy_aliases(values, compiled.donated)
         except Exception as error:
             agree(self._on.members, 0, [], error)
             raise
 
 
-def _linked(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:
+def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:
     """What runs a program. No method of `Step`, so that a step ends, and its graphs, with the last reference to it."""
     if mode == "graph":
         check_program(program, on.device.type)
@@ -143,7 +155,7 @@ def _linked(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compil
     return _Compiled(program, runner, Returned(program, on), donated, digest(lines), lines)
 
 
-def _unaliased(values: Sequence[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
+def _copy_aliases(values: Sequence[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
     """The memory of arguments: copies of what is donated where another shares it."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:

@@ -1,8 +1,11 @@
-"""Passes: each a function of a `Program` to a `Program`, one file a pass, its guarantee in its docstring."""
+"""Passes: each a function of a `Program` to a `Program`, one file a pass, its guarantee in its docstring.
+
+In: what the tracer wrote down, every gather at its use, one leaf each. Out: the program that ranks run. `defaults` lists
+the passes of a stage, `insert` puts another one among them; docs/passes.md shows how to write one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from fzero.passes.accumulate import accumulate
@@ -14,9 +17,9 @@ from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
+from fzero.passes.run import Pass, insert, run_passes
 from fzero.passes.split import split
 from fzero.passes.verify import verify
-from fzero.program.program import Program
 
 __all__ = [
     "accumulate",
@@ -25,17 +28,19 @@ __all__ = [
     "defaults",
     "donate",
     "fuse",
+    "insert",
     "prefetch",
     "release",
     "rematerialize",
     "resolve",
+    "run_passes",
     "split",
     "verify",
 ]
 
 
-def defaults(*, stage: int, in_place: bool) -> tuple[Callable[[Program], Program], ...]:
-    """The passes of `shard`, in order. `resolve` comes before them all."""
+def defaults(*, stage: int, in_place: bool = True) -> tuple[Pass, ...]:
+    """The passes of `shard` at a stage, in order; `in_place` updates state in place. `resolve` comes before them all."""
     first = (accumulate,) if stage == 1 else ()
     last = (donate,) if in_place else ()
     return (
