@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.randomness import drawn, fold, step_seed
+from fzero.base.randomness import draw, fold, step_seed
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
 from fzero.optim.kernels import fused_adamw_
@@ -190,7 +190,7 @@ class _Ranks:
 
     def draw(self, seat: Seat, number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.seed is not None  # a program with a draw has a seed
-        return drawn(fold(self.seed, seat.number, number), target, *args, **kwargs)
+        return draw(fold(self.seed, seat.number, number), target, *args, **kwargs)
 
     def adamw(self, seat: Seat, *args: Any) -> tuple[list[Tensor], ...]:
         params, mu, nu = ([x.clone() for x in args[column]] for column in (0, 2, 3))

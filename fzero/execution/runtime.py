@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.base.randomness import drawn, fold
+from fzero.base.randomness import draw, fold
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
 from fzero.optim.kernels import fused_adamw_
@@ -38,7 +38,7 @@ class Runtime:
         return self.on.take(x, self.layouts[bucket], leaf)
 
     def draw(self, seed: int, number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return drawn(fold(seed, self.on.number, number), target, *args, **kwargs)
+        return draw(fold(seed, self.on.number, number), target, *args, **kwargs)
 
     def all_gather(
         self, slices: Lists, bucket: str, leaves: Sequence[int], numel: int, *, dtype: torch.dtype | None = None
