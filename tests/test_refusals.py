@@ -344,7 +344,8 @@ def one_rank_raises_where_others_know(mesh: DeviceMesh) -> Differing:
 CASES = {
     case.__name__: case
     for case in (
-        partitioned_twice, of_another_mesh, of_no_mesh, of_axes_without_a_meaning, unusual_arguments, other_gradients, integer_parameters,
+        partitioned_twice, of_another_mesh, of_no_mesh, of_axes_without_a_meaning, unusual_arguments, other_gradients,
+        integer_parameters,
         no_single_number, looking_at_data, drifting_apart, averaged_first, rows_differ, rows_differ_from_known,
         dtypes_differ, steps_differ, one_rank_raises, one_rank_raises_where_others_know,
     )

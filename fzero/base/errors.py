@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class FzeroError(ValueError):
-    """Bad input. The message names the leaf's path (`where`), then the `problem` with its numbers, then the `way_out`."""
+    """Bad input. The message names the leaf (`where`), then the `problem` with its numbers, then the `way_out`."""
 
     def __init__(self, where: str, problem: str, way_out: str = "") -> None:
         message = f"{where}: {problem}" if where else problem

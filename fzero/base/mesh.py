@@ -105,7 +105,9 @@ def check_data_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tup
         chosen = set(data)
         for axis in data:
             if axis not in mesh.sizes:
-                raise FzeroError(f"mesh axis {axis!r}", f"is in data, and this mesh has {mesh.names}", "name only these")
+                raise FzeroError(
+                    f"mesh axis {axis!r}", f"is in data, and this mesh has {mesh.names}", "name only these"
+                )
         if shard_axis not in chosen:
             problem = f"{tuple(data)} leaves out {shard_axis!r}, the axis of {mesh} that state lies along"
             raise FzeroError("data", problem, f"give data={(*data, shard_axis)}")

@@ -90,7 +90,7 @@ def _call(node: Node, program: Program, runtime: Any, seed: int) -> Callable[...
         return lambda done: done
     if is_call(node, ops.part):  # a view that a linked program takes by itself
         along = wire(program.layout_of(node), tuple(node.args[2]))
-        return lambda block, bucket, leaves, position, numel: buffers.part(block, along, runtime.on.rank, position)
+        return lambda block, bucket, leaves, position, numel: buffers.slice_of(block, along, runtime.on.rank, position)
     method = getattr(runtime, node.target.__name__.partition(".")[0])
     if is_call(node, ops.all_gather, ops.reduce_scatter):
         return lambda *args, **how: runtime.wait(method(*args, **how))

@@ -158,7 +158,7 @@ class _Ranks:
             return [_started(block, [block]) for block in blocks]
         world = self._layout(bucket).world
         means = [mean.view(world, numel)[seat.rank].clone() for seat, mean in zip(self.seats, self._means(blocks))]
-        return [_started(mean, [buffers.flat(full) for full in given]) for mean, given in zip(means, fulls)]
+        return [_started(mean, [buffers.flatten(full) for full in given]) for mean, given in zip(means, fulls)]
 
     def wait(self, seat: Seat, pending: _Pending) -> Tensor:
         if [x._version for x in pending.sent] != pending.versions:
@@ -170,10 +170,10 @@ class _Ranks:
     def whole(
         self, seat: Seat, buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]
     ) -> Tensor:
-        return buffers.whole(buffer, wire(self._layout(bucket), tuple(leaves)), position, shape)
+        return buffers.join_leaf(buffer, wire(self._layout(bucket), tuple(leaves)), position, shape)
 
     def part(self, seat: Seat, block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
-        return buffers.part(block, wire(self._layout(bucket), tuple(leaves)), seat.rank, position)
+        return buffers.slice_of(block, wire(self._layout(bucket), tuple(leaves)), seat.rank, position)
 
     def take(self, seat: Seat, full: Tensor, bucket: str, leaf: int, numel: int) -> Tensor:
         part = self._layout(bucket).part(leaf, seat.rank)

@@ -52,7 +52,7 @@ class Runtime:
         return pending.wait()
 
     def whole(self, buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
-        return buffers.whole(buffer, wire(self.layouts[bucket], tuple(leaves)), position, shape)
+        return buffers.join_leaf(buffer, wire(self.layouts[bucket], tuple(leaves)), position, shape)
 
     def adamw(
         self, params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float

@@ -97,7 +97,7 @@ def memory(
 
 def turns(layouts: Layouts) -> list[int]:
     """Ranks in order, with every other of which the last of them before it has slices of equal sizes."""
-    return sorted({0}.union(*(layout.turns(range(len(layout.leaves))) for layout in layouts.values())))
+    return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts.values())))
 
 
 def _peaks(changes: Iterable[tuple[list[Key], list[Key]]], held: _Held) -> Tensor:

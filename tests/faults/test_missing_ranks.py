@@ -161,7 +161,7 @@ def test_a_rank_that_stalls_in_a_step_is_named() -> None:
 
 
 def native(mesh: DeviceMesh) -> Transport:
-    return Native(mesh.get_group(), live(mesh).members.twin(mesh.get_group()))
+    return Native(mesh.get_group(), live(mesh).members.new_twin(mesh.get_group()))
 
 
 def by_messages(mesh: DeviceMesh) -> Transport:

@@ -91,5 +91,7 @@ def test_a_chunk_has_an_element(size: int) -> None:
 
 @pytest.mark.parametrize("chunk", [range(-1, 2), range(5, 8)])
 def test_a_chunk_outside_the_leaf_is_refused(chunk: range) -> None:
-    with pytest.raises(FzeroError, match=r"u: a chunk is range\(-?\d, \d\), of 7 elements; take chunks from fzero.layout.chunks"):
+    with pytest.raises(
+        FzeroError, match=r"u: a chunk is range\(-?\d, \d\), of 7 elements; take chunks from fzero.layout.chunks"
+    ):
         overlaps(THREE, U, chunk)

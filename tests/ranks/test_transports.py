@@ -20,7 +20,7 @@ from fzero import FzeroError, VirtualMesh
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.ranks.live import live
-from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, memory, same_host
+from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, process_memory, same_host
 from fzero.ranks.transports.reduction import JOINS
 from fzero.ranks.transports.worker import Worker
 
@@ -60,7 +60,10 @@ SENT = {
     "bf16": Sent(torch.bfloat16),
     "fp64": Sent(torch.float64),
     "some leaves": Sent(torch.float32, leaves=(1, 3)),
+    "one leaf, which some ranks have nothing of": Sent(torch.float32, leaves=(1,)),
+    "no element": Sent(torch.float32, leaves=(2,)),
     "transposed": Sent(torch.float32, is_transposed=True),
+    "some transposed": Sent(torch.bfloat16, leaves=(0, 3), is_transposed=True),
 }
 
 
@@ -69,7 +72,7 @@ def point_to_point(mesh: DeviceMesh) -> Transport:
 
 
 def native(mesh: DeviceMesh) -> Transport:
-    return Native(mesh.get_group(), live(mesh).members.twin(mesh.get_group()))
+    return Native(mesh.get_group(), live(mesh).members.new_twin(mesh.get_group()))
 
 
 def waiting(mesh: DeviceMesh) -> Transport:
@@ -152,13 +155,13 @@ def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[b
 def too_many(mesh: DeviceMesh) -> str:
     transport = waiting(mesh)
     same_host.SLOTS = 2
-    begun = live(mesh).members.begin("gather")
-    started = [transport.all_gather(torch.ones(3), begun) for _ in range(2)]
+    attempt = live(mesh).members.begin("gather")
+    started = [transport.all_gather(torch.ones(3), attempt) for _ in range(2)]
     with pytest.raises(FzeroError) as caught:
-        transport.all_gather(torch.ones(3), begun)
+        transport.all_gather(torch.ones(3), attempt)
     assert all(pending.wait().equal(torch.ones(3 * mesh.size())) for pending in started)
     transport.settle()
-    transport.all_gather(torch.ones(3), begun).wait()
+    transport.all_gather(torch.ones(3), attempt).wait()
     same_host.SLOTS = board.SLOTS
     return str(caught.value)
 
@@ -173,13 +176,13 @@ def left(mesh: DeviceMesh) -> None:
 def first_words(mesh: DeviceMesh) -> list[bool]:
     """What is found out about each other's memory, where nothing hinders, elsewhere, and where reading is refused."""
     group = mesh.get_group()
-    found = [board.common_board(group, SECOND) is not None]
+    found = [board.share_board(group, SECOND) is not None]
     place, board._place = board._place, lambda: (f"host {mesh.get_rank()}",)
-    found.append(board.common_board(group, SECOND) is not None)
+    found.append(board.share_board(group, SECOND) is not None)
     board._place = place
     if mesh.get_rank() == 1:
         board._is_readable = lambda other: False  # type: ignore[assignment]
-    return [*found, board.common_board(group, SECOND) is not None]
+    return [*found, board.share_board(group, SECOND) is not None]
 
 
 CASES: dict[str, Callable[[DeviceMesh], Any]] = {
@@ -234,9 +237,9 @@ def test_memory_that_is_not_there() -> None:
         pytest.skip("this kernel keeps processes from reading each other's memory")
     found = ctypes.create_string_buffer(5)
     with pytest.raises(RuntimeError, match=rf"5 bytes of process {os.getpid()} cannot be read: Bad address"):
-        memory.read(os.getpid(), 0, ctypes.addressof(found), 5)
+        process_memory.read(os.getpid(), 0, ctypes.addressof(found), 5)
     with pytest.raises(RuntimeError, match="No such process"):
-        memory.read(2**22 + 1, ctypes.addressof(found), ctypes.addressof(found), 5)
+        process_memory.read(2**22 + 1, ctypes.addressof(found), ctypes.addressof(found), 5)
 
 
 def test_a_worker_performs_in_order_and_hands_on_what_is_raised() -> None:
