@@ -19,7 +19,7 @@ from fzero.layout.layout import Wire
 def block_of(slices: Sequence[Tensor], wire: Wire, rank: int, dtype: torch.dtype | None = None) -> Tensor:
     """[S] the block of `rank`: a view where the slices lie as a block already, else a copy, in `dtype` if given."""
     view = None if dtype else view_of(slices, wire, rank)
-    return fill(slices[0].new_empty(wire.stride, dtype=dtype), slices, wire, rank) if view is None else view
+    return fill_block(slices[0].new_empty(wire.stride, dtype=dtype), slices, wire, rank) if view is None else view
 
 
 def view_of(slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor | None:
@@ -43,7 +43,7 @@ def view_of(slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor | None:
     return first.as_strided((wire.stride,), (1,), start)
 
 
-def fill(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor:
+def fill_block(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor:
     """Copy the slices of `rank` into its block [S], cast to the block's dtype, with zeros between. Return the block."""
     where = wire.block(rank)
     _clear_between(block, where)

@@ -59,7 +59,7 @@ class Live:
             return self._sharding.all_gather(block, attempt)
         full = slices[0].new_empty(along.numel, dtype=dtype)
         block = full[self.rank * along.stride :][: along.stride]
-        return self._sharding.all_gather(buffers.fill(block, slices, along, self.rank), attempt, full)
+        return self._sharding.all_gather(buffers.fill_block(block, slices, along, self.rank), attempt, full)
 
     def reduce_scatter(self, fulls: Sequence[Tensor], layout: Layout, leaves: tuple[int, ...]) -> Pending:
         """Start to scatter some leaves of a bucket, given in full. The mean is over all axes of the mesh."""

@@ -75,11 +75,11 @@ class Members:
         """Begin a collective that errors call `what`. Its calls to torch stand in a `with` of the result."""
         return Attempt(self, what)
 
-    def failure(self, what: str, since: float) -> FzeroError:
-        """The error of the failed collective `what`, which names the missing ranks. Hangs up on every rank first.
+    def diagnose(self, what: str, since: float) -> FzeroError:
+        """Hang up on every rank, call the roll, and return the error that names the missing ranks.
 
-        `since` is when this rank began the collective, in seconds of `time.monotonic`. Later calls return the same
-        error, because the connections are gone.
+        `what` names the failed collective, which this rank began at `since`, in seconds of `time.monotonic`. Later
+        calls return the same error, because the connections are gone.
         """
         if self._lost is None:
             for act in self.at_failure:
@@ -109,7 +109,7 @@ class Attempt:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # while a CUDA graph is captured nothing runs, so no rank can fail: torch's error is about the capture
         if isinstance(error, RuntimeError) and not _is_capturing():
-            raise self.members.failure(self.what, self.since) from error
+            raise self.members.diagnose(self.what, self.since) from error
 
 
 def _is_capturing() -> bool:

@@ -1,4 +1,4 @@
-"""Laws of buffers: what goes in comes out, exactly, for all leaves of a bucket and for some."""
+"""Laws of buffers: leaves that go in come out with the same bits, for complete and for partial wires."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slices(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
 
 
 def placed(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
-    """The same as views of one buffer that holds the rank's slice of the whole bucket; leaves not sent are ones."""
+    """The same slices as views of one buffer, the rank's slice of the whole bucket. Leaves not sent are ones."""
     ones = {i: torch.ones(leaf.shape, dtype=leaves[0].dtype) for i, leaf in enumerate(sent.layout.leaves)}
     everything = list((ones | dict(zip(sent.leaves, leaves))).values())
     held = place(dict(enumerate(everything)), sent.layout, rank)

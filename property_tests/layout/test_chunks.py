@@ -23,12 +23,12 @@ sizes = st.integers(1, 70)
 
 
 def all_overlaps(layout: Layout, leaf: int, size: int) -> list[Overlap]:
-    """Those of every chunk of a leaf."""
+    """The overlaps of every chunk of a leaf."""
     return [each for chunk in chunks(layout.leaves[leaf].numel, size) for each in overlaps(layout, leaf, chunk)]
 
 
 def filled(layout: Layout, size: int) -> list[list[tuple[int, int] | None]]:
-    """What ranks hold when one reads each leaf chunk by chunk and sends the overlaps: (leaf, element) or padding."""
+    """The (leaf, element) pairs that ranks hold, None for padding, after all overlaps of all chunks were sent."""
     held: list[list[tuple[int, int] | None]] = [[None] * layout.shard for _ in range(layout.world)]
     for leaf in range(len(layout.leaves)):
         for each in all_overlaps(layout, leaf, size):

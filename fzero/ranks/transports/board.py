@@ -59,9 +59,9 @@ class Board:
         with self._lock:
             self._table[POSTED + slot] = number
 
-    def addresses(self, rank: int, number: int, count: int) -> list[int]:
+    def read_addresses(self, rank: int, number: int, count: int) -> list[int]:
         """Wait until `rank` has posted the exchange, and read the `count` addresses that it posted."""
-        self._until(rank, POSTED, number)
+        self._wait_for(rank, POSTED, number)
         found = (ctypes.c_int64 * count)()
         where = self._entry(rank, WHERE + number % SLOTS)
         read(self._ranks[rank].process, where, ctypes.addressof(found), ctypes.sizeof(found))
@@ -71,21 +71,22 @@ class Board:
         """Copy bytes from an address in the memory of `rank` to the address `target` in this process."""
         read(self._ranks[rank].process, address, target, nbytes)
 
-    def done(self, number: int) -> None:
+    def post_done(self, number: int) -> None:
         """Post that this rank has read what it needs of the exchange."""
         with self._lock:
             self._table[DONE + number % SLOTS] = number
 
-    def until_done(self, rank: int, number: int) -> None:
+    def wait_until_done(self, rank: int, number: int) -> None:
         """Wait until `rank` has read what it needs of the exchange, or has ended and so reads nothing more."""
         with suppress(EndedError):
-            self._until(rank, DONE, number)
+            self._wait_for(rank, DONE, number)
 
     def fail(self) -> None:
         """Post that this rank has given up, so that no rank waits for it any more."""
         self._table[FAILED] = 1
 
-    def _until(self, rank: int, column: int, number: int) -> None:
+    def _wait_for(self, rank: int, column: int, number: int) -> None:
+        """Wait until `rank` has written an exchange\'s number, or a later one, to a column of its table."""
         deadline, pause = time.monotonic() + self._timeout, 0.0
         while self._entry(rank, column + number % SLOTS) < number:
             if self._entry(rank, FAILED):
@@ -102,7 +103,7 @@ class Board:
 
 
 def share_board(group: dist.ProcessGroup, timeout: timedelta) -> Board | None:
-    """Make the board of a gloo group, or None unless all ranks can read each other's memory. All ranks call together."""
+    """Make the board of a gloo group, or None unless all ranks can read each other's memory. All ranks call."""
     table, word = _Table(), secrets.token_bytes(WORD)
     ctypes.memmove(table, word, WORD)
     ranks = _exchange(group, Process(_place(), os.getpid(), ctypes.addressof(table), word))

@@ -167,13 +167,13 @@ class SameHost(PointToPoint):
     def _fetch(self, exchange: _Exchange, fetch: Fetch) -> None:
         """Read what peers send, once they have posted the addresses, and post that this rank is done."""
         count = len(exchange.sent)
-        fetch({peer: self.board.addresses(peer, exchange.number, count) for peer in self.peers})
-        self.board.done(exchange.number)
+        fetch({peer: self.board.read_addresses(peer, exchange.number, count) for peer in self.peers})
+        self.board.post_done(exchange.number)
 
     def _settle(self, exchange: _Exchange) -> None:
         """Wait until all other ranks have read what this rank sends."""
         for peer in self.peers:
-            self.board.until_done(peer, exchange.number)
+            self.board.wait_until_done(peer, exchange.number)
         del self._open[exchange.number]
 
 
