@@ -121,10 +121,10 @@ class Layout:
         return shift(intersect(mine, self.leaf_ranges[leaf]), -mine.start)
 
     def representative_ranks(self, leaves: Iterable[int]) -> set[int]:
-        """One rank for each run of consecutive ranks that hold equal parts of these leaves in equal places.
+        """At least one rank for each run of consecutive ranks that hold as many elements of each leaf in equal places.
 
-        The first rank of a run stands for the run; rank 0 is always among them. At most four ranks a leaf, whatever
-        the world size: only the first and the last rank of a leaf hold less of the leaf than their neighbours inside.
+        The first rank of each run is among them, so rank 0 is. At most four ranks a leaf, whatever the world size: all
+        ranks between the first and the last rank of a leaf hold a slice full of it.
         """
         ranks = {0}
         for where in (self.leaf_ranges[leaf] for leaf in leaves):
