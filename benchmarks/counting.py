@@ -13,12 +13,12 @@ from training import Batch, Contender
 
 from fzero.layout.layout import Wire
 from fzero.ranks.live import live
-from fzero.ranks.members import Begun
+from fzero.ranks.members import Attempt
 from fzero.ranks.transports import Pending, Transport
 
 
 class Counting:
-    """A `Transport` that counts the calls of another and the bytes of their full buffers, and is otherwise like it."""
+    """A `Transport` that counts the calls of another and the bytes that they move, and is otherwise like it."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -28,17 +28,17 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
+    def all_gather(self, block: Tensor, attempt: Attempt, into: Tensor | None = None) -> Pending:
         self._add("all_gather", block.nbytes * self.inner.world)
-        return self.inner.all_gather(block, begun, into)
+        return self.inner.all_gather(block, attempt, into)
 
-    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
-        self._add("reduce_scatter", wire.numel * fulls[0].element_size())
-        return self.inner.reduce_scatter(fulls, wire, begun)
+    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
+        self._add("reduce_scatter", wire.sent * fulls[0].element_size())
+        return self.inner.reduce_scatter(fulls, wire, attempt)
 
-    def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         self._add("all_reduce", x.nbytes)
-        return self.inner.all_reduce(x, op, begun)
+        return self.inner.all_reduce(x, op, attempt)
 
     def _add(self, op: str, nbytes: int) -> None:
         self.calls[op] += 1
@@ -46,7 +46,7 @@ class Counting:
 
 
 def count(contender: Contender, plan: Plan, batch: Batch, mesh: DeviceMesh) -> dict[str, Any]:
-    """For each collective, `[calls, bytes of full buffers]` of one step: predicted, and counted over `plan.steps`."""
+    """For each collective, `[calls, bytes moved]` of one step: predicted, and counted over `plan.steps`."""
     assert contender.program is not None  # nobody else says before
     predicted: dict[str, list[int]] = {}
     for entry in contender.program(batch).comm():

@@ -91,7 +91,7 @@ class OneRank(Live):
         along, dtype = wire(layout, leaves), fulls[0].dtype
         if (along, dtype, "mean") not in self.known:
             self.known[along, dtype, "mean"] = torch.full((along.stride,), 1e-3, dtype=dtype)
-        nbytes = along.numel * fulls[0].element_size()
+        nbytes = along.sent * fulls[0].element_size()
         done = self.send("reduce_scatter", self.mesh.shard_axis, nbytes)
         return Late(self, done, self.known[along, dtype, "mean"])
 

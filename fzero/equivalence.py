@@ -35,13 +35,14 @@ def check_equivalence(
     rtol: float = 1e-4,
     atol: float = 1e-5,
     passes: Sequence[Pass] | None = None,
+    data: Sequence[str] | None = None,
 ) -> dict[str, Difference]:
     """Compare `steps` steps on virtual ranks with the same steps unsharded, after each of them.
 
     `state` and `batch` are tuples of trees of whole tensors; `train_step(*state, *batch)` returns the new state, tree
     by tree, and then its other results, and every step is given the same batch. Trees of `state` are partitioned by
     `fzero.partition`, each `like` those before it; every tensor of `batch` is cut along dim 0, one part a rank. Neither
-    is changed.
+    is changed. `stage`, `passes` and `data` are as in `fzero.simulate`.
 
     Returns:
         The largest difference of each result over all steps, by its path among the results.
@@ -51,7 +52,7 @@ def check_equivalence(
             where shapes or dtypes differ; and as `fzero.simulate` does.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
-    step = simulate(train_step, mesh, stage=stage, passes=passes)
+    step = simulate(train_step, mesh, stage=stage, passes=passes, data=data)
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:
         sharded = (*sharded, partition(part, mesh, like=sharded))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
+from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import defaults, verify
 from fzero.passes.run import Pass
@@ -30,6 +30,7 @@ def simulate(
     stage: int = 3,
     donate: bool = True,
     passes: Sequence[Pass] | None = None,
+    data: Sequence[str] | None = None,
 ) -> Simulation:
     """`fn` as a step that runs for every rank of a virtual mesh in this process: the very program that `shard` makes,
     node by node in lockstep, collectives computed across the ranks in the order of ranks.
@@ -42,9 +43,13 @@ def simulate(
     `ranks` is a mesh, or the size of one with the axis "fsdp". State is partitioned on that mesh and holds every rank's
     slices. Every other tensor is a batch of all ranks, cut along dim 0 into equal parts, one a rank in the order of
     their numbers; a 0-d tensor is given to each. Results that differ between ranks are joined alike: along dim 0, 0-d
-    ones to [ranks]. `stage`, `donate` and `passes` are as in `shard`.
+    ones to [ranks]. `stage`, `donate`, `passes` and `data` are as in `shard`.
+
+    Raises:
+        FzeroError: for a mesh axis that is not a data axis.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
+    check_data_axes(mesh, data)
     return Simulation(fn, mesh, defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify))
 
 

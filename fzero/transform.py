@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.mesh import check_data_axes, mesh_shape
 from fzero.execution.calibration import calibrate
 from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
@@ -35,6 +36,7 @@ def shard(
     donate: bool = True,
     compile: Mode = False,
     passes: Sequence[Pass] | None = None,
+    data: Sequence[str] | None = None,
 ) -> Step:
     """`fn` as a step that every rank of `mesh` runs, on `Sharded` state and on its part of the batch.
 
@@ -52,12 +54,17 @@ def shard(
 
     A pass may keep state of its own: then the step takes it as `pass_state` and returns `(results, new pass_state)`.
 
+    `data` names the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
+    "replica" and "fsdp", and the only axis of a mesh, need no `data`.
+
     The step is traced at its first call and again when shapes, dtypes, structure or constants change, which the logger
     "fzero" reports.
 
     Raises:
-        FzeroError: for a mesh without devices, another value of an option, or "graph" where there cannot be one.
+        FzeroError: for a mesh without devices, another value of an option, "graph" where there cannot be one, or a mesh
+            axis that is not a data axis.
     """
+    check_data_axes(mesh_shape(mesh), data)
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
     if not isinstance(compile, bool) and compile != "graph":

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fzero.ranks.transports import memory
+from fzero.ranks.transports import process_memory
 
 Case = Callable[[DeviceMesh], Any]
 STALL = timedelta(seconds=20)
@@ -112,7 +112,7 @@ def can_read_memory() -> bool:
     """Whether this kernel lets processes of one user read each other's memory, as seen on this process itself."""
     word, found = ctypes.create_string_buffer(b"word"), ctypes.create_string_buffer(5)
     try:
-        memory.read(os.getpid(), ctypes.addressof(word), ctypes.addressof(found), 5)
+        process_memory.read(os.getpid(), ctypes.addressof(word), ctypes.addressof(found), 5)
     except (RuntimeError, AttributeError):
         return False
     return found.raw == word.raw

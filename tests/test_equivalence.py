@@ -35,6 +35,13 @@ def test_a_right_step_gives_the_largest_differences(ranks: Any, stage: int) -> N
     assert 0 < max(difference.absolute for difference in found.values()) < 1e-5
 
 
+def test_data_axes_are_named_as_in_shard() -> None:
+    mesh, data = fzero.VirtualMesh(dp=2, fsdp=3), ("dp", "fsdp")
+    fzero.check_equivalence(training(ADAM), state(), (examples(),), ranks=mesh, data=data)
+    with pytest.raises(FzeroError, match="mesh axis 'dp': has no meaning"):
+        fzero.check_equivalence(training(ADAM), state(), (examples(),), ranks=mesh)
+
+
 def test_nothing_that_is_given_is_changed() -> None:
     params, opt_state = state()
     x = examples()

@@ -107,6 +107,19 @@ def of_no_mesh(mesh: DeviceMesh) -> list[Refusal]:
     ]
 
 
+def of_axes_without_a_meaning(mesh: DeviceMesh) -> list[Refusal]:
+    """Axes that are neither named "replica" or "fsdp" nor in `data`, and a mesh whose shard axis nobody can know."""
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "fsdp"))
+    nowhere = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
+    return [
+        refusal(lambda: fzero.shard(train_step, grid)),
+        refusal(lambda: fzero.shard(train_step, grid, data=("dp", "fsdp"))),
+        refusal(lambda: fzero.shard(train_step, grid, data=("tp",))),
+        refusal(lambda: fzero.shard(train_step, nowhere, data=("tp", "dp"))),
+        refusal(lambda: fzero.partition(full_params(), nowhere)),
+    ]
+
+
 def unusual_arguments(mesh: DeviceMesh) -> list[Refusal]:
     """A stage that there is not, and a constant that does not hash."""
     job = setup(mesh)
@@ -331,7 +344,8 @@ def one_rank_raises_where_others_know(mesh: DeviceMesh) -> Differing:
 CASES = {
     case.__name__: case
     for case in (
-        partitioned_twice, of_another_mesh, of_no_mesh, unusual_arguments, other_gradients, integer_parameters,
+        partitioned_twice, of_another_mesh, of_no_mesh, of_axes_without_a_meaning, unusual_arguments, other_gradients,
+        integer_parameters,
         no_single_number, looking_at_data, drifting_apart, averaged_first, rows_differ, rows_differ_from_known,
         dtypes_differ, steps_differ, one_rank_raises, one_rank_raises_where_others_know,
     )
@@ -377,6 +391,15 @@ def test_a_mesh_has_devices_and_names(found: dict[str, list[Outcome]]) -> None:
         assert_refused(nameless, "mesh: ", "no named axes", "mesh_dim_names")
         assert_refused(nameless_step, "mesh: ", "no named axes", "mesh_dim_names")
         assert_refused(virtual_step, "mesh: ", "VirtualMesh(fsdp=2)", "DeviceMesh")
+
+
+def test_axes_have_a_meaning(found: dict[str, list[Outcome]]) -> None:
+    for unknown, lacking, without, step, state in values(found["of_axes_without_a_meaning"]):
+        assert_refused(unknown, "mesh axis 'tp': ", "VirtualMesh(tp=1, fsdp=2)", "data=('fsdp', 'tp')")
+        assert_refused(lacking, "mesh axis 'dp': ", "('tp', 'fsdp')")
+        assert_refused(without, "data: ", "'fsdp'", "data=('tp', 'fsdp')")
+        for refused in (step, state):
+            assert_refused(refused, "mesh: ", "('tp', 'dp')", '"fsdp"')
 
 
 def test_arguments_that_make_no_sense_are_named(found: dict[str, list[Outcome]]) -> None:

@@ -55,6 +55,38 @@ def test_the_number_of_ranks_will_do() -> None:
     torch.testing.assert_close(value, loss(layers(), examples()))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_named_data_axis_is_a_replica_axis(stage: int) -> None:
+    train_step, found = training(CLIPPED), []
+    for mesh, data in (
+        (fzero.VirtualMesh(replica=2, fsdp=2), None),
+        (fzero.VirtualMesh(dp=2, fsdp=2), ("dp", "fsdp")),
+    ):
+        step = fzero.simulate(train_step, mesh, stage=stage, data=data)
+        params = fzero.partition(layers(), mesh)
+        result = step(params, CLIPPED.init(params), examples())
+        found.append(tree.leaves(fzero.unpartition(result)))
+    assert all(map(torch.equal, *found)) and len(found[0]) > 3
+
+
+def test_an_axis_without_a_meaning_is_refused() -> None:
+    mesh = fzero.VirtualMesh(fsdp=2, tp=2)
+    params = fzero.partition(layers(), mesh)  # state lies along fsdp, whatever the other axis means
+    assert_close(params, layers())
+    with pytest.raises(FzeroError, match=r"mesh axis 'tp': has no meaning on VirtualMesh\(fsdp=2, tp=2\)"):
+        fzero.simulate(loss, mesh)
+    with pytest.raises(FzeroError, match=r"mesh axis 'tp': has no meaning on VirtualMesh\(fsdp=2, tp=2\)"):
+        fzero.check_equivalence(loss, (layers(),), (examples(),), ranks=mesh)
+    fzero.simulate(loss, mesh, data=("fsdp", "tp"))
+
+
+def test_a_mesh_without_a_shard_axis_is_refused() -> None:
+    mesh = fzero.VirtualMesh(dp=2, tp=2)
+    for use in (lambda: fzero.partition(layers(), mesh), lambda: fzero.simulate(loss, mesh, data=("dp", "tp"))):
+        with pytest.raises(FzeroError, match=r"mesh: none of the axes \('dp', 'tp'\) is the shard axis; call the axis"):
+            use()
+
+
 def test_results_that_differ_between_ranks_are_joined() -> None:
     def step(x: Tensor) -> Any:
         return {

@@ -1,4 +1,4 @@
-"""What everything rests on: the one error, pytrees, mesh shapes, seeds, and torch's private names.
+"""What every other room rests on: the one error, pytrees, mesh shapes, seeds, and torch's private names.
 
-Imports nothing of fzero. `torch_private` is the one file that touches a name of torch that is not public.
+In: nothing of fzero. Out: values and pure functions. `torch_private` is the only file that uses a private torch name.
 """

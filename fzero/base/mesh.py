@@ -1,19 +1,30 @@
-"""Mesh shapes: axis names and sizes, without devices.
+"""Mesh shapes: the names and sizes of axes, without devices, and what the axes mean.
 
-`VirtualMesh(fsdp=8)` is a plan for eight ranks. A torch `DeviceMesh` becomes one through `mesh_shape`, so what only
-plans (layouts, programs, costs) sees names and numbers and nothing else.
+`VirtualMesh(fsdp=8)` describes eight ranks. `mesh_shape` turns a torch `DeviceMesh` into a `VirtualMesh`, so code that
+only plans (layouts, programs, costs) needs no device.
+
+An axis of a mesh has one of three meanings:
+
+    shard axis    ranks take different examples, and each rank holds a slice of the state
+    data axis     ranks take different examples; gradients are means over all data axes, the shard axis among them
+    model axis    every other axis: refused, until there are collectives that act on a model axis by name
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from fzero.base.errors import FzeroError
 
+SHARD_AXIS = "fsdp"
+DATA_AXES = ("replica", SHARD_AXIS)
+"""Axes with these names are data axes, whether or not the caller says so."""
+
 
 class VirtualMesh:
-    """Named axis sizes: `VirtualMesh(replica=2, fsdp=4)`. Compares and hashes by value.
+    """Named axis sizes: `VirtualMesh(replica=2, fsdp=4)`. Two meshes of equal names and sizes are equal.
 
     Raises:
         FzeroError: for no axis at all, or a size below 1.
@@ -34,11 +45,21 @@ class VirtualMesh:
 
     @property
     def shard_axis(self) -> str:
-        """The axis that state is partitioned over: "fsdp" where there is one, else the last."""
-        return "fsdp" if "fsdp" in self.sizes else self.names[-1]
+        """The axis that state is partitioned over: "fsdp", or the only axis of the mesh whatever its name.
+
+        Raises:
+            FzeroError: for a mesh of several axes without "fsdp".
+        """
+        if len(self.sizes) == 1:
+            return self.names[0]
+        if SHARD_AXIS not in self.sizes:
+            raise FzeroError(
+                "mesh", f"none of the axes {self.names} is the shard axis", 'call the axis that state lies along "fsdp"'
+            )
+        return SHARD_AXIS
 
     def size(self, axis: str | None = None) -> int:
-        """Ranks along `axis`, or in all.
+        """The number of ranks along `axis`; without `axis`, of all ranks.
 
         Raises:
             FzeroError: for an axis that the mesh does not have.
@@ -50,7 +71,7 @@ class VirtualMesh:
         return self.sizes[axis]
 
     def position(self, number: int, axis: str) -> int:
-        """The position along `axis` of a rank, by its number among all; ranks are counted row by row."""
+        """The position along `axis` of rank `number`. Ranks are numbered row by row over the whole mesh."""
         inner = math.prod(self.sizes[name] for name in self.names[self.names.index(axis) + 1 :])
         return number // inner % self.sizes[axis]
 
@@ -64,11 +85,49 @@ class VirtualMesh:
         return f"VirtualMesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
 
 
-def mesh_shape(mesh: Any) -> VirtualMesh:
-    """Names and sizes of a `DeviceMesh` (or of a `VirtualMesh`, which is returned as it is).
+def check_data_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the data axes of a mesh, outermost first, after a check that every axis of the mesh is a data axis.
+
+    * The only axis of a mesh is a data axis, whatever its name.
+    * Without `data`, the axes "replica" and "fsdp" are the data axes of a mesh.
+    * `data` names all data axes. An axis that `data` leaves out is a model axis.
 
     Raises:
-        FzeroError: for anything else, or a `DeviceMesh` whose axes have no names.
+        FzeroError: for a mesh of several axes without "fsdp"; for an axis in `data` that the mesh lacks; for `data`
+            that leaves out the shard axis; for a mesh axis that is not a data axis.
+    """
+    shard_axis = mesh.shard_axis
+    if isinstance(data, str):
+        raise FzeroError("data", f"is the string {data!r}", f"give a tuple of axis names, as in data=({data!r},)")
+    if data is None:
+        chosen = {shard_axis, *DATA_AXES}
+    else:
+        chosen = set(data)
+        for axis in data:
+            if axis not in mesh.sizes:
+                raise FzeroError(
+                    f"mesh axis {axis!r}", f"is in data, and this mesh has {mesh.names}", "name only these"
+                )
+        if shard_axis not in chosen:
+            problem = f"{tuple(data)} leaves out {shard_axis!r}, the axis of {mesh} that state lies along"
+            raise FzeroError("data", problem, f"give data={(*data, shard_axis)}")
+    known = tuple(axis for axis in mesh.names if axis in chosen)
+    for axis in mesh.names:
+        if axis not in chosen:
+            raise FzeroError(
+                f"mesh axis {axis!r}",
+                f"has no meaning on {mesh}, whose data axes are {known}",
+                f"give data={(*known, axis)} if ranks along {axis!r} take different examples, else use a mesh without "
+                f"{axis!r}: model axes are not supported yet",
+            )
+    return known
+
+
+def mesh_shape(mesh: Any) -> VirtualMesh:
+    """The axis names and sizes of a torch `DeviceMesh`. A `VirtualMesh` is returned unchanged.
+
+    Raises:
+        FzeroError: for any other object, or a `DeviceMesh` whose axes have no names.
     """
     if isinstance(mesh, VirtualMesh):
         return mesh

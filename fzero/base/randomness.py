@@ -1,7 +1,7 @@
-"""Randomness: what a random operation draws is a function of the step's seed, the rank and the operation's number.
+"""Randomness: what a random operation draws depends on the step's seed, the rank and the operation's number only.
 
-So it depends neither on when the operation runs nor on what else draws: passes may move, drop and repeat it. After the
-keys of JAX and its `fold_in`.
+A draw depends neither on when the operation runs nor on what else draws. So passes may move, drop and repeat a random
+operation. The idea is that of JAX's keys and `fold_in`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 
 
 def fold(seed: int, *keys: int | str) -> int:
-    """A well mixed 63-bit number of `seed` and `keys`, the same in every process."""
+    """Hash `seed` and `keys` to a 63-bit number, the same in every process."""
     digest = hashlib.blake2b(repr((seed, *keys)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def drawn(seed: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`target(*args, **kwargs)` with the default generators seeded. Leaves them used: call it within `step_seed`.
+def draw(seed: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `target(*args, **kwargs)` with the default generators seeded by `seed`.
 
-    torch's generator on CPU takes the lower 32 bits of a seed, those on a GPU all.
+    The generators stay seeded and advanced: call `draw` within `step_seed`, which restores the generators. torch's CPU
+    generator uses the lower 32 bits of a seed; GPU generators use all bits.
     """
     for generator in (torch.default_generator, *torch.cuda.default_generators):
         generator.manual_seed(seed)
@@ -32,11 +33,10 @@ def drawn(seed: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 @contextmanager
 def step_seed() -> Iterator[int]:
-    """A 63-bit seed, one draw from torch's default CPU generator. At exit the default generators, those of GPUs too,
-    are as they were right after that draw.
+    """Draw one 63-bit seed from torch's default CPU generator, and restore all default generators at exit.
 
-    So `torch.manual_seed` seeds the steps that follow, and `torch.get_rng_state` between two steps is all that there is
-    to save.
+    At exit the default generators, those of GPUs too, are as they were right after the draw of the seed. So
+    `torch.manual_seed` seeds all following steps, and `torch.get_rng_state` between two steps is all there is to save.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
     generators = (torch.default_generator, *torch.cuda.default_generators)

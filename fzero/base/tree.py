@@ -1,4 +1,4 @@
-"""Pytrees: optree with fixed options, leaves named by their path, split and merge by predicate.
+"""Pytrees: optree with fixed options, leaves named by their paths, split and merge by predicate.
 
 A tree is any nesting of dicts, lists, tuples, NamedTuples and classes registered with optree under the namespace
 "fzero"; `None` is an empty node. Dict entries are visited in sorted order of their keys.
@@ -24,37 +24,37 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
-    """The tree of `treedef` with these leaves, in order: the inverse of `flatten`."""
+    """Build a tree of the structure `treedef` from leaves in order: the inverse of `flatten`."""
     return optree.tree_unflatten(treedef, leaves)
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """Leaves in order."""
+    """The leaves of a tree, in order."""
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def keys(treedef: TreeDef) -> list[tuple[str | int, ...]]:
-    """One tuple of dict keys, list positions and field names a leaf."""
+    """For each leaf, the tuple of dict keys, list positions and field names that leads to the leaf."""
     if treedef.is_leaf():
         return [()]
     return [(name, *key) for name, child in zip(_names(treedef), treedef.children()) for key in keys(child)]
 
 
 def _names(treedef: TreeDef) -> Sequence[str | int]:
-    """The dict keys, list positions or field names of a node's children. Only accessors, which are slow to make, know
-    the fields of classes of which optree does not."""
+    """The dict keys, list positions or field names of a node's children."""
     kind: Any = treedef.type
     if optree.is_namedtuple_class(kind):
         return optree.namedtuple_fields(kind)
     if kind in (dict, list, tuple):
         return treedef.entries()
+    # a class registered elsewhere: only its accessors know the field names, and accessors are slow to make
     heads = [accessor[0] for accessor in treedef.accessors()]
     fields = {head.entry: head.field for head in heads if hasattr(head, "field")}
     return [fields.get(entry, entry) for entry in treedef.entries()]
 
 
 def paths(tree: Tree) -> list[str]:
-    """Dotted leaf paths in order: `["blocks.0.mlp.up", ...]`; a tree that is one leaf has the path ""."""
+    """Dotted leaf paths in order: `["blocks.0.mlp.up", ...]`. The path of a tree that is one leaf is ""."""
     return [dotted(key) for key in keys(flatten(tree)[1])]
 
 
@@ -64,22 +64,22 @@ def dotted(key: Iterable[str | int]) -> str:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`fn(leaf, *leaves of rest)` for each leaf of `tree`; `rest` must have the structure of `tree`.
+    """Apply `fn(leaf, *leaves of rest)` to each leaf of `tree`. Trees in `rest` must have the structure of `tree`.
 
     Raises:
-        FzeroError: naming the first path at which a structure differs.
+        FzeroError: with the first path at which a structure differs.
     """
     first, treedef = flatten(tree)
-    return unflatten(treedef, [fn(*row) for row in zip(first, *(_matching(treedef, other) for other in rest))])
+    return unflatten(treedef, [fn(*row) for row in zip(first, *(_leaves_as(treedef, other) for other in rest))])
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """As `map`, with the leaf's dotted path as the first argument of `fn`."""
+    """As `map`, but `fn` takes the leaf's dotted path as its first argument."""
     return map(fn, unflatten(flatten(tree)[1], paths(tree)), tree, *rest)
 
 
 def split(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree]:
-    """`(chosen, others)`: two trees of the structure of `tree`, with None where a leaf went to the other one.
+    """Split a tree into `(chosen, others)` by a predicate on path and leaf. Each has None where the other has the leaf.
 
     `merge(*split(tree, predicate)) == tree`.
     """
@@ -91,10 +91,10 @@ def split(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree
 
 
 def merge(tree: Tree, other: Tree) -> Tree:
-    """The tree that has a leaf where either has one: the inverse of `split`.
+    """Merge two trees into one that has every leaf of both: the inverse of `split`.
 
     Raises:
-        FzeroError: where both have a leaf, or where their structures differ.
+        FzeroError: where both trees have a leaf, or where their structures differ.
     """
     left, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     right, other_def = optree.tree_flatten(other, none_is_leaf=True, namespace=NAMESPACE)
@@ -107,7 +107,7 @@ def merge(tree: Tree, other: Tree) -> Tree:
 
 
 def mismatch(expected: TreeDef, got: TreeDef) -> FzeroError:
-    """The error that names the first leaf path in which two structures differ."""
+    """The error for two trees of different structures. It names the first leaf path that only one of them has."""
     want, have = ([dotted(key) for key in keys(treedef)] for treedef in (expected, got))
     missing, surplus = [p for p in want if p not in set(have)], [p for p in have if p not in set(want)]
     sizes = f"({len(want)} leaves expected, {len(have)} given)"
@@ -118,8 +118,8 @@ def mismatch(expected: TreeDef, got: TreeDef) -> FzeroError:
     return FzeroError("", f"trees differ in their containers: {expected} against {got}", "give the same containers")
 
 
-def _matching(treedef: TreeDef, other: Tree) -> list[Any]:
-    """Leaves of `other`, which must have the structure `treedef`."""
+def _leaves_as(treedef: TreeDef, other: Tree) -> list[Any]:
+    """The leaves of `other`; an error unless `other` has the structure `treedef`."""
     other_leaves, other_def = flatten(other)
     if other_def != treedef:
         raise mismatch(treedef, other_def)

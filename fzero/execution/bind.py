@@ -41,7 +41,7 @@ def _start(on: Live, steps_of: Callable[..., Steps], *args: Any, **kwargs: Any) 
     """Start the first exchange of an operation; what follows on it is done when it is waited for."""
     steps = steps_of(*args, **kwargs)
     pending = on.begin(next(steps))
-    return Pending(pending.begun, [], lambda: complete(steps, pending.wait(), on.begin))
+    return Pending(pending.attempt, [], lambda: complete(steps, pending.wait(), on.begin))
 
 
 def _finish(on: Live, steps_of: Callable[..., Steps], *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Boxes: a row-major range of an N-d array as rectangles, which is how files and slices name a part of it, and back.
+"""Boxes: a row-major range of an N-d array as rectangles, because files and slices name parts of an array so.
 
-range(3, 14) of (3, 5)    . . . a a    the rest of a row, whole rows, the start of a row: in two dimensions
-                          b b b b b    never more than three boxes, and with each further dimension at most
-                          c c c c .    two more, one at either end
+range(3, 14) of (3, 5)    . . . a a    a: the rest of a row, b: whole rows, c: the start of a row
+                          b b b b b    at most three boxes in two dimensions; each further dimension
+                          c c c c .    adds at most two boxes, one at either end
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fzero.base.errors import FzeroError
 
 
 class Box(NamedTuple):
-    """A rectangle of an array: along each dimension `size` elements from `start` on."""
+    """A rectangle of an array: `size` elements from `start` on, along each dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -23,10 +23,10 @@ class Box(NamedTuple):
 
 @lru_cache(2**16)
 def boxes(shape: tuple[int, ...], flat: range) -> tuple[Box, ...]:
-    """The boxes that cover a row-major range of an array, in its order, each contiguous: at most `2 * ndim - 1`, one
-    for 0-d, none for an empty range.
+    """The boxes that cover the row-major range `flat` of an array of this shape, in the order of the range.
 
-    `flat(shape, box)` is the inverse: these ranges tile the one that was given.
+    Each box is contiguous, and the row-major ranges of the boxes tile `flat`. There are at most `2 * ndim - 1` boxes,
+    one for a 0-d array, none for an empty range.
 
     Raises:
         FzeroError: for a range that reaches outside the array.
@@ -41,30 +41,11 @@ def boxes(shape: tuple[int, ...], flat: range) -> tuple[Box, ...]:
     return tuple(found)
 
 
-@lru_cache(2**16)
-def flat(shape: tuple[int, ...], box: Box) -> range:
-    """The row-major range of an array that a box covers.
-
-    Raises:
-        FzeroError: for a box that reaches outside the array, or whose elements are not neighbours in it.
-    """
-    start, size = box
-    if not len(start) == len(size) == len(shape):
-        raise FzeroError(f"{box}", f"has {len(start)} and {len(size)} dimensions, shape {shape} has {len(shape)}")
-    if any(a < 0 or n < 0 or a + n > whole for a, n, whole in zip(start, size, shape)):
-        raise FzeroError(f"{box}", f"reaches outside shape {shape}")
-    first = sum(a * stride for a, stride in zip(start, _strides(shape)))
-    if math.prod(size) == 0:
-        return range(first, first)
-    outer = next((dim for dim, n in enumerate(size) if n > 1), len(size))
-    if size[outer + 1 :] != shape[outer + 1 :]:
-        raise FzeroError(f"{box}", f"is not contiguous in shape {shape}", "take one that is whole in its inner dims")
-    return range(first, first + math.prod(size))
-
-
 def _largest(shape: tuple[int, ...], position: int, stop: int) -> tuple[int, ...]:
-    """The size of the largest box that begins at `position`, ends by `stop` and is contiguous: of the outermost
-    dimension that both allow, as many steps as they allow."""
+    """The size of the largest contiguous box that begins at element `position` and ends no later than `stop`.
+
+    The box takes as many steps as fit along the outermost dimension of which one step fits.
+    """
     for dim, (whole, stride) in enumerate(zip(shape, _strides(shape))):
         if position % stride == 0 and position + stride <= stop:
             steps = min((stop - position) // stride, whole - position // stride % whole)
@@ -73,11 +54,11 @@ def _largest(shape: tuple[int, ...], position: int, stop: int) -> tuple[int, ...
 
 
 def _index(shape: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """The coordinates of an element."""
+    """The coordinates of the element at a row-major position."""
     return tuple(position // stride % whole for whole, stride in zip(shape, _strides(shape)))
 
 
 @lru_cache(2**12)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements from one step to the next, along each dimension."""
+    """Along each dimension, the elements between one step and the next."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

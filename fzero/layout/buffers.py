@@ -1,7 +1,9 @@
-"""Buffers: leaves and slices into the flat memory that a collective moves and out again, as views where they can be.
+"""Buffers: leaves and slices into the flat memory that a collective moves, and out again; views where possible.
 
-slices --block_of--> [S] --all_gather--> [N * S] --whole--> leaf
-leaves --blocks_of--> [N * S] --reduce_scatter--> [S] --part--> slice
+slices --block_of--> [S] --all_gather--> [N * S] --join_leaf--> leaf
+leaves --blocks_of--> [N * S] --reduce_scatter--> [S] --slice_of--> slice
+
+N ranks, S elements a block (`Wire.stride`). A partial wire is scattered without its padding, through `flat_parts`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from fzero.layout.layout import Wire
 
 
 def block_of(slices: Sequence[Tensor], wire: Wire, rank: int, dtype: torch.dtype | None = None) -> Tensor:
-    """[S] the block of `rank`: where its slices lie, or a copy where they do not adjoin or are cast to a `dtype`."""
+    """[S] the block of `rank`: a view where the slices lie as a block already, else a copy, in `dtype` if given."""
     view = None if dtype else view_of(slices, wire, rank)
-    return fill(slices[0].new_empty(wire.stride, dtype=dtype), slices, wire, rank) if view is None else view
+    return fill_block(slices[0].new_empty(wire.stride, dtype=dtype), slices, wire, rank) if view is None else view
 
 
 def view_of(slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor | None:
-    """[S] the block of `rank` where its slices lie: they in order, then padding, and gaps as the wire has them. None
-    where they do not lie so, or their memory ends before S."""
+    """[S] the block of `rank` as a view of the slices' memory, or None where the slices do not lie as a block.
+
+    The slices lie as a block if they are contiguous, in one memory, apart by just the gaps of the wire, and if the
+    memory reaches as far as the block. What lies in gaps and padding is part of the view.
+    """
     filled = [(x, at) for x, at in zip(slices, wire.block(rank)) if x.numel()]
     if not filled:
         return None
@@ -38,64 +43,70 @@ def view_of(slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor | None:
     return first.as_strided((wire.stride,), (1,), start)
 
 
-def fill(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor:
-    """The block [S] of `rank`, with the slices copied into it, cast to its dtype, and zeros where none lies."""
+def fill_block(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor:
+    """Copy the slices of `rank` into its block [S], cast to the block's dtype, with zeros between. Return the block."""
     where = wire.block(rank)
     _clear_between(block, where)
     torch._foreach_copy_([block[at.start : at.stop] for at in where], list(slices))
     return block
 
 
-def whole(buffer: Tensor, wire: Wire, position: int, shape: Sequence[int]) -> Tensor:
-    """The leaf at `position`, in its shape: a view where its pieces adjoin in `buffer` [N * S]."""
+def join_leaf(buffer: Tensor, wire: Wire, position: int, shape: Sequence[int]) -> Tensor:
+    """The leaf at `position` of the wire, in its shape, out of a gathered buffer [N * S]: a view if it is one piece."""
     pieces = [buffer[piece.start : piece.stop] for piece in wire.pieces(position)]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else buffer[:0]
     return flat.view(shape)
 
 
 def blocks_of(fulls: Sequence[Tensor], wire: Wire) -> Tensor:
-    """[N * S] every rank's block of these leaves, which are given in full."""
+    """[N * S] every rank's block of these leaves, which are given in full. A view for a bucket of one unpadded leaf."""
     flats = [full.reshape(-1) for full in fulls]
     if wire.is_complete:
         alone = len(flats) == 1 and flats[0].numel() == wire.numel
-        return flats[0] if alone else _packed(flats, wire.layout.leaf_ranges, wire.numel)
+        return flats[0] if alone else _concatenate(flats, wire.layout.leaf_ranges, wire.numel)
     blocks = [
-        _packed([flat[part.start : part.stop] for flat, part in zip(flats, wire.parts(r))], wire.block(r), wire.stride)
-        for r in range(wire.layout.world)
+        _concatenate(parts_of(flats, wire, rank), wire.block(rank), wire.stride) for rank in range(wire.layout.world)
     ]
     return torch.cat(blocks)
 
 
-def part(block: Tensor, wire: Wire, rank: int, position: int) -> Tensor:
-    """The slice of the leaf at `position` in this rank's block [S]: a view."""
+def flat_parts(fulls: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    """For each rank, its parts of these leaves in one flat tensor, without padding: a view for a wire of one leaf."""
+    flats = [flatten(full) for full in fulls]
+    rows = [parts_of(flats, wire, rank) for rank in range(wire.layout.world)]
+    return [row[0] if len(row) == 1 else torch.cat(row) for row in rows]
+
+
+def slice_of(block: Tensor, wire: Wire, rank: int, position: int) -> Tensor:
+    """The rank's slice of the leaf at `position` of the wire, out of the rank's block [S]: a view."""
     where = wire.block(rank)[position]
     return block[where.start : where.stop]
 
 
-def flat(full: Tensor) -> Tensor:
-    """[numel] all elements in order in one piece of memory: a view where they lie so."""
+def flatten(full: Tensor) -> Tensor:
+    """[numel] all elements in order, contiguous: a view where the tensor is contiguous, else a copy."""
     return full.reshape(-1).contiguous()
 
 
 def parts_of(flats: Sequence[Tensor], wire: Wire, rank: int) -> list[Tensor]:
-    """What `rank` owns of these flattened leaves: views."""
+    """The elements of these flattened leaves that `rank` owns: views."""
     return [flat[part.start : part.stop] for flat, part in zip(flats, wire.parts(rank))]
 
 
-def slots(block: Tensor, wire: Wire, rank: int) -> list[Tensor]:
-    """Where that lies in the rank's block [S]: views."""
+def slots_of(block: Tensor, wire: Wire, rank: int) -> list[Tensor]:
+    """The places of those elements in the rank's block [S]: views."""
     return [block[at.start : at.stop] for at in wire.block(rank)]
 
 
-def room(wire: Wire, rank: int, like: Tensor) -> Tensor:
-    """[S] a new block of a rank: zeros where no leaf lies, of any values elsewhere."""
+def new_block(wire: Wire, rank: int, like: Tensor) -> Tensor:
+    """[S] a new block of `rank`, of the dtype and device of `like`: zeros in gaps and padding, else uninitialized."""
     block = like.new_empty(wire.stride)
     _clear_between(block, wire.block(rank))
     return block
 
 
 def _clear_between(block: Tensor, where: Sequence[range]) -> None:
-    """Zeros wherever in the block none of these places is."""
+    """Write zeros to the elements of the block that are in none of these ranges, which are in order."""
     end = 0
     for at in (*where, range(block.numel(), block.numel())):
         if at.start > end:
@@ -103,8 +114,8 @@ def _clear_between(block: Tensor, where: Sequence[range]) -> None:
         end = max(end, at.stop)
 
 
-def _packed(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor:
-    """[size] a new buffer: each of `flats`, in order, where it is to lie, and zeros elsewhere."""
+def _concatenate(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor:
+    """[size] a new buffer with each of `flats` at its range of `where`, in order, and zeros elsewhere."""
     pieces, end = [], 0
     for flat, at in zip(flats, where):
         pieces += [flat.new_zeros(at.start - end), flat] if at.start > end else [flat]

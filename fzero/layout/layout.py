@@ -4,10 +4,10 @@
     bucket, padded    |--- w ---|- b -|----- u -----|000|
     ranks             |---- 0 ----|---- 1 ----|---- 2 ----|
 
-A layout is integers and names only: it hashes, compares, and plans for 4,096 ranks without a device.
+A layout holds integers and names only: a layout hashes and compares, and plans for 4,096 ranks without a device.
 
-A rank boundary may fall anywhere in a leaf. Where a leaf has blocks, rows say, it falls between two of them, and zeros
-before the leaf shift it there.
+A rank boundary may fall anywhere in a leaf without blocks. In a leaf with blocks, rows say, a rank boundary falls
+between two blocks: zeros before the leaf shift the leaf there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fzero.layout.packing import Packing, pack
 from fzero.layout.ranges import intersect, pad, shift, tile
 
 ALIGN = 16
-"""Elements that a rank's slice is a multiple of: 16 bytes for the narrowest dtype, as NCCL wants it."""
+"""A rank's slice is a multiple of so many elements. NCCL wants 16 bytes, and the narrowest dtype has one byte."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf's dotted path, its global shape, and the elements of a block that no rank boundary cuts.
+    """A leaf: its dotted path, its global shape, and the elements of a block. No rank boundary cuts a block.
 
-    Blocks are counted from the leaf's start; the last one may be shorter.
+    Blocks are counted from the leaf's start. The last block may be shorter.
 
     Raises:
         FzeroError: for a block below 1 element.
@@ -46,16 +46,16 @@ class Leaf:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole leaf."""
+        """The elements of the whole leaf."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One bucket: its leaves in order, flattened, concatenated, padded to `world * align` and cut into `world` slices.
+    """One bucket: leaves in order, flattened, concatenated, padded to `world * align` and cut into `world` slices.
 
-    Leaves with blocks may need more padding, also between leaves: the least that leaves their blocks whole and their
-    order as it is. With `replicated` every rank holds all of the bucket and there is no padding.
+    Leaves with blocks may need more padding, also between leaves. The padding is the smallest that keeps blocks whole
+    and leaves in order. With `replicated`, every rank holds the whole bucket and there is no padding.
     """
 
     bucket: str
@@ -66,27 +66,30 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Ranks that the bucket is cut over."""
+        """The number of ranks that the bucket is cut over: the size of the shard axis."""
         return self.mesh.size(self.mesh.shard_axis)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all leaves, without padding."""
+        """The elements of all leaves, without padding."""
         return sum(leaf.numel for leaf in self.leaves)
 
     @cached_property
     def padded(self) -> int:
-        """Elements of the bucket: a multiple of `world * align`, the first from `numel` on where no leaf has blocks."""
+        """The elements of the bucket with padding: a multiple of `world * align`, unless the layout is replicated.
+
+        Without blocks, the least such multiple that is at least `numel`.
+        """
         return self.shard if self.replicated else self.shard * self.world
 
     @property
     def shard(self) -> int:
-        """Elements that a rank holds."""
+        """The elements that one rank holds, padding included."""
         return self._packing.shard
 
     @property
     def leaf_ranges(self) -> tuple[range, ...]:
-        """Where each leaf lies in the bucket, in order; they tile [0, numel) where there are no gaps."""
+        """The range of the bucket that each leaf takes, in order. Without gaps the ranges tile [0, numel)."""
         return self._packing.ranges
 
     @cached_property
@@ -101,22 +104,28 @@ class Layout:
         return pack(tuple((leaf.numel, leaf.block) for leaf in self.leaves), self.world, self.align)
 
     def rank_range(self, rank: int | None) -> range:
-        """The part of the bucket that `rank` owns; without `replicated` they tile [0, padded). None owns everything."""
+        """The range of the bucket that `rank` owns; all of it for None. Ranges of all ranks tile [0, padded).
+
+        Every rank owns all of a replicated bucket.
+        """
         return range(self.padded) if self.replicated or rank is None else shift(range(self.shard), rank * self.shard)
 
     def part(self, leaf: int, rank: int | None) -> range:
-        """The elements of a leaf, counted from its own start, that `rank` owns; may be empty."""
+        """The elements of a leaf that `rank` owns, counted from the leaf's start. May be empty."""
         whole = self.leaf_ranges[leaf]
         return shift(intersect(whole, self.rank_range(rank)), -whole.start)
 
     def slot(self, leaf: int, rank: int | None) -> range:
-        """Where this part lies in what `rank` holds of the bucket, counted from its start."""
+        """The place of this part in the rank's slice, counted from the slice's start."""
         mine = self.rank_range(rank)
         return shift(intersect(mine, self.leaf_ranges[leaf]), -mine.start)
 
-    def turns(self, leaves: Iterable[int]) -> set[int]:
-        """Ranks, 0 among them, with every other of which the last of them before it holds as many elements of each of
-        these leaves, in the same place of what it holds of the bucket. Four a leaf at most, whatever the world."""
+    def representative_ranks(self, leaves: Iterable[int]) -> set[int]:
+        """At least one rank for each run of consecutive ranks that hold as many elements of each leaf in equal places.
+
+        The first rank of each run is among them, so rank 0 is. At most four ranks a leaf, whatever the world size: all
+        ranks between the first and the last rank of a leaf hold a slice full of it.
+        """
         ranks = {0}
         for where in (self.leaf_ranges[leaf] for leaf in leaves):
             if where and not self.replicated:
@@ -132,16 +141,17 @@ class Layout:
         return self._hash
 
 
-def replicated(shape: Sequence[int], mesh: VirtualMesh) -> Layout:
-    """The layout of a value that every rank of a mesh holds whole."""
+def replicated_layout(shape: Sequence[int], mesh: VirtualMesh) -> Layout:
+    """The layout of one value that every rank of a mesh holds whole."""
     return Layout("replicated", (Leaf("", tuple(shape)),), mesh, replicated=True)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A buffer of `world` equal blocks that carries some leaves of a bucket: block r has rank r's parts in leaf order.
+    """How one collective carries some leaves of a bucket: a buffer of `world` equal blocks, one a rank.
 
-    With all leaves it is the bucket itself and every leaf is one contiguous range of it. Otherwise parts adjoin.
+    Block r has rank r's parts of the leaves, in leaf order. A complete wire carries all leaves: its buffer is the
+    bucket itself, and every leaf is one contiguous range. In a partial wire the parts of a block adjoin.
     """
 
     layout: Layout
@@ -149,51 +159,59 @@ class Wire:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it carries all leaves."""
+        """Whether the wire carries all leaves of the bucket."""
         return len(self.leaves) == len(self.layout.leaves)
 
     @property
     def has_gaps(self) -> bool:
-        """Whether parts of a block may not adjoin: the bucket has gaps, and this is all of it."""
+        """Whether there may be padding between the parts of a block: the wire is complete and its bucket has gaps."""
         return self.is_complete and self.layout.has_gaps
 
     @cached_property
     def stride(self) -> int:
-        """Elements of a block: the largest rank's, padded to the layout's alignment."""
+        """The elements of a block: those of the fullest rank, padded to the layout's alignment."""
         if self.is_complete:
             return self.layout.shard
-        most = max(sum(map(len, self.parts(rank))) for rank in self.layout.turns(self.leaves))
+        most = max(sum(map(len, self.parts(rank))) for rank in self.layout.representative_ranks(self.leaves))
         return pad(most, self.layout.align)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
+        """The elements of the whole buffer, padding included."""
         return self.stride * self.layout.world
+
+    @property
+    def sent(self) -> int:
+        """The elements that a reduce-scatter moves: of a complete wire `numel`, of a partial one the real parts alone.
+
+        The blocks of a partial wire are padded to the fullest rank, and a reduce-scatter leaves this padding out.
+        """
+        return self.numel if self.is_complete else sum(self.layout.leaves[leaf].numel for leaf in self.leaves)
 
     @cache  # noqa: B019  wires are interned by `wire` and live as long as the process
     def parts(self, rank: int | None) -> tuple[range, ...]:
-        """The part of each carried leaf that `rank` owns, counted from the leaf's start."""
+        """The elements of each carried leaf that `rank` owns, counted from the leaf's start."""
         return tuple(self.layout.part(leaf, rank) for leaf in self.leaves)
 
     @cache  # noqa: B019
     def block(self, rank: int | None) -> tuple[range, ...]:
-        """Where these parts lie in the rank's block; without gaps they tile a prefix of [0, stride)."""
+        """The places of these parts in the rank's block. Without gaps they tile a prefix of [0, stride)."""
         if self.has_gaps:
             return tuple(self.layout.slot(leaf, rank) for leaf in self.leaves)
         return tile(map(len, self.parts(rank)))
 
     def is_joined(self, position: int) -> bool:
-        """Whether the leaf at `position` of `leaves` lies in one piece in the buffer, or is empty."""
+        """Whether the leaf at `position` of `leaves` is empty or one contiguous piece of the buffer."""
         whole = self.layout.leaf_ranges[self.leaves[position]]
         if self.is_complete or not whole:
             return True
         first, last = whole.start // self.layout.shard, (whole.stop - 1) // self.layout.shard
-        before = [rank for rank in self.layout.turns(self.leaves) if first <= rank < last]
+        before = [rank for rank in self.layout.representative_ranks(self.leaves) if first <= rank < last]
         return all(self.block(rank)[position].stop == self.stride for rank in before)
 
     @cache  # noqa: B019
     def pieces(self, position: int) -> tuple[range, ...]:
-        """Where the leaf at `position` of `leaves` lies in the buffer: adjoining pieces joined, empty ones dropped."""
+        """The ranges of the buffer that hold the leaf at `position` of `leaves`, none empty or adjoining."""
         if self.is_complete:
             whole = self.layout.leaf_ranges[self.leaves[position]]
             return (whole,) if whole else ()
@@ -209,5 +227,5 @@ class Wire:
 
 @cache
 def wire(layout: Layout, leaves: tuple[int, ...]) -> Wire:
-    """The one `Wire` of these leaves of a layout."""
+    """The one `Wire` of these leaves of a layout: wires remember what they compute."""
     return Wire(layout, leaves)

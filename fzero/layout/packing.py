@@ -1,15 +1,18 @@
-"""Packing: where leaves lie in a bucket of equal shards when no shard's end may cut a block of a leaf, a row say.
+"""Packing: where leaves lie in a bucket of equal shards, when no shard's end may cut a block (say, a row) of a leaf.
 
     w: three rows, 4 + 4 + 4      2 shards of 8, w first   |w w w w w w w w|w w w w b b b .|
     b: three elements             2 shards of 8, b first   |b b b . w w w w|w w w w w w w w|
 
-Leaves keep their order, and each is one range of the bucket, so that a gathered leaf is a view of it.
+Leaves keep their order, and each leaf is one range of the bucket, so that a gathered leaf is a view of the bucket.
 
-An end that falls inside a leaf must be whole blocks away from the leaf's start. So a leaf that several ends fall into
-has a block that divides the shard; any other is cut once at most. Let `fits(shard, often)` say whether the leaves fit
-when those whose block is in `often` may be cut by many ends. Where it holds it holds for every larger shard and for
-every larger `often`: with `often` given, bisection finds the smallest shard, and what has to be searched is which
-blocks divide it.
+A shard's end inside a leaf must be whole blocks away from the leaf's start. Therefore
+
+* a leaf that several shard ends fall into has a block that divides the shard;
+* any other leaf is cut at most once.
+
+Let `fits(shard, often)` say whether the leaves fit when leaves whose block is in `often` may be cut by many ends. If
+`fits(shard, often)` holds, it holds for every larger shard and for every larger `often` too. So bisection finds the
+smallest shard for a given `often`, and the search is for the blocks that divide the shard.
 """
 
 from __future__ import annotations
@@ -24,17 +27,17 @@ from typing import NamedTuple
 from fzero.layout.ranges import pad, tile
 
 Sizes = tuple[tuple[int, int], ...]
-"""Elements of each leaf, and of a block of it. The last block of a leaf may be shorter."""
+"""Elements of each leaf, and of a block of the leaf. The last block of a leaf may be shorter."""
 
 Blocks = frozenset[int]
 Fits = Callable[[int, Blocks], bool]
 
 NOWHERE = 1 << 200
-"""Beyond the end of every bucket."""
+"""A position beyond the end of every bucket."""
 
 
 class Packing(NamedTuple):
-    """Elements of a shard, and where each leaf lies in the bucket; what lies in no leaf is padding."""
+    """The elements of a shard, and the range of the bucket that each leaf takes. All else in the bucket is padding."""
 
     shard: int
     ranges: tuple[range, ...]
@@ -42,12 +45,16 @@ class Packing(NamedTuple):
 
 @lru_cache(2**10)
 def pack(sizes: Sizes, world: int, align: int) -> Packing:
-    """Leaves in order, each as early as it can lie, in `world` shards of the smallest multiple of `align` that does.
+    """Pack leaves in order into `world` shards, each leaf as early as possible, the shard the smallest that holds them.
 
-    Where all blocks are 1 a shard is below `numel / world + align`, and leaves adjoin. Otherwise, with `block` the
-    largest block, `longest` the largest leaf that has one, and `unit` the least common multiple of all blocks and
-    `align`, it is below `numel / world + block + unit` and below `max(numel / world + block, longest) + align`. So
-    padding is small where shards are longer than leaves, and where blocks divide each other; rows of 4,096 and of
+    A shard is a multiple of `align`. If all blocks are 1, leaves adjoin and a shard is below `numel / world + align`.
+    Otherwise let `block` be the largest block, `longest` the largest leaf that has a block, and `unit` the least common
+    multiple of all blocks and `align`. Then a shard is below both
+
+    * `numel / world + block + unit`,
+    * `max(numel / world + block, longest) + align`.
+
+    So padding is small where shards are longer than leaves, and where blocks divide each other. Rows of 4,096 and of
     11,008 elements in one bucket of many short shards waste much.
     """
     before = tuple(accumulate((numel for numel, _ in sizes), initial=0))
@@ -61,7 +68,7 @@ def pack(sizes: Sizes, world: int, align: int) -> Packing:
 
 
 def _longest(sizes: Sizes) -> dict[int, int]:
-    """Block -> elements of the largest leaf that has it; not for blocks of 1."""
+    """For each block above 1, the elements of the largest leaf that has the block."""
     longest: dict[int, int] = {}
     for numel, block in sizes:
         if block > 1:
@@ -72,12 +79,18 @@ def _longest(sizes: Sizes) -> dict[int, int]:
 def _smallest(
     fits: Fits, longest: Mapping[int, int], low: int, step: int, often: Blocks, open: Blocks, limit: int
 ) -> int:
-    """The smallest multiple of `step` from `low` on that fits when a leaf whose block is in neither set is cut at most
-    once, and one whose block is `open` too unless it divides the shard; `limit` if none is smaller.
+    """The smallest shard that fits: a multiple of `step`, at least `low`; `limit` if no smaller one fits.
 
-    What fits when all `open` blocks are cut often is a lower bound, and the answer if they divide it. If one does not,
-    the answer cuts its leaves at most once or is a multiple of it: two searches in which it is no longer open. Blocks
-    whose leaves are no longer than the shard do not matter, since two ends cannot fall into them.
+    How often shard ends may cut a leaf depends on the leaf's block:
+
+    * block in `often`: any number of times;
+    * block in `open`: any number of times if the block divides the shard, else at most once;
+    * any other block: at most once.
+
+    The smallest shard that fits with all `open` blocks cut often is a lower bound, and the answer if all `open` blocks
+    divide it. If one block does not, then either the answer cuts that block's leaves at most once, or the answer is a
+    multiple of the block: two searches, in both of which the block is no longer open. A block whose leaves are no
+    longer than the shard does not matter, because two ends cannot fall into such a leaf.
     """
     if pad(low, step) >= limit:
         return limit
@@ -92,7 +105,7 @@ def _smallest(
 
 
 def _first(fits: Fits, low: int, step: int, often: Blocks) -> int:
-    """The first multiple of `step` from `low` on that fits, as all after it do."""
+    """The first multiple of `step` from `low` on that fits. All later multiples fit too, so bisection finds it."""
     start = stop = -(-low // step)
     stride = 1
     while not fits(stop * step, often):
@@ -101,8 +114,10 @@ def _first(fits: Fits, low: int, step: int, often: Blocks) -> int:
 
 
 def _fits(sizes: Sizes, before: Sequence[int], world: int, shard: int, often: Blocks) -> bool:
-    """Whether `world` shards hold the leaves, of which there are `before[i]` elements before leaf i. Stops only at
-    leaves that do not end in the shard that they would begin in."""
+    """Whether `world` shards hold the leaves. `before[i]` is the number of elements of all leaves before leaf i.
+
+    The loop stops only at leaves that do not end in the shard in which they would begin.
+    """
     end = leaf = 0
     while end <= world * shard:
         stop = bisect_right(before, before[leaf] + shard - end % shard) - 1
@@ -115,7 +130,7 @@ def _fits(sizes: Sizes, before: Sequence[int], world: int, shard: int, often: Bl
 
 
 def _ranges(sizes: Sizes, shard: int) -> Iterator[range]:
-    """Where each leaf lies, in shards that hold them."""
+    """The range of each leaf, in shards that hold all leaves."""
     end = 0
     for numel, block in sizes:
         end = _end(end, numel, block, shard, shard % block == 0)
@@ -123,8 +138,10 @@ def _ranges(sizes: Sizes, shard: int) -> Iterator[range]:
 
 
 def _end(cursor: int, numel: int, block: int, shard: int, often: bool) -> int:
-    """Where a leaf ends at the earliest that begins at `cursor` or later; nowhere if it can only be cut often and may
-    not. Cut often by shards that its block does not divide, it has a gap before each cut."""
+    """The earliest end of a leaf that begins at `cursor` or later; NOWHERE if the leaf must be cut often and may not.
+
+    A leaf that is cut often, and whose block does not divide the shard, has a gap before each cut.
+    """
     room, most = shard - cursor % shard, shard - shard % block
     if numel <= room:
         return cursor + numel

@@ -1,6 +1,6 @@
-"""Half-open integer ranges: tile, pad, intersect, shift.
+"""Half-open integer ranges: pad, tile, intersect, shift.
 
-A range is Python's own `range` with step 1, so it has `len`, iterates and compares.
+A range is Python's own `range` with step 1: it has a `len`, iterates and compares. All empty ranges compare equal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 
 def pad(size: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `size`."""
+    """Round `size` up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
@@ -20,11 +20,11 @@ def tile(sizes: Iterable[int]) -> tuple[range, ...]:
 
 
 def intersect(a: range, b: range) -> range:
-    """The elements of both; an empty range lies inside `a`."""
+    """The elements that both ranges have. An empty result lies inside `a`."""
     start = min(max(a.start, b.start), a.stop)
     return range(start, max(start, min(a.stop, b.stop)))
 
 
 def shift(a: range, by: int) -> range:
-    """Each element plus `by`."""
+    """Add `by` to each element."""
     return range(a.start + by, a.stop + by)

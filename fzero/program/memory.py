@@ -53,7 +53,7 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
 
 def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
     """One rank for each run of ranks whose slices have equal sizes in all of these layouts, in order."""
-    return sorted({0}.union(*(layout.turns(range(len(layout.leaves))) for layout in layouts)))
+    return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
 def _peaks(changes: Iterable[tuple[list[Key], list[Key]]], held: Held) -> Tensor:

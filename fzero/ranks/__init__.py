@@ -1,5 +1,6 @@
 """Who takes part, how bytes move, and what happens when a rank is gone.
 
-In: a torch DeviceMesh, or sizes alone. Out: a `Live` (this process's rank) or a `Virtual` (all ranks in one process),
-which perform moves; `agreement`, by which ranks compare what they are about to run; a transport for each mesh axis.
+In: a torch DeviceMesh, or axis sizes alone. Out: a `Live` (the rank of this process) or a `Virtual` (all ranks in one
+process), which perform the moves of values. `members` is the host process group of a mesh's ranks, `agreement` compares
+what ranks are about to run, `failure` finds missing ranks, `transports` has a file for each way to communicate.
 """

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
-from fzero.ranks.members import Begun
+from fzero.ranks.members import Attempt
 from fzero.ranks.transports import Pending, Transport
 from fzero.ranks.transports.reduction import JOINS
 
@@ -42,7 +42,7 @@ class Exchange(Protocol):
     def sent(self) -> Sequence[Tensor]:
         """What other ranks read, and nothing may write to until the exchange was waited for."""
 
-    def start(self, transport: Transport, begun: Begun) -> Pending:
+    def start(self, transport: Transport, attempt: Attempt) -> Pending:
         """Start it on one rank of a live mesh."""
 
     def join(self, row: Sequence[Any]) -> list[Tensor]:
@@ -68,8 +68,8 @@ class AllGather:
     def sent(self) -> Sequence[Tensor]:
         return self.slices
 
-    def start(self, transport: Transport, begun: Begun) -> Pending:
-        return transport.all_gather(self.block, begun, self.into)
+    def start(self, transport: Transport, attempt: Attempt) -> Pending:
+        return transport.all_gather(self.block, attempt, self.into)
 
     def join(self, row: Sequence[AllGather]) -> list[Tensor]:
         if len(row) == 1:
@@ -89,10 +89,10 @@ class ReduceScatter:
 
     @property
     def sent(self) -> Sequence[Tensor]:
-        return [buffers.flat(full) for full in self.fulls]
+        return [buffers.flatten(full) for full in self.fulls]
 
-    def start(self, transport: Transport, begun: Begun) -> Pending:
-        return transport.reduce_scatter(self.fulls, self.wire, begun)
+    def start(self, transport: Transport, attempt: Attempt) -> Pending:
+        return transport.reduce_scatter(self.fulls, self.wire, attempt)
 
     def join(self, row: Sequence[ReduceScatter]) -> list[Tensor]:
         blocks = [buffers.blocks_of(each.fulls, self.wire) for each in row]
@@ -114,8 +114,8 @@ class AllReduce:
     def sent(self) -> Sequence[Tensor]:
         return [self.value]
 
-    def start(self, transport: Transport, begun: Begun) -> Pending:
-        return Pending(begun, [], functools.partial(transport.all_reduce, self.value, self.op, begun))
+    def start(self, transport: Transport, attempt: Attempt) -> Pending:
+        return Pending(attempt, [], functools.partial(transport.all_reduce, self.value, self.op, attempt))
 
     def join(self, row: Sequence[AllReduce]) -> list[Tensor]:
         total = reduce([each.value for each in row], self.op)
@@ -134,8 +134,8 @@ class AllToAll:
     def sent(self) -> Sequence[Tensor]:
         return [self.blocks]
 
-    def start(self, transport: Transport, begun: Begun) -> Pending:
-        return transport.all_to_all(self.blocks, begun)
+    def start(self, transport: Transport, attempt: Attempt) -> Pending:
+        return transport.all_to_all(self.blocks, attempt)
 
     def join(self, row: Sequence[AllToAll]) -> list[Tensor]:
         rows = [each.blocks.view(len(row), -1) for each in row]
@@ -151,7 +151,7 @@ def gather_leaves(
     if block is not None:
         return (yield AllGather(what, axis, block, slices=slices))
     full = slices[0].new_empty(along.numel, dtype=dtype)  # slices are packed, or cast, where they lie in the result
-    mine = buffers.fill(full[rank * along.stride :][: along.stride], slices, along, rank)
+    mine = buffers.fill_block(full[rank * along.stride :][: along.stride], slices, along, rank)
     return (yield AllGather(what, axis, mine, into=full))
 
 

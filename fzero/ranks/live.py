@@ -1,4 +1,4 @@
-"""Live: one rank of a torch `DeviceMesh`, where moves communicate at once and a program's operations run."""
+"""Live: the rank of this process in a torch `DeviceMesh`. Moves communicate at once, and programs run here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
 from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
 from fzero.ranks.members import Members
-from fzero.ranks.transports import Pending, Transport, transport
+from fzero.ranks.transports import Pending, Transport, choose_transport
 
 
 class Live:
-    """This process's place in a mesh, with a transport for each axis. Performs the `Primitives` of `moves`.
+    """The rank of this process in a mesh, with a transport for each axis. Performs the `Primitives` of `moves`.
 
-    Made by `live`, on all `ranks` of the mesh together. `groups` are the process groups of the axes, `device_type` is
-    where tensors live.
+    `live` makes a `Live`, on all `ranks` of the mesh together. `groups` are the process groups of the axes, and tensors
+    are on `device_type`.
     """
 
     is_tracing = False
@@ -30,12 +30,14 @@ class Live:
     def __init__(
         self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str, ranks: tuple[int, ...]
     ) -> None:
-        self.mesh, self.ranks = mesh, ranks  # global ranks, row by row
+        self.mesh, self.ranks = mesh, ranks  # global ranks of the mesh, row by row
         self.device = torch.device(device_type)
         if device_type == "cuda":
             self.device = torch.device(device_type, torch.cuda.current_device())
         self.members = Members(ranks, groups)
-        self.transports = {axis: transport(group, device_type, self.members) for axis, group in zip(mesh.names, groups)}
+        self.transports = {
+            axis: choose_transport(group, device_type, self.members) for axis, group in zip(mesh.names, groups)
+        }
         self.groups = dict(zip(mesh.names, groups))
         self.rank = self._sharding.rank
         self.number = 0  # among all ranks of the mesh, row by row
@@ -44,6 +46,7 @@ class Live:
 
     @property
     def _sharding(self) -> Transport:
+        """The transport of the shard axis."""
         return self.transports[self.mesh.shard_axis]
 
     def begin(self, exchange: Exchange) -> Pending:
@@ -55,32 +58,32 @@ class Live:
         return self.transports[axis].rank
 
     def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
-        """Overwrite `x`, values of a bucket, with those of the rank at this position of the shard axis."""
+        """Overwrite `x`, elements of a bucket, with `x` of the rank at position `rank` along the shard axis."""
         if self.mesh.size(self.mesh.shard_axis) > 1:
             with self.members.begin(f"broadcast of {layout.bucket}"):
                 work = dist.broadcast(x, group=self.groups[self.mesh.shard_axis], group_src=rank, async_op=True)
                 work.wait(self.members.timeout)
 
     def row(self, rank: int) -> list[int]:
-        """The global ranks that hold one copy of all state together: those along the shard axis beside `rank`."""
+        """The global ranks in line with global rank `rank` along the shard axis. They hold one copy of all state."""
         number, axes = self.ranks.index(rank), [name for name in self.mesh.names if name != self.mesh.shard_axis]
         place = [self.mesh.position(number, axis) for axis in axes]
         others = ([self.mesh.position(other, axis) for axis in axes] for other in range(len(self.ranks)))
         return [rank for rank, where in zip(self.ranks, others) if where == place]
 
     def settle(self) -> None:
-        """Return when no other rank reads this one's memory any more: before what was sent is changed."""
+        """Wait until no other rank reads this rank's memory. Call before memory that was sent is overwritten."""
         self._sharding.settle()
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         along = wire(layout, (leaf,))
         buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
         self.settle()
-        return buffers.whole(buffer, along, 0, layout.leaves[leaf].shape)
+        return buffers.join_leaf(buffer, along, 0, layout.leaves[leaf].shape)
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         along = wire(layout, (leaf,))
-        return buffers.part(complete(average_leaves([x], along), None, self.begin), along, self.rank, 0)
+        return buffers.slice_of(complete(average_leaves([x], along), None, self.begin), along, self.rank, 0)
 
     def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         part = layout.part(leaf, self.rank)
@@ -96,19 +99,22 @@ class Live:
         return self.begin(AllReduce(f"all_reduce over {axis}", axis, x, op)).wait()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
-        return torch.full((), self.along(axis), device=device)  # a copy from the host would not be captured
+        return torch.full((), self.along(axis), device=device)  # not torch.tensor, which a CUDA graph cannot capture
 
 
 def live(mesh: Any) -> Live:
-    """The one `Live` of a `DeviceMesh`; equal meshes on the same process groups have the same. Made where it is not
-    there yet, by all ranks of the mesh together.
+    """The one `Live` of a `DeviceMesh`. Equal meshes on the same process groups share one `Live`.
+
+    The first call for a mesh makes the `Live`, on all ranks of the mesh together.
 
     Raises:
-        FzeroError: for a mesh without devices or without named axes, or when another rank of it does not come.
+        FzeroError: for a mesh without devices, without named axes or without a shard axis, or when another rank of the
+            mesh does not come.
     """
     shape = mesh_shape(mesh)
     if isinstance(mesh, VirtualMesh):
         raise FzeroError("mesh", f"{mesh} has names and sizes but no devices", "give a DeviceMesh")
+    shape.shard_axis  # noqa: B018  refused before any process group is made
     groups = tuple(mesh.get_group(axis) for axis in shape.names)
     return _live(shape, groups, mesh.device_type, tuple(mesh.mesh.flatten().tolist()))
 

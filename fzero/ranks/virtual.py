@@ -1,7 +1,7 @@
-"""Virtual: all ranks of a `VirtualMesh` at once, in one process, for values that stand outside a step.
+"""Virtual: all ranks of a `VirtualMesh` in one process, for values outside of a step.
 
-A `Sharded` there holds every rank's slice, one behind the other: the flattened value itself. So moves between sharded
-and whole are views, and what ranks would add up is there already.
+A `Sharded` on virtual ranks holds the slices of all ranks, one after the other: the flattened value itself. So a move
+between a sharded and a whole value is a view, and a sum over ranks is there already.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fzero.layout.layout import Layout
 
 
 class Virtual:
-    """Every rank of a mesh. Performs the `Primitives` of `moves`. Made by `virtual`."""
+    """All ranks of a mesh in one process. Performs the `Primitives` of `moves`. Made by `virtual`."""
 
-    rank = None  # none in particular
-    device = None  # where the tensors are that it is given
+    rank = None  # all of them
+    device = None  # that of the given tensors
     is_tracing = False
 
     def __init__(self, mesh: VirtualMesh) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fzero.base import tree
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, Leaf, replicated
+from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values.sharded import is_sharded
 
 Keys = Sequence[tuple[str | int, ...]]
@@ -93,7 +93,7 @@ def _beside(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mesh: Vir
         if param is not None:
             found[position] = (param.layout, param.index)
         elif not leaf.shape:
-            found[position] = (replicated(leaf.shape, mesh), 0)
+            found[position] = (replicated_layout(leaf.shape, mesh), 0)
     return found
 
 

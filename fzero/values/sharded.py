@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.layout.layout import Layout, Leaf, replicated
+from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import rules
 from fzero.values.moves import WHOLE_FIRST, Beside, Gather, Primitives, Take, Whole
 
@@ -149,7 +149,7 @@ class Sharded:
     def new_zeros(self, *shape: Any, dtype: torch.dtype | None = None) -> Sharded:
         """Zeros that every rank of this value's mesh holds whole: a step count, say."""
         local = self.local.new_zeros(*shape, dtype=dtype)
-        return Sharded(local, replicated(local.shape, self.layout.mesh), 0, self.on)
+        return Sharded(local, replicated_layout(local.shape, self.layout.mesh), 0, self.on)
 
     @classmethod
     def __torch_function__(

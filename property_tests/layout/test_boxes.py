@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fzero.base.errors import FzeroError
-from fzero.layout.boxes import Box, boxes, flat
+from fzero.layout.boxes import Box, boxes
 
 Shape = tuple[int, ...]
 
@@ -34,7 +33,12 @@ def shapes_with_boxes(draw: st.DrawFn) -> tuple[Shape, Box]:
 def elements(shape: Shape, box: Box) -> list[int]:
     """The row-major positions of a box's elements, one by one."""
     where = itertools.product(*(range(start, start + size) for start, size in zip(*box)))
-    return [sum(i * math.prod(shape[dim + 1 :]) for dim, i in enumerate(index)) for index in where]
+    return [position(shape, index) for index in where]
+
+
+def position(shape: Shape, index: Sequence[int]) -> int:
+    """The row-major position of an element."""
+    return sum(i * math.prod(shape[dim + 1 :]) for dim, i in enumerate(index))
 
 
 SCALAR = (), range(1)
@@ -63,32 +67,21 @@ def test_there_are_at_most_two_boxes_a_dimension_less_one(drawn: tuple[Shape, ra
 @given(shapes_with_ranges(max_dims=6, max_side=10**4))
 @example(SCALAR)
 @example(MOST)
-def test_flat_undoes_boxes(drawn: tuple[Shape, range]) -> None:
+def test_boxes_of_large_arrays_tile_the_range_too(drawn: tuple[Shape, range]) -> None:
     shape, where = drawn
-    ranges = [flat(shape, box) for box in boxes(shape, where)]
-    ends = [where.start, *(each.stop for each in ranges)]
-    assert all(each and each.start == end for each, end in zip(ranges, ends))
-    assert ends[-1] == (where.stop if where else where.start)
+    end = where.start
+    for start, size in boxes(shape, where):
+        first, last = position(shape, start), position(shape, [a + n - 1 for a, n in zip(start, size)])
+        assert first == end and last - first + 1 == math.prod(size) > 0  # contiguous, right behind the box before
+        end = last + 1
+    assert end == (where.stop if where else where.start)
 
 
 @given(shapes_with_boxes())
 @example(((), Box((), ())))
 @example(((2, 1, 3), Box((0, 0, 0), (2, 1, 3))))
-def test_flat_takes_the_boxes_whose_elements_are_neighbours(drawn: tuple[Shape, Box]) -> None:
+def test_a_contiguous_box_is_the_one_box_of_its_range(drawn: tuple[Shape, Box]) -> None:
     shape, box = drawn
-    expected = elements(shape, box)
-    if expected == list(range(expected[0], expected[-1] + 1) if expected else []):
-        assert list(flat(shape, box)) == expected
-    else:
-        with pytest.raises(FzeroError, match="is not contiguous"):
-            flat(shape, box)
-
-
-@given(shapes_with_boxes())
-def test_boxes_undo_flat(drawn: tuple[Shape, Box]) -> None:
-    shape, box = drawn
-    try:
-        where = flat(shape, box)
-    except FzeroError:
-        return
-    assert boxes(shape, where) == ((box,) if where else ())
+    inside = elements(shape, box)
+    if inside and inside == list(range(inside[0], inside[-1] + 1)):
+        assert boxes(shape, range(inside[0], inside[-1] + 1)) == (box,)

@@ -1,4 +1,4 @@
-"""Laws of buffers: what goes in comes out, exactly, for all leaves of a bucket and for some."""
+"""Laws of buffers: leaves that go in come out with the same bits, for complete and for partial wires."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import example, given
 from torch import Tensor
 
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.buffers import block_of, blocks_of, part, whole
+from fzero.layout.buffers import block_of, blocks_of, flat_parts, join_leaf, slice_of
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.state.fill import place
 from property_tests.strategies import wires_with_leaves
@@ -34,11 +34,16 @@ def slices(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
 
 
 def placed(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
-    """The same as views of one buffer that holds the rank's slice of the whole bucket; leaves not sent are ones."""
+    """The same slices as views of one buffer, the rank's slice of the whole bucket. Leaves not sent are ones."""
     ones = {i: torch.ones(leaf.shape, dtype=leaves[0].dtype) for i, leaf in enumerate(sent.layout.leaves)}
     everything = list((ones | dict(zip(sent.leaves, leaves))).values())
     held = place(dict(enumerate(everything)), sent.layout, rank)
     return [held[leaf] for leaf in sent.leaves]
+
+
+def start_of(sent: Wire, rank: int) -> int:
+    """Where the rank's part of the wire's first leaf begins in that leaf."""
+    return sent.parts(rank)[0].start
 
 
 @given(wires_with_leaves())
@@ -46,7 +51,7 @@ def test_gathered_blocks_hold_each_leaf_whole(drawn: Drawn) -> None:
     sent, leaves = drawn
     buffer = torch.cat([block_of(slices(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
     assert buffer.shape == (sent.numel,)
-    assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+    assert all(equal(join_leaf(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
 
 
 @given(wires_with_leaves())
@@ -54,7 +59,7 @@ def test_gathered_blocks_hold_each_leaf_whole(drawn: Drawn) -> None:
 def test_gathered_placed_slices_hold_each_leaf_whole(drawn: Drawn) -> None:
     sent, leaves = drawn
     buffer = torch.cat([block_of(placed(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
-    assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+    assert all(equal(join_leaf(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
 
 
 @given(wires_with_leaves())
@@ -62,14 +67,14 @@ def test_blocks_of_whole_leaves_hold_the_slices_of_each_rank(drawn: Drawn) -> No
     sent, leaves = drawn
     for rank, block in enumerate(blocks_of(leaves, sent).view(sent.layout.world, sent.stride)):
         expected = slices(sent, leaves, rank)
-        assert all(equal(part(block, sent, rank, i), piece) for i, piece in enumerate(expected))
+        assert all(equal(slice_of(block, sent, rank, i), piece) for i, piece in enumerate(expected))
 
 
 @given(wires_with_leaves())
 def test_what_is_scattered_and_what_is_gathered_lie_alike(drawn: Drawn) -> None:
     sent, leaves = drawn
     buffer = blocks_of(leaves, sent)
-    assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+    assert all(equal(join_leaf(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
 
 
 @given(wires_with_leaves())
@@ -112,7 +117,23 @@ def test_leaves_of_a_whole_bucket_are_views(drawn: Drawn) -> None:
     sent, leaves = drawn
     buffer = blocks_of(leaves, sent)
     for i, leaf in enumerate(leaves):
-        assert whole(buffer, sent, i, leaf.shape).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert (
+            join_leaf(buffer, sent, i, leaf.shape).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        )
+
+
+@given(wires_with_leaves(max_block=7))
+@example(APART)
+def test_flat_parts_are_blocks_without_their_padding(drawn: Drawn) -> None:
+    sent, leaves = drawn
+    parts = flat_parts(leaves, sent)
+    assert sent.is_complete or sum(part.numel() for part in parts) == sent.sent
+    for rank, part in enumerate(parts):
+        assert equal(part, torch.cat(slices(sent, leaves, rank))) and part.is_contiguous()
+        assert len(sent.leaves) > 1 or part.data_ptr() in (
+            0,
+            leaves[0].data_ptr() + part.element_size() * start_of(sent, rank),
+        )
 
 
 @given(wires_with_leaves())
@@ -129,7 +150,7 @@ def test_blocks_with_gaps_hold_each_leaf_whole(drawn: Drawn) -> None:
     for held in (slices, placed):
         buffer = torch.cat([block_of(held(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
         assert buffer.shape == (sent.numel,)
-        assert all(equal(whole(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
+        assert all(equal(join_leaf(buffer, sent, i, leaf.shape), leaf) for i, leaf in enumerate(leaves))
 
 
 @given(wires_with_leaves(max_block=7))
@@ -139,7 +160,7 @@ def test_blocks_with_gaps_are_scattered_as_they_are_gathered(drawn: Drawn) -> No
     buffer = torch.cat([block_of(slices(sent, leaves, rank), sent, rank) for rank in range(sent.layout.world)])
     assert equal(blocks_of(leaves, sent), buffer)
     for rank, block in enumerate(buffer.view(sent.layout.world, sent.stride)):
-        assert all(equal(part(block, sent, rank, i), x) for i, x in enumerate(slices(sent, leaves, rank)))
+        assert all(equal(slice_of(block, sent, rank, i), x) for i, x in enumerate(slices(sent, leaves, rank)))
 
 
 @given(wires_with_leaves(max_block=7))
@@ -168,7 +189,9 @@ def test_leaves_of_a_bucket_with_gaps_are_views(drawn: Drawn) -> None:
     sent, leaves = drawn
     buffer = blocks_of(leaves, sent)
     for i, leaf in enumerate(leaves):
-        assert whole(buffer, sent, i, leaf.shape).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert (
+            join_leaf(buffer, sent, i, leaf.shape).untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        )
 
 
 @given(wires_with_leaves(complete=True, max_block=7))

@@ -97,16 +97,18 @@ def test_every_rank_holds_all_of_a_replicated_layout(drawn: tuple[Layout, int]) 
 @example(EMPTY)
 @example(RAGGED)
 @example(ROWS)
-def test_between_turns_ranks_hold_as_much_of_each_leaf_in_the_same_place(layout: Layout) -> None:
+def test_between_representative_ranks_all_hold_as_much_of_each_leaf_in_the_same_place(layout: Layout) -> None:
     leaves = range(len(layout.leaves))
     slots = [[layout.slot(i, rank) for i in leaves] for rank in range(layout.world)]  # empty ranges are equal
     alike = [rank for rank in range(1, layout.world) if slots[rank] == slots[rank - 1]]
-    assert {0} | (set(range(layout.world)) - set(alike)) <= layout.turns(leaves) <= set(range(layout.world))
+    assert (
+        {0} | (set(range(layout.world)) - set(alike)) <= layout.representative_ranks(leaves) <= set(range(layout.world))
+    )
 
 
 @given(layouts(max_world=4096, max_block=7))
-def test_turns_do_not_grow_with_the_world(layout: Layout) -> None:
-    assert len(layout.turns(range(len(layout.leaves)))) <= 1 + 4 * len(layout.leaves)
+def test_representative_ranks_do_not_grow_with_the_world(layout: Layout) -> None:
+    assert len(layout.representative_ranks(range(len(layout.leaves)))) <= 1 + 4 * len(layout.leaves)
 
 
 @given(wires())
@@ -121,6 +123,14 @@ def test_a_block_is_aligned_and_padded_by_less_than_one_unit(sent: Wire) -> None
     if len(sent.leaves) < len(sent.layout.leaves):
         longest = max(sum(map(len, sent.parts(rank))) for rank in range(sent.layout.world))
         assert sent.stride % sent.layout.align == 0 and longest <= sent.stride < longest + sent.layout.align
+
+
+@given(wires(max_block=7))
+@example(LAST_ALONE)
+@example(NOTHING)
+def test_a_partial_wire_sends_the_parts_of_all_ranks(sent: Wire) -> None:
+    parts = sum(len(part) for rank in range(sent.layout.world) for part in sent.parts(rank))
+    assert sent.sent == (sent.numel if sent.is_complete else parts) <= sent.numel
 
 
 @given(wires())

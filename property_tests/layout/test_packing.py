@@ -1,4 +1,4 @@
-"""Laws of packing, against every placement that there is."""
+"""Laws of packing, compared with all possible placements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_whole(start: int, numel: int, block: int, shard: int) -> bool:
 
 
 def holds(sizes: Sizes, world: int, shard: int) -> bool:
-    """Whether some placement of the leaves, in order, cuts no block: all that there are, one leaf after the other."""
+    """Whether some placement of the leaves, in order, cuts no block. Tries all placements, one leaf after the other."""
     ends = {0}
     for numel, block in sizes:
         starts = {start for end in ends for start in range(end, world * shard - numel + 1)}

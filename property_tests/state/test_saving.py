@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, replicated
+from fzero.layout.layout import Layout, replicated_layout
 from fzero.state.fill import place
 from fzero.state.safetensors.header import planned
 from fzero.state.safetensors.saving import pieces
@@ -42,7 +42,7 @@ def test_ranks_together_write_each_element_once(layout: Layout, dtype: torch.dty
         slices = place(dict(enumerate(wholes)), layout, on.rank)
         values = {leaf.path: Sharded(slices[i], layout, i, on) for i, leaf in enumerate(layout.leaves)}
         if extra:
-            values["step"] = Sharded(torch.tensor(7).to(dtype), replicated((), layout.mesh), 0, on)
+            values["step"] = Sharded(torch.tensor(7).to(dtype), replicated_layout((), layout.mesh), 0, on)
         for offset, source in pieces(values, planned(values, {}), on):
             here = slice(offset // dtype.itemsize, offset // dtype.itemsize + source.shape.numel())
             source.read(0, found[here])

@@ -1,13 +1,14 @@
-"""Mesh shapes."""
+"""Mesh shapes, and what their axes mean."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.base.mesh import VirtualMesh, check_data_axes, mesh_shape
 
 
 def test_sizes_and_names() -> None:
@@ -21,11 +22,70 @@ def test_sizes_and_names() -> None:
     [
         (VirtualMesh(fsdp=4), "fsdp"),
         (VirtualMesh(fsdp=2, tensor=4), "fsdp"),
-        (VirtualMesh(replica=2, data=4), "data"),
+        (VirtualMesh(replica=2, fsdp=4), "fsdp"),
+        (VirtualMesh(tensor=4), "tensor"),
     ],
 )
-def test_shard_axis_is_fsdp_else_the_last(mesh: VirtualMesh, axis: str) -> None:
+def test_shard_axis_is_fsdp_or_the_only_one(mesh: VirtualMesh, axis: str) -> None:
     assert mesh.shard_axis == axis
+
+
+def test_a_mesh_of_several_axes_without_fsdp_has_no_shard_axis() -> None:
+    mesh = VirtualMesh(replica=2, data=4)
+    refused = r"mesh: none of the axes \('replica', 'data'\) is the shard axis; call the axis .* lies along \"fsdp\""
+    with pytest.raises(FzeroError, match=refused):
+        mesh.shard_axis  # noqa: B018
+    with pytest.raises(FzeroError, match=refused):
+        check_data_axes(mesh, data=("replica", "data"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data"),
+    [
+        (VirtualMesh(fsdp=4), None),
+        (VirtualMesh(tensor=4), None),
+        (VirtualMesh(tensor=4), ("tensor",)),
+        (VirtualMesh(replica=2, fsdp=4), None),
+        (VirtualMesh(fsdp=4, replica=2), ("replica", "fsdp")),
+        (VirtualMesh(dp=2, fsdp=4), ["fsdp", "dp"]),
+        (VirtualMesh(pod=2, replica=3, fsdp=4), ("pod", "replica", "fsdp")),
+    ],
+)
+def test_data_axes_are_all_axes_outermost_first(mesh: VirtualMesh, data: Sequence[str] | None) -> None:
+    assert check_data_axes(mesh, data) == mesh.names
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data", "refused"),
+    [
+        (
+            VirtualMesh(fsdp=2, tp=4),
+            None,
+            r"mesh axis 'tp': has no meaning on VirtualMesh\(fsdp=2, tp=4\), whose data axes are \('fsdp',\); "
+            r"give data=\('fsdp', 'tp'\) if ranks along 'tp' take different examples, else use a mesh without 'tp'",
+        ),
+        (VirtualMesh(fsdp=2, tp=1), None, "mesh axis 'tp': has no meaning"),
+        (VirtualMesh(tp=2, pp=2, fsdp=2), ("tp", "fsdp"), r"mesh axis 'pp': .*give data=\('tp', 'fsdp', 'pp'\)"),
+        (VirtualMesh(replica=2, fsdp=2), ("fsdp",), "mesh axis 'replica': has no meaning"),
+        (
+            VirtualMesh(fsdp=2),
+            ("dp", "fsdp"),
+            r"mesh axis 'dp': is in data, and this mesh has \('fsdp',\); name only these",
+        ),
+        (VirtualMesh(dp=2), ("fsdp",), r"mesh axis 'fsdp': is in data, and this mesh has \('dp',\)"),
+        (
+            VirtualMesh(dp=2, fsdp=4),
+            ("dp",),
+            r"data: \('dp',\) leaves out 'fsdp', the axis of VirtualMesh\(dp=2, fsdp=4\) that state lies along; "
+            r"give data=\('dp', 'fsdp'\)",
+        ),
+        (VirtualMesh(dp=2), (), r"data: \(\) leaves out 'dp'"),
+        (VirtualMesh(fsdp=2), "fsdp", r"data: is the string 'fsdp'; .* data=\('fsdp',\)"),
+    ],
+)
+def test_axes_without_a_meaning_are_refused(mesh: VirtualMesh, data: Sequence[str] | None, refused: str) -> None:
+    with pytest.raises(FzeroError, match=refused):
+        check_data_axes(mesh, data)
 
 
 def test_meshes_compare_and_hash_by_names_and_sizes_in_order() -> None:

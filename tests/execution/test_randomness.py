@@ -16,7 +16,7 @@ import fzero
 from fzero import optim, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.randomness import drawn, fold, step_seed
+from fzero.base.randomness import draw, fold, step_seed
 from fzero.passes import defaults
 from fzero.program import ops
 from fzero.program.records import is_random, name_of
@@ -44,11 +44,11 @@ def test_fold_gives_different_numbers_of_63_bits() -> None:
     assert len({number % 2**32 for number in numbers}) == 8**3  # torch's CPU generator takes 32 bits
 
 
-def test_drawn_is_the_target_with_generators_seeded() -> None:
+def test_draw_calls_its_target_with_generators_seeded() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(6)
-    assert torch.equal(drawn(5, _aten.rand.default, [3]), expected)
+    assert torch.equal(draw(5, _aten.rand.default, [3]), expected)
 
 
 def test_a_step_advances_the_generator_by_one_draw() -> None:
@@ -57,14 +57,14 @@ def test_a_step_advances_the_generator_by_one_draw() -> None:
     expected = torch.rand(3)
     torch.manual_seed(0)
     with step_seed() as seed:
-        drawn(seed, _aten.rand.default, [100])
+        draw(seed, _aten.rand.default, [100])
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_step_that_fails_does_too() -> None:
     torch.manual_seed(0)
     with pytest.raises(KeyError), step_seed() as first:
-        drawn(first, _aten.rand.default, [100])
+        draw(first, _aten.rand.default, [100])
         raise KeyError
     with step_seed() as second:
         pass

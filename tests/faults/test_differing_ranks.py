@@ -1,5 +1,7 @@
-"""Ranks that are about to run different steps: every one is told the first difference and which ranks have what, at
-once, and they can go on."""
+"""Ranks that are about to run different steps: each rank raises at once, with the first difference and its ranks.
+
+All ranks can go on afterwards.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ SOON = 5.0
 
 
 class Refusal(NamedTuple):
-    """The error of a step, the seconds after which it came, and the loss of a step that all take alike afterwards."""
+    """The error of a step, after how many seconds it came, and the loss of a later step that all ranks take alike."""
 
     kind: str
     message: str
@@ -47,7 +49,7 @@ def descend(params: Any, x: Tensor) -> Any:
 
 
 def steps_on(mesh: DeviceMesh, params: Any, x: Tensor, step: Callable[..., Any] = descend) -> Refusal:
-    """A step on what this rank gives, then one on what every rank gives."""
+    """Run a step on this rank's arguments, then a step on arguments that are equal on all ranks."""
     sharded = fzero.partition(params, mesh)
     start = time.monotonic()
     kind, message = "nothing", "was raised"
@@ -62,7 +64,7 @@ def steps_on(mesh: DeviceMesh, params: Any, x: Tensor, step: Callable[..., Any] 
 
 @functools.cache
 def going_on(mesh: DeviceMesh) -> Callable[..., Any]:
-    """One step for the end of all cases, so that it is traced once."""
+    """The step at the end of each case, traced once for all cases."""
     return fzero.shard(descend, mesh)
 
 

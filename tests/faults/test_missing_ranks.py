@@ -1,6 +1,6 @@
-"""Ranks that die or stall, in real processes: each other rank ends in time, with an FzeroError that says which, where.
+"""Ranks that die or stall, in real processes: each other rank soon raises an FzeroError that names rank and collective.
 
-A fault strikes its rank in place of a collective that the others then wait in.
+A fault strikes a rank in place of a collective, in which the other ranks then wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fzero.ranks.live import live
 from fzero.ranks.transports import Native, PointToPoint, Transport
 
 STALL = timedelta(seconds=2)
-"""Torch's timeout where a rank stalls. Others may be that much later than the first, and be in time."""
+"""Torch's timeout in tests of a rank that stalls. A rank that is later than others by less than STALL is in time."""
 SOON = 10.0
 """Seconds within which every other rank has its error."""
 GONE, LATE = "died or left", f"did not take part within {STALL.total_seconds():g} s"
@@ -77,9 +77,11 @@ def loss_of(params: dict[str, Any], x: Tensor) -> Tensor:
 
 
 class Job:
-    """Training on one rank, with its faults. A step without passes gathers a leaf at a time and waits for it, so that
-    nothing is on its way when a rank dies. Ranks meet when they have traced it: on a busy machine that may take some of
-    them longer than a short timeout allows."""
+    """Training on one rank, with faults.
+
+    A step without passes gathers one leaf at a time and waits for the leaf, so that nothing is on its way when a rank
+    dies. Ranks meet after tracing, because tracing on a busy machine may take longer than a short timeout allows.
+    """
 
     def __init__(self, mesh: DeviceMesh, passes: tuple[Any, ...] = ()) -> None:
         self.mesh, self.on, self.rank = mesh, live(mesh), dist.get_rank()
@@ -103,20 +105,19 @@ class Job:
         self.params, self.state, _ = self._step(self.params, self.state, torch.ones(2, 5))
 
     def before(self, what: str, acts: dict[int, Act]) -> None:
-        """From now on these ranks act just before they begin the collective that errors call `what`."""
+        """From now on, these ranks act just before they begin the collective that errors call `what`."""
         begin, act = self.on.members.begin, acts.get(self.rank)
 
-        def struck(begun: str) -> Any:
-            if act is not None and begun == what:
+        def strike(collective: str) -> Any:
+            if act is not None and collective == what:
                 act()
-            return begin(begun)
+            return begin(collective)
 
-        self.on.members.begin = struck  # type: ignore[method-assign]
+        self.on.members.begin = strike  # type: ignore[method-assign]
 
 
 def assert_named(ends: list[End | None], where: str, *parts: str, blamed: set[int]) -> None:
-    """Every rank but those that are gone ended soon, with an FzeroError of torch's making that has these parts, blames
-    these ranks and no other."""
+    """Every rank that is left ended soon, with an FzeroError that has these parts and blames these ranks alone."""
     for found in filter(None, ends):
         assert found.kind == "FzeroError", found
         assert found.message.startswith(f"{where}: "), found.message
@@ -153,15 +154,14 @@ def test_a_rank_that_dies_in_a_step_is_named(what: str) -> None:
 
 
 def test_a_rank_that_stalls_in_a_step_is_named() -> None:
-    """In a step with the passes that `shard` has by itself, which gather ahead: it has begun another gather before, and
-    not read in it."""
+    """With the default passes, which gather ahead: the rank has begun an earlier gather, and has not read in it."""
     passes = defaults(stage=3, in_place=True)
     ends = run(3, second_step, "all_gather of layers.1", {1: stall}, passes, stall=STALL, lost=[1])
     assert_named(ends, "all_gather of layers.0", LATE, blamed={1})
 
 
 def native(mesh: DeviceMesh) -> Transport:
-    return Native(mesh.get_group(), live(mesh).members.twin(mesh.get_group()))
+    return Native(mesh.get_group(), live(mesh).members.new_twin(mesh.get_group()))
 
 
 def by_messages(mesh: DeviceMesh) -> Transport:
@@ -175,7 +175,7 @@ def with_another(transport: Callable[[DeviceMesh], Transport], mesh: DeviceMesh)
 
 @pytest.mark.parametrize("transport", [native, by_messages])
 def test_other_transports_name_it_too(transport: Callable[[DeviceMesh], Transport]) -> None:
-    """What CUDA tensors go through, here on gloo, and ranks of several hosts."""
+    """The transports of CUDA tensors (here on gloo) and of ranks of several hosts."""
     ends = run(4, partial(with_another, transport), lost=[1])
     assert_named(ends, "reduce_scatter of layers.1", GONE, blamed={1})
 
@@ -196,7 +196,7 @@ def come_late() -> None:
 
 
 def test_a_rank_that_comes_too_late_is_told_from_one_that_is_missing() -> None:
-    """Later than the timeout of 3 s, and before the others stop waiting for it after 6 s."""
+    """The rank comes after the timeout of 3 s, and before the others stop waiting, after 6 s."""
     ends = run(3, second_step, "all_gather of layers.1", {1: come_late}, stall=timedelta(seconds=3), lost=[])
     for found in ends:
         assert found.kind == "FzeroError" and found.seconds < SOON
@@ -248,7 +248,7 @@ def waiting(rank: int) -> None:
 
 
 def test_a_rank_that_raises_in_its_data_loader_is_named() -> None:
-    """On four ranks gloo's all-reduce has one that does not hear from the missing one itself."""
+    """Of four ranks, one does not hear from the missing rank itself in gloo's all-reduce."""
     assert_named(run(4, loading, raising, lost=[2]), BEFORE, GONE, blamed={2})
 
 

@@ -1,4 +1,4 @@
-"""Buffers, by hand: what is sent where it lies, and what is copied first."""
+"""Buffers, by hand: which slices are sent where they lie, and which are copied first."""
 
 from __future__ import annotations
 

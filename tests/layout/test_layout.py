@@ -8,7 +8,7 @@ import pytest
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, Leaf, replicated, wire
+from fzero.layout.layout import Layout, Leaf, replicated_layout, wire
 
 # w 0..6, b 6..10, u 10..15, padded to 18: ranks own 0..6, 6..12, 12..18
 THREE = Layout("layer", (Leaf("w", (2, 3)), Leaf("b", (4,)), Leaf("u", (5,))), VirtualMesh(fsdp=3), align=2)
@@ -39,17 +39,17 @@ def test_parts_count_from_the_start_of_the_leaf() -> None:
     assert bounds(*(THREE.part(2, rank) for rank in range(3))) == [(0, 0), (0, 2), (2, 5)]
 
 
-def test_turns_are_the_ranks_whose_slices_differ_from_those_before() -> None:
+def test_representative_ranks_begin_runs_of_equal_slices() -> None:
     wide = Layout("layer", (Leaf("w", (2000,)), Leaf("b", (4,))), VirtualMesh(fsdp=300), align=2)
     assert wide.shard == 8  # w is cut over ranks 0 to 249, which b has too little of to be cut: rank 250 has all of it
-    assert wide.turns([0]) == {0, 1, 249, 250}
-    assert wide.turns([1]) == {0, 250, 251}
-    assert wide.turns([0, 1]) == {0, 1, 249, 250, 251}
+    assert wide.representative_ranks([0]) == {0, 1, 249, 250}
+    assert wide.representative_ranks([1]) == {0, 250, 251}
+    assert wide.representative_ranks([0, 1]) == {0, 1, 249, 250, 251}
 
 
-def test_no_turns_but_the_first_rank_where_all_hold_the_same() -> None:
-    assert THREE.turns([]) == replace(THREE, replicated=True).turns([0, 1, 2]) == {0}
-    assert Layout("layer", (Leaf("w", (0,)),), VirtualMesh(fsdp=3)).turns([0]) == {0}
+def test_the_first_rank_represents_all_where_all_hold_the_same() -> None:
+    assert THREE.representative_ranks([]) == replace(THREE, replicated=True).representative_ranks([0, 1, 2]) == {0}
+    assert Layout("layer", (Leaf("w", (0,)),), VirtualMesh(fsdp=3)).representative_ranks([0]) == {0}
 
 
 def test_default_alignment_is_sixteen_elements_a_rank() -> None:
@@ -70,7 +70,9 @@ def test_replicated_layout_is_whole_on_every_rank() -> None:
 
 
 def test_a_replicated_value_is_one_leaf_without_a_name() -> None:
-    assert replicated([2, 3], THREE.mesh) == Layout("replicated", (Leaf("", (2, 3)),), THREE.mesh, replicated=True)
+    assert replicated_layout([2, 3], THREE.mesh) == Layout(
+        "replicated", (Leaf("", (2, 3)),), THREE.mesh, replicated=True
+    )
 
 
 def test_without_a_rank_a_part_is_the_whole_leaf() -> None:
@@ -95,6 +97,13 @@ def test_wire_of_some_leaves_has_blocks_as_long_as_the_longest() -> None:
     assert bounds(*sent.pieces(0)) == [(0, 6)]
     assert bounds(*sent.pieces(1)) == [(6, 8), (12, 15)]
     assert wire(THREE, (2,)).stride == 4  # 3, padded to 2
+
+
+def test_a_partial_wire_is_scattered_without_padding() -> None:
+    assert wire(THREE, (0, 1, 2)).sent == 18  # the bucket, padding included
+    assert wire(THREE, (0, 2)).sent == 6 + 5 and wire(THREE, (0, 2)).numel == 18
+    assert wire(THREE, (1,)).sent == 4 and wire(ROWS, (0,)).sent == 3
+    assert wire(ROWS, (0, 1)).sent == 16  # gaps too
 
 
 def test_wires_are_interned() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 import fzero
 from fzero import optim, tree
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import replicated
+from fzero.layout.layout import replicated_layout
 from fzero.passes import bucket, defaults, donate, fuse
 from fzero.program import ops
 from fzero.program.program import Program
@@ -246,7 +246,9 @@ def test_a_view_of_what_is_updated_is_no_operand_of_an_update_in_place() -> None
         return {"w": params["w"] + params["w"].t()}, {"w": torch._foreach_mul([others["w"]], [others["w"].t()])[0]}
 
     def given(seat: Any) -> tuple[Any, ...]:
-        return *({"w": Sharded(weight.clone(), replicated((3, 3), seat.mesh), 0, seat)} for _ in range(2)), rows(seat)
+        return *({"w": Sharded(weight.clone(), replicated_layout((3, 3), seat.mesh), 0, seat)} for _ in range(2)), rows(
+            seat
+        )
 
     program, paths = donated(Case(step, MESH, given))
     assert paths == {"0", "1"} and names(program)[-1] == "_foreach_copy_"

@@ -1,4 +1,4 @@
-"""Transports: the same collectives on real ranks, performed in several ways, bit for bit alike."""
+"""Transports: on real ranks, every transport performs the same collectives with the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fzero import FzeroError, VirtualMesh
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.ranks.live import live
-from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, memory, same_host
+from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, process_memory, same_host
 from fzero.ranks.transports.reduction import JOINS
 from fzero.ranks.transports.worker import Worker
 
@@ -29,7 +29,7 @@ LEAVES = Leaf("w", (30, 7)), Leaf("b", (7,)), Leaf("none", (0, 3)), Leaf("u", (5
 
 
 class Sent(NamedTuple):
-    """What ranks scatter: these leaves of a bucket, in full."""
+    """The leaves of a bucket that ranks scatter, in full."""
 
     dtype: torch.dtype
     leaves: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
         return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
 
     def mean(self, world: int, rank: int) -> Tensor:
-        """[S] what `rank` is to get: the mean in rank order."""
+        """[S] the block that `rank` should get: the mean in rank order."""
         blocks = [buffers.blocks_of(self.fulls(each), self.wire(world)) for each in range(world)]
         return (reduce(torch.add, blocks) / world).view(world, -1)[rank]
 
@@ -60,7 +60,10 @@ SENT = {
     "bf16": Sent(torch.bfloat16),
     "fp64": Sent(torch.float64),
     "some leaves": Sent(torch.float32, leaves=(1, 3)),
+    "one leaf, which some ranks have nothing of": Sent(torch.float32, leaves=(1,)),
+    "no element": Sent(torch.float32, leaves=(2,)),
     "transposed": Sent(torch.float32, is_transposed=True),
+    "some transposed": Sent(torch.bfloat16, leaves=(0, 3), is_transposed=True),
 }
 
 
@@ -69,11 +72,11 @@ def point_to_point(mesh: DeviceMesh) -> Transport:
 
 
 def native(mesh: DeviceMesh) -> Transport:
-    return Native(mesh.get_group(), live(mesh).members.twin(mesh.get_group()))
+    return Native(mesh.get_group(), live(mesh).members.new_twin(mesh.get_group()))
 
 
 def waiting(mesh: DeviceMesh) -> Transport:
-    """Reads when it is waited for."""
+    """A transport that reads when its result is waited for."""
     transport = live(mesh).transports["fsdp"]
     assert isinstance(transport, SameHost)
     transport._reader, same_host.PIECE = None, 100
@@ -81,7 +84,7 @@ def waiting(mesh: DeviceMesh) -> Transport:
 
 
 def reading(mesh: DeviceMesh) -> Transport:
-    """Reads on a thread."""
+    """A transport that reads on a thread."""
     transport = waiting(mesh)
     assert isinstance(transport, SameHost)
     transport._reader = Worker("reader")
@@ -94,7 +97,7 @@ TRANSPORTS: dict[str, Callable[[DeviceMesh], Transport]] = {
 
 
 def scattered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> dict[str, bool]:
-    """All at once, waited for in order: whether each is the mean, bit for bit."""
+    """Start all scatters at once and wait in order. For each: is the result the mean, bit for bit?"""
     transport, members, world = make(mesh), live(mesh).members, mesh.size()
     pending = {
         name: transport.reduce_scatter(sent.fulls(mesh.get_rank()), sent.wire(world), members.begin(name))
@@ -111,7 +114,7 @@ def scattered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> dict
 
 
 def gathered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
-    """Blocks of several sizes, changed as soon as the transport has settled."""
+    """Gather blocks of several sizes, and overwrite each block as soon as the transport has settled."""
     transport, members, rank = make(mesh), live(mesh).members, mesh.get_rank()
     right = []
     for size in (0, 1, 16, 5000):
@@ -131,7 +134,7 @@ def gathered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[
 
 
 def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
-    """All reductions of small tensors and of one that is large, with a nan and infinities of one rank."""
+    """All reductions, of small tensors and of a large one, with a nan and infinities on one rank."""
     transport, members, right = make(mesh), live(mesh).members, []
     for shape in ((), (3, 5), (600, 500)):
         ranks = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.size())]
@@ -152,34 +155,34 @@ def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[b
 def too_many(mesh: DeviceMesh) -> str:
     transport = waiting(mesh)
     same_host.SLOTS = 2
-    begun = live(mesh).members.begin("gather")
-    started = [transport.all_gather(torch.ones(3), begun) for _ in range(2)]
+    attempt = live(mesh).members.begin("gather")
+    started = [transport.all_gather(torch.ones(3), attempt) for _ in range(2)]
     with pytest.raises(FzeroError) as caught:
-        transport.all_gather(torch.ones(3), begun)
+        transport.all_gather(torch.ones(3), attempt)
     assert all(pending.wait().equal(torch.ones(3 * mesh.size())) for pending in started)
     transport.settle()
-    transport.all_gather(torch.ones(3), begun).wait()
+    transport.all_gather(torch.ones(3), attempt).wait()
     same_host.SLOTS = board.SLOTS
     return str(caught.value)
 
 
 def left(mesh: DeviceMesh) -> None:
-    """Ends at once behind the last gather that others read from it."""
+    """The process ends right after the last gather, in which others read its memory."""
     transport = waiting(mesh)
     transport.all_gather(torch.ones(100), live(mesh).members.begin("gather")).wait()
     transport.settle()
 
 
 def first_words(mesh: DeviceMesh) -> list[bool]:
-    """What is found out about each other's memory, where nothing hinders, elsewhere, and where reading is refused."""
+    """Is there a board: between processes of one host, of several hosts, and where one may not read?"""
     group = mesh.get_group()
-    found = [board.common_board(group, SECOND) is not None]
+    found = [board.share_board(group, SECOND) is not None]
     place, board._place = board._place, lambda: (f"host {mesh.get_rank()}",)
-    found.append(board.common_board(group, SECOND) is not None)
+    found.append(board.share_board(group, SECOND) is not None)
     board._place = place
     if mesh.get_rank() == 1:
         board._is_readable = lambda other: False  # type: ignore[assignment]
-    return [*found, board.common_board(group, SECOND) is not None]
+    return [*found, board.share_board(group, SECOND) is not None]
 
 
 CASES: dict[str, Callable[[DeviceMesh], Any]] = {
@@ -234,9 +237,9 @@ def test_memory_that_is_not_there() -> None:
         pytest.skip("this kernel keeps processes from reading each other's memory")
     found = ctypes.create_string_buffer(5)
     with pytest.raises(RuntimeError, match=rf"5 bytes of process {os.getpid()} cannot be read: Bad address"):
-        memory.read(os.getpid(), 0, ctypes.addressof(found), 5)
+        process_memory.read(os.getpid(), 0, ctypes.addressof(found), 5)
     with pytest.raises(RuntimeError, match="No such process"):
-        memory.read(2**22 + 1, ctypes.addressof(found), ctypes.addressof(found), 5)
+        process_memory.read(2**22 + 1, ctypes.addressof(found), ctypes.addressof(found), 5)
 
 
 def test_a_worker_performs_in_order_and_hands_on_what_is_raised() -> None:

@@ -154,7 +154,7 @@ def list_gather(program: Program, node: Node) -> Iterator[Comm]:
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
     """One reduce-scatter of the leaves that a node names, and an all-reduce of the block over each other axis."""
     value, along, mesh = node.meta["val"], program.wire_of(node), program.mesh
-    size = along.numel * value.element_size()
+    size = along.sent * value.element_size()
     yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], value.dtype, size)
     for axis in mesh.names:
         if axis != mesh.shard_axis:
@@ -180,7 +180,7 @@ def _whole(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
     along, position, shape = program.wire_of(node), node.args[3], list(node.args[4])
     pieces = along.pieces(position)
     if len(pieces) != 1:
-        return lambda buffer, *_: buffers.whole(buffer, along, position, shape)
+        return lambda buffer, *_: buffers.join_leaf(buffer, along, position, shape)
     start, size = pieces[0].start, len(pieces[0])
     return lambda buffer, *_: buffer.narrow(0, start, size).view(shape)
 

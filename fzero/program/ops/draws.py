@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fzero.base.randomness import drawn, fold
+from fzero.base.randomness import draw as draw_from
+from fzero.base.randomness import fold
 from fzero.program.kinds import Kind
 from fzero.program.operation import Node, Operation
 from fzero.program.records import register
@@ -27,7 +28,7 @@ def _draw_kind(walk: Walk, node: Node) -> Kind:
 
 def _draw(program: Program, node: Node, rank: Any) -> Callable[..., Any]:
     def run(number: int, target: Callable[..., Any], *args: Any, seed: int, **kwargs: Any) -> Any:
-        return drawn(fold(seed, rank.number, number), target, *args, **kwargs)
+        return draw_from(fold(seed, rank.number, number), target, *args, **kwargs)
 
     return run
 

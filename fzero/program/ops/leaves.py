@@ -57,7 +57,7 @@ def _gather(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
 
     def run(x: Tensor, bucket: str, leaf: int, shape: list[int]) -> Steps:
         buffer = yield from gather_leaves([x], along, rank.rank, axis)
-        return buffers.whole(buffer, along, 0, shape)
+        return buffers.join_leaf(buffer, along, 0, shape)
 
     return run
 
@@ -93,7 +93,7 @@ def _scatter(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
 
     def run(x: Tensor, bucket: str, leaf: int, numel: int) -> Steps:
         block = yield from average_leaves([x], along)
-        return buffers.part(block, along, rank.rank, 0)
+        return buffers.slice_of(block, along, rank.rank, 0)
 
     return run
 

@@ -1,30 +1,32 @@
-"""Transports: how a collective is performed on one process group, a file for each way.
+"""Transports: ways to perform a collective on one process group, one file a way.
 
-`all_gather` and `reduce_scatter` start and return a `Pending`; its `wait()` gives the result, once. Every rank calls
-the same ones in the same order. The average is taken in a fixed order of ranks, so it is the same run after run. What
-torch does for a collective is done inside of its `Begun`.
+`all_gather` and `reduce_scatter` start a collective and return a `Pending`, whose `wait()` gives the result, once. All
+ranks call the same collectives in the same order. An average is taken in a fixed order of ranks, so that its bits are
+the same run after run. Every call to torch for a collective stands in a `with` of the collective's `Attempt`.
 """
 
 import torch.distributed as dist
 
 from fzero.ranks.members import Members
 from fzero.ranks.transports.alone import Alone
-from fzero.ranks.transports.board import common_board
+from fzero.ranks.transports.board import share_board
 from fzero.ranks.transports.native import Native
 from fzero.ranks.transports.pending import Pending, Transport
 from fzero.ranks.transports.point_to_point import PointToPoint
 from fzero.ranks.transports.same_host import SameHost
 
-__all__ = ["Alone", "Native", "Pending", "PointToPoint", "SameHost", "Transport", "transport"]
+__all__ = ["Alone", "Native", "Pending", "PointToPoint", "SameHost", "Transport", "choose_transport"]
 
 
-def transport(group: dist.ProcessGroup, device: str, members: Members) -> Transport:
-    """The transport for a process group and the type of device that its tensors are on. With gloo it waits as long as
-    the timeout of `members` for a rank, with others as long as they do. Collective."""
+def choose_transport(group: dist.ProcessGroup, device: str, members: Members) -> Transport:
+    """Make the transport for a process group whose tensors are on this type of device. All ranks of the group call.
+
+    A transport on gloo waits for a rank no longer than the timeout of `members`; other backends have their own timeout.
+    """
     if dist.get_world_size(group) == 1:
         return Alone()
     if device != "cpu" and dist.get_backend(group) != "gloo":
-        return Native(group, members.twin(group))
+        return Native(group, members.new_twin(group))
     with members.begin("the first word of ranks to each other"):
-        found = common_board(group, members.timeout) if device == "cpu" else None
-    return PointToPoint(group, members.timeout) if found is None else SameHost(group, members, found)
+        board = share_board(group, members.timeout) if device == "cpu" else None
+    return PointToPoint(group, members.timeout) if board is None else SameHost(group, members, board)

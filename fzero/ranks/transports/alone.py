@@ -1,4 +1,4 @@
-"""Alone: the transport of one rank."""
+"""Alone: the transport of a process group of one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
-from fzero.ranks.members import Begun
+from fzero.ranks.members import Attempt
 from fzero.ranks.transports.pending import Pending
 
 
@@ -17,17 +17,17 @@ class Alone:
 
     rank, world = 0, 1
 
-    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
-        return Pending(begun, [], lambda: block)
+    def all_gather(self, block: Tensor, attempt: Attempt, into: Tensor | None = None) -> Pending:
+        return Pending(attempt, [], lambda: block)
 
-    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
+    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
         block = buffers.blocks_of(fulls, wire)
-        return Pending(begun, [], lambda: block)
+        return Pending(attempt, [], lambda: block)
 
-    def all_to_all(self, blocks: Tensor, begun: Begun) -> Pending:
-        return Pending(begun, [], blocks.clone)
+    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+        return Pending(attempt, [], blocks.clone)
 
-    def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         return x.clone()
 
     def settle(self) -> None:

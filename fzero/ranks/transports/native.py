@@ -1,9 +1,10 @@
-"""Native: the transport of NCCL, and of any backend whose own collectives are best."""
+"""Native: the transport of NCCL, and of every backend whose own collectives are the fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,51 +12,61 @@ from torch import Tensor
 
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
-from fzero.ranks.members import Begun
+from fzero.ranks.members import Attempt
 from fzero.ranks.transports.pending import Pending
-from fzero.ranks.transports.reduction import OPS, extreme, is_extreme
+from fzero.ranks.transports.reduction import OPS, is_extreme, reduce_extreme
 
 
 class Native:
-    """torch's collectives on whole buffers: shards are aligned, the average is taken on the way, and what is packed to
-    be gathered is so in the place that it has in the result.
+    """torch's collectives on whole buffers.
 
-    Scatters have a process group of their own, a twin of `group`, or they would wait for gathers that began before.
+    * Shards are aligned, as NCCL wants them, and the backend takes the average itself.
+    * A block that has to be packed for a gather is packed in its place of the result.
+    * A partial wire is scattered without its padding: NCCL reduces each rank's parts to that rank, all in one group.
+    * Scatters have a process group of their own, a twin of `group`; otherwise they would wait for gathers that have
+      begun before.
     """
 
     def __init__(self, group: dist.ProcessGroup, scatters: dist.ProcessGroup) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.scatters = scatters
 
-    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
+    def all_gather(self, block: Tensor, attempt: Attempt, into: Tensor | None = None) -> Pending:
         full = block.new_empty(self.world * block.numel()) if into is None else into
-        with begun:
+        with attempt:
             work = dist.all_gather_into_tensor(full, block, group=self.group, async_op=True)
-        return Pending(begun, [work.wait], lambda: full)
+        return Pending(attempt, [work.wait], lambda: full)
 
-    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
-        blocks = buffers.blocks_of(fulls, wire)
-        out = blocks.new_empty(wire.stride)
-        with begun:
-            work = dist.reduce_scatter_tensor(out, blocks, op=dist.ReduceOp.AVG, group=self.scatters, async_op=True)
-        return Pending(begun, [work.wait], lambda: out)
+    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
+        start: Callable[..., Any]
+        if wire.is_complete:
+            blocks = buffers.blocks_of(fulls, wire)
+            out = blocks.new_empty(wire.stride)
+            start = partial(dist.reduce_scatter_tensor, out, blocks)
+        else:
+            parts = buffers.flat_parts(fulls, wire)
+            out = buffers.new_block(wire, self.rank, parts[0])
+            start = partial(dist.reduce_scatter, out[: parts[self.rank].numel()], parts)
+        with attempt:
+            work = start(op=dist.ReduceOp.AVG, group=self.scatters, async_op=True)
+        return Pending(attempt, [work.wait], lambda: out)
 
-    def all_to_all(self, blocks: Tensor, begun: Begun) -> Pending:
+    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
         out = torch.empty_like(blocks)
-        with begun:
+        with attempt:
             work = dist.all_to_all_single(out, blocks, group=self.scatters, async_op=True)
-        return Pending(begun, [work.wait], lambda: out)
+        return Pending(attempt, [work.wait], lambda: out)
 
-    def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         if is_extreme(x, op):
-            return extreme(x, op, partial(self._reduce_, begun=begun))
+            return reduce_extreme(x, op, partial(self._reduce_, attempt=attempt))
         result = x.clone(memory_format=torch.contiguous_format)
-        self._reduce_(result, op, begun)
+        self._reduce_(result, op, attempt)
         return result
 
     def settle(self) -> None:
         pass
 
-    def _reduce_(self, x: Tensor, op: str, begun: Begun) -> None:
-        with begun:
+    def _reduce_(self, x: Tensor, op: str, attempt: Attempt) -> None:
+        with attempt:
             dist.all_reduce(x, OPS[op], group=self.group)

@@ -1,4 +1,4 @@
-"""Pending: a collective that was started, and what performs collectives on one process group."""
+"""Pending: a collective that has been started. Transport: what performs the collectives of one process group."""
 
 from __future__ import annotations
 
@@ -8,53 +8,59 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fzero.layout.layout import Wire
-from fzero.ranks.members import Begun
+from fzero.ranks.members import Attempt
 
 
 class Pending:
-    """A started collective: `wait()` returns its result, when `waits` have returned, as `finish()` makes it.
+    """A collective that has been started. `wait()` calls each of `waits`, and then returns the result of `finish()`.
 
-    What it sends may not change before its transport has settled.
+    Tensors that the collective sends may not change before its transport has settled (`Transport.settle`).
 
     Raises:
         FzeroError: when a rank does not take part, naming it.
     """
 
-    __slots__ = ("begun", "finish", "waits")
+    __slots__ = ("attempt", "finish", "waits")
 
-    def __init__(self, begun: Begun, waits: list[Callable[[], Any]], finish: Callable[[], Tensor]) -> None:
-        self.begun, self.waits, self.finish = begun, waits, finish
+    def __init__(self, attempt: Attempt, waits: list[Callable[[], Any]], finish: Callable[[], Tensor]) -> None:
+        self.attempt, self.waits, self.finish = attempt, waits, finish
 
     def wait(self) -> Tensor:
-        """The result. Call it once: it lets go of the buffers."""
-        with self.begun:
+        """Wait for the collective and return its result. Call once: the buffers are dropped."""
+        with self.attempt:
             for wait in self.waits:
                 wait()
-        result, self.waits, self.finish = self.finish(), [], _spent
+        result, self.waits, self.finish = self.finish(), [], _refuse
         return result
 
 
-def _spent() -> Tensor:
+def _refuse() -> Tensor:
     raise RuntimeError("this collective was waited for already")
 
 
 class Transport(Protocol):
-    """The collectives of one process group. `rank` counts within it."""
+    """The collectives of one process group of `world` ranks. `rank` counts within the group. N ranks, S elements."""
 
     rank: int
     world: int
 
-    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
-        """[S] of each rank -> [N * S], in rank order: a new tensor, or `into`, in which `block` is its own place."""
+    def all_gather(self, block: Tensor, attempt: Attempt, into: Tensor | None = None) -> Pending:
+        """Start to gather [S] of each rank into [N * S], in rank order.
 
-    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
-        """The leaves of a wire, whole -> [S]: this rank's block of their mean over ranks."""
+        The result is a new tensor, or `into`, of which `block` is this rank's part already.
+        """
 
-    def all_to_all(self, blocks: Tensor, begun: Begun) -> Pending:
-        """[N * S] of each rank, block r for rank r -> [N * S], block r from rank r: a new tensor."""
+    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
+        """Start to scatter the leaves of a wire, given in full, to [S]: this rank's block of their mean over ranks."""
 
-    def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
-        """A new tensor: "sum", "avg", "max" or "min" over ranks."""
+    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+        """Start to exchange blocks: [N * S] of each rank, block r for rank r -> [N * S], block r from rank r."""
+
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
+        """The "sum", "avg", "max" or "min" of `x` over ranks, elementwise, in a new tensor."""
 
     def settle(self) -> None:
-        """Return when no other rank needs any more what this one sent in collectives that it waited for."""
+        """Wait until no rank reads this rank's memory any more for collectives that this rank has waited for.
+
+        Call before memory that was sent is overwritten or freed.
+        """

@@ -1,4 +1,4 @@
-"""Reduction: what is taken over ranks, and how, where backends differ."""
+"""Reduction: the reductions over ranks, and what fzero does itself because backends differ."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-"""How two ranks' values join; nan where one of them is."""
+"""How the values of two ranks join. The result is nan where one value is nan."""
 
 
 def is_extreme(x: Tensor, op: str) -> bool:
-    """Whether this is a reduction in which backends treat nan differently."""
+    """Whether backends treat nan differently in this reduction: a max or min of floating-point numbers."""
     return op in ("max", "min") and x.is_floating_point()
 
 
-def extreme(x: Tensor, op: str, reduce_: Callable[[Tensor, str], None]) -> Tensor:
-    """The elementwise "max" or "min", nan where a rank has one: nans travel beside."""
+def reduce_extreme(x: Tensor, op: str, reduce_: Callable[[Tensor, str], None]) -> Tensor:
+    """The elementwise "max" or "min" over ranks, nan where any rank has nan. Nans travel as a second row of numbers.
+
+    `reduce_(pair, op)` reduces a tensor over ranks in place.
+    """
     sign = 1 if op == "max" else -1
     pair = torch.stack([x.nan_to_num(-sign * math.inf, math.inf, -math.inf), sign * x.isnan().to(x.dtype)])
     reduce_(pair, op)
@@ -40,5 +43,6 @@ def extreme(x: Tensor, op: str, reduce_: Callable[[Tensor, str], None]) -> Tenso
 
 
 def divide_(total: Tensor, world: int) -> Tensor:
-    """A sum over so many ranks to their mean, in place: by a product where that is exact."""
+    """Turn a sum over `world` ranks into the mean, in place."""
+    # for a power of two the product with 1 / world is exact, and cheaper than a division
     return total.mul_(1 / world) if world & (world - 1) == 0 else total.div_(world)

@@ -1,7 +1,7 @@
 """Same host: the transport of CPU ranks that can read each other's memory.
 
-A rank says where what it sends lies, each other reads its own part of that straight into place, or into the sum, and
-says when it has. Nothing is copied on the way, and no message is sent.
+A rank posts the addresses of the tensors that it sends. Each other rank reads its own part straight into place, or into
+a sum, and posts when it is done. Nothing is copied in between, and no message is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from fzero.base.errors import FzeroError
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
-from fzero.ranks.members import Begun, Members
+from fzero.ranks.members import Attempt, Members
 from fzero.ranks.transports.board import SLOTS, Board
 from fzero.ranks.transports.pending import Pending
 from fzero.ranks.transports.point_to_point import PointToPoint
@@ -27,27 +27,27 @@ from fzero.ranks.transports.reduction import JOINS, divide_
 from fzero.ranks.transports.worker import Worker
 
 PIECE = 512 << 10
-"""Bytes that are summed at a time: they stay in a core's cache."""
+"""Bytes that a rank sums at a time, so that they stay in a core's cache."""
 LARGE = 1 << 20
-"""Bytes of a tensor from which on gloo's all-reduce moves less than each rank reading it from each other."""
+"""All-reduces of more bytes go through gloo, which then moves less than each rank reading the tensor of each other."""
 
 Fetch = Callable[[Mapping[int, list[int]]], None]
-"""Reads from each peer, given the addresses of what it sends."""
+"""A function that reads from each peer, given the addresses of the tensors that the peer sends."""
 
 
 class _Exchange(NamedTuple):
-    """What this rank sends, as `number` of its board, while others may read it."""
+    """Tensors that this rank sends, posted on its board under `number`, while other ranks may read them."""
 
     number: int
-    begun: Begun
+    attempt: Attempt
     sent: Sequence[Tensor]
     addresses: Any
 
 
 class SameHost(PointToPoint):
-    """As `PointToPoint`, gathers and means with the same bits; other reductions in rank order too, up to `LARGE`.
+    """Gathers and means have the bits of `PointToPoint`. Other reductions up to `LARGE` are in rank order too.
 
-    Where there are cores to spare a thread reads, in the order in which collectives were started; else `wait` does.
+    If there are cores to spare, a thread reads, in the order in which collectives were started. Otherwise `wait` reads.
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Members, board: Board) -> None:
@@ -56,15 +56,15 @@ class SameHost(PointToPoint):
         members.at_failure.append(board.fail)
         self._reader = Worker("fzero reads other ranks' memory") if _are_cores_spare(self.world) else None
         self._number = 0
-        self._open: dict[int, _Exchange] = {}  # what others may read still, in order
-        self._last: _Exchange | None = None  # an all-gather that this rank is done with, and others may not be
+        self._open: dict[int, _Exchange] = {}  # tensors that others may still read, in order
+        self._last: _Exchange | None = None  # an all-gather that this rank has done, and others may not have
 
-    def all_gather(self, block: Tensor, begun: Begun, into: Tensor | None = None) -> Pending:
-        block, made = buffers.flat(block), list[Tensor]()
+    def all_gather(self, block: Tensor, attempt: Attempt, into: Tensor | None = None) -> Pending:
+        block, made = buffers.flatten(block), list[Tensor]()
 
         def fetch(there: Mapping[int, list[int]]) -> None:
             if into is None:
-                full = block.new_empty(self.world, block.numel())  # not before: until then it would lie idle
+                full = block.new_empty(self.world, block.numel())  # not earlier: until now the memory would lie idle
                 full[self.rank].copy_(block)
             else:
                 full = into.view(self.world, block.numel())
@@ -72,53 +72,56 @@ class SameHost(PointToPoint):
                 self.board.read(peer, address, full[peer].data_ptr(), block.nbytes)
             made.append(full.view(-1))
 
-        gather = self._gather if into is None else self._finish  # or the exchange would keep the result alive
-        task = partial(gather, self._posted([block], begun), fetch)
-        return Pending(begun, [self._started(task)], made.pop)
+        gather = self._gather if into is None else self._finish  # `_gather` would keep `into` alive in `_last`
+        task = partial(gather, self._post([block], attempt), fetch)
+        return Pending(attempt, [self._start(task)], made.pop)
 
-    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, begun: Begun) -> Pending:
-        flats, made = [buffers.flat(full) for full in fulls], list[Tensor]()
+    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
+        flats, made = [buffers.flatten(full) for full in fulls], list[Tensor]()
 
         def fetch(there: Mapping[int, list[int]]) -> None:
-            out = buffers.room(wire, self.rank, flats[0])
+            out = buffers.new_block(wire, self.rank, flats[0])
             self._average(out, flats, wire, there)
             made.append(out)
 
-        task = partial(self._finish, self._posted(flats, begun), fetch)
-        return Pending(begun, [self._started(task)], made.pop)
+        task = partial(self._finish, self._post(flats, attempt), fetch)
+        return Pending(attempt, [self._start(task)], made.pop)
 
-    def all_reduce(self, x: Tensor, op: str, begun: Begun) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         if x.nbytes > LARGE:
-            return super().all_reduce(x, op, begun)
-        flat = buffers.flat(x)
+            return super().all_reduce(x, op, attempt)
+        flat = buffers.flatten(x)
         values = [flat if rank == self.rank else torch.empty_like(flat) for rank in range(self.world)]
 
         def fetch(there: Mapping[int, list[int]]) -> None:
             for peer, (address,) in there.items():
                 self.board.read(peer, address, values[peer].data_ptr(), flat.nbytes)
 
-        task = partial(self._finish, self._posted([flat], begun), fetch)
-        Pending(begun, [self._started(task)], lambda: flat).wait()
+        task = partial(self._finish, self._post([flat], attempt), fetch)
+        Pending(attempt, [self._start(task)], lambda: flat).wait()
         total = reduce(JOINS[op], values)
         return (divide_(total, self.world) if op == "avg" else total).view(x.shape)
 
     def settle(self) -> None:
         last, self._last = self._last, None
         if last is not None:
-            with last.begun:
+            with last.attempt:
                 self._settle(last)
 
     def _average(self, out: Tensor, flats: Sequence[Tensor], wire: Wire, there: Mapping[int, list[int]]) -> None:
-        """Fill this rank's block with the mean, piece by piece."""
+        """Fill this rank's block `out` with the mean, piece by piece."""
         step, size = PIECE // out.element_size(), out.element_size()
-        beside = out.new_empty(min(step, out.numel())) if self.world > 2 else out
-        for i, (part, slot) in enumerate(zip(wire.parts(self.rank), buffers.slots(out, wire, self.rank))):
+        beside = out.new_empty(min(step, out.numel())) if self.world > 2 else out  # two ranks need no memory beside
+        for i, (part, slot) in enumerate(zip(wire.parts(self.rank), buffers.slots_of(out, wire, self.rank))):
             for start in range(0, len(part), step):
                 here, at = slot[start : start + step], part.start + start
                 self._sum(here, flats[i][at:][: here.numel()], {p: x[i] + at * size for p, x in there.items()}, beside)
 
     def _sum(self, out: Tensor, mine: Tensor, there: Mapping[int, int], beside: Tensor) -> None:
-        """The mean of one piece in rank order, in `out`: the sum of the first two ranks is the same either way."""
+        """Write the mean of one piece, in rank order, to `out`. `beside` is memory for a third rank's piece.
+
+        The order within the first two ranks does not change bits, because a + b == b + a.
+        """
         first = min(self.peers)
         self.board.read(first, there[first], out.data_ptr(), out.nbytes)
         for rank in range(self.world):
@@ -130,23 +133,24 @@ class SameHost(PointToPoint):
                 out.add_(theirs)
         divide_(out, self.world)
 
-    def _posted(self, sent: Sequence[Tensor], begun: Begun) -> _Exchange:
-        """Say where these tensors lie."""
+    def _post(self, sent: Sequence[Tensor], attempt: Attempt) -> _Exchange:
+        """Post the addresses of these tensors on the board, so that other ranks read them."""
         self._number += 1
         oldest = min([*self._open], default=self._number)
         if self._number - oldest >= SLOTS:
-            problem = f"{SLOTS} collectives were started since {self._open[oldest].begun.what}, which goes on"
-            raise FzeroError(begun.what, problem, "wait for some of them before others start")
+            problem = f"{SLOTS} collectives were started since {self._open[oldest].attempt.what}, which goes on"
+            raise FzeroError(attempt.what, problem, "wait for some of them before others start")
         addresses = (ctypes.c_int64 * len(sent))(*[tensor.data_ptr() for tensor in sent])
-        exchange = self._open[self._number] = _Exchange(self._number, begun, sent, addresses)
+        exchange = self._open[self._number] = _Exchange(self._number, attempt, sent, addresses)
         self.board.post(self._number, addresses)
         return exchange
 
-    def _started(self, task: Callable[[], None]) -> Callable[[], Any]:
+    def _start(self, task: Callable[[], None]) -> Callable[[], Any]:
+        """Start a task on the reader thread and return a function that waits for it; without a thread, the task."""
         return task if self._reader is None else self._reader.start(task)
 
     def _gather(self, exchange: _Exchange, fetch: Fetch) -> None:
-        """Fetch, and leave it to the next wait to see that others have too: they may be a little behind."""
+        """Fetch. The next wait sees to it that other ranks have fetched too, for they may be a little behind."""
         if self._reader is not None:
             return self._finish(exchange, fetch)
         self.settle()
@@ -154,24 +158,25 @@ class SameHost(PointToPoint):
         self._last = exchange
 
     def _finish(self, exchange: _Exchange, fetch: Fetch) -> None:
-        """Fetch, and wait until others have too."""
+        """Fetch, and wait until all other ranks have fetched too."""
         if self._reader is None:
             self.settle()
         self._fetch(exchange, fetch)
         self._settle(exchange)
 
     def _fetch(self, exchange: _Exchange, fetch: Fetch) -> None:
-        """Read what peers send, once they have said where it is, and say so."""
+        """Read what peers send, once they have posted the addresses, and post that this rank is done."""
         count = len(exchange.sent)
-        fetch({peer: self.board.addresses(peer, exchange.number, count) for peer in self.peers})
-        self.board.done(exchange.number)
+        fetch({peer: self.board.read_addresses(peer, exchange.number, count) for peer in self.peers})
+        self.board.post_done(exchange.number)
 
     def _settle(self, exchange: _Exchange) -> None:
+        """Wait until all other ranks have read what this rank sends."""
         for peer in self.peers:
-            self.board.until_done(peer, exchange.number)
+            self.board.wait_until_done(peer, exchange.number)
         del self._open[exchange.number]
 
 
 def _are_cores_spare(world: int) -> bool:
-    """Whether so many ranks on this host leave cores that none of their threads is on."""
+    """Whether this host has more cores than `world` ranks have threads."""
     return len(os.sched_getaffinity(0)) > world * torch.get_num_threads()

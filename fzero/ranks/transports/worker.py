@@ -1,4 +1,4 @@
-"""Worker: a thread that performs what is not to hold up this one."""
+"""Worker: a thread that performs tasks while the calling thread goes on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Task = Callable[[], None]
 
 
 class Worker:
-    """Performs tasks one behind the other. It never keeps a process from ending."""
+    """Performs tasks one after the other, in the order of `start`. The thread does not keep the process from ending."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Task, Future[None]]] = SimpleQueue()
         Thread(target=self._work, name=name, daemon=True).start()
 
     def start(self, task: Task) -> Callable[[], Any]:
-        """What waits until a task is done, and raises what it raised."""
+        """Hand over a task. The returned function waits for the task, and raises the error that the task raised."""
         future: Future[None] = Future()
         self._tasks.put((task, future))
         return future.result
@@ -36,4 +36,4 @@ class Worker:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del task, future  # before the next one comes
+            del task, future  # or their memory would stay until the next task comes

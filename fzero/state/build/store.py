@@ -144,8 +144,8 @@ class Store:
         if self.on.rank is None:
             return torch.cat(pieces)
         sharding = self.on.transports[self.on.mesh.shard_axis]
-        begun = self.on.members.begin("all_gather of a parameter in fzero.build")
-        found = sharding.all_gather(pieces[0], begun).wait()
+        attempt = self.on.members.begin("all_gather of a parameter in fzero.build")
+        found = sharding.all_gather(pieces[0], attempt).wait()
         sharding.settle()
         return found
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.live import Live
-from fzero.ranks.members import alike, named
 from fzero.state.fill import CHUNK, elements
 from fzero.state.safetensors.header import Header, planned, rendered
 from fzero.state.safetensors.transfer import memory, write_from
@@ -95,7 +95,9 @@ class _Save:
         if failed:
             if len(told) == 1 and isinstance(error, FzeroError):
                 raise error
-            problem = ", ".join(f"{named(ranks)} could not write it: {cause}" for cause, ranks in alike(failed).items())
+            problem = ", ".join(
+                f"{name_ranks(ranks)} could not write it: {cause}" for cause, ranks in group_by_word(failed).items()
+            )
             raise FzeroError(str(self.target), problem, "what was there before is as it was; save again") from error
         return [value for value, _ in told.values()]
 

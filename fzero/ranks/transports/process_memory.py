@@ -1,6 +1,7 @@
-"""Memory of other processes on this host, read straight into this one's: Linux's `process_vm_readv`.
+"""Process memory: read the memory of another process on this host, by Linux's `process_vm_readv`.
 
-It needs the same user, and a kernel that lets processes of one user read each other (with Yama: `ptrace_scope` 0).
+Both processes must have the same user, and the kernel must let processes of one user read each other (with Yama:
+`ptrace_scope` 0).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 class EndedError(RuntimeError):
-    """The process is there no more."""
+    """The process has ended."""
 
 
 class _Vector(ctypes.Structure):
@@ -24,12 +25,12 @@ class _Vector(ctypes.Structure):
 
 
 def read(process: int, source: int, target: int, nbytes: int) -> None:
-    """Copy bytes from an address in another process to one in this process.
+    """Copy bytes from the address `source` in another process to the address `target` in this process.
 
     Raises:
         RuntimeError: when the kernel refuses; `EndedError` when the process is gone.
     """
-    done = 0
+    done = 0  # one call may copy less than it is asked for
     while done < nbytes:
         here, there = _Vector(target + done, nbytes - done), _Vector(source + done, nbytes - done)
         count = _libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
