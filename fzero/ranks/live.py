@@ -19,7 +19,7 @@ from fzero.ranks.transports import Pending, Transport, transport
 
 
 class Live:
-    """This process's place in a mesh, with a transport for each axis. Performs the `Primitives` of `moves`.
+    """This process's place in a mesh, with a transport for each axis. A `MovePerformer` of `moves`.
 
     Made by `live`, on all `ranks` of the mesh together. `groups` are the process groups of the axes, `device_type` is
     where tensors live.

@@ -16,7 +16,7 @@ from fzero.layout.layout import Layout
 
 
 class Virtual:
-    """Every rank of a mesh. Performs the `Primitives` of `moves`. Made by `virtual`."""
+    """Every rank of a mesh. A `MovePerformer` of `moves`. Made by `virtual`."""
 
     rank = None  # none in particular
     device = None  # where the tensors are that it is given
