@@ -96,5 +96,5 @@ def set_mark(meta: dict[str, Any], mark: Mark) -> None:
 
 
 def get_mark(node: Any) -> Mark:
-    """The mark of a node; an empty one where a pass made the node."""
+    """The mark of a node; an empty mark where the node has none."""
     return node.meta.get("custom", {}).get("fzero", Mark())
