@@ -117,15 +117,12 @@ class _Linear(torch.autograd.Function):
 class _Move(_Linear):
     """A move `(x, on, path)` of a value that belongs to the leaf at `path`. It refuses a batch of vmap."""
 
-    noun = ""
-    """The move's name in the error that refuses a batch; "" for the name of its class."""
     why = "a Sharded holds one slice of the leaf, not a batch of them"
-    """The reason in that error."""
+    """The reason in the error that refuses a batch."""
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, x: Tensor, on: MovePerformer, *leaf: Any) -> NoReturn:
-        noun = cls.noun or cls.__name__.lower()
-        raise FzeroError(cls.path(*leaf), f"vmap over its {noun}: {cls.why}", UNPARTITION_FIRST)
+        raise FzeroError(cls.path(*leaf), f"vmap over its {cls.__name__.lower()}: {cls.why}", UNPARTITION_FIRST)
 
     @staticmethod
     def path(path: str) -> str:
@@ -184,8 +181,6 @@ class Mean(_Move):
 
 class UseReplicated(_Move):
     """Replicated -> uniform: the value of a leaf that every rank holds in full. Only the cotangent communicates."""
-
-    noun = "use"
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
