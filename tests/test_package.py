@@ -31,8 +31,7 @@ MODULES = modules()
 
 
 def imports(name: str, *, typing: bool = True) -> Iterator[str]:
-    """The modules of fzero that the module `name` imports, at the top of the file or anywhere inside; with `typing` also
-    those that only annotations need."""
+    """The modules of fzero that a module imports, anywhere in its file; with `typing` those for annotations too."""
     tree = ast.parse(MODULES[name].read_text())
     if not typing:
         tree.body = [

@@ -1,4 +1,8 @@
-"""Optimizers as pairs of pure functions, with optax's names and meanings."""
+"""Optimizers as pairs of pure functions, with optax's names and meanings.
+
+In: trees of gradients, optimizer state and parameters, plain or `Sharded`. Out: trees of updates and of new state.
+`base` says what an optimizer is, `transforms` has the stages, `presets` whole optimizers, `kernels` Adam on lists.
+"""
 
 from fzero.optim.base import (
     EmptyState,

@@ -1,11 +1,11 @@
-"""What an optimizer is: two pure functions, and how such pairs combine. Names and meanings are optax's.
+"""An optimizer is two pure functions, `init` and `update`; `chain` combines such pairs. Names and meanings are optax's.
 
     state = optimizer.init(params)
     updates, state = optimizer.update(grads, state, params)
     params = apply_updates(params, updates)
 
-All leaves pass through one list operation at a time, so that a traced step has one node for a stage of the optimizer
-and not one for each leaf.
+Each stage of an optimizer is one list operation on all leaves. So a traced step has one node for a stage, not one for
+each leaf.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fzero.base.tree import Tree, TreeDef
 
 State = Any
 Schedule = Callable[[Any], Any]
-"""Step count, a 0-d integer tensor from 0 upwards -> a 0-d float32 tensor (or a number)."""
+"""(step count, a 0-d integer tensor that starts at 0) -> a 0-d float32 tensor, or a number."""
 Mask = Callable[[str, Any], bool]
-"""(dotted path, logical leaf with `shape`, `ndim` and `dtype`) -> whether the leaf takes part."""
+"""(dotted path, leaf with its global `shape`, `ndim` and `dtype`) -> whether the leaf takes part."""
 
 
 class Init(Protocol):
@@ -36,9 +36,10 @@ class Update(Protocol):
 
 
 class GradientTransformation(NamedTuple):
-    """A stage of an optimizer, without state of its own (optax's `GradientTransformation`).
+    """A stage of an optimizer, or a whole optimizer, as two functions (optax's `GradientTransformation`).
 
-    `init(params)` is the first state; `update(updates, state, params=None)` is `(new updates, new state)`.
+    `init(params)` returns the first state. `update(updates, state, params=None)` returns `(new updates, new state)`.
+    The pair itself holds no state.
     """
 
     init: Init
@@ -46,11 +47,11 @@ class GradientTransformation(NamedTuple):
 
 
 class EmptyState(NamedTuple):
-    """The state of a stage that remembers nothing."""
+    """The state of a stage without state."""
 
 
 def stateless(update: Callable[[Tree, Tree | None], Tree]) -> GradientTransformation:
-    """The stage whose new updates are `update(updates, params)` (optax's `stateless`)."""
+    """A stage without state: its new updates are `update(updates, params)` (optax's `stateless`)."""
     return GradientTransformation(
         lambda params: EmptyState(),
         lambda updates, state, params=None: (update(updates, params), state),
@@ -58,15 +59,15 @@ def stateless(update: Callable[[Tree, Tree | None], Tree]) -> GradientTransforma
 
 
 def identity() -> GradientTransformation:
-    """The stage that hands updates on as they came."""
+    """A stage that returns its updates unchanged."""
     return stateless(lambda updates, params: updates)
 
 
 def chain(*transforms: GradientTransformation) -> GradientTransformation:
-    """`transforms` one after the other; the state is the tuple of their states.
+    """A stage that runs `transforms` one after the other. Its state is the tuple of their states.
 
     Raises:
-        FzeroError: in `update`, for a state with another number of parts.
+        FzeroError: in `update`, for a state whose length is not the number of `transforms`.
     """
 
     def init(params: Tree) -> State:
@@ -89,22 +90,22 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """`params + updates`, each leaf in its parameter's dtype (the sum is rounded once, as in optax).
+    """`params + updates`, each leaf in its parameter's dtype. The sum is rounded once, as in optax.
 
     Raises:
-        FzeroError: naming the leaf in which the trees differ.
+        FzeroError: where the trees differ in structure or shapes, naming the leaf.
     """
-    treedef, (weights, steps) = columns(params, updates)
+    treedef, (weights, steps) = flatten_alike(params, updates)
     if not weights:
         return params
     return tree.unflatten(treedef, cast(torch._foreach_add(weights, steps), weights))
 
 
-def columns(first: Tree, *rest: Tree) -> tuple[TreeDef, list[list[Any]]]:
-    """`(treedef, one list of leaves a tree)`, for list operations.
+def flatten_alike(first: Tree, *rest: Tree) -> tuple[TreeDef, list[list[Any]]]:
+    """`(treedef, lists)`: the leaves of each tree as a list, for list operations.
 
     Raises:
-        FzeroError: naming the first leaf of `rest` whose path or shape is not as in `first`.
+        FzeroError: for a tree in `rest` with other paths or shapes than `first`, naming the first leaf that differs.
     """
     leaves, treedef = tree.flatten(first)
     lists = [leaves]
@@ -121,20 +122,20 @@ def columns(first: Tree, *rest: Tree) -> tuple[TreeDef, list[list[Any]]]:
 
 
 def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """Each value in the dtype of its like; one that has it already is the same object."""
+    """Each value in the dtype of the like at its position. A value that has the dtype already stays the same object."""
     return [value if value.dtype == like.dtype else value.to(like.dtype) for value, like in zip(values, likes)]
 
 
-def zeros(params: Tree) -> Tree:
-    """Zeros as `params`, sharded as they are.
+def init_zeros(params: Tree) -> Tree:
+    """Zeros with the shapes, dtypes and layouts of `params`.
 
     Raises:
-        FzeroError: naming a leaf whose dtype is not a floating one.
+        FzeroError: for a parameter whose dtype is not floating, naming the leaf.
     """
-    return tree.map_with_path(_zeros, params)
+    return tree.map_with_path(_zeros_like, params)
 
 
-def _zeros(path: str, leaf: Any) -> Any:
+def _zeros_like(path: str, leaf: Any) -> Any:
     if not leaf.dtype.is_floating_point:
         raise FzeroError(
             path,
@@ -144,7 +145,7 @@ def _zeros(path: str, leaf: Any) -> Any:
     return torch.zeros_like(leaf)
 
 
-def step_count(params: Tree) -> Tensor:
-    """0, a 0-d int32 where the first leaf lives: held whole by every rank of its mesh."""
+def init_count(params: Tree) -> Tensor:
+    """A step count of 0, a 0-d int32 on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
     leaves = tree.leaves(params)
     return leaves[0].new_zeros((), dtype=torch.int32) if leaves else torch.zeros((), dtype=torch.int32)

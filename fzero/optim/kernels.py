@@ -1,4 +1,14 @@
-"""Adam on lists of tensors: `fzero::scale_by_adam`, one node of a traced program, and torch's fused AdamW, in place."""
+"""Adam on lists of tensors.
+
+* `scale_by_adam` is an operation of our own, `fzero::scale_by_adam`: one node of a traced program. It is pure.
+* `fused_adamw_` calls torch's fused AdamW kernel, which writes in place.
+
+A program does not call torch's kernel itself, because of what the kernel's schema says about gradients. The schema of
+`aten._fused_adamw_` marks the gradients as written (`Tensor(b!)[] grads`): with `grad_scale` the kernel overwrites them
+with the unscaled ones. So passes would take gradients, which other nodes may read, for overwritten. The functional form
+`aten._fused_adamw` returns new gradients as well (`Tensor[] grads_out`), one copy of all gradients too many. fzero has
+no `grad_scale`: the kernel only reads its gradients, and `ops.adamw` and `ops.adamw_` say so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -23,21 +34,28 @@ _LIBRARY.define(
 def _scale_by_adam(
     updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
 ) -> Lists:
-    """The kernel: new tensors only. State keeps its dtypes, and arithmetic is never narrower than float32."""
+    """The kernel. Returns new tensors and writes into no argument.
+
+    Arithmetic is in float32 or wider. `mu` and `nu` keep their dtypes.
+    """
     if not updates:
         return [], [], []
     dtypes = _update_dtypes(updates, mu)
     wide = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
-    grads = _to(updates, wide)
-    means = torch._foreach_lerp(_to(mu, wide), grads, 1 - b1)
-    squares = torch._foreach_mul(_to(nu, wide), b2)
+    grads = _cast_each(updates, wide)
+    means = torch._foreach_lerp(_cast_each(mu, wide), grads, 1 - b1)
+    squares = torch._foreach_mul(_cast_each(nu, wide), b2)
     torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
-    scaled = torch._foreach_div(means, _correction(b1, count, wide))
-    roots = torch._foreach_div(squares, _correction(b2, count, wide))
+    scaled = torch._foreach_div(means, _bias_correction(b1, count, wide))
+    roots = torch._foreach_div(squares, _bias_correction(b2, count, wide))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, eps)
     torch._foreach_div_(scaled, roots)
-    return _to(scaled, dtypes), _to(means, [m.dtype for m in mu]), _to(squares, [n.dtype for n in nu])
+    return (
+        _cast_each(scaled, dtypes),
+        _cast_each(means, [m.dtype for m in mu]),
+        _cast_each(squares, [n.dtype for n in nu]),
+    )
 
 
 def _scale_by_adam_fake(
@@ -60,7 +78,8 @@ torch.library.register_autograd("fzero::scale_by_adam", _refuse_backward, lib=_L
 scale_by_adam = torch.ops.fzero.scale_by_adam
 """`scale_by_adam(updates, mu, nu, count, b1, b2, eps) -> (updates, mu, nu)`; `count` is 1 at the first step.
 
-The packet and not its `.default`, which would reach the `__torch_function__` of a leaf as "scale_by_adam.default".
+This is the overload packet, because the rules of `Sharded` know a function by its name, and the name of the packet's
+`.default` overload is "scale_by_adam.default".
 """
 
 
@@ -79,18 +98,20 @@ def fused_adamw_(
 ) -> None:
     """Update `params`, `mu` and `nu` in place by one step of AdamW, in one call of `torch._fused_adamw_`.
 
-    Equals `apply_updates` of `scale_by_adam`, `add_decayed_weights` and `scale_by_learning_rate` up to rounding.
-    Parameters and state have one dtype, gradients any. `count` is 0-d and 1 at the first step; `learning_rate` is a
-    number, or 0-d and taken as float32. torch's kernel walks memory and ignores strides (on CPU it does not even check
-    them), so it sees each tensor flat; one that is not contiguous costs a copy in and out.
+    Up to rounding, equals `apply_updates` of `scale_by_adam`, `add_decayed_weights` and `scale_by_learning_rate`.
+
+    Parameters and state have one dtype; gradients may have another, and are not written. `count` is 0-d, and 1 at the
+    first step. `learning_rate` is a number, or a 0-d tensor, which is cast to float32. A tensor that is not contiguous
+    costs a copy in and a copy out.
     """
     if not params:
         return
-    held = [*params, *mu, *nu]
-    flat = [tensor.contiguous().view(-1) for tensor in held]
+    # torch's kernel walks memory and ignores strides (on CPU without a check): give it flat, contiguous tensors.
+    targets = [*params, *mu, *nu]
+    flat = [tensor.contiguous().view(-1) for tensor in targets]
     size = len(params)
     rate: Any = learning_rate.to(torch.float32) if isinstance(learning_rate, Tensor) else learning_rate
-    torch._fused_adamw_(
+    torch_private.fused_adamw_(
         flat[:size],
         [grad.to(param.dtype).contiguous().view(-1) for grad, param in zip(grads, params)],
         flat[size : 2 * size],
@@ -105,7 +126,7 @@ def fused_adamw_(
         amsgrad=False,
         maximize=False,
     )
-    for tensor, result in zip(held, flat):
+    for tensor, result in zip(targets, flat):
         if not tensor.is_contiguous():
             tensor.copy_(result.view(tensor.shape))
 
@@ -114,11 +135,12 @@ def _update_dtypes(updates: list[Tensor], mu: list[Tensor]) -> list[torch.dtype]
     return [torch.promote_types(update.dtype, mean.dtype) for update, mean in zip(updates, mu)]
 
 
-def _to(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def _cast_each(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
 
 
-def _correction(decay: float, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """`1 - decay ** count`, 0-d: by how much a mean that began at 0 is too small. Float32 would cost it 5 digits."""
+def _bias_correction(decay: float, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """`1 - decay ** count`, 0-d: the factor by which a running mean that starts at 0 is too small."""
+    # In float32 the rounding of 0.999, 3e-8, would be 3e-5 of the difference 1e-3.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32
     return (1 - decay ** count.to(torch.float64)).to(widest)

@@ -1,4 +1,4 @@
-"""Whole optimizers, as chains of stages. `learning_rate` is a number or a schedule of steps so far."""
+"""Whole optimizers, as chains of stages. A `learning_rate` is a number, or a schedule (see `schedules`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from fzero.optim.transforms import add_decayed_weights, scale_by_adam, scale_by_
 def sgd(
     learning_rate: float | Schedule, momentum: float | None = None, nesterov: bool = False
 ) -> GradientTransformation:
-    """Gradient descent, with momentum if given. Raises as `trace`."""
+    """Gradient descent, with `momentum` where it is not None.
+
+    Raises:
+        FzeroError: as `trace`.
+    """
     memory = identity() if momentum is None else trace(momentum, nesterov)
     return chain(memory, scale_by_learning_rate(learning_rate))
 
@@ -17,7 +21,11 @@ def sgd(
 def adam(
     learning_rate: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> GradientTransformation:
-    """Kingma and Ba, https://arxiv.org/abs/1412.6980. Raises as `scale_by_adam`."""
+    """Adam (Kingma and Ba, https://arxiv.org/abs/1412.6980).
+
+    Raises:
+        FzeroError: as `scale_by_adam`.
+    """
     return chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
 
@@ -29,9 +37,12 @@ def adamw(
     weight_decay: float = 1e-4,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """Adam with decoupled weight decay on the leaves that `mask(path, leaf)` chooses; `update` needs the parameters.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101).
 
-    Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Raises as `scale_by_adam` and `add_decayed_weights`.
+    `mask(path, leaf)` chooses the leaves that decay; None chooses all. `update` needs the parameters.
+
+    Raises:
+        FzeroError: as `scale_by_adam` and `add_decayed_weights`.
     """
     return chain(
         scale_by_adam(b1, b2, eps),

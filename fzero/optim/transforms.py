@@ -1,4 +1,4 @@
-"""Stages of an optimizer, to be put in a row by `chain`. Names and meanings are optax's."""
+"""Stages of an optimizer, for `chain`. Names and meanings are optax's."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from fzero.optim.base import (
     Mask,
     Schedule,
     cast,
-    columns,
+    flatten_alike,
+    init_count,
+    init_zeros,
     stateless,
-    step_count,
-    zeros,
 )
 
 
 class ScaleByAdamState(NamedTuple):
-    """Adam's memory of past gradients."""
+    """Adam's running means of past gradients."""
 
-    count: Tensor  # type: ignore[assignment]  # 0-d int32, steps so far (hides tuple.count, as optax does)
-    mu: Tree  # as params: mean of gradients
-    nu: Tree  # as params: mean of squared gradients
+    count: Tensor  # type: ignore[assignment]  # 0-d int32, steps so far (hides tuple.count, as in optax)
+    mu: Tree  # as params: running mean of gradients
+    nu: Tree  # as params: running mean of squared gradients
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
     """`m / (sqrt(v) + eps)`, with bias-corrected running means `m` of gradients and `v` of their squares.
 
-    Kingma and Ba, Adam, https://arxiv.org/abs/1412.6980. State has the parameters' dtypes.
+    Kingma and Ba, Adam, https://arxiv.org/abs/1412.6980. The state has the parameters' dtypes.
 
     Raises:
-        FzeroError: for a decay rate outside [0, 1) or a negative `eps`; in `init` for a parameter that is not floating;
-            in `update` naming the leaf in which gradients differ from the parameters given to `init`.
+        FzeroError: for a decay rate outside [0, 1) or a negative `eps`; in `init`, for a parameter that is not
+            floating; in `update`, where gradients differ from the parameters of `init` in paths or shapes. The last
+            two name the leaf.
     """
     _check_decay("scale_by_adam", "b1", b1)
     _check_decay("scale_by_adam", "b2", b2)
@@ -47,10 +48,10 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         raise FzeroError("scale_by_adam", f"eps is {eps}", "give one that is at least 0")
 
     def init(params: Tree) -> ScaleByAdamState:
-        return ScaleByAdamState(step_count(params), zeros(params), zeros(params))
+        return ScaleByAdamState(init_count(params), init_zeros(params), init_zeros(params))
 
     def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None) -> tuple[Tree, ScaleByAdamState]:
-        treedef, (mu, nu, grads) = columns(state.mu, state.nu, updates)
+        treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
         count = state.count + 1
         updates, mu, nu = (
             tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_adam(grads, mu, nu, count, b1, b2, eps)
@@ -61,24 +62,26 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
 
 
 class TraceState(NamedTuple):
-    """Momentum."""
+    """A decayed sum of past gradients: momentum."""
 
     trace: Tree  # as params
 
 
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
-    """`t = g + decay * t`, or `g + decay * t` once more if `nesterov` (Sutskever et al., ICML 2013).
+    """Momentum: each new update is the trace `t = g + decay * t`; with `nesterov`, `g + decay * t` of that new trace.
+
+    Nesterov's form is that of Sutskever et al., ICML 2013.
 
     Raises:
-        FzeroError: for a decay rate outside [0, 1); in `init` and `update` as `scale_by_adam`.
+        FzeroError: for a decay rate outside [0, 1); in `init` and `update`, as `scale_by_adam`.
     """
     _check_decay("trace", "decay", decay)
 
     def init(params: Tree) -> TraceState:
-        return TraceState(zeros(params))
+        return TraceState(init_zeros(params))
 
     def update(updates: Tree, state: TraceState, params: Tree | None = None) -> tuple[Tree, TraceState]:
-        treedef, (traces, grads) = columns(state.trace, updates)
+        treedef, (traces, grads) = flatten_alike(state.trace, updates)
         if not grads:
             return updates, state
         momentum = torch._foreach_add(grads, traces, alpha=decay)
@@ -89,18 +92,18 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
-    """`updates + weight_decay * params` for the leaves that `mask` chooses (all, without one); others pass untouched.
+    """`updates + weight_decay * params` for the leaves that `mask` chooses (None: all). Other leaves stay the same.
 
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, https://arxiv.org/abs/1711.05101.
 
     Raises:
-        FzeroError: in `update`, without `params` or naming the leaf in which they differ from `updates`.
+        FzeroError: in `update`, without `params`, or where `params` and `updates` differ, naming the leaf.
     """
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         if params is None:
             raise FzeroError("add_decayed_weights", "has no parameters", "pass them: update(updates, state, params)")
-        treedef, (weights, steps) = columns(params, updates)
+        treedef, (weights, steps) = flatten_alike(params, updates)
         chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or mask(path, weights[i])]
         if not chosen:
             return updates
@@ -113,31 +116,31 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
 
 def scale(step_size: float) -> GradientTransformation:
     """`step_size * updates`."""
-    return stateless(lambda updates, params: _times(updates, step_size))
+    return stateless(lambda updates, params: _multiply(updates, step_size))
 
 
 class ScaleByScheduleState(NamedTuple):
-    """Where a schedule stands."""
+    """The step count of a schedule."""
 
-    count: Tensor  # type: ignore[assignment]  # 0-d int32, steps so far (hides tuple.count, as optax does)
+    count: Tensor  # type: ignore[assignment]  # 0-d int32, steps so far (hides tuple.count, as in optax)
 
 
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
-    """`step_size_fn(steps so far) * updates`; the first step sees 0."""
+    """`step_size_fn(count) * updates`, where `count` is the number of steps so far: 0 in the first step."""
 
     def init(params: Tree) -> ScaleByScheduleState:
-        return ScaleByScheduleState(step_count(params))
+        return ScaleByScheduleState(init_count(params))
 
     def update(
         updates: Tree, state: ScaleByScheduleState, params: Tree | None = None
     ) -> tuple[Tree, ScaleByScheduleState]:
-        return _times(updates, step_size_fn(state.count)), ScaleByScheduleState(state.count + 1)
+        return _multiply(updates, step_size_fn(state.count)), ScaleByScheduleState(state.count + 1)
 
     return GradientTransformation(init, update)
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransformation:
-    """`-learning_rate * updates`: down the gradient. The rate is a number or a schedule of steps so far."""
+    """`-learning_rate * updates`: down the gradient. The rate is a number, or a schedule of the steps so far."""
     if callable(learning_rate):
         schedule = learning_rate
         return scale_by_schedule(lambda count: -schedule(count))
@@ -145,7 +148,7 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransform
 
 
 def global_norm(updates: Tree) -> Tensor:
-    """The 2-norm over all elements of all leaves, 0-d, computed in float32 (float64 if a leaf is)."""
+    """The 2-norm over all elements of all leaves, 0-d, in float32, or in float64 where a leaf is float64."""
     leaves = tree.leaves(updates)
     wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
     squares = [leaf.to(wide).square().sum() for leaf in leaves]
@@ -153,7 +156,7 @@ def global_norm(updates: Tree) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """`updates`, scaled down to a global norm of `max_norm` where it is larger.
+    """`updates`, scaled down to a global norm of `max_norm` where their global norm is larger.
 
     Pascanu et al., On the difficulty of training recurrent neural networks, https://arxiv.org/abs/1211.5063.
 
@@ -165,13 +168,13 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         norm = global_norm(updates)
-        return _times(updates, torch.where(norm < max_norm, 1.0, max_norm / norm))
+        return _multiply(updates, torch.where(norm < max_norm, 1.0, max_norm / norm))
 
     return stateless(update)
 
 
-def _times(updates: Tree, factor: float | Tensor) -> Tree:
-    """`factor * updates`, each leaf in its own dtype (a 0-d leaf would take that of a 0-d factor)."""
+def _multiply(updates: Tree, factor: float | Tensor) -> Tree:
+    """`factor * updates`, each leaf in its own dtype. Without the cast, a 0-d leaf would take a 0-d factor's dtype."""
     leaves, treedef = tree.flatten(updates)
     if not leaves:
         return updates

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_writes, name_of, record, storage
-from fzero.values.regions import Region, annotate, mark_of
+from fzero.values.regions import Region, get_mark, set_mark
 
 
 def rematerialize(program: Program) -> Program:
@@ -36,7 +36,7 @@ def _outermost(graph: fx.Graph) -> dict[Region, list[Node]]:
     """The nodes of each region that is in no other, in order."""
     regions: dict[Region, list[Node]] = {}
     for node in graph.nodes:
-        for region in mark_of(node).regions[:1]:
+        for region in get_mark(node).regions[:1]:
             regions.setdefault(region, []).append(node)
     return regions
 
@@ -64,16 +64,16 @@ def _recompute(program: Program, region: Region, members: list[Node], writers: d
                 user.replace_input_with(node, copies[node])
         program.refresh(copies[node] for node in used)
     for node in members:
-        annotate(node.meta, mark_of(node)._replace(regions=()))
+        set_mark(node.meta, get_mark(node)._replace(regions=()))
 
 
 def _is_inside(node: Node, region: Region) -> bool:
-    return region in mark_of(node).regions
+    return region in get_mark(node).regions
 
 
 def _is_backward(node: Node, region: Region) -> bool:
     """Whether a node belongs to the backward pass of a region."""
-    return mark_of(node).in_backward and not region.in_backward
+    return get_mark(node).in_backward and not region.in_backward
 
 
 def _kept(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> set[Node]:
@@ -127,6 +127,6 @@ def _copies(program: Program, nodes: list[Node]) -> dict[Node, Node]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
         copies[node] = program.emit(node.target, *args, **kwargs)
         copies[node].meta = {**node.meta, "val": copies[node].meta["val"]}
-        mark = mark_of(node)
-        annotate(copies[node].meta, mark._replace(regions=mark.regions[1:]))
+        mark = get_mark(node)
+        set_mark(copies[node].meta, mark._replace(regions=mark.regions[1:]))
     return copies

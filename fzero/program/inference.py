@@ -68,7 +68,7 @@ class Walk:
                 raise self.refuse(node, problem, "take leaves of it")
 
     def _check(self, node: Node, operation: Operation, kind: Any) -> Kind:
-        """Refuse what a wrong rule of an operation gives: what is no kind, or a slice of another size than its leaf's."""
+        """Refuse what a wrong rule of an operation gives: no kind, or a slice of another size than its leaf's."""
         if isinstance(kind, list):
             return [self._check(node, operation, item) for item in kind]
         problem = None

@@ -27,7 +27,7 @@ from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_lanes
 from fzero.program.work import find_device_type
 
 RANK = 0
-"""The rank whose slice sizes a graph shows. No node depends on them: one program serves all ranks."""
+"""The rank whose slice sizes a graph shows. No node depends on these sizes: one program serves all ranks."""
 _INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
 
 

@@ -19,7 +19,7 @@ from fzero.ranks.transports import Pending, Transport, choose_transport
 
 
 class Live:
-    """The rank of this process in a mesh, with a transport for each axis. Performs the `Primitives` of `moves`.
+    """The rank of this process in a mesh, with a transport for each axis. A `MovePerformer` of `moves`.
 
     `live` makes a `Live`, on all `ranks` of the mesh together. `groups` are the process groups of the axes, and tensors
     are on `device_type`.

@@ -16,7 +16,7 @@ from fzero.layout.layout import Layout
 
 
 class Virtual:
-    """All ranks of a mesh in one process. Performs the `Primitives` of `moves`. Made by `virtual`."""
+    """All ranks of a mesh in one process. A `MovePerformer` of `moves`. Made by `virtual`."""
 
     rank = None  # all of them
     device = None  # that of the given tensors

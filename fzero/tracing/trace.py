@@ -1,4 +1,4 @@
-"""Tracing: a training step and its arguments to a `Program`, one flat graph of forward, backward and update."""
+"""Tracing: from a training step and its arguments to a `Program`, one flat graph of forward, backward and update."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
@@ -20,14 +20,17 @@ from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_line import user_line_of_error
-from fzero.values.collectives import using
+from fzero.values.collectives import bind_axes
 from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
 
 
 class Tracer:
-    """The `Primitives` that write each move down as a node of `ops`."""
+    """The `MovePerformer` of a trace: each move becomes a node that calls an operation of `ops`.
+
+    `layouts` is the program's table of layouts: key -> layout. Nodes name a layout by its key.
+    """
 
     rank = RANK
     is_tracing = True
@@ -38,7 +41,7 @@ class Tracer:
         self._names: dict[Layout, str] = {}
 
     def name(self, layout: Layout) -> str:
-        """The layout's key in the program's table: its bucket's name, numbered where two layouts share it."""
+        """The key of a layout in the program's table: the bucket's name, numbered where two layouts share a name."""
         if layout not in self._names:
             taken = sum(other.bucket == layout.bucket for other in self._names)
             self._names[layout] = f"{layout.bucket}#{taken + 1}" if taken else layout.bucket
@@ -68,9 +71,9 @@ class Tracer:
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> Program:
-    """The program of `fn(*args)`, as written: every gather at its use, one leaf each.
+    """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
-    `Sharded` leaves of `args` are state, tensors are this rank's batch, anything else is a constant of the program.
+    `Sharded` leaves of `args` are state. Tensors are this rank's batch. Any other leaf is a constant of the program.
 
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
@@ -83,20 +86,20 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         values = iter(tensors)
-        given = [_traced(leaf, next(values), tracer) if _is_traced(leaf) else leaf for leaf in leaves]
+        given = [_wrap(leaf, next(values), tracer) if _is_tensor(leaf) else leaf for leaf in leaves]
         with TraceMode():
             out_leaves, out_def = tree.flatten(fn(*tree.unflatten(treedef, given)))
         out_tree.append(out_def)
         results.extend(
-            _result(path, leaf, tracer) for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves)
+            _describe_result(path, leaf, tracer) for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves)
         )
-        return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in out_leaves if _is_traced(leaf)]
+        return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in out_leaves if _is_tensor(leaf)]
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [_fake(leaf, fake_mode) for leaf in leaves if _is_traced(leaf)]
-    with using(tracer), fake_mode, _named_errors(fn):
-        traced = make_fx(flat, tracing_mode="real")(*fakes)
-    arguments = tuple(_argument(path, leaf, tracer) for path, leaf in zip(paths, leaves) if _is_traced(leaf))
+    fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
+    with bind_axes(tracer), fake_mode, _RefuseDataDependence(fn):
+        traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
+    arguments = tuple(_describe_argument(path, leaf, tracer) for path, leaf in zip(paths, leaves) if _is_tensor(leaf))
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = Program(
         name=getattr(fn, "__name__", type(fn).__name__),
@@ -113,16 +116,18 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     return program
 
 
-def _is_traced(leaf: Any) -> bool:
+def _is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is an input of the graph, not a constant."""
     return isinstance(leaf, (Tensor, Sharded))
 
 
-def _traced(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
+def _wrap(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
+    """The traced `value` of a leaf as the step sees it: a `Sharded` on the tracer where the leaf is one."""
     return Sharded(value, leaf.layout, leaf.index, tracer) if isinstance(leaf, Sharded) else value
 
 
-def _fake(leaf: Tensor | Sharded, fake_mode: FakeTensorMode) -> Tensor:
-    """A tensor without data, as rank `RANK` holds it."""
+def _make_fake(leaf: Tensor | Sharded, fake_mode: FakeTensorMode) -> Tensor:
+    """A tensor without data, of the shape that rank `RANK` holds of a leaf."""
     if isinstance(leaf, Tensor):
         return fake_mode.from_tensor(leaf.detach(), static_shapes=True)
     layout = leaf.layout
@@ -131,32 +136,39 @@ def _fake(leaf: Tensor | Sharded, fake_mode: FakeTensorMode) -> Tensor:
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
 
-def _argument(path: str, leaf: Any, tracer: Tracer) -> Argument:
+def _describe_argument(path: str, leaf: Any, tracer: Tracer) -> Argument:
     if isinstance(leaf, Sharded):
         return Argument(path, tracer.name(leaf.layout), leaf.index)
     return Argument(path)
 
 
-def _result(path: str, leaf: Any, tracer: Tracer) -> Result:
+def _describe_result(path: str, leaf: Any, tracer: Tracer) -> Result:
     if isinstance(leaf, Sharded):
         return Result(path, tracer.name(leaf.layout), leaf.index)
     return Result(path) if isinstance(leaf, Tensor) else Result(path, constant=leaf, is_constant=True)
 
 
 def _number_draws(program: Program) -> None:
-    """Random operations become `ops.draw`, numbered in the order in which they were traced."""
+    """Replace each random operation by `ops.draw` with its number, in the order of the trace."""
     for number, node in enumerate(filter(is_random, program.graph.nodes)):
         with program.graph.inserting_before(node):
-            program.substitute(node, _draw(program, number, node))
+            program.substitute(node, _emit_draw(program, number, node))
 
 
-def _draw(program: Program, number: int, node: Node) -> Node:
-    """What takes the place of a random operation. One in place draws apart, into memory that nothing else sees."""
-    known = {key: value for key, value in node.meta.items() if key != "val"}
+def _emit_draw(program: Program, number: int, node: Node) -> Node:
+    """The node that replaces a random operation.
+
+    `ops.draw` may write only into memory that no other node uses. An in-place operation on such memory, a new empty
+    tensor, stays in place; any other draws into a clone, which is then copied into the operand.
+
+    Raises:
+        FzeroError: for an operation that writes into an argument other than its first.
+    """
+    meta = {key: value for key, value in node.meta.items() if key != "val"}
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
         new = program.emit(target, *args, **kwargs)
-        new.meta.update(known)
+        new.meta.update(meta)
         return new
 
     written, (first, *rest) = find_writes(node), node.args
@@ -170,12 +182,12 @@ def _draw(program: Program, number: int, node: Node) -> Node:
         )
     if len(first.users) == 1 and "empty" in name_of(first):
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
-    apart = emit(_aten.clone.default, first)
-    return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, apart, *rest, **node.kwargs))
+    clone = emit(_aten.clone.default, first)
+    return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, clone, *rest, **node.kwargs))
 
 
-class _named_errors:
-    """A context that turns torch's refusal of data-dependent Python into an `FzeroError` with the user's line."""
+class _RefuseDataDependence:
+    """A context that turns torch's errors for Python that depends on data into an `FzeroError` with the user's line."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn

@@ -1,4 +1,4 @@
-"""The trace mode: sees each operation of a step as it is written down."""
+"""TraceMode: a torch dispatch mode that sees each operation of a step while make_fx records it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import keyword
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import get_current_meta, preserve_node_meta, set_stack_trace
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private import FakeTensor, TorchDispatchMode, overload_name
 from fzero.program.records import record
-from fzero.tracing.user_line import running_user_line
+from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
 
 _aten = torch.ops.aten
 
 
 class TraceMode(TorchDispatchMode):
-    """Within, while tracing, each node's `stack_trace` becomes the user's line that is running, it is marked with the
-    `regions` that have been entered, and what torch would write down wrongly is put right.
+    """While this mode is active, each new node of a trace
+
+    * has the running line of user code as its `stack_trace`,
+    * has the mark of the present `regions`,
+    * does not have a result computed at trace time, or a kind of zeros that a trace loses.
 
     Raises:
-        FzeroError: for operations that cannot be in a program.
+        FzeroError: for an operation that cannot be in a program.
     """
 
     def __enter__(self) -> TraceMode:
@@ -36,32 +38,39 @@ class TraceMode(TorchDispatchMode):
         self._preserved.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        line, kwargs = running_user_line(), kwargs or {}
+        line, kwargs = current_user_line(), kwargs or {}
         set_stack_trace([line])
-        regions.annotate(get_current_meta(), regions.here())
+        regions.set_mark(get_current_meta(), regions.current_mark())
         _check_call(line, func, kwargs)
         if record(func).perform is not None:
-            args = tuple(_unknown(arg) for arg in args)
-        if func is _aten._efficientzerotensor.default:  # derivatives of forward mode: zeros that traces lose
-            func = _aten.zeros.default
+            args = tuple(_forget_constant(arg) for arg in args)
+        if func is _aten._efficientzerotensor.default:
+            func = _aten.zeros.default  # forward mode makes these lazy zeros; a trace turns them into meta tensors
         return func(*args, **kwargs)
 
 
-def _unknown(arg: Any) -> Any:
-    """An argument for one of our operations, which have no kernels: of a value that it knows, like `torch.tensor(2.0)`,
-    torch would compute the result while it traces. It knows only values of one element."""
+def _forget_constant(arg: Any) -> Any:
+    """`arg` as a fake tensor whose value torch does not know.
+
+    torch remembers the value of a fake tensor like `torch.tensor(2.0)`, and computes with it at trace time. Operations
+    of `ops` have no kernels to compute with. torch remembers values of one element only: a selected row of an expanded
+    tensor has no known value.
+    """
     if not isinstance(arg, FakeTensor) or arg.constant is None:
         return arg
     return arg.expand(2, *arg.shape).select(0, 0)
 
 
 def _check_call(line: str, func: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a generator, whose draws have an order that a program has not, and what torch cannot write down."""
+    """Refuse a random operation with a generator, and an operation that torch cannot write as Python code.
+
+    A generator's draws follow each other in an order, and a program has no such order: passes move and repeat draws.
+    """
     if kwargs.get("generator") is not None:
         raise FzeroError(
             line,
             "a generator is given, but what a step draws follows from its seed alone",
             "leave it out; torch.manual_seed and torch.get_rng_state seed and save the steps' draws",
         )
-    if keyword.iskeyword(func._overloadname):
+    if keyword.iskeyword(overload_name(func)):
         raise FzeroError(line, f"torch cannot trace {func}, whose name is no name in Python", "draw with torch.randint")

@@ -1,4 +1,7 @@
-"""The user's line: which line of user code is running, or an exception comes from."""
+"""The user's line: the line of user code that is running, or that an exception comes from.
+
+User code is every file outside of fzero, torch, optree and the lib folder of the Python installation.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ _LIBRARIES = tuple(
 
 
 def user_line_of_error(tb: TracebackType | None) -> str:
-    """`file:line in function: code` of the innermost frame outside the libraries; "" where there is none."""
+    """`file:line in function: code` of a traceback's innermost frame of user code; "" where there is none."""
     for frame in reversed(traceback.extract_tb(tb)):
         if _is_user(frame.filename):
-            return _line(frame.filename, frame.lineno or 0, frame.name)
+            return _format_line(frame.filename, frame.lineno or 0, frame.name)
     return ""
 
 
-def running_user_line() -> str:
-    """`file:line in function: code` of the innermost running frame outside the libraries; "" where there is none."""
-    frame: FrameType | None = sys._getframe(2)
+def current_user_line() -> str:
+    """`file:line in function: code` of the innermost running frame of user code; "" where there is none."""
+    frame: FrameType | None = sys._getframe(2)  # not this function, nor the trace mode that calls it
     while frame is not None:
         if _is_user(frame.f_code.co_filename):
-            return _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return _format_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""
 
@@ -43,5 +46,5 @@ def _is_user(file: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _line(file: str, line: int, function: str) -> str:
+def _format_line(file: str, line: int, function: str) -> str:
     return f"{file}:{line} in {function}: {linecache.getline(file, line).strip()}"

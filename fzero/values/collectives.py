@@ -1,24 +1,23 @@
-"""Collectives by the name of a mesh axis: differentiable functions of trees, the identity outside `shard`."""
+"""Collectives over a named mesh axis: differentiable functions of trees. Outside `shard` they are the identity."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.base import tree
-from fzero.values.moves import AllReduce, Extreme, Primitives
+from fzero.values.moves import AllReduce, Extreme, MovePerformer
 
-_current: ContextVar[Primitives | None] = ContextVar("fzero_primitives", default=None)
+_current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)
 
 
 @contextmanager
-def using(on: Primitives) -> Iterator[None]:
-    """Within, the named-axis collectives below mean the mesh of `on`; outside they see one rank."""
+def bind_axes(on: MovePerformer) -> Iterator[None]:
+    """Inside this context `on` performs the collectives below on its mesh. Outside they see one rank."""
     token = _current.set(on)
     try:
         yield
@@ -27,42 +26,57 @@ def using(on: Primitives) -> Iterator[None]:
 
 
 def psum(x: tree.Tree, axis: str) -> tree.Tree:
-    """The sum over ranks along a mesh axis, leaf by leaf; the same on every rank. The identity outside `shard`.
+    """The sum of each leaf over the ranks along a mesh axis, the same on every rank. The identity outside `shard`.
 
     Ranks hold [1, 2] and [10, 20]: both get [11, 22].
+
+    Raises:
+        FzeroError: for an axis that the mesh does not have.
     """
-    return _reduced(AllReduce, x, "sum", axis)
+    return _all_reduce(AllReduce, x, "sum", axis)
 
 
 def pmean(x: tree.Tree, axis: str) -> tree.Tree:
-    """The mean over ranks along a mesh axis, leaf by leaf; the same on every rank. The identity outside `shard`.
+    """The mean of each leaf over the ranks along a mesh axis, the same on every rank. The identity outside `shard`.
 
     Ranks hold [1, 2] and [3, 6]: both get [2, 4].
+
+    Raises:
+        FzeroError: for an axis that the mesh does not have.
     """
-    return _reduced(AllReduce, x, "avg", axis)
+    return _all_reduce(AllReduce, x, "avg", axis)
 
 
 def pmax(x: tree.Tree, axis: str) -> tree.Tree:
-    """The elementwise maximum over ranks along a mesh axis, leaf by leaf. The identity outside `shard`.
+    """The elementwise maximum of each leaf over the ranks along a mesh axis, the same on every rank.
+
+    The identity outside `shard`.
 
     Ranks hold [1, 9] and [3, 6]: both get [3, 9].
+
+    Raises:
+        FzeroError: for an axis that the mesh does not have.
     """
-    return _reduced(Extreme, x, "max", axis)
+    return _all_reduce(Extreme, x, "max", axis)
 
 
 def axis_index(axis: str, device: torch.device | str = "cpu") -> Tensor:
-    """This rank's position along a mesh axis, a 0-d int64 tensor; 0 outside `shard`."""
+    """This rank's position along a mesh axis, a 0-d int64 tensor; 0 outside `shard`.
+
+    Raises:
+        FzeroError: for an axis that the mesh does not have.
+    """
     on = _current.get()
     device = torch.device(device)
     if on is None:
         return torch.zeros((), dtype=torch.int64, device=device)
-    on.mesh.size(axis)
+    on.mesh.size(axis)  # raises for an axis that the mesh does not have
     return on.axis_index(axis, device)
 
 
-def _reduced(move: Any, x: tree.Tree, op: str, axis: str) -> tree.Tree:
+def _all_reduce(move: type[torch.autograd.Function], x: tree.Tree, op: str, axis: str) -> tree.Tree:
     on = _current.get()
     if on is None:
         return x
-    on.mesh.size(axis)  # an axis the mesh does not have is refused here
+    on.mesh.size(axis)  # raises for an axis that the mesh does not have
     return tree.map(lambda leaf: move.apply(leaf, on, op, (axis,)), x)

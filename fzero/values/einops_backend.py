@@ -1,18 +1,17 @@
-"""Interop: einops takes `Sharded` values. It finds backends among the subclasses of its own, by `framework_name`."""
+"""einops on `Sharded` values. einops finds its backends among the subclasses of its own backend class."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from einops._backends import TorchBackend
-
+from fzero.base.torch_private import EinopsTorchBackend
 from fzero.values.sharded import is_sharded
 
 
-class ShardedBackend(TorchBackend):
-    """torch's backend: a pattern is no elementwise function, so its first operation gathers the value."""
+class ShardedBackend(EinopsTorchBackend):
+    """torch's backend, for `Sharded` values. No einops pattern is elementwise, so its first operation gathers."""
 
-    framework_name = "fzero"
+    framework_name = "fzero"  # einops' key for the backend
 
     def is_appropriate_type(self, tensor: Any) -> bool:
         return is_sharded(tensor)

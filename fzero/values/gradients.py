@@ -1,4 +1,7 @@
-"""Gradients: torch.func's, without keeping a graph for a second derivative that nobody takes."""
+"""Gradients: `torch.func.grad` and `grad_and_value`, except that the backward pass frees its graph as it runs.
+
+torch.func keeps the graph for a second derivative, which a training step rarely takes. Nested gradients still work.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from fzero.values.sharded import Sharded
 def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """`g(params, *args) -> (fn(params, *args), gradient)`, the gradient a tree as `params` (JAX's `value_and_grad`).
 
-    `fn` returns a floating 0-d tensor, with `has_aux` a pair of that and anything else: then `g` returns
-    `((value, aux), gradient)`. None subtrees of `params` (see `fzero.tree.split`) get none. Composes with torch.func.
+    `fn` returns a floating 0-d tensor. With `has_aux`, `fn` returns a pair `(value, aux)` with any tree `aux`, and `g`
+    returns `((value, aux), gradient)`. A None subtree of `params` (see `fzero.tree.split`) has a None gradient.
+    Composes with torch.func.
 
     Raises:
-        FzeroError: for a leaf that is not floating, or a value that is not one number.
+        FzeroError: for a leaf of `params` that is not floating, or a value that is not one number.
     """
 
     def differentiated(params: tree.Tree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -29,16 +33,16 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
 
         rebuild: Callable[[list[Any]], Any]
 
-        def of_leaves(*given: Any) -> Any:
+        def fn_of_leaves(*given: Any) -> Any:
             nonlocal rebuild
             result = fn(tree.unflatten(treedef, given), *args, **kwargs)
             value, aux = result if has_aux else (result, None)
             value = value.full_tensor() if isinstance(value, Sharded) else value
             _check_value(value)
-            tensors, rebuild = _tensors_of(aux)
+            tensors, rebuild = _take_tensors(aux)
             return value, tensors
 
-        value, pull_back, tensors = torch.func.vjp(of_leaves, *leaves, has_aux=True)  # type: ignore[misc]
+        value, pull_back, tensors = torch.func.vjp(fn_of_leaves, *leaves, has_aux=True)  # type: ignore[misc]
         gradient = tree.unflatten(treedef, pull_back(torch.ones_like(value), retain_graph=False))
         return ((value, rebuild(tensors)) if has_aux else value), gradient
 
@@ -46,7 +50,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
 
 
 def grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-    """`g(params, *args) -> gradient`, with `has_aux` `(gradient, aux)`. See `value_and_grad`."""
+    """`g(params, *args) -> gradient`; with `has_aux`, `g(params, *args) -> (gradient, aux)`. See `value_and_grad`."""
 
     def differentiated(params: tree.Tree, *args: Any, **kwargs: Any) -> Any:
         value, gradient = value_and_grad(fn, has_aux)(params, *args, **kwargs)
@@ -55,8 +59,11 @@ def grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     return differentiated
 
 
-def _tensors_of(aux: tree.Tree) -> tuple[list[Any], Callable[[list[Any]], tree.Tree]]:
-    """The tensors of a tree, and what puts others like them in their places: torch.func takes nothing else as aux."""
+def _take_tensors(aux: tree.Tree) -> tuple[list[Any], Callable[[list[Any]], tree.Tree]]:
+    """The tensors of a tree, and `rebuild(tensors)`, the tree with other tensors in their places.
+
+    torch.func takes tensors only as auxiliary output; `aux` may have other leaves.
+    """
     leaves, treedef = tree.flatten(aux)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Sharded))]
 

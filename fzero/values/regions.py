@@ -1,4 +1,4 @@
-"""Regions: marks on the nodes of a program that say what is to be computed again in the backward pass, not kept."""
+"""Regions: marks on the nodes of a program whose values the backward pass computes again, instead of keeping them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 
-Keeps = Callable[[str, Tensor], bool]
-"""Of an operation's name ("mm") and its result, a tensor without data: whether the result is kept."""
+Policy = Callable[[str, Tensor], bool]
+"""(an operation's name, "mm" say; its result, a tensor without data) -> whether the result is kept."""
 
 DOTS = frozenset(
     """
@@ -23,25 +23,32 @@ DOTS = frozenset(
     _flash_attention_forward _efficient_attention_forward
     """.split()
 )
-"""Matrix products, and attention in one operation: what takes longest to compute again."""
+"""Names of matrix products and of attention in one operation: the results that take longest to compute again."""
 
-_POLICIES: dict[Any, Keeps] = {None: lambda name, value: False, "dots": lambda name, value: name in DOTS}
+_POLICIES: dict[Any, Policy] = {None: lambda name, value: False, "dots": lambda name, value: name in DOTS}
 
 
-def remat(fn: Callable[..., Any], policy: str | Keeps | None = None) -> Callable[..., Any]:
-    """`fn`, whose intermediate values a sharded step does not keep for its backward pass but computes again there.
+def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callable[..., Any]:
+    """`fn`, with intermediate values that a sharded step computes again in its backward pass instead of keeping them.
 
-    Kept are what `fn` is given and what is used of it in the forward pass, its results. `policy` says what else: None
-    nothing, "dots" matrix products and attention, a callable `policy(name, value) -> bool` the results for which it is
-    true, of the aten operation's name and a tensor without data. Results are the same bit for bit: random draws repeat,
-    and collectives are not repeated but for gathers of parameters, which follow the step's stage.
+    The step keeps the arguments of `fn`, the values that the forward pass uses outside `fn` (its results), and what
+    `policy` chooses:
 
-    Marks nodes while `fn` is traced, so every torch.func transform passes through it, and regions nest. Outside a
-    sharded step it is `fn` itself. The name is JAX's; the idea is Chen et al., Training Deep Nets with Sublinear Memory
-    Cost (2016).
+    * None: nothing else.
+    * "dots": the results of matrix products and attention.
+    * a function `policy(name, value) -> bool`: the results for which it returns True. `name` is the aten operation's
+      name, "mm" say, and `value` its result, a tensor without data.
+
+    Results are the same bit for bit: random draws repeat. Collectives do not repeat, except that parameters are
+    gathered again where the step's stage says so.
+
+    While `fn` is traced, `remat` marks its nodes and changes nothing else. So `fn` may contain, or stand in, any
+    torch.func transform, and regions nest. Outside a sharded step the result does what `fn` does.
+
+    The name is JAX's. The idea is Chen et al., Training Deep Nets with Sublinear Memory Cost (2016).
 
     Raises:
-        FzeroError: for another policy.
+        FzeroError: for any other policy.
     """
     if not callable(policy) and policy not in _POLICIES:
         raise FzeroError("policy", f"is {policy!r}", 'give None, "dots" or a function of a name and a value')
@@ -49,23 +56,23 @@ def remat(fn: Callable[..., Any], policy: str | Keeps | None = None) -> Callable
 
     @functools.wraps(fn, updated=())
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        token = _entered.set((*_entered.get(), Region(keeps, in_backward())))
+        token = _open_regions.set((*_open_regions.get(), Region(keeps, torch_private.in_backward())))
         try:
             return fn(*args, **kwargs)
         finally:
-            _entered.reset(token)
+            _open_regions.reset(token)
 
     return rematerialized
 
 
 class Region:
-    """One call of a function made by `remat`, and whether that came from a backward pass."""
+    """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call."""
 
-    def __init__(self, keeps: Keeps, in_backward: bool) -> None:
+    def __init__(self, keeps: Policy, in_backward: bool) -> None:
         self.keeps, self.in_backward = keeps, in_backward
 
 
-_entered: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
+_open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
 
 
 class Mark(NamedTuple):
@@ -75,21 +82,19 @@ class Mark(NamedTuple):
     in_backward: bool = False
 
 
-def here() -> Mark:
-    """The mark of what is traced now."""
-    return Mark(_entered.get(), in_backward())
+def current_mark() -> Mark:
+    """The mark for a node that is traced now."""
+    return Mark(_open_regions.get(), torch_private.in_backward())
 
 
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass."""
-    return torch._C._current_autograd_node() is not None
+def set_mark(meta: dict[str, Any], mark: Mark) -> None:
+    """Write a mark into the meta of a node.
 
-
-def annotate(meta: dict[str, Any], mark: Mark) -> None:
-    """Put a mark into the meta of a node, or of what is traced now: into the entry that torch copies into new nodes."""
+    While tracing, `meta` may be that of torch's `get_current_meta`: torch copies its "custom" entry into new nodes.
+    """
     meta["custom"] = {**meta.get("custom", {}), "fzero": mark}
 
 
-def mark_of(node: Any) -> Mark:
-    """The mark of a node; an empty one where it was not traced."""
+def get_mark(node: Any) -> Mark:
+    """The mark of a node; an empty mark where the node has none."""
     return node.meta.get("custom", {}).get("fzero", Mark())

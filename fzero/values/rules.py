@@ -1,6 +1,6 @@
-"""Which torch functions are elementwise, which reduce everything, and which mutate: tables by the function's name.
+"""Which torch functions are elementwise, which reduce all elements, and which write in place: tables by function name.
 
-One name covers `torch.add`, `Tensor.add`, `Tensor.__add__` and `Tensor.__radd__`.
+One name covers `torch.add`, `Tensor.add` and `Tensor.__add__`. The reflected `Tensor.__radd__` is `radd`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.layout.layout import Leaf
-from fzero.values.moves import Peak, Primitives, Total
+from fzero.values.moves import MovePerformer, Peak, Total
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -32,19 +32,20 @@ _BINARY = """
 """
 _MORE = "where clamp clamp_min clamp_max clip lerp addcmul addcdiv masked_fill type_as"
 ELEMENTWISE = frozenset((_UNARY + _BINARY + _MORE).split())
-"""Names of functions whose every output element depends on the input elements at its position only.
+"""Names of functions of which each output element depends only on the input elements at its own position.
 
-Not copysign, nextafter, logit and sgn, whose derivatives make tensors of the slice's size, which differs between ranks.
+copysign, nextafter, logit and sgn are missing: their derivatives create tensors of the slice's size, which differs
+between ranks, but one program serves all ranks.
 """
 
 LIST_OPS = frozenset({"scale_by_adam"})
 """Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
 
-WHOLE_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
-"""Those of `_foreach_*` that are neither elementwise nor reductions known here: their operands are gathered."""
+GATHERED_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
+"""Names of `_foreach_*` functions whose operands are gathered: neither elementwise nor in `LIST_REDUCTIONS`."""
 
 LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
-"""Functions on lists of leaves that reduce each one -> what they do to it."""
+"""Name of a function on a list that reduces each leaf -> the function of one leaf."""
 
 OPERATORS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__
@@ -54,104 +55,105 @@ OPERATORS = """
 """.split()
 """Special methods that a `Sharded` takes from `Tensor`."""
 
-
-_CONVERSIONS = frozenset({"__bool__", "__float__", "__int__", "__index__"})  # to a Python number: not `Tensor.bool`
-
+_CONVERSIONS = frozenset({"__bool__", "__float__", "__int__", "__index__"})
+"""Special methods that return a Python number. Without underscores `__bool__` would be taken for `Tensor.bool`."""
 
 _ALIASES = {"_threshold": "threshold", "log_sigmoid": "logsigmoid", "rdiv": "rtruediv"}
-"""What some functions call themselves -> the name they are known by."""
+"""A function's `__name__` -> its name in these tables, where they differ."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The name under which a function stands in these tables: `add` for `Tensor.__add__`."""
+    """The name of a function in these tables: `add` for `Tensor.__add__`."""
     name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")
     if name.startswith("__") and name not in _CONVERSIONS:
         name = name.strip("_")
     return _ALIASES.get(name, name)
 
 
-def mutates(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call writes into an operand."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.startswith("__")
     return in_place or name == "__setitem__" or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
-def _sum(x: Tensor, leaf: Leaf, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
+def _sum(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:
     inexact = x.dtype.is_floating_point or x.dtype.is_complex
     exact = x.dtype if dtype is None and inexact else dtype or torch.int64
     return Total.apply(x.to(exact), on, leaf.path).to(exact)
 
 
-def _mean(x: Tensor, leaf: Leaf, on: Primitives, *, dtype: torch.dtype | None = None) -> Tensor:
+def _mean(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:
     return _sum(x, leaf, on, dtype=dtype) / leaf.numel
 
 
-def _norm(x: Tensor, leaf: Leaf, on: Primitives, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
+def _norm(x: Tensor, leaf: Leaf, on: MovePerformer, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
     x = x if dtype is None else x.to(dtype)
     if p in (2, "fro", None):
-        return _root(Total.apply((x * x.conj()).real if x.is_complex() else x * x, on, leaf.path))
+        return _sqrt(Total.apply((x * x.conj()).real if x.is_complex() else x * x, on, leaf.path))
     if p == 1:
         return Total.apply(x.abs(), on, leaf.path)
     return None
 
 
-def _root(total: Tensor) -> Tensor:
-    """sqrt with the subgradient 0 at 0, as torch's norm has it."""
+def _sqrt(total: Tensor) -> Tensor:
+    """The square root with subgradient 0 at 0, as in torch's norm."""
     zero = total == 0
     return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total).sqrt())
 
 
-def _vector_norm(x: Tensor, leaf: Leaf, on: Primitives, ord: Any = 2, **kwargs: Any) -> Tensor | None:
+def _vector_norm(x: Tensor, leaf: Leaf, on: MovePerformer, ord: Any = 2, **kwargs: Any) -> Tensor | None:
     return _norm(x, leaf, on, ord, **kwargs)
 
 
-def _max(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor | None:
+def _max(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor | None:
     return Peak.apply(x, on, leaf.path, "max") if leaf.numel and x.dtype != torch.bool else None
 
 
-def _min(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor | None:
+def _min(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor | None:
     return Peak.apply(x, on, leaf.path, "min") if leaf.numel and x.dtype != torch.bool else None
 
 
-def _all(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+def _all(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor:
     return Total.apply((x == 0).to(torch.int64), on, leaf.path) == 0
 
 
-def _any(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+def _any(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor:
     return Total.apply((x != 0).to(torch.int64), on, leaf.path) > 0
 
 
-def _count_nonzero(x: Tensor, leaf: Leaf, on: Primitives) -> Tensor:
+def _count_nonzero(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor:
     return Total.apply((x != 0).to(torch.int64), on, leaf.path)
 
 
-def _whole(rule: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """`rule` for a call that reduces everything; None for one with `dim` or other arguments it does not know."""
+def _restrict_to_full(rule: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """`rule` for calls that reduce all elements; None for calls with `dim` or another argument that `rule` lacks."""
 
-    def reduction(x: Tensor, leaf: Leaf, on: Primitives, *args: Any, **kwargs: Any) -> Tensor | None:
-        known = {key: value for key, value in kwargs.items() if value is not None and value is not False}
-        if set(known) - {"dtype", "p", "ord"}:
+    def reduce(x: Tensor, leaf: Leaf, on: MovePerformer, *args: Any, **kwargs: Any) -> Tensor | None:
+        given = {key: value for key, value in kwargs.items() if value is not None and value is not False}
+        if set(given) - {"dtype", "p", "ord"}:
             return None
         if args and rule not in (_norm, _vector_norm):
             return None
-        return rule(x, leaf, on, *args, **known) if len(args) <= 1 else None
+        return rule(x, leaf, on, *args, **given) if len(args) <= 1 else None
 
-    return reduction
+    return reduce
 
 
-REDUCTIONS: dict[str, Callable[..., Tensor | None]] = {
-    "sum": _whole(_sum),
-    "mean": _whole(_mean),
-    "norm": _whole(_norm),
-    "vector_norm": _whole(_vector_norm),
-    "linalg_vector_norm": _whole(_vector_norm),
-    "max": _whole(_max),
-    "min": _whole(_min),
-    "amax": _whole(_max),
-    "amin": _whole(_min),
-    "all": _whole(_all),
-    "any": _whole(_any),
-    "count_nonzero": _whole(_count_nonzero),
+_FULL_REDUCTIONS: dict[str, Callable[..., Tensor | None]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "norm": _norm,
+    "vector_norm": _vector_norm,
+    "linalg_vector_norm": _vector_norm,
+    "max": _max,
+    "min": _min,
+    "amax": _max,
+    "amin": _min,
+    "all": _all,
+    "any": _any,
+    "count_nonzero": _count_nonzero,
 }
-"""Reductions of a whole sharded value `(slice, leaf, primitives, ...)`; a None result means: gather instead."""
+
+REDUCTIONS = {name: _restrict_to_full(rule) for name, rule in _FULL_REDUCTIONS.items()}
+"""Name of a reduction -> its rule `(slice, leaf, on, ...)` for all elements of a value; None: gather the value."""

@@ -1,14 +1,16 @@
-"""Sharded: one global value of which each rank holds a flat slice, and the rules by which torch functions take it.
+"""Sharded: one global value of which each rank holds a flat slice. Torch functions follow these rules on it:
 
-* Elementwise with sharded values of the same layout, scalars, or uniform tensors of the same shape: stays sharded.
-* A reduction of everything (`sum`, `mean`, `norm`, `max`, `min`, `all`, `any`): one collective, a plain 0-d tensor.
-* List ops (`torch._foreach_*`): elementwise, position by position.
-* Anything else: the value is gathered and the plain function runs.
+* An elementwise function stays sharded. Its other operands are sharded values of the same layout, scalars, or uniform
+  tensors of the same shape.
+* A reduction of all elements (`sum`, `mean`, `norm`, `max`, `min`, `all`, `any`) takes one collective and returns a
+  plain 0-d tensor.
+* A list function (`torch._foreach_*`) is elementwise at each position of its lists.
+* Any other function gathers the value and runs on the full tensor.
 
-Under `torch.func.vmap` a plain operand may be a batch, of which there are no slices: beside one a value is gathered.
+Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slices: its sharded operands are gathered.
 
-A `Sharded` is a leaf to optree, so that `fzero.tree.map` sees one value, and a node to torch.func, which differentiates
-its slice.
+A `Sharded` is a leaf to optree, so that `fzero.tree.map` sees one value. To torch.func it is a node with one child, its
+slice, so that torch.func differentiates the slice.
 """
 
 from __future__ import annotations
@@ -18,26 +20,25 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import rules
-from fzero.values.moves import WHOLE_FIRST, Beside, Gather, Primitives, Take, Whole
+from fzero.values.moves import UNPARTITION_FIRST, Beside, Gather, MovePerformer, Take, UseReplicated
 
 
 class Sharded:
-    """A value of global `shape`, of which this rank holds `local`.
+    """A value of global `shape`, of which this rank holds the slice `local`.
 
-    `local` is the 1-d slice `layout.part(index, rank)` of the flattened value; for a replicated layout it is the value
-    itself, in its shape. A `Sharded` is immutable: write `p = p - g`.
+    `local` is 1-d: the elements `layout.part(index, rank)` of the flattened value. With a replicated layout `local` is
+    the full value, in its shape. `on` performs the moves of the value. A `Sharded` is immutable: write `p = p - g`.
     """
 
     __slots__ = ("_full", "_level", "_local", "_signature", "index", "layout", "on")
 
-    def __init__(self, local: Tensor, layout: Layout, index: int, on: Primitives) -> None:
+    def __init__(self, local: Tensor, layout: Layout, index: int, on: MovePerformer) -> None:
         self._local: Tensor | None = local
         self._signature: tuple[Any, ...] | None = None
         self.layout, self.index, self.on = layout, index, on
@@ -49,7 +50,7 @@ class Sharded:
         """This rank's slice.
 
         Raises:
-            FzeroError: when a step has taken this value's memory for its result.
+            FzeroError: when this value was donated to a step.
         """
         if self._local is None:
             raise FzeroError(
@@ -61,13 +62,17 @@ class Sharded:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What of it decides whether a traced program fits it. Made once; raises as `local`."""
+        """Equal for two values exactly where a program traced for one fits the other. Cached.
+
+        Raises:
+            FzeroError: as `local`.
+        """
         if self._signature is None:
             self._signature = self.layout, self.index, self.on, self.local.dtype, self.local.device
         return self._signature
 
     def give_up(self) -> None:
-        """Let go of the slice, whose memory a step takes: this value cannot be used any more."""
+        """Drop the slice, because a step reuses its memory. This value cannot be used afterwards."""
         self._local = self._signature = None
 
     @property
@@ -119,27 +124,28 @@ class Sharded:
         return self.dtype.is_floating_point
 
     def full_tensor(self) -> Tensor:
-        """The whole value, a plain tensor that is the same on every rank. Its transpose scatters the cotangent.
+        """The full value, a plain tensor, the same on every rank. The transpose scatters the cotangent.
 
-        In a trace all uses within one torch.func transform share one gather, so that their cotangents are summed first
-        and scattered once.
+        In a trace, all uses within one torch.func transform share one gather. So autograd sums the cotangents of all
+        uses, and the sum is scattered once.
         """
         if self._full is not None:
             return self._full
         if self.layout.replicated:
-            full = Whole.apply(self.local, self.on, self.path)
+            full = UseReplicated.apply(self.local, self.on, self.path)
         else:
             full = Gather.apply(self.local, self.on, self.layout, self.index)
+        # A gather under no_grad or of an inner transform has no cotangent for later uses: do not share it.
         if self.on.is_tracing and torch.is_grad_enabled() and self._level == torch_private.depth():
             self._full = full
         return full
 
     def with_local(self, local: Tensor) -> Sharded:
-        """A value of this layout with another slice."""
+        """A value of the same leaf and layout with the slice `local`."""
         return Sharded(local, self.layout, self.index, self.on)
 
     def slice_of(self, full: Tensor) -> Sharded:
-        """This rank's slice of `full`, a uniform tensor of the global shape: the inverse of `full_tensor`."""
+        """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
         if self.layout.replicated:
             return self.with_local(full)
         value = self.with_local(Take.apply(full, self.on, self.layout, self.index))
@@ -147,7 +153,7 @@ class Sharded:
         return value
 
     def new_zeros(self, *shape: Any, dtype: torch.dtype | None = None) -> Sharded:
-        """Zeros that every rank of this value's mesh holds whole: a step count, say."""
+        """A replicated value of zeros on this value's mesh: every rank holds all of them. For a step count, say."""
         local = self.local.new_zeros(*shape, dtype=dtype)
         return Sharded(local, replicated_layout(local.shape, self.layout.mesh), 0, self.on)
 
@@ -183,7 +189,7 @@ def _apply_method(method: Callable[..., Any], self: Sharded, *args: Any, **kwarg
     return _apply(method, (self, *args), kwargs)
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _make_operator(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     def operator(self: Sharded, *args: Any) -> Any:
@@ -194,45 +200,47 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name in rules.OPERATORS:
-    setattr(Sharded, _name, _operator(_name))
-Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ is elementwise, as a tensor's
+    setattr(Sharded, _name, _make_operator(_name))
+Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity: __eq__ is elementwise, as a tensor's
 
 
-class _Place(NamedTuple):
-    """A value without its slice. torch.func compares that of a primal and its tangent, and prints both where they
-    differ."""
+class _Context(NamedTuple):
+    """All of a value but its slice: the context of the pytree node.
+
+    torch.func compares the contexts of a primal and its tangent. Where they differ, its error prints both.
+    """
 
     layout: Layout
     leaf: int
-    on: Primitives
+    on: MovePerformer
 
     def __repr__(self) -> str:
         return f"{self.layout.leaves[self.leaf].path} on {self.layout.mesh}"
 
 
-def _rebuilt(slices: Iterable[Any], place: _Place) -> Sharded:
-    """The value of one slice, as torch.func rebuilds it.
+def _unflatten(slices: Iterable[Any], context: _Context) -> Sharded:
+    """The value of one slice, where torch.func rebuilds a pytree.
 
     Raises:
-        FzeroError: for a batch of slices, or a slice of a slice.
+        FzeroError: for a slice of another shape than the rank holds: a batch of slices, or a slice of a slice.
     """
     (local,) = slices
-    value = Sharded(local, *place)
+    value = Sharded(local, *context)
     held = value.shape if value.layout.replicated else torch.Size([len(value.part)])
     if isinstance(local, Tensor) and local.shape != held:
         raise FzeroError(
             value.path,
             f"a transform maps over this leaf, to slices of {list(local.shape)} where a rank holds {list(held)}: "
             "jacrev, jacfwd, hessian, and in_dims and out_dims of vmap know no dimensions of a Sharded",
-            WHOLE_FIRST,
+            UNPARTITION_FIRST,
         )
     return value
 
 
-torch_pytree.register_pytree_node(
+torch_private.register_pytree_node(
     Sharded,
-    lambda value: ([value.local], _Place(value.layout, value.index, value.on)),
-    _rebuilt,
+    lambda value: ([value.local], _Context(value.layout, value.index, value.on)),
+    _unflatten,
     serialized_type_name="fzero.Sharded",
 )
 
@@ -243,112 +251,121 @@ def is_sharded(value: Any) -> bool:
 
 
 def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `func`, or gather and run."""
+    """`func(*args, **kwargs)` by its rule in `rules`; without a rule, the function of the gathered values."""
     name = rules.name_of(func)
-    if rules.mutates(func, kwargs):
-        first = next(x for x in (*args, *kwargs.values()) if _contains_sharded(x))
+    if rules.is_in_place(func, kwargs):
+        first = next(x for x in (*args, *kwargs.values()) if _has_sharded(x))
         path = first.path if is_sharded(first) else ""
         raise FzeroError(path, f"{name} would change a value in place", "a Sharded is immutable; write p = p + u")
     if name in rules.LIST_REDUCTIONS:
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
-    if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.WHOLE_LIST_OPS):
-        return _listwise(func, args, kwargs)
+    if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.GATHERED_LIST_OPS):
+        return _apply_to_lists(func, args, kwargs)
     if name in rules.ELEMENTWISE:
-        like = _anchor(args, kwargs)
-        if like is not None:
-            return _elementwise(func, like, args, kwargs)
+        anchor = _find_anchor(args, kwargs)
+        if anchor is not None:
+            return _apply_elementwise(func, anchor, args, kwargs)
     if name in rules.REDUCTIONS and args and is_sharded(args[0]):
-        result = _reduced(rules.REDUCTIONS[name], *args, **kwargs)
+        result = _reduce(rules.REDUCTIONS[name], *args, **kwargs)
         if result is not None:
             return result
-    gathered_args, gathered_kwargs = torch_pytree.tree_map(_gathered, (args, kwargs), is_leaf=is_sharded)
+    gathered_args, gathered_kwargs = torch_private.map_pytree(_gather, (args, kwargs), is_leaf=is_sharded)
     return func(*gathered_args, **gathered_kwargs)
 
 
-def _reduced(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
-    if x.layout.replicated or _runs_whole(x):
+def _reduce(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The result of a rule for full reductions; None where the value is to be gathered instead."""
+    if x.layout.replicated or _is_computed_in_full(x):
         return None
     return rule(x.local, x.leaf, x.on, *args, **kwargs)
 
 
-def _gathered(x: Any) -> Any:
+def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
 
-def _contains_sharded(x: Any) -> bool:
+def _has_sharded(x: Any) -> bool:
     return is_sharded(x) or (isinstance(x, (list, tuple)) and any(map(is_sharded, x)))
 
 
-def _anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
-    """The operand whose layout the elementwise result has; None where the operands must be gathered: they broadcast,
-    one may be a batch of vmap, or a 0-d leaf meets a plain 0-d tensor that is being differentiated, as a weight meets
-    a rank's own loss."""
+def _find_anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
+    """The operand whose layout the result of an elementwise function has. None where all operands are to be gathered:
+
+    * the operands broadcast, or
+    * a plain operand may be a batch of vmap, or
+    * a 0-d leaf meets a plain 0-d tensor and one of them is differentiated, as a weight meets this rank's own loss.
+    """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, (Sharded, Tensor))]
     values = [x for x in operands if isinstance(x, Sharded)]
     if not values:
         return None
-    like = max(values, key=lambda x: (x.ndim > 0, not x.layout.replicated))
-    if len(values) < len(operands) and (torch_private.in_vmap() or (like.ndim == 0 and _is_differentiated(operands))):
+    anchor = max(values, key=lambda x: (x.ndim > 0, not x.layout.replicated))
+    has_plain = len(values) < len(operands)
+    if has_plain and (torch_private.in_vmap() or (anchor.ndim == 0 and _is_differentiated(operands))):
         return None
-    fits = all(x.ndim == 0 or tuple(x.shape) == tuple(like.shape) for x in operands)
-    return like if fits else None
+    fits = all(x.ndim == 0 or tuple(x.shape) == tuple(anchor.shape) for x in operands)
+    return anchor if fits else None
 
 
 def _is_differentiated(operands: list[Any]) -> bool:
     return torch_private.in_forward_mode() or any(x.requires_grad for x in operands)
 
 
-def _runs_whole(like: Sharded) -> bool:
-    """Whether functions of `like` are computed on its whole value. In a trace of forward mode and of second derivatives
-    they are: there torch makes tensors by size, a slice's differs between ranks, and one program serves them all."""
-    is_sliced = like.on.is_tracing and not like.layout.replicated
+def _is_computed_in_full(anchor: Sharded) -> bool:
+    """Whether functions beside `anchor` run on full values, in a trace of forward mode or of second derivatives.
+
+    There torch creates tensors by size. The size of a slice differs between ranks, but one program serves all ranks.
+    """
+    is_sliced = anchor.on.is_tracing and not anchor.layout.replicated
     return is_sliced and (torch_private.in_forward_mode() or torch_private.in_second_order())
 
 
-def _elementwise(func: Callable[..., Any], like: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = func(*(_operand(x, like) for x in args), **{key: _operand(x, like) for key, x in kwargs.items()})
-    return torch_pytree.tree_map(lambda x: _result(x, like) if isinstance(x, Tensor) else x, result)
+def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An elementwise function of this rank's slices, its tensors wrapped as values of the anchor's layout."""
+    result = func(*(_to_slice(x, anchor) for x in args), **{key: _to_slice(x, anchor) for key, x in kwargs.items()})
+    return torch_private.map_pytree(lambda x: _wrap(x, anchor) if isinstance(x, Tensor) else x, result)
 
 
-def _result(x: Tensor, like: Sharded) -> Sharded:
-    """What was made of operands beside `like`, as a value of its layout."""
-    return like.slice_of(x) if _runs_whole(like) else like.with_local(x)
+def _wrap(x: Tensor, anchor: Sharded) -> Sharded:
+    """The value of the anchor's layout from a result on slices, or on full values."""
+    return anchor.slice_of(x) if _is_computed_in_full(anchor) else anchor.with_local(x)
 
 
-def _operand(x: Any, like: Sharded) -> Any:
-    """`x` as it stands beside `like`."""
-    if _runs_whole(like):
-        return _gathered(x)
+def _to_slice(x: Any, anchor: Sharded) -> Any:
+    """The operand `x` as a slice that pairs with the anchor's, or in full where functions run on full values."""
+    if _is_computed_in_full(anchor):
+        return _gather(x)
     if isinstance(x, Sharded):
-        if x.layout == like.layout and x.index == like.index:
+        if x.layout == anchor.layout and x.index == anchor.index:
             return x.local
         x = x.full_tensor()
-    if not isinstance(x, Tensor) or like.layout.replicated:
+    if not isinstance(x, Tensor) or anchor.layout.replicated:
         return x
-    if x.ndim == 0 and like.ndim > 0:
-        return Beside.apply(x, like.on, like.path)
-    return like.slice_of(x).local
+    if x.ndim == 0 and anchor.ndim > 0:
+        return Beside.apply(x, anchor.on, anchor.path)
+    return anchor.slice_of(x).local
 
 
-def _listwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op on lists of equal length: position by position elementwise, each result as its position's first operand."""
+def _apply_to_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists of equal length, elementwise at each position. Each position has an anchor of its own."""
     rows = list(zip(*(x for x in args if isinstance(x, (list, tuple)) and any(map(_is_value, x)))))
-    likes = [_anchor(row, {}) for row in rows]
-    first = next((like for like in likes if like is not None), None)
+    anchors = [_find_anchor(row, {}) for row in rows]
+    first = next((anchor for anchor in anchors if anchor is not None), None)
 
-    def operand(x: Any) -> Any:
+    def to_slices(x: Any) -> Any:
         if isinstance(x, (list, tuple)) and any(map(_is_value, x)):
-            return [_gathered(item) if like is None else _operand(item, like) for item, like in zip(x, likes)]
-        x = _gathered(x)
-        if first is None or _runs_whole(first) or not isinstance(x, Tensor) or x.ndim:
+            return [_gather(item) if anchor is None else _to_slice(item, anchor) for item, anchor in zip(x, anchors)]
+        x = _gather(x)
+        if first is None or _is_computed_in_full(first) or not isinstance(x, Tensor) or x.ndim:
             return x
         return Beside.apply(x, first.on, first.path)
 
-    result = func(*map(operand, args), **{key: operand(x) for key, x in kwargs.items()})
+    result = func(*map(to_slices, args), **{key: to_slices(x) for key, x in kwargs.items()})
     if result is None:
         return None
+    # One list, or a tuple of lists: `scale_by_adam` returns three.
     columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
-    wrapped = [[x if like is None else _result(x, like) for x, like in zip(column, likes)] for column in columns]
+    wrapped = [[x if anchor is None else _wrap(x, anchor) for x, anchor in zip(column, anchors)] for column in columns]
     return tuple(wrapped) if columns is result else wrapped[0]
 
 

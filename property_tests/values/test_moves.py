@@ -1,7 +1,7 @@
-"""Laws of moves: each is the transpose of what its backward pass does.
+"""Laws of moves: the backward pass of a move is its transpose, `<move(x), y> == <x, transpose(y)>`.
 
-With `<a, b>` the sum over all elements for sharded values, and the mean over ranks of it for values that each rank has
-whole, `<move(x), y> == <x, transpose(y)>`.
+`<a, b>` of sharded values is the sum of all elements of `a * b`. Of values that every rank holds in full, `<a, b>` is
+the mean over ranks of each rank's sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from property_tests.steps import WIDE
 from property_tests.strategies import layouts, small_meshes
 
 Inner = tuple[Tensor, Tensor]
-"""`<move(x), y>` and `<x, transpose(y)>`, each [1] of one rank, whose mean is taken over ranks."""
+"""`<move(x), y>` and `<x, transpose(y)>`, each [1] on one rank. Their means over ranks are equal."""
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -34,18 +34,18 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def state(layout: Layout, seed: int = 0) -> list[Sharded]:
-    """Values for the leaves of a layout, on all ranks."""
+    """A `Sharded` for each leaf of a layout, on all virtual ranks."""
     on = virtual(layout.mesh)
     return [Sharded(numbers(leaf.numel, seed=seed + i), layout, i, on) for i, leaf in enumerate(layout.leaves)]
 
 
 def whole(layout: Layout) -> list[Tensor]:
-    """Other values of the shape of each leaf for each rank: [ranks, *shape]."""
+    """[ranks, *shape] for each leaf: values that differ between ranks."""
     return [numbers(layout.mesh.size(), *leaf.shape, seed=100 + i) for i, leaf in enumerate(layout.leaves)]
 
 
 def assert_transposes(law: Callable[..., list[Inner]], mesh: VirtualMesh, *args: Any) -> None:
-    """`law(*args)` in simulation, as written and after all passes, gives pairs of equal numbers."""
+    """In simulation, the pairs that `law(*args)` returns are equal: without passes, and with all of them."""
     for passes in ((), defaults(stage=3, in_place=False)):
         for left, right in fzero.simulate(law, mesh, passes=passes)(*args):
             torch.testing.assert_close(left.mean(), right.mean(), rtol=1e-12, atol=1e-12)
@@ -65,8 +65,8 @@ def test_scatter_is_the_transpose_of_gather(layout: Layout) -> None:
 
 
 def inner(x: Any, y: Any) -> Tensor:
-    """[1] this rank's sum of all elements of a product. Of sharded values times the ranks: their mean over ranks is the
-    sum over all slices."""
+    """[1] this rank's sum of `x * y`. A sum of slices is multiplied by the number of ranks: then the mean over ranks is
+    the sum over all slices."""
     if isinstance(x, Sharded):
         return (x.local * y.local).sum().reshape(1) * x.layout.world
     return (x * y).sum().reshape(1)
@@ -84,7 +84,7 @@ def scattered(y: Tensor, like: Sharded) -> Sharded:
 @slow
 def test_gather_is_the_transpose_of_take(layout: Layout) -> None:
     def law(ys: list[Sharded], others: list[Sharded]) -> list[Inner]:
-        pairs = [(gathered(other), y) for other, y in zip(others, ys)]  # what is taken of is uniform
+        pairs = [(gathered(other), y) for other, y in zip(others, ys)]  # a uniform value, as `take` needs
         taken = [y.with_local(Take.apply(x, y.on, y.layout, y.index)) for x, y in pairs]
         return [(inner(part, y), inner(x, gathered(y))) for part, (x, y) in zip(taken, pairs)]
 
@@ -133,7 +133,7 @@ def test_sums_and_means_over_ranks_are_their_own_transposes(
 
 
 def full(x: Any) -> Tensor:
-    """The whole value, which a 0-d leaf is already beside a differentiated number."""
+    """The full value. A 0-d leaf beside a differentiated number is full already."""
     return x.full_tensor() if isinstance(x, Sharded) else x
 
 
@@ -145,7 +145,7 @@ def times_sum(x: Any) -> Any:
 @example(Layout("bucket", (Leaf("leaf0", ()),), VirtualMesh(fsdp=2)), times_sum)
 @slow
 def test_gradients_are_transposes_of_tangents(layout: Layout, fn: Callable[..., Any]) -> None:
-    """`<J t, c> == <t, J' c>` of a function of slices and reductions of them, whose result is gathered."""
+    """`<J t, c> == <t, J' c>` for elementwise functions and reductions of slices, with a gathered result."""
 
     def law(xs: list[Sharded], tangents: list[Sharded], cotangents: list[Tensor]) -> list[Inner]:
         pairs = []

@@ -205,7 +205,7 @@ def test_a_step_that_can_be_a_graph() -> None:
 @pytest.mark.parametrize(
     ("step", "device", "message"),
     [
-        (lambda params, x: torch.nn.functional.dropout(x), "cpu", r"\w+ draws random numbers.*test_capture.py:\d+"),
+        (lambda params, x: torch.nn.functional.dropout(x), "cpu", r"\w+ draws random numbers.*test_cuda_graph.py:\d+"),
         (lambda params, x: x + 1, "cuda", r"0.layers.0.b is on cpu, not on cuda"),
     ],
     ids=["draws", "elsewhere"],

@@ -1,4 +1,4 @@
-"""Optimizers against torch.optim and hand calculation."""
+"""Optimizers: against torch.optim, and against results by hand."""
 
 from __future__ import annotations
 

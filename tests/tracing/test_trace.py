@@ -1,4 +1,4 @@
-"""Tracing: a step to one program that serves all ranks, and means what the step means."""
+"""Tracing: one program serves all ranks, and computes what the step computes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ MESH = VirtualMesh(fsdp=2)
 
 
 def on_rows(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Case:
-    """`step(params, x)` with params of one layer."""
+    """`step(params, x)` with parameters of one layer and this rank's rows."""
     return Case(step, mesh, lambda seat: (partition(layers(1), seat), rows(seat)))
 
 
 def on_vectors(step: Callable[[Tensor], Any], *vectors: list[float]) -> list[list[float]]:
-    """What each rank returns, as a list, of its vector."""
+    """The list that `step(vector)` returns on each rank, for one vector a rank."""
     case = Case(step, VirtualMesh(fsdp=len(vectors)), lambda seat: (torch.tensor(vectors[seat.number]),))
     return [result.tolist() for (result,) in case.run(case.trace())]
 
@@ -220,7 +220,7 @@ def test_each_use_is_written_down_as_gather_and_each_gradient_as_scatter() -> No
 
 
 def test_a_number_made_in_the_step_may_meet_a_slice_and_a_collective() -> None:
-    """Torch knows the value of `torch.tensor(2.0)` while it traces, and would compute with it."""
+    """torch knows the value of `torch.tensor(2.0)` at trace time, and would compute with it."""
 
     def step(w: Any) -> Any:
         return w * torch.tensor(2.0), fzero.psum(torch.tensor(3.0), "fsdp")

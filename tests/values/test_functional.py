@@ -1,4 +1,4 @@
-"""torch.func inside a sharded step: against the same step on plain tensors and the whole batch."""
+"""torch.func inside a sharded step equals the same step on plain tensors with the batch of all ranks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ WIDTH = 3
 
 
 def params() -> Params:
-    """Two layers of 12 elements, of which 3 ranks hold 12, 0 and 0, and a 0-d leaf; a bucket of 32 that all hold."""
+    """Two layers of 12 elements (3 ranks hold 12, 0 and 0), a 0-d leaf, and a table that all ranks hold a part of."""
     return {**layers(2, width=WIDTH), "scale": torch.tensor(0.7), "table": torch.linspace(-1, 1, 45).view(15, 3)}
 
 
 def on_rows(step: Step, mesh: VirtualMesh) -> Case:
-    """`step(params, x)`, x [2, WIDTH] of each rank."""
+    """`step(params, x)` with this rank's rows `x`, [2, WIDTH]."""
     return Case(step, mesh, lambda seat: (partition(params(), seat), rows(seat, width=WIDTH)))
 
 
 def directions(p: Params) -> Params:
-    """A tangent of each leaf."""
+    """A tangent for each leaf."""
     return tree.map(lambda leaf: torch.cos(3 * leaf) + 0.5, p)
 
 
 def penalty(p: Params) -> Tensor:
-    """Functions of slices: elementwise ones, with a number and with a whole tensor beside them, and reductions."""
+    """Functions that run on slices: elementwise ones, beside a number and beside a full tensor, and reductions."""
     table, mask = p["table"], torch.ones(15, 3).tril()
     numbers = [table.norm(), (table * mask).square().mean(), table.abs().sum() * p["scale"], (table * p["scale"]).max()]
     lists = torch._foreach_mul([leaf["w"] for leaf in p["layers"]], [p["scale"], p["scale"] + 1])
@@ -89,7 +89,7 @@ def clipped(p: Params, x: Tensor) -> Params:
 
 
 def along(p: Params, x: Tensor, by: Tensor) -> Tensor:
-    """The loss at some distance from the parameters, in two directions."""
+    """The loss at a distance `by` from the parameters, in two directions."""
     return loss(tree.map(lambda leaf, step: leaf + by[0] * step + by[1] * leaf.square(), p, directions(p)), x)
 
 
@@ -109,7 +109,7 @@ def laplacian(p: Params, x: Tensor, second: Callable[..., Any]) -> Tensor:
 
 
 def adversarial(p: Params, x: Tensor) -> tuple[Params, Params, Tensor, Tensor]:
-    """A step each of two models with two losses and two optimizers."""
+    """One step of each of two models, with two losses and two optimizers."""
     maker, judge = p["layers"]
     fooled, for_maker = fzero.value_and_grad(lambda maker: dense(judge, dense(maker, x)).mean())(maker)
     caught, for_judge = fzero.value_and_grad(lambda judge: dense(judge, x - dense(maker, x)).mean())(judge)
@@ -174,12 +174,12 @@ STEPS: dict[str, Step] = {
 
 
 READ_WHILE_TRACED = {"jacfwd of whole values", "hessian of a layer", "hessian"}
-"""What torch 2.11 cannot trace: its jacfwd of several tensors reads numbers out of one that it makes."""
+"""Steps that torch 2.11 cannot trace: its jacfwd of several tensors reads numbers out of a tensor."""
 
 
 def skip_what_torch_cannot_trace(name: str) -> None:
     if name in READ_WHILE_TRACED and torch.__version__ < "2.12":
-        pytest.skip("jacfwd of several tensors reads numbers of one in torch 2.11, which no trace has")
+        pytest.skip("in torch 2.11 jacfwd of several tensors reads numbers, which a traced tensor does not have")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -190,7 +190,10 @@ def test_a_transform_in_a_step_is_that_of_the_whole_batch(name: str, world: int)
 
 
 def assert_as_unsharded(case: Case) -> None:
-    """Up to rounding: ranks add in another order. A result that is no state is of this rank's rows, or uniform."""
+    """The simulated step equals the unsharded one, up to rounding: ranks add in another order.
+
+    A result that is not state is uniform, or of this rank's rows.
+    """
     program = apply(case.trace(), *passes.defaults(stage=3, in_place=False))
     got, expected = whole(program, case.run(program)), case.unsharded()
     for path, want in expected.items():
@@ -200,7 +203,7 @@ def assert_as_unsharded(case: Case) -> None:
 
 
 def test_on_two_axes() -> None:
-    """Sums over both of them: forward mode, reverse mode and both."""
+    """Forward mode, and forward over reverse, with reductions over two mesh axes."""
 
     def step(p: Params, x: Tensor) -> Any:
         return product(p, x), jvp(lambda p: objective(p, x), (p,), (directions(p),))[1]
@@ -216,7 +219,7 @@ LAZY_ZEROS = {
 
 @pytest.mark.parametrize("name", LAZY_ZEROS)
 def test_lazy_zeros_are_plain_ones(name: str) -> None:
-    """Torch would trace `_efficientzerotensor`, which forward mode makes, as copies and meta tensors."""
+    """Forward mode makes `_efficientzerotensor`, which torch would trace as copies and meta tensors."""
     assert_as_unsharded(on_rows(LAZY_ZEROS[name], VirtualMesh(fsdp=2)))
 
 
@@ -237,7 +240,7 @@ MAPS: dict[str, Callable[[Params, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", MAPS)
 def test_forward_and_reverse_mode_are_transposes(name: str) -> None:
-    """Summed over ranks: a cotangent that is not sharded is one of the mean over ranks."""
+    """The two products are equal after a sum over ranks: a plain value's cotangent waits for its mean over ranks."""
 
     def step(p: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         t = directions(p)
@@ -344,7 +347,7 @@ def sharded(mesh: DeviceMesh, step: Step) -> Any:
 
 
 def eager(mesh: DeviceMesh, step: Step) -> Any:
-    """Outside a step functions of slices stay on slices in forward mode too."""
+    """Outside a step, functions of slices run on slices in forward mode too."""
     return fzero.unpartition(step(fzero.partition(params(), mesh), own_rows(mesh)))
 
 

@@ -1,4 +1,4 @@
-"""Lowering, against the module itself: same names, same memory, same outputs and gradients, bit for bit."""
+"""Lowering against the module itself: the same names, memory, outputs and gradients, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Mixed(nn.Module):
 
 
 class Tied(nn.Module):
-    """A token embedding that is the output layer too."""
+    """A token embedding that is also the output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def check_equal(actual: Any, expected: Any) -> None:
-    """Same structure, and bit for bit the same tensors."""
+    """The same structure, and the same tensors bit for bit."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -206,7 +206,7 @@ def test_apply_holds_no_parameter() -> None:
 
 
 def pointer(tensor: Tensor) -> int | None:
-    """None for what has no memory of its own: wrappers of torch.func, which tests that ran before may have left."""
+    """The address of a tensor's memory; None for a wrapper of torch.func, which an earlier test may have left."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -223,7 +223,7 @@ def test_repr_counts_the_parameters() -> None:
 
 
 def test_outputs_and_gradients_are_the_module_s(case: tuple[nn.Module, Tensor]) -> None:
-    """Bit for bit under plain autograd, where the leaves require gradients as the module's parameters do."""
+    """Bit for bit under plain autograd: leaves require gradients as the module's parameters do."""
     module, x = case
     params, apply = lower(module)
     params = tree.map(lambda leaf: leaf.requires_grad_(), params)
@@ -241,7 +241,7 @@ def grads_of(module: nn.Module) -> Any:
 
 
 def test_vjp_gives_the_gradients_of_backward(case: tuple[nn.Module, Tensor]) -> None:
-    """In doubles, to the default 1e-7: torch.func takes other kernels than autograd for a few layers (LSTM, conv)."""
+    """In float64, to the default 1e-7: for a few layers (LSTM, conv) torch.func runs other kernels than autograd."""
     module, x = case[0].double(), case[1].double() if case[1].is_floating_point() else case[1]
     params, apply = lower(module)
     loss, pull = vjp(lambda params: squared(apply(params, x)), params)
@@ -285,7 +285,7 @@ def test_dropout_is_that_of_the_mode_at_lowering() -> None:
 
 
 class Slice:
-    """Stands for a value of which each rank holds a slice."""
+    """A stand-in for `Sharded`."""
 
     def __init__(self, local: Tensor, shape: tuple[int, ...]) -> None:
         self.local, self.shape = local, torch.Size(shape)
@@ -325,7 +325,7 @@ def test_buffers_follow_the_parameters_to_their_device() -> None:
 
 
 def test_buffers_moved_inside_a_trace_are_of_no_trace() -> None:
-    """The first move happens under `vjp` under `make_fx`; later uses get plain tensors, and the same ones."""
+    """Buffers that move under `vjp` under `make_fx` are plain tensors, and later calls get the same ones."""
     params, apply = lower(Rotary())
     meta, x = tree.map(lambda leaf: leaf.to("meta"), params), torch.empty(3, 4, device="meta")
 
@@ -333,10 +333,10 @@ def test_buffers_moved_inside_a_trace_are_of_no_trace() -> None:
         return vjp(lambda w: apply({"proj": {**meta["proj"], "weight": w}}, x), weight)[0]
 
     traced(step, meta["proj"]["weight"], x)
-    moved = apply._constants.beside(tree.leaves(meta))
+    moved = apply._constants.on_device_of(tree.leaves(meta))
     assert {type(buffer) for buffer in moved.values()} == {Tensor}
     assert all(not torch._C._functorch.is_functorch_wrapped_tensor(buffer) for buffer in moved.values())
-    assert moved is apply._constants.beside(tree.leaves(meta))
+    assert moved is apply._constants.on_device_of(tree.leaves(meta))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="moves buffers to a GPU")

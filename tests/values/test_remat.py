@@ -1,4 +1,4 @@
-"""`remat`, as one uses it: through `shard` on ranks, with modules, and outside a step."""
+"""`remat` as a user calls it: in a step of `shard` on two ranks, on modules, and outside a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, each as `policy` has it; "keep" is without remat."""
+    """Six blocks, each under `remat` with `policy`; "keep" is without `remat`."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Stack(nn.Module):
 
 
 def trained(mesh: Any, policy: Any) -> tuple[list[Tensor], int, int]:
-    """What two steps of training return on this rank, and the bytes that a step needs and moves."""
+    """(losses and slices after two steps on this rank, peak bytes of a step, bytes that a step communicates)."""
     params, apply = fzero.lower(Stack(policy))
     optimizer = optim.adamw(0.01)
 
@@ -72,7 +72,7 @@ def trained(mesh: Any, policy: Any) -> tuple[list[Tensor], int, int]:
 
 
 class _With:
-    """A case of training with a policy."""
+    """`trained` with a policy, as a case for `run_cases`."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
@@ -132,4 +132,4 @@ def test_a_function_that_raises_leaves_no_mark() -> None:
 
     mesh = fzero.VirtualMesh(fsdp=1)
     program = fzero.simulate(step, mesh, passes=()).trace(torch.ones(2))
-    assert not any(fzero.values.regions.mark_of(node).regions for node in program.graph.nodes)
+    assert not any(fzero.values.regions.get_mark(node).regions for node in program.graph.nodes)

@@ -1,4 +1,4 @@
-"""The rules of Sharded: each torch function on slices against the same function on full values, eager and traced."""
+"""The rules of Sharded: a torch function of slices equals the function of full values, eagerly and in a traced step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Function = Callable[[Values], Any]
 
 
 def draw(*shape: int, low: float = 0.1, high: float = 0.9, seed: int = 0) -> Tensor:
-    """Numbers at which every function below has a value and a derivative."""
+    """Random numbers at which every function below has a value and a derivative."""
     generator = torch.Generator().manual_seed(seed)
     return low + (high - low) * torch.rand(shape, generator=generator)
 
 
 def leaves() -> Values:
-    """What is partitioned. `w`, `v` and the 0-d `s` lie in one bucket, `far` in another."""
+    """The leaves to partition. `w`, `v` and the 0-d `s` lie in one bucket, `far` in another."""
     return {
         "w": draw(5, 7),
         "v": draw(5, 7, seed=1),
@@ -64,7 +64,7 @@ def bucket(path: str) -> str | None:
     return None if path in ("far", "holed") else "near"
 
 
-# the functions: elementwise ones stay sharded, reductions and all others give plain tensors
+# the functions: elementwise ones stay sharded; reductions and all others return plain tensors
 
 UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh ceil clone conj
@@ -90,7 +90,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def on(call: Callable[..., Any], *operands: Any) -> Function:
-    """`call` of these operands, of which a string is the value of that name."""
+    """The function that calls `call` on these operands; a string operand is the value of that name."""
     return lambda v: call(*(operand(v, x) for x in operands))
 
 
@@ -329,7 +329,7 @@ TRACED = [
 
 
 class Evaluated(NamedTuple):
-    """A function's result in full, what kind it was, and gradients of a number made of it; or its error."""
+    """The full result of a function, its kind, and the gradients of `evaluate`; or the function's error."""
 
     kinds: set[str]
     value: list[Tensor]
@@ -338,8 +338,10 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(function: Function, v: Values, rows: Tensor, wanted: Iterable[str]) -> tuple[Any, Values]:
-    """`function(v)`, and gradients for the wanted leaves of a number made of it and of this rank's rows: each element
-    counts in its own way, and the mean of ranks' numbers is the number of all rows."""
+    """`function(v)`, and for the wanted leaves the gradients of a number made of the result and of this rank's rows.
+
+    Each element of the result counts differently. The mean of the ranks' numbers is the number of all rows.
+    """
 
     def number(chosen: Values) -> tuple[Tensor, Any]:
         result = function(v | chosen)
@@ -367,7 +369,7 @@ def described(result: Any, gradient: Values) -> Evaluated:
 
 @functools.cache
 def expected(name: str) -> Evaluated:
-    """The function on plain tensors and all rows, with gradients where there are any."""
+    """The function on plain tensors and all rows, with gradients where the function has them."""
     v = leaves() | uniform()
     floating = [path for path, leaf in v.items() if leaf.is_floating_point()]
     try:
@@ -378,7 +380,7 @@ def expected(name: str) -> Evaluated:
 
 
 def eagerly(mesh: DeviceMesh, names: Iterable[str]) -> dict[str, Evaluated]:
-    """Functions at once, on values whose padding is poisoned."""
+    """Each function outside a step, on values with poisoned padding."""
     v = poisoned(fzero.partition(leaves(), mesh, layers=bucket)) | uniform()
     rows = rows_of(mesh.get_rank(), mesh.size())
     return {name: attempt(name, functools.partial(eager, v=v, rows=rows)) for name in names}
@@ -390,7 +392,7 @@ def eager(name: str, v: Values, rows: Tensor) -> Evaluated:
 
 
 def averaged(cotangent: Any) -> Any:
-    """The cotangent of a plain value waits for the mean over ranks; that of a sharded one is it."""
+    """A gradient's mean over ranks: still to take for a plain value, already taken for a sharded one."""
     if isinstance(cotangent, Sharded):
         return cotangent
     cotangent = cotangent.clone()
@@ -399,7 +401,7 @@ def averaged(cotangent: Any) -> Any:
 
 
 def tracedly(mesh: DeviceMesh, names: Iterable[str]) -> dict[str, Evaluated]:
-    """Functions each in a step of its own, as written: without passes."""
+    """Each function in a step of its own, without passes."""
     v = poisoned(fzero.partition(leaves(), mesh, layers=bucket))
     rows = rows_of(mesh.get_rank(), mesh.size())
     return {name: attempt(name, functools.partial(in_a_step, v=v, rows=rows, mesh=mesh)) for name in names}
@@ -436,7 +438,7 @@ def attempt(name: str, in_mode: Callable[[str], Evaluated]) -> Evaluated:
 
 
 def poisoned(v: Values) -> Values:
-    """`v`, with garbage in the padding of each bucket."""
+    """`v` with garbage in the padding of each bucket."""
     for leaf in v.values():
         block, layout = leaf.local._base, leaf.layout
         held = sum(len(layout.part(index, leaf.on.rank)) for index in range(len(layout.leaves)))
@@ -446,13 +448,13 @@ def poisoned(v: Values) -> Values:
 
 @pytest.fixture(scope="module", params=[1, 3])
 def evaluated(request: pytest.FixtureRequest) -> list[dict[str, Evaluated]]:
-    """What each rank made of the functions."""
+    """The functions' results on each rank, outside a step."""
     return on_ranks(request.param, eagerly, chosen(request, "name") & FUNCTIONS.keys())
 
 
 @pytest.fixture(scope="module")
 def evaluated_in_steps(request: pytest.FixtureRequest) -> list[dict[str, Evaluated]]:
-    """Likewise, in traced steps."""
+    """The functions' results on each rank, in traced steps."""
     return on_ranks(2, tracedly, chosen(request, "name") & set(TRACED))
 
 
@@ -500,11 +502,12 @@ ROUNDING = {
     torch.float16: 2**-10,
     torch.bfloat16: 2**-7,
 }
-"""Of the largest element: sums in another order, and libm's functions where vector ones do not fill a register."""
+"""Relative to the largest element. Sums are in another order, and where a slice does not fill a vector register, torch
+calls libm's functions instead of vector ones."""
 
 
 def assert_same(got: Tensor, want: Tensor, through: torch.dtype) -> None:
-    """Equal up to the rounding of their dtype, or of one `through` which they were computed."""
+    """Equal up to the rounding of their dtype, or of the dtype `through` that an intermediate value had."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     tolerance = max(ROUNDING[want.dtype], ROUNDING[through]) if want.dtype in ROUNDING else 0
     size = float(want.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tolerance and want.numel() else 0.0
@@ -526,7 +529,7 @@ def params_on(mesh: DeviceMesh) -> Values:
 
 
 class Described(NamedTuple):
-    """What leaves say of themselves, as text and numbers."""
+    """The reprs and attributes of leaves."""
 
     reprs: dict[str, str]
     facts: dict[str, Any]
@@ -615,7 +618,7 @@ def is_unharmed_by_writing(leaf: Sharded, full: Tensor) -> bool:
 
 
 def trained(mesh: DeviceMesh, poison: bool) -> list[float]:
-    """All parameters after two steps of AdamW with clipping, with garbage in the padding at the start or without."""
+    """All parameters after two steps of AdamW with clipping; with `poison`, the padding starts as garbage."""
     optimizer = fzero.optim.chain(fzero.optim.clip_by_global_norm(0.1), fzero.optim.adamw(0.1))
 
     def train_step(params: Values, state: Any, rows: Tensor) -> Any:
@@ -635,7 +638,7 @@ def trained(mesh: DeviceMesh, poison: bool) -> list[float]:
 
 
 def deepcopied(mesh: DeviceMesh) -> bool:
-    """Whether a deep copy of a tree, an average to be, holds the same values in memory of its own."""
+    """Whether a deep copy of a tree holds the same values in memory of its own."""
     params = params_on(mesh)
     copied = copy.deepcopy(params)
     apart = all(a.local.data_ptr() != b.local.data_ptr() for a, b in pairs(copied, params) if a.local.numel())
@@ -664,7 +667,7 @@ def twice(mesh: DeviceMesh) -> Values:
 
 
 def spoiled(mesh: DeviceMesh) -> list[bool]:
-    """Whether maxima are nan that the nan of one rank decides: of a value's slices, and of a tensor of each rank."""
+    """Whether a maximum is nan where one rank has a nan: of a value's slices, and of plain tensors over ranks."""
     largest = fzero.shard(lambda x: fzero.pmax(x, "fsdp"), mesh)
     one = largest(torch.tensor([1.0, math.nan if mesh.get_rank() == 0 else 2.0]))
     other = largest(torch.tensor([math.nan if mesh.get_rank() == 1 else 2.0, 1.0]))
