@@ -6,11 +6,12 @@ optimizer state in slices:
     step = fzero.shard(train_step, mesh)
 """
 
-from fzero import optim
+from fzero import optim, passes
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.equivalence import check_equivalence
+from fzero.program import ops
 from fzero.program.program import Program
 from fzero.simulation import simulate
 from fzero.state import initializers
@@ -44,8 +45,10 @@ __all__ = [
     "lower",
     "lower_stateful",
     "open_safetensors",
+    "ops",
     "optim",
     "partition",
+    "passes",
     "pmax",
     "pmean",
     "psum",

@@ -64,11 +64,11 @@ def shard(
         FzeroError: for a mesh without devices, another value of an option, "graph" where there cannot be one, or a mesh
             axis that is not a data axis.
     """
-    check_data_axes(mesh_shape(mesh), data)
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
     if not isinstance(compile, bool) and compile != "graph":
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
+    check_data_axes(mesh_shape(mesh), data)
     rewrites = defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify)
     return Step(fn, live(mesh), rewrites, compile)
 

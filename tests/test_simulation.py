@@ -176,7 +176,7 @@ def test_a_program_is_planned_for_leaves_without_data() -> None:
 
 def drop_mean(program: Program) -> Program:
     """A wrong pass: gradients of a rank's own rows are taken for the mean over ranks."""
-    program = program.copy("drop mean")
+    program = program.copy()
     for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
         with program.graph.inserting_before(node):
             program.substitute(node, program.emit(ops.take, *node.args))
@@ -185,7 +185,7 @@ def drop_mean(program: Program) -> Program:
 
 def drop_average(program: Program) -> Program:
     """A wrong pass: each rank keeps its own loss."""
-    program = program.copy("drop average")
+    program = program.copy()
     for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
         program.substitute(node, node.args[0])
     return program

@@ -55,8 +55,9 @@ def define(
     Returns the target, which nodes call: a pass emits one with `program.emit(target, *args)`. With a `schema`, such as
     `"(Tensor x, float p) -> Tensor"`, a step may also call the target; it has no derivative then.
 
-    `like`, the target of a known operation, gives every field that is not given here. The other keywords are the fields
-    of `fzero.ops.Operation`; an operation without `like` needs at least `kind` and `fake`. `perform(program, node,
+    `like`, the target of a known operation, gives every field that is not given here; where `perform` is given, not
+    those that say how the known one is performed. The other keywords are the fields of `fzero.ops.Operation`. An
+    operation without `like` needs at least `kind` and `fake`. `perform(program, node,
     rank)` returns a function of the node's arguments; where it communicates that is a generator of exchanges, and
     `moves` says what they are.
 
@@ -79,12 +80,16 @@ def define(
     if base is None and fake is None:
         raise FzeroError(where, "has no fake result", "give fake=..., or like=... an operation that has one")
     if base is not None:
-        known = _inherit(base) | known
+        known = _inherit(base, "perform" in known) | known
         fake = fake or base.fake
     if (known.get("moves") or known.get("starts")) and not known.get("perform"):
         raise FzeroError(where, "communicates, and nothing performs it", "give perform=..., a generator of exchanges")
     assert fake is not None
     known["is_foreign"] = True
+    if known.get("starts") and not known.get("memory"):
+        known["memory"] = _hold_moved
+    if known.get("moves") and not known.get("label"):
+        known["label"] = lambda program, node: f"{name} {node.args[1]}"
     if schema is not None:
         target = register_traced(name + schema, fake, **known)
         torch.library.register_autograd(f"fzero::{name}", _refuse_derivative(where), lib=_LIBRARY)
@@ -92,9 +97,19 @@ def define(
     return register(Operation(name=name, target=_named(name, fake), fake=fake, **known))
 
 
-def _inherit(base: Operation) -> dict[str, Any]:
+_OF_PERFORMANCE = {"memory", "work", "alias_at", "label"}
+"""Fields that say how an operation is performed: one that is performed in another way does not inherit them."""
+
+
+def _inherit(base: Operation, performs: bool) -> dict[str, Any]:
     fields = base.__dataclass_fields__.keys() - {"name", "target", "fake", "is_foreign"}
-    return {field: getattr(base, field) for field in fields}
+    return {field: getattr(base, field) for field in fields - (_OF_PERFORMANCE if performs else set())}
+
+
+def _hold_moved(held: Any, node: Node) -> tuple[Any, ...]:
+    """New memory for what an operation starts, and for what it moves until it is waited for."""
+    moved = sum(entry.nbytes for entry in record(node).moves(held.program, node))  # type: ignore[misc]  # it starts
+    return held.new(node, node.meta["val"]), held.keep((node, "moved"), moved)
 
 
 def _named(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,8 @@ A target here (`ops.gather`, `ops.wait`) is what nodes call. `ops.record(node)` 
 `ops.define(...)` adds an operation from outside of the package (docs/passes.md).
 """
 
+from fzero.layout.buffers import block_of as pack_slices
+from fzero.layout.buffers import blocks_of as pack_leaves
 from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Slice
 from fzero.program.operation import NO_WORK, Operation, Work
@@ -39,6 +41,8 @@ __all__ = [
     "draw",
     "gather",
     "is_call",
+    "pack_leaves",
+    "pack_slices",
     "part",
     "record",
     "reduce_scatter",

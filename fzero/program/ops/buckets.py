@@ -20,7 +20,7 @@ from fzero.layout.layout import Wire
 from fzero.program.comm import Comm
 from fzero.program.kinds import UNIFORM, Buffer, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
-from fzero.program.records import leaves_of, register
+from fzero.program.records import leaves_of, record, register
 from fzero.program.refusals import refuse_node
 from fzero.ranks.exchanges import Steps, average_leaves, gather_leaves
 
@@ -93,7 +93,7 @@ def _check_start(program: Program, node: Node) -> None:
     if not node.kwargs.get("dtype"):
         check_dtypes(program, node, values)
     along = program.wire_of(node)
-    expected = along.numel if node.target is all_gather else along.stride
+    expected = along.numel if record(node).starts == "gathered" else along.stride
     if numel != expected:
         problem = f"of {bucket!r} has {numel} elements, its layout {expected}"
         raise refuse_node(program, node, problem, "take fzero.layout's")

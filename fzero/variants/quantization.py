@@ -1,0 +1,32 @@
+"""Block-wise int8: 256 elements share one fp32 scale, so that an element takes 1 + 4/256 bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+
+
+def count_bytes(numel: int) -> int:
+    """Bytes of a row of so many elements: a code each, and a scale for each block, of which the last may be shorter."""
+    return numel + 4 * -(-numel // BLOCK)
+
+
+def quantize(rows: Tensor) -> Tensor:
+    """[R, S] of any floating dtype -> [R, count_bytes(S)] uint8: the codes of a row, then its scales.
+
+    A block's largest element, `amax`, becomes 127 or -127: no element is off by more than `amax / 254`, and zeros stay.
+    """
+    count, size = rows.shape
+    blocks = torch.nn.functional.pad(rows.float(), (0, -size % BLOCK)).view(count, -1, BLOCK)
+    scales = blocks.abs().amax(2) / 127  # [R, B]
+    codes = (blocks / torch.where(scales == 0, 1.0, scales)[..., None]).round().to(torch.int8)
+    return torch.cat([codes.view(count, -1)[:, :size].view(torch.uint8), scales.view(torch.uint8)], 1)
+
+
+def dequantize(packed: Tensor, size: int) -> Tensor:
+    """[R, count_bytes(S)] uint8 -> [R, S] float32: the inverse of `quantize`, up to rounding."""
+    codes = torch.nn.functional.pad(packed[:, :size].view(torch.int8), (0, -size % BLOCK))
+    scales = packed[:, size:].contiguous().view(torch.float32)
+    return (codes.view(len(packed), -1, BLOCK) * scales[..., None]).view(len(packed), -1)[:, :size]
