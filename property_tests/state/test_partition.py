@@ -10,7 +10,7 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.base.mesh import VirtualMesh
-from fzero.state.fill import place
+from fzero.state.fill import copy_slices
 from fzero.state.grouping import Granularity
 from fzero.values.sharded import Sharded
 from property_tests.running import bits
@@ -56,7 +56,9 @@ def cut(placed: tree.Tree) -> list[Sharded]:
 @given(param_trees(dtypes=DTYPES), meshes(max_world=16), st.sampled_from([None, by_rows]))
 def test_slices_of_all_ranks_are_the_leaf(shape: tree.Tree, mesh: VirtualMesh, granularity: Granularity | None) -> None:
     for leaf in cut(fzero.partition(filled(shape), mesh, granularity=granularity)):
-        slices = [place({leaf.index: leaf.local}, leaf.layout, rank)[leaf.index] for rank in range(leaf.layout.world)]
+        slices = [
+            copy_slices({leaf.index: leaf.local}, leaf.layout, rank)[leaf.index] for rank in range(leaf.layout.world)
+        ]
         assert all(len(x) == len(leaf.layout.part(leaf.index, rank)) for rank, x in enumerate(slices))
         assert torch.equal(torch.cat(slices), leaf.local)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, replicated
-from fzero.state.fill import place
-from fzero.state.safetensors.header import planned
-from fzero.state.safetensors.saving import pieces
+from fzero.state.fill import copy_slices
+from fzero.state.safetensors.header import plan_header
+from fzero.state.safetensors.saving import plan_pieces
 from fzero.values.sharded import Sharded
 from property_tests.strategies import dtypes, layouts
 
@@ -39,11 +39,11 @@ def test_ranks_together_write_each_element_once(layout: Layout, dtype: torch.dty
     found = torch.zeros(sum(whole.numel() for whole in wholes) + extra, dtype=dtype)
     counts = torch.zeros_like(found, dtype=torch.int64)
     for on in places(layout.mesh):
-        slices = place(dict(enumerate(wholes)), layout, on.rank)
+        slices = copy_slices(dict(enumerate(wholes)), layout, on.rank)
         values = {leaf.path: Sharded(slices[i], layout, i, on) for i, leaf in enumerate(layout.leaves)}
         if extra:
             values["step"] = Sharded(torch.tensor(7).to(dtype), replicated((), layout.mesh), 0, on)
-        for offset, source in pieces(values, planned(values, {}), on):
+        for offset, source in plan_pieces(values, plan_header(values, {}), on):
             here = slice(offset // dtype.itemsize, offset // dtype.itemsize + source.shape.numel())
             source.read(0, found[here])
             counts[here] += 1

@@ -26,7 +26,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.state.build.build import build, build_stateful
 from fzero.state.build.deferred import SMALL
-from fzero.state.build.store import Entry
+from fzero.state.build.store import Allocation
 from fzero.state.partition import partition
 from fzero.values.lowering import lower, lower_stateful
 
@@ -58,11 +58,11 @@ def check(constructor: Callable[[], nn.Module], mesh: Any = MESH, **how: Any) ->
     check_equal(params, partition(lower(plain(constructor))[0], mesh, **how))
 
 
-def left() -> list[Entry]:
+def left() -> list[Allocation]:
     """The memory of deferred tensors that is still there. (The class of a parametrized module keeps that module.)"""
     gc.collect()
-    entries = [entry for entry in gc.get_objects() if type(entry) is Entry]
-    return [entry for entry in entries if entry.flat is not None or entry.pieces is not None]
+    allocations = [allocation for allocation in gc.get_objects() if type(allocation) is Allocation]
+    return [allocation for allocation in allocations if allocation.flat is not None or allocation.pieces is not None]
 
 
 @pytest.fixture(autouse=True)
