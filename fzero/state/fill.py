@@ -17,8 +17,8 @@ CHUNK_NBYTES = 32 << 20
 """Default bytes of a chunk: of values that are read, sent or written at a time."""
 
 BUILD_CHUNK_NBYTES = 4 << 20
-"""Default bytes of a chunk in `fzero.build`. Smaller, because there a chunk is gathered from all ranks and is held
-beside the shards and a whole parameter, which with 32 MiB more would pass the peak that `build` promises."""
+"""Default bytes of a chunk in `fzero.build`. Smaller, because it adds to the peak: a chunk is gathered from all ranks
+and held beside the shards and this rank's shard of a bucket, together no more than the shards and a whole parameter."""
 
 
 def copy_slices(leaves: Mapping[int, Any], layout: Layout, rank: int | None) -> dict[int, Tensor]:

@@ -108,7 +108,7 @@ def _cuda_devices() -> list[int]:
 
 
 def _agree(on: Live, module: nn.Module, drawn: str) -> None:
-    """Raise unless all ranks built the same shapes and dtypes, and drew the same random numbers. `drawn` is the digest of
+    """Raise unless all ranks built the same shapes and dtypes, and drew the same random numbers. `drawn` is a digest of
     the random state."""
     named = (*module.named_parameters(), *module.named_buffers())
     lines = [f"{path}: {list(tensor.shape)} {tensor.dtype}" for path, tensor in named]

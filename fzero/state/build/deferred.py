@@ -1,8 +1,8 @@
 """Deferred: tensors whose memory is in a `Store`, and the modes under which a constructor makes such tensors.
 
-For torch, a `Deferred` has a shape, strides, a dtype and a device, and shares an allocation with its views. An operation
-on a `Deferred` runs as the same operation on the allocation's whole memory, so that random numbers are drawn as in a
-plain construction, in the same order.
+For torch, a `Deferred` has a shape, strides, a dtype and a device, and shares an allocation with its views. An
+operation on a `Deferred` runs as the same operation on the allocation's whole memory, so that random numbers are drawn
+as in a plain construction, in the same order.
 
 The idea is torchdistX's deferred initialization, which records a construction, and torch's meta device, which leaves
 values out. Here the construction really runs.
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import TorchDispatchMode, storage_key
+from fzero.base.torch_private import TorchDispatchMode, map_pytree_only, pytree_leaves, storage_key
 from fzero.state.build.store import Allocation, Store, closed_error
 
 SMALL = 1024
@@ -87,8 +87,8 @@ def copy_whole(value: Deferred) -> Tensor:
 
 
 def read(value: Deferred, part: range, out: Tensor, chunk: int) -> None:
-    """Fill `out`, 1-d, with the row-major elements `part`, cast to the dtype of `out`. Collective; each rank has its own
-    part. A contiguous tensor is gathered `chunk` bytes at a time, any other as a whole."""
+    """Fill `out`, 1-d, with the row-major elements `part`, cast to the dtype of `out`. Collective; each rank has its
+    own part. A contiguous tensor is gathered `chunk` bytes at a time, any other as a whole."""
     store = value.allocation.store
     if not value.is_contiguous():
         store.bring([value.allocation])
@@ -139,8 +139,8 @@ def _compute(store: Store, func: Any, args: Any, kwargs: Any, given: list[Deferr
     reals = {id(value): _real_view(value) for value in given}
     known = {id(reals[id(value)]): value for value in given}
     result = func(
-        *torch_private.map_pytree_only(Deferred, lambda value: reals[id(value)], args),
-        **torch_private.map_pytree_only(Deferred, lambda value: reals[id(value)], kwargs),
+        *map_pytree_only(Deferred, lambda value: reals[id(value)], args),
+        **map_pytree_only(Deferred, lambda value: reals[id(value)], kwargs),
     )
     for real in reals.values():
         _check_metadata(func, known[id(real)], real)
@@ -155,12 +155,12 @@ def _compute(store: Store, func: Any, args: Any, kwargs: Any, given: list[Deferr
         allocation = storages.get(storage_key(out))
         return _adopt(store, func, out) if allocation is None else Deferred(allocation, _check_plain(func, out))
 
-    return torch_private.map_pytree_only(Tensor, wrap, result)
+    return map_pytree_only(Tensor, wrap, result)
 
 
 def _make(store: Store, func: Any, args: Any, kwargs: Any) -> Any:
     """Run `func`, which has no deferred argument, and defer the large tensors that it makes."""
-    given = [x for x in torch_private.pytree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = [x for x in pytree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     device = torch.device(kwargs.get("device") or (given[0].device if given else "cpu"))
     if func.overloadpacket in _EMPTIES and device.type != "meta":
         like = func(*_on_meta(args), **{**_on_meta(kwargs), "device": "meta", "pin_memory": False})
@@ -174,7 +174,7 @@ def _make(store: Store, func: Any, args: Any, kwargs: Any) -> Any:
     if func.is_view:
         return result
     foreign = _storages(given)
-    return torch_private.map_pytree_only(
+    return map_pytree_only(
         Tensor,
         lambda out: out if out.layout is not torch.strided or storage_key(out) in foreign else _adopt(store, func, out),
         result,
@@ -191,8 +191,9 @@ def _adopt(store: Store, func: Any, out: Tensor) -> Tensor:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view operation: its result shares the allocation. Needs no values."""
     allocation = _find_deferred((args, kwargs))[0].allocation
-    views = func(*torch_private.map_pytree_only(Deferred, _stand_in, args), **torch_private.map_pytree_only(Deferred, _stand_in, kwargs))
-    return torch_private.map_pytree_only(Tensor, lambda view: Deferred(allocation, _check_plain(func, view)), views)
+    stand_ins, named = map_pytree_only(Deferred, _stand_in, (args, kwargs))
+    views = func(*stand_ins, **named)
+    return map_pytree_only(Tensor, lambda view: Deferred(allocation, _check_plain(func, view)), views)
 
 
 def _rebind(self: Deferred, other: Any) -> Deferred:
@@ -209,7 +210,7 @@ def _stand_in(value: Deferred) -> Tensor:
 
 
 def _on_meta(tree: Any) -> Any:
-    return torch_private.map_pytree_only(Deferred, _stand_in, torch_private.map_pytree_only(_is_ordinary, lambda x: x.to("meta"), tree))
+    return map_pytree_only(Deferred, _stand_in, map_pytree_only(_is_ordinary, lambda x: x.to("meta"), tree))
 
 
 def _is_ordinary(value: Any) -> bool:
@@ -253,7 +254,7 @@ def _overwrites(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _may_be_large(args: tuple[Any, ...]) -> bool:
-    """Whether a factory may make a large tensor: its first argument is no list of sizes, or has many elements."""
+    """Whether a factory may make a large tensor: its first argument is not a list of sizes of few elements."""
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else None
     return sizes is None or torch.Size(sizes).numel() > SMALL
 
@@ -271,12 +272,12 @@ def _check_plain(func: Any, out: Tensor) -> Tensor:
 
 
 def _find_deferred(tree: Any) -> list[Deferred]:
-    return [x for x in torch_private.pytree_leaves(tree) if isinstance(x, Deferred)]
+    return [x for x in pytree_leaves(tree) if isinstance(x, Deferred)]
 
 
 def _storages(tree: Any) -> set[int]:
     """The storages of the ordinary tensors among the leaves of `tree`."""
-    return {storage_key(x) for x in torch_private.pytree_leaves(tree) if type(x) is Tensor and x.layout is torch.strided}
+    return {storage_key(x) for x in pytree_leaves(tree) if type(x) is Tensor and x.layout is torch.strided}
 
 
 def _describe(value: Tensor) -> str:

@@ -78,12 +78,15 @@ class Store:
                 self.cut(allocation)
         self._whole.update(wanted)
         for allocation in wanted:
-            if allocation is overwritten and allocation.flat is None:
-                allocation.pieces, allocation.flat = None, torch.empty(allocation.nbytes, dtype=torch.uint8, device=allocation.device)
-            elif allocation.pieces is not None:
-                allocation.flat, allocation.pieces = self._gather(allocation.pieces)[: allocation.nbytes].to(allocation.device), None
-            elif allocation.flat is None:
-                allocation.flat = torch.zeros(allocation.nbytes, dtype=torch.uint8, device=allocation.device)
+            nbytes, device, pieces = allocation.nbytes, allocation.device, allocation.pieces
+            if allocation.flat is not None:
+                continue
+            if allocation is overwritten:
+                allocation.pieces, allocation.flat = None, torch.empty(nbytes, dtype=torch.uint8, device=device)
+            elif pieces is not None:
+                allocation.flat, allocation.pieces = self._gather(pieces)[:nbytes].to(device), None
+            else:
+                allocation.flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def cut(self, allocation: Allocation) -> None:
         """Keep only this process's pieces of a whole allocation, on the mesh's device."""
