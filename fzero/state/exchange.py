@@ -137,7 +137,7 @@ def perform(on: Live, what: str, messages: Iterable[Message], have: Stretch = NO
 
 
 def report(on: Live, what: str, error: Exception, ranks: Iterable[int]) -> None:
-    """Send the text of `error` to `ranks`, in place of the next message that each of them expects from this rank."""
+    """Send the text of `error` to `ranks`, in place of the one message that each expects next from this rank."""
     text = f"{type(error).__name__}: {error}".encode()
     with on.members.begin(what):
         sends = [

@@ -40,7 +40,7 @@ class Feed:
         what = f"partition of {layout.bucket} from rank {self.source}"
         room = Stretch(layout.part(leaf, self.on.rank).start, out)
         numel, step = layout.leaves[leaf].numel, chunk_numel(chunk, values.dtype, out.dtype)
-        # One buffer for all chunks: a buffer a chunk would be two while the second is read.
+        # All chunks share one buffer, so that memory holds one chunk and not two.
         buffer = torch.empty(min(step, numel) if self.is_source else 0, dtype=out.dtype)
         for piece in chunks(numel, step):
             have = Stretch(piece.start, buffer[: len(piece)])

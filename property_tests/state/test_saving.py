@@ -1,4 +1,4 @@
-"""Saving: whatever the layout and the mesh, ranks together write each byte of a file once, and the right one."""
+"""Saving: whatever the layout and the mesh, ranks together write each byte of a file once, with its right value."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fzero.values.sharded import Sharded
 from property_tests.strategies import dtypes, layouts
 
 
-def places(mesh: VirtualMesh) -> list[Any]:
-    """The place of every rank in a mesh, as `Live` describes it, row by row."""
+def live_stand_ins(mesh: VirtualMesh) -> list[Any]:
+    """The attributes of `Live` that saving reads, for every rank of a mesh, row by row."""
     return [
         SimpleNamespace(
             mesh=mesh,
@@ -38,7 +38,7 @@ def test_ranks_together_write_each_element_once(layout: Layout, dtype: torch.dty
     wholes = [torch.arange(leaf.numel).to(dtype).view(leaf.shape) for leaf in layout.leaves]
     found = torch.zeros(sum(whole.numel() for whole in wholes) + extra, dtype=dtype)
     counts = torch.zeros_like(found, dtype=torch.int64)
-    for on in places(layout.mesh):
+    for on in live_stand_ins(layout.mesh):
         slices = copy_slices(dict(enumerate(wholes)), layout, on.rank)
         values = {leaf.path: Sharded(slices[i], layout, i, on) for i, leaf in enumerate(layout.leaves)}
         if extra:

@@ -86,7 +86,7 @@ def test_every_copy_of_the_state_gets_its_parts() -> None:
 
 
 class Breaking:
-    """A source that fails after 40 elements, as torch does: with a RuntimeError, which is also what a lost rank is."""
+    """A source that fails after 40 elements with a RuntimeError, the type by which gloo also reports a lost rank."""
 
     shape, dtype, path = torch.Size((100,)), torch.float32, "w"
 
@@ -97,7 +97,7 @@ class Breaking:
 
 
 def failing_then_whole(mesh: DeviceMesh) -> tuple[str, Tensor]:
-    """A read that fails, then one that does not, on the same ranks."""
+    """A read that fails, then a read that succeeds, on the same ranks."""
     here = mesh.get_rank() == 0
     with pytest.raises((FzeroError, RuntimeError)) as error:
         fzero.partition({"w": Breaking() if here else torch.empty(100, device="meta")}, mesh, source_rank=0, chunk=80)

@@ -1,4 +1,4 @@
-"""Initial values: the same on any number of ranks, distributed as torch's, drawn only where they are kept."""
+"""Initial values: the same on any number of ranks, distributed as torch's, drawn only by ranks that keep them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_rank_draws_only_the_chunks_that_it_keeps() -> None:
 
 
 def _numbers_drawn(mesh: DeviceMesh) -> list[int]:
-    """In chunks of 100 of a leaf of 1,000 elements, 512 for rank 0 and 488 for rank 1."""
+    """The chunks that this rank draws, of 100 elements each. Rank 0 keeps 512 of the leaf's 1,000 elements."""
     init.DRAWN_TOGETHER = 100
     numbers: list[int] = []
     chunk = init.Initial._draw
@@ -108,8 +108,8 @@ def he(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_distributions_are_those_of_torch(ours: Initializer, theirs: Callable[[Tensor], Tensor]) -> None:
-    """Mean, deviation and, where it has one, range of 240,000 values: the error of a deviation is a few thousandths of
-    it."""
+    """Mean, standard deviation and range of 240,000 values. A sample of this size has a standard deviation within a few
+    thousandths of the true one."""
     got, expected = values(ours, 200, 100, 3, 4), theirs(torch.empty(200, 100, 3, 4))
     spread = float(expected.std()) or 1.0
     assert abs(float(got.mean() - expected.mean())) < 0.02 * spread

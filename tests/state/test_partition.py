@@ -1,4 +1,4 @@
-"""Placement: which leaves become one bucket, and where a rank's slices lie. No process group."""
+"""Partition: which leaves share a bucket, where a rank's slices lie, and values that come from one rank."""
 
 from __future__ import annotations
 

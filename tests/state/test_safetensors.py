@@ -1,4 +1,4 @@
-"""Safetensors files read by ranges: what is read and what is not, damaged files, the tensors of a tree."""
+"""Safetensors files: ranges that are read, files that changed or are damaged, and the leaves of a tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ B = torch.tensor([7, 8], dtype=torch.int64)
 
 
 def sample(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Values that each dtype has."""
+    """Values that every dtype can hold."""
     values = torch.linspace(0 if dtype in (torch.uint16, torch.uint32, torch.uint64) else -3, 5, 64)
     return values[: torch.Size(shape).numel()].to(dtype).view(shape)
 
@@ -96,7 +96,7 @@ def test_no_more_is_read_than_is_asked_for(file: Path) -> None:
 
 
 def test_values_are_read_into_any_dtype_and_stride(tmp_path: Path) -> None:
-    numel = CAST_NBYTES // 8 * 2 + 5  # more than is cast at a time, twice
+    numel = CAST_NBYTES // 8 * 2 + 5  # two full casts and a rest
     save_file({"n": torch.arange(numel)}, tmp_path / "x.safetensors")
     n = open_safetensors(tmp_path / "x.safetensors")["n"]
     out = torch.zeros(2 * numel)[::2]

@@ -1,4 +1,4 @@
-"""The store, on a virtual mesh: bytes survive cuts, joins and copies, and nothing is whole that need not be."""
+"""The store on a virtual mesh: bytes survive cuts, joins and copies, and only wanted allocations are whole."""
 
 from __future__ import annotations
 

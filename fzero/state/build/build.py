@@ -146,7 +146,7 @@ def _partition(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) -> Tr
     leaves: list[Tensor] = tree.leaves(params)
     uses = Counter(leaf.allocation for leaf in leaves if isinstance(leaf, Deferred))
     values: dict[int, Sharded] = {}
-    for positions in _blocks(planned):
+    for positions in _group_by_storage(planned):
         device = how.get("device") or store.on.device or leaves[positions[0]].device
         zeros = _allocate([planned[position] for position in positions], device, how.get("pin", False))
         for position, value in zip(positions, zeros):
@@ -165,7 +165,7 @@ def _plan(params: Tree, mesh: Any, how: dict[str, Any]) -> Tree:
     return partition(absent, mesh, **{**how, "device": "meta", "pin": False})
 
 
-def _blocks(planned: Sequence[Sharded]) -> list[list[int]]:
+def _group_by_storage(planned: Sequence[Sharded]) -> list[list[int]]:
     """Positions of the values that share one storage."""
     blocks: dict[int, list[int]] = {}
     for position, value in enumerate(planned):

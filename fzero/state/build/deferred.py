@@ -122,9 +122,9 @@ def run(store: Store, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _view(func, args, kwargs)
     if packet in _LIKES:  # takes shape and dtype of a deferred tensor, not its values
         kwargs = {"device": given[0].device, **{key: value for key, value in kwargs.items() if value is not None}}
-        return _make(store, func, *_on_meta((args, kwargs)))
+        return _make(store, func, *_move_to_meta((args, kwargs)))
     if packet is aten.clone and _is_all(given[0]) and kwargs.get("memory_format") in _SAME:
-        return Deferred(store.duplicate(given[0].allocation), _stand_in(given[0]))
+        return Deferred(store.duplicate(given[0].allocation), _make_stand_in(given[0]))
     if packet is aten.copy_ and len(given) == 2 and _are_alike(*given):
         store.duplicate(given[1].allocation, onto=given[0].allocation)
         return args[0]
@@ -145,7 +145,7 @@ def _compute(store: Store, func: Any, args: Any, kwargs: Any, given: list[Deferr
     for real in reals.values():
         _check_metadata(func, known[id(real)], real)
     storages = {storage_key(allocation.flat): allocation for allocation in allocations if allocation.flat is not None}
-    foreign = _storages((args, kwargs))
+    foreign = _find_storages((args, kwargs))
 
     def wrap(out: Tensor) -> Tensor:
         if id(out) in known:
@@ -163,7 +163,7 @@ def _make(store: Store, func: Any, args: Any, kwargs: Any) -> Any:
     given = [x for x in pytree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     device = torch.device(kwargs.get("device") or (given[0].device if given else "cpu"))
     if func.overloadpacket in _EMPTIES and device.type != "meta":
-        like = func(*_on_meta(args), **{**_on_meta(kwargs), "device": "meta", "pin_memory": False})
+        like = func(*_move_to_meta(args), **{**_move_to_meta(kwargs), "device": "meta", "pin_memory": False})
         if like.numel() > SMALL and like.layout is torch.strided:
             return Deferred(store.blank(like.untyped_storage().nbytes(), device), like)
     if all(x.is_meta for x in given) and _may_be_large(args):
@@ -173,7 +173,7 @@ def _make(store: Store, func: Any, args: Any, kwargs: Any) -> Any:
         return _adopt(store, func, result)
     if func.is_view:
         return result
-    foreign = _storages(given)
+    foreign = _find_storages(given)
     return map_pytree_only(
         Tensor,
         lambda out: out if out.layout is not torch.strided or storage_key(out) in foreign else _adopt(store, func, out),
@@ -191,7 +191,7 @@ def _adopt(store: Store, func: Any, out: Tensor) -> Tensor:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view operation: its result shares the allocation. Needs no values."""
     allocation = _find_deferred((args, kwargs))[0].allocation
-    stand_ins, named = map_pytree_only(Deferred, _stand_in, (args, kwargs))
+    stand_ins, named = map_pytree_only(Deferred, _make_stand_in, (args, kwargs))
     views = func(*stand_ins, **named)
     return map_pytree_only(Tensor, lambda view: Deferred(allocation, _check_plain(func, view)), views)
 
@@ -204,13 +204,13 @@ def _rebind(self: Deferred, other: Any) -> Deferred:
     return self
 
 
-def _stand_in(value: Deferred) -> Tensor:
+def _make_stand_in(value: Deferred) -> Tensor:
     """The same view on the meta device."""
     return _view_as(torch.empty(value.allocation.nbytes, dtype=torch.uint8, device="meta"), value)
 
 
-def _on_meta(tree: Any) -> Any:
-    return map_pytree_only(Deferred, _stand_in, map_pytree_only(_is_ordinary, lambda x: x.to("meta"), tree))
+def _move_to_meta(tree: Any) -> Any:
+    return map_pytree_only(Deferred, _make_stand_in, map_pytree_only(_is_ordinary, lambda x: x.to("meta"), tree))
 
 
 def _is_ordinary(value: Any) -> bool:
@@ -275,7 +275,7 @@ def _find_deferred(tree: Any) -> list[Deferred]:
     return [x for x in pytree_leaves(tree) if isinstance(x, Deferred)]
 
 
-def _storages(tree: Any) -> set[int]:
+def _find_storages(tree: Any) -> set[int]:
     """The storages of the ordinary tensors among the leaves of `tree`."""
     return {storage_key(x) for x in pytree_leaves(tree) if type(x) is Tensor and x.layout is torch.strided}
 
