@@ -34,8 +34,8 @@ from fzero.program.comm import Comm
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.live import Live
-from fzero.state.fill import place
-from fzero.state.grouping import grouped
+from fzero.state.fill import copy_slices
+from fzero.state.grouping import group_by_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -142,8 +142,8 @@ def arguments(program: Program, vocab: int) -> list[Tensor]:
             layout = program.layouts[argument.bucket]
             places[i] = layout, argument.leaf
             given[i] = 0.02 * torch.rand(layout.leaves[argument.leaf].shape, generator=draw)
-    for layout, members in grouped(places, {i: given[i].dtype for i in places}):
-        placed = place({index: given[i] for i, index in members.items()}, layout, 0)
+    for layout, members in group_by_layout(places, {i: given[i].dtype for i in places}):
+        placed = copy_slices({index: given[i] for i, index in members.items()}, layout, 0)
         given.update((i, placed[index]) for i, index in members.items())
     return [given[i] for i in sorted(given)]
 

@@ -21,7 +21,7 @@ from machine import machine
 from fzero import VirtualMesh, tree
 from fzero.layout.chunks import rank_overlaps
 from fzero.layout.packing import pack
-from fzero.state.grouping import layouts
+from fzero.state.grouping import plan_buckets
 
 SHAPES = ((4096, 4096), (4096,), (11008, 4096), (4096, 11008), (), (1024, 4096), (32000,))
 CHUNK = 2**23  # elements
@@ -66,7 +66,7 @@ def plan(params: tree.Tree, ranks: int, granularity: Granularity | None) -> Plan
     start, processor = time.perf_counter(), time.process_time()
     keys = tree.keys(treedef)
     named = time.perf_counter()
-    found = [layout for layout, _ in layouts(keys, leaves, VirtualMesh(fsdp=ranks), None, granularity)]
+    found = [layout for layout, _ in plan_buckets(keys, leaves, VirtualMesh(fsdp=ranks), None, granularity)]
     padded, numel = (sum(getattr(layout, size) for layout in found) for size in ("padded", "numel"))
     laid = time.perf_counter()
     overlaps = sum(

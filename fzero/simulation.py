@@ -18,8 +18,8 @@ from fzero.passes.run import Pass
 from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
-from fzero.state.fill import place
-from fzero.state.grouping import grouped
+from fzero.state.fill import copy_slices
+from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded
 
 
@@ -114,7 +114,7 @@ class Simulation:
     def _arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
         """The tensor arguments of each rank: its own copies, the slices of a bucket next to each other."""
         places = {i: (leaf.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
-        groups = grouped(places, {i: leaves[i].dtype for i in places})
+        groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
         return [self._arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
     def _arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
@@ -125,7 +125,7 @@ class Simulation:
         }
         for layout, members in groups:
             full = {index: leaves[i].local for i, index in members.items()}
-            placed = place(full, layout, seat.rank)
+            placed = copy_slices(full, layout, seat.rank)
             values.update((i, placed[index]) for i, index in members.items())
         return [values[i] for i in sorted(values)]
 

@@ -13,8 +13,8 @@ from fzero import tree
 from fzero.execution import lockstep
 from fzero.passes import defaults
 from fzero.program.program import Program
-from fzero.state.fill import place
-from fzero.state.grouping import grouped
+from fzero.state.fill import copy_slices
+from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded
 from property_tests.steps import Step
 
@@ -56,8 +56,8 @@ def _arguments(leaves: list[Sharded | Tensor], seat: lockstep.Seat) -> list[Tens
     size = seat.mesh.size()
     values = {i: leaf.chunk(size)[seat.number].clone() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     places = {i: (leaf.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
-    for layout, members in grouped(places, {i: leaves[i].dtype for i in places}):
-        placed = place({index: leaves[i].local for i, index in members.items()}, layout, seat.rank)
+    for layout, members in group_by_layout(places, {i: leaves[i].dtype for i in places}):
+        placed = copy_slices({index: leaves[i].local for i, index in members.items()}, layout, seat.rank)
         values.update((i, placed[index]) for i, index in members.items())
     return [values[i] for i in range(len(leaves))]
 

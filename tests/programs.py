@@ -26,8 +26,8 @@ from fzero.passes.order import find_derived
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
-from fzero.state.fill import place
-from fzero.state.grouping import Layers, layouts
+from fzero.state.fill import copy_slices
+from fzero.state.grouping import Layers, plan_buckets
 from fzero.tracing import trace
 from fzero.values.sharded import Sharded
 
@@ -55,8 +55,8 @@ def partition(params: tree.Tree, seat: Seat, layers: Layers | None = None) -> tr
     """What `fzero.partition` makes of `params` on the rank at `seat`."""
     leaves, treedef = tree.flatten(params)
     sharded: dict[int, Sharded] = {}
-    for layout, members in layouts(tree.keys(treedef), leaves, seat.mesh, layers):
-        slices = place({index: leaves[i] for index, i in enumerate(members)}, layout, seat.rank)
+    for layout, members in plan_buckets(tree.keys(treedef), leaves, seat.mesh, layers):
+        slices = copy_slices({index: leaves[i] for index, i in enumerate(members)}, layout, seat.rank)
         sharded.update((i, Sharded(slices[index], layout, index, seat)) for index, i in enumerate(members))
     return tree.unflatten(treedef, [sharded[i] for i in range(len(leaves))])
 

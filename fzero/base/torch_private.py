@@ -7,16 +7,18 @@ which public name would replace the private one. A section a room; the heading n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch._subclasses.fake_tensor
 import torch.distributed as dist
+import torch.utils._mode_utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
 from einops import _backends
-from torch import nn
+from torch import Tensor, nn
 
 # for ranks: process groups
 
@@ -139,3 +141,40 @@ def overload_name(operation: Any) -> str:
 
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 """torch's AdamW kernel on lists. Public replacement: a function of tensors behind `torch.optim.AdamW(fused=True)`."""
+
+
+# for state
+
+dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+"""The active dispatch modes. Public name once torch has one: beside `torch.overrides.TorchFunctionMode`."""
+
+disable_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
+"""Disable all modes within a block. Public name once torch has one: beside `torch.overrides.TorchFunctionMode`."""
+
+no_dispatch: Callable[[], AbstractContextManager[Any]] = torch.utils._mode_utils.no_dispatch
+"""Disable `__torch_dispatch__` in a block. Public name once torch has one: beside `DisableTorchFunctionSubclass`."""
+
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing. Public name once torch has one: a class attribute to opt out."""
+
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""A tensor subclass without memory of its own. Public name once torch has one: `Tensor.make_wrapper_subclass`."""
+
+pytree_leaves: Callable[..., list[Any]] = torch.utils._pytree.tree_leaves
+"""The leaves of a pytree of torch. Public name once torch has one: `torch.utils.pytree`."""
+
+map_pytree_only: Callable[..., Any] = torch.utils._pytree.tree_map_only
+"""Map the leaves of one type of a pytree of torch. Public name once torch has one: `torch.utils.pytree`."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors on one storage share, also on the meta device, where `data_ptr` is 0 for all.
+
+    Public name once torch has one: equality of `UntypedStorage`.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict of a module's own buffers, which may be assigned to. Public name once torch has one: `own_buffers`."""
+    return module._buffers

@@ -1,4 +1,4 @@
-"""Streaming: from sources into a rank's part of a bucket, a chunk at a time."""
+"""Fill: a rank's part of a bucket, allocated and read from sources a chunk at a time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from fzero.layout.chunks import rank_overlaps
 from fzero.layout.layout import Layout, wire
 from fzero.state.sources import Source, TensorSource
 
-CHUNK = 32 << 20
-"""Bytes that are on their way at once, unless the user says otherwise."""
+CHUNK_NBYTES = 32 << 20
+"""Default bytes of a chunk: of values that are read, sent or written at a time."""
+
+BUILD_CHUNK_NBYTES = 4 << 20
+"""Default bytes of a chunk in `fzero.build`. Smaller, because it adds to the peak: a chunk is gathered from all ranks
+and held beside the shards and this rank's shard of a bucket, together no more than the shards and a whole parameter."""
 
 
-def place(leaves: Mapping[int, Any], layout: Layout, rank: int | None) -> dict[int, Tensor]:
-    """The slices that `rank` (None: all ranks together) holds of these leaves of a layout, tensors of one dtype and
-    device, by their index: views of one new buffer, in order. Where all leaves are given that is the rank's whole part
-    of the bucket, its padding zeros."""
+def copy_slices(leaves: Mapping[int, Any], layout: Layout, rank: int | None) -> dict[int, Tensor]:
+    """Copies of the slices that `rank` (None: all ranks together) keeps of some leaves of a layout, by leaf index.
+
+    `leaves` are tensors of one dtype and device. The slices are views of one new buffer, in order. With all leaves of
+    the layout the buffer is the rank's whole part of the bucket, and padding is zero.
+    """
     first = next(iter(leaves.values()))
-    slices = room(leaves, layout, rank, first.dtype, first.device)
+    slices = allocate_slices(leaves, layout, rank, first.dtype, first.device)
     for index, leaf in leaves.items():
-        fill(slices[index].view(-1), TensorSource(leaf), layout, index, rank, CHUNK)
+        fill(slices[index].view(-1), TensorSource(leaf), layout, index, rank, CHUNK_NBYTES)
     return slices
 
 
-def room(
+def allocate_slices(
     leaves: Mapping[int, Any],
     layout: Layout,
     rank: int | None,
@@ -36,20 +42,21 @@ def room(
     device: torch.device,
     pin: bool = False,
 ) -> dict[int, Tensor]:
-    """Zeros for the slices that `place` gives. Of leaves only shapes are read."""
-    held = wire(layout, tuple(sorted(leaves)))
-    where = held.block(rank)
-    size = len(layout.rank_range(rank)) if held.is_complete else sum(map(len, where))
-    block = torch.zeros(size, dtype=dtype, device=device, pin_memory=pin)
-    flats = {index: block[at.start : at.stop] for index, at in zip(held.leaves, where)}
+    """Zeros in place of the slices that `copy_slices` returns. Reads only the shapes of leaves."""
+    along = wire(layout, tuple(sorted(leaves)))
+    block = along.block(rank)
+    numel = len(layout.rank_range(rank)) if along.is_complete else sum(map(len, block))
+    buffer = torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
+    flats = {index: buffer[at.start : at.stop] for index, at in zip(along.leaves, block)}
     return {index: flat.view(leaves[index].shape) if layout.replicated else flat for index, flat in flats.items()}
 
 
 def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int) -> None:
     """Read a rank's part of a leaf into `out`, 1-d, `chunk` bytes at a time."""
     start = layout.part(leaf, rank).start
-    for piece in rank_overlaps(layout, leaf, rank, elements(chunk, source.dtype, out.dtype)):
+    for piece in rank_overlaps(layout, leaf, rank, chunk_numel(chunk, source.dtype, out.dtype)):
         here = out[piece.source.start - start : piece.source.stop - start]
+        # A tensor may be copied from any device to any other; every other source writes to host memory only.
         if out.device.type == "cpu" or isinstance(source, TensorSource):
             source.read(piece.source.start, here)
         else:
@@ -58,11 +65,11 @@ def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | Non
             here.copy_(staged)
 
 
-def elements(chunk: int, *dtypes: torch.dtype) -> int:
-    """How many elements of the widest of these dtypes a chunk of so many bytes has.
+def chunk_numel(chunk: int, *dtypes: torch.dtype) -> int:
+    """The number of elements, of the widest of these dtypes, in a chunk of `chunk` bytes.
 
     Raises:
-        FzeroError: for a chunk that has none.
+        FzeroError: for a chunk smaller than one element.
     """
     widest = max(dtype.itemsize for dtype in dtypes)
     if chunk < widest:

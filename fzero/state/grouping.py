@@ -1,4 +1,4 @@
-"""Buckets: which leaves of a tree travel together, and so where each one lies."""
+"""Grouping: which leaves of a tree share a bucket, and the layout of each leaf."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fzero.values.sharded import is_sharded
 Keys = Sequence[tuple[str | int, ...]]
 Layers = Callable[[str], str | None]
 Granularity = Callable[[str, tuple[int, ...]], int | None]
-Places = dict[int, tuple[Layout, int]]
-"""Position of a leaf in its tree -> its layout, and its index there."""
+LeafLayouts = dict[int, tuple[Layout, int]]
+"""Position of a leaf in its tree -> the leaf's layout, and the leaf's index in the layout."""
 
 
-def places(
+def plan_leaves(
     keys: Keys,
     leaves: Sequence[Any],
     mesh: VirtualMesh,
@@ -29,27 +29,28 @@ def places(
     like: tree.Tree | None = None,
     persist: int = 0,
     granularity: Granularity | None = None,
-) -> Places:
-    """Where each leaf lies, by the keywords of `fzero.partition`. Of leaves only shapes and dtypes are read."""
-    found = _beside(keys, leaves, like, mesh)
+) -> LeafLayouts:
+    """The layout of each leaf, by the keywords of `fzero.partition`. Reads only shapes and dtypes of leaves."""
+    found = _match_params(keys, leaves, like, mesh)
     for i, leaf in enumerate(leaves):
         if i not in found and leaf.shape.numel() <= persist:
             whole = Leaf(tree.dotted(keys[i]), tuple(leaf.shape))
             found[i] = (Layout(bucket_of(keys[i]), (whole,), mesh, replicated=True), 0)
     rest = [i for i in range(len(leaves)) if i not in found]
-    for layout, members in layouts([keys[i] for i in rest], [leaves[i] for i in rest], mesh, layers, granularity):
+    for layout, members in plan_buckets([keys[i] for i in rest], [leaves[i] for i in rest], mesh, layers, granularity):
         found.update((rest[position], (layout, index)) for index, position in enumerate(members))
     return found
 
 
-def layouts(
+def plan_buckets(
     keys: Keys,
     leaves: Sequence[Any],
     mesh: VirtualMesh,
     layers: Layers | None = None,
     granularity: Granularity | None = None,
 ) -> list[tuple[Layout, list[int]]]:
-    """The buckets of a tree, one a layer and dtype: `(layout, positions of its leaves)`. Reads shapes and dtypes."""
+    """The buckets of a tree, one for each layer and dtype: `(layout, positions of the bucket's leaves)`. Reads only
+    shapes and dtypes of leaves."""
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for position, (key, leaf) in enumerate(zip(keys, leaves)):
         named = layers(tree.dotted(key)) if layers else None
@@ -74,15 +75,16 @@ def _leaf(path: str, shape: tuple[int, ...], granularity: Granularity | None) ->
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:
-    """The layer that a leaf belongs to: its path up to the outermost list or tuple position, else its first entry."""
+    """The layer of a leaf: the leaf's path up to the outermost list or tuple position, else the path's first entry."""
     for depth, part in enumerate(key):
         if isinstance(part, int):
             return tree.dotted(key[: depth + 1])
     return tree.dotted(key[:1])
 
 
-def _beside(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mesh: VirtualMesh) -> Places:
-    """The leaves that lie as a parameter of `like` does, or are held whole because of it: position -> layout, index."""
+def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mesh: VirtualMesh) -> LeafLayouts:
+    """The leaves whose layout follows from `like`: a leaf with the path and shape of a parameter has the parameter's
+    layout, and any other 0-d leaf is replicated."""
     if like is None:
         return {}
     known = {param.path: param for param in tree.leaves(like) if is_sharded(param)}
@@ -97,10 +99,11 @@ def _beside(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mesh: Vir
     return found
 
 
-def grouped(
-    found: Places, dtypes: Sequence[torch.dtype] | Mapping[int, torch.dtype]
+def group_by_layout(
+    found: LeafLayouts, dtypes: Sequence[torch.dtype] | Mapping[int, torch.dtype]
 ) -> list[tuple[Layout, dict[int, int]]]:
-    """Leaves of one layout and dtype together, each index of the layout once: `(layout, position -> index)`."""
+    """Groups of leaves with one layout and dtype: `(layout, position -> index)`. A group has an index once: leaves with
+    the same index, such as the two moments of a parameter, are in different groups."""
     groups: dict[tuple[Layout, torch.dtype, int], dict[int, int]] = {}
     seen: Counter[tuple[Layout, torch.dtype, int]] = Counter()
     for position, (layout, index) in sorted(found.items()):

@@ -1,4 +1,4 @@
-"""Initial values: leaves drawn chunk by chunk from a seed, the same on any number of ranks."""
+"""Init: leaves drawn chunk by chunk from a seed, with the same values on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from fzero.base.errors import FzeroError
 from fzero.base.randomness import fold
 from fzero.state.initializers import Initializer
 from fzero.state.partition import partition
-from fzero.state.sources import asked, described
+from fzero.state.sources import check_range, describe
 
-CHUNK = 2**20
-"""Elements that are drawn together, from a generator of their own. Part of what a seed means: never to be changed."""
+DRAWN_TOGETHER = 2**20
+"""Elements that one generator draws. Never change this number: another number gives other values for the same seed."""
 
 Rule = Callable[[str, Any], Initializer]
 
 
 def init(shapes: tree.Tree, mesh: Any, rule: Rule, *, seed: int = 0, **how: Any) -> tree.Tree:
-    """A tree of `Sharded` leaves of the shapes and dtypes of `shapes`, with the values that `rule` gives.
+    """A tree of `Sharded` leaves with the shapes and dtypes of `shapes` and the values that `rule` draws.
 
-    `shapes` is a tree of tensors, on the meta device say, as `fzero.lower` gives them for a module there;
-    `rule(path, leaf)` is one of `fzero.initializers`. Values follow from `seed`, path and position alone: they are the
-    same for any mesh and partition, and a rank draws only the chunks that its slices touch. `how` are further keywords
-    of `fzero.partition`.
+    `shapes` is a tree of tensors, such as `fzero.lower` returns for a module on the meta device. `rule(path, leaf)`
+    returns one of `fzero.initializers`. `how` are further keywords of `fzero.partition`.
+
+    Values depend on `seed`, the leaf's path and the element's position alone: they are the same for any mesh and
+    partition. A rank draws only the chunks that its slices touch.
 
         params, apply = fzero.lower(torch.nn.Linear(8, 8, device="meta"))
         params = fzero.init(params, mesh, lambda path, leaf: kaiming_uniform() if leaf.ndim > 1 else zeros())
 
     Raises:
-        FzeroError: for a rule that gives no initializer, or one that does not fit a leaf; as `fzero.partition` does.
+        FzeroError: for a rule that returns no initializer, or an initializer that does not fit a leaf; as
+            `fzero.partition` does.
     """
     return partition(
         tree.map_with_path(lambda path, leaf: Initial(path, leaf, rule(path, leaf), seed), shapes), mesh, **how
@@ -41,8 +43,11 @@ def init(shapes: tree.Tree, mesh: Any, rule: Rule, *, seed: int = 0, **how: Any)
 
 
 class Initial:
-    """The values of one leaf, a `Source`: chunk k of the flattened leaf comes from a generator with the seed
-    `fold(seed, path, k)`, in fp32 or, for a leaf of that, fp64."""
+    """The initial values of one leaf, a `Source`.
+
+    A generator with the seed `fold(seed, path, k)` draws chunk k of the flattened leaf: in fp64 for an fp64 leaf, else
+    in fp32.
+    """
 
     def __init__(self, path: str, leaf: Any, initializer: Any, seed: int) -> None:
         if not callable(initializer):
@@ -53,15 +58,15 @@ class Initial:
         self.seed = seed
 
     def read(self, start: int, out: Tensor) -> None:
-        flat = asked(self, start, out)
-        for number in range(flat.start // CHUNK, -(-flat.stop // CHUNK)):
-            values, first = self._chunk(number), number * CHUNK
-            begin, end = max(flat.start, first), min(flat.stop, first + CHUNK)
+        flat = check_range(self, start, out)
+        for number in range(flat.start // DRAWN_TOGETHER, -(-flat.stop // DRAWN_TOGETHER)):
+            values, first = self._draw(number), number * DRAWN_TOGETHER
+            begin, end = max(flat.start, first), min(flat.stop, first + DRAWN_TOGETHER)
             out[begin - start : end - start].copy_(values[begin - first : end - first])
 
-    def _chunk(self, number: int) -> Tensor:
-        """[at most CHUNK] chunk `number`, the last one shorter."""
-        numel = min(CHUNK, self.shape.numel() - number * CHUNK)
+    def _draw(self, number: int) -> Tensor:
+        """[at most DRAWN_TOGETHER] chunk `number`; the last chunk is shorter."""
+        numel = min(DRAWN_TOGETHER, self.shape.numel() - number * DRAWN_TOGETHER)
         values = torch.empty(numel, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
         generator = torch.Generator().manual_seed(fold(self.seed, self.path, number))
         try:
@@ -71,4 +76,4 @@ class Initial:
         return values
 
     def __repr__(self) -> str:
-        return f"Initial({self.path}: {described(self)})"
+        return f"Initial({self.path}: {describe(self)})"

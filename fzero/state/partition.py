@@ -1,4 +1,4 @@
-"""Placement: a full tree to a tree of `Sharded` leaves on a mesh, and back."""
+"""Partition: a tree of tensors to a tree of `Sharded` leaves on a mesh."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.live import live
-from fzero.ranks.virtual import virtual
-from fzero.state.fill import CHUNK, fill, room
-from fzero.state.grouping import Granularity, Layers, grouped, places
+from fzero.ranks.live import Live, live
+from fzero.ranks.virtual import Virtual, virtual
+from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
+from fzero.state.grouping import Granularity, Layers, group_by_layout, plan_leaves
 from fzero.state.send import Feed
 from fzero.state.sources import Source, source_of
 from fzero.values.sharded import Sharded, is_sharded
@@ -34,51 +34,57 @@ def partition(
     dtype: Dtypes | None = None,
     persist: int = 0,
     granularity: Granularity | None = None,
-    chunk: int = CHUNK,
+    chunk: int = CHUNK_NBYTES,
     device: torch.device | str | None = None,
     pin: bool = False,
     source_rank: int | None = None,
 ) -> tree.Tree:
-    """`params` with each leaf replaced by this rank's `Sharded` part of it. On a `VirtualMesh` by every rank's parts,
-    for `fzero.simulate`.
+    """`params` with each leaf replaced by this rank's `Sharded` part of the leaf. On a `VirtualMesh` a leaf holds the
+    parts of all ranks, for `fzero.simulate`.
 
     `unpartition(partition(params, mesh)) == params`. A leaf is a tensor of any strides, a numpy array, or a `Source` of
-    `fzero.state.sources`; values are copied, never aliased, and read `chunk` bytes at a time, so that a rank holds no
-    more than its parts and a chunk beside what it was given. Every rank gives the same values; with `source_rank` that
-    rank alone has them and sends each chunk's parts to their owners, the others give leaves of the same shapes and
-    dtypes, on the meta device say.
+    `fzero.state.sources`. Values are copied, never aliased, and read `chunk` bytes at a time, so that beside its
+    arguments a rank holds its parts and a chunk.
 
-    Leaves are grouped into buckets, each gathered and scattered as one: an element of the outermost list (or tuple) on
-    a leaf's path, else the top-level entry, is a bucket. `layers(path)` may name another bucket for a leaf, or return
-    None to keep that rule. `like`, a tree of parameters that are partitioned already, is for state that goes with them,
-    such as an optimizer's: a leaf whose path is some prefix and a parameter's path, and that has its shape, lies as
-    that parameter does; any other 0-d leaf, such as a step count, is held whole by every rank.
+    All ranks call `partition` together, with the same values. With `source_rank` the values come from that global rank
+    alone, which sends the parts of each chunk to the ranks that keep them. The other ranks give leaves of the same
+    shapes and dtypes, for example on the meta device.
 
-    `dtype`, one or a function of path and leaf (None keeps the leaf's), casts on the way. Leaves of up to `persist`
-    elements stay whole on every rank; their gradients are averaged. `granularity(path, shape)` is a number of elements,
-    such as a row's, that no rank boundary cuts. Parts are made on `device`, by default the mesh's (of a virtual mesh
-    the leaf's), in pinned memory with `pin`.
+    Leaves are grouped into buckets. A bucket is gathered and scattered as one. The rule: each element of the outermost
+    list or tuple on a leaf's path is a bucket, and so is any other top-level entry. `layers(path)` returns the name of
+    another bucket for a leaf, or None to keep the rule.
+
+    `like` is a tree of partitioned parameters, for state that belongs to the parameters, such as an optimizer's:
+
+    * a leaf whose path ends with a parameter's path, and that has the parameter's shape, has the parameter's layout;
+    * any other 0-d leaf, such as a step count, is whole on every rank.
+
+    `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
+    leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
+    averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
+    Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's), and in pinned memory with
+    `pin`.
 
     Raises:
-        FzeroError: for a leaf that is no tensor, is partitioned already or has no values, and on all ranks where one
-            gives other shapes, or where the source rank fails to read.
+        FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; on all ranks when
+            one gives other shapes, or when the source rank fails to read.
     """
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
-    sources = [_source(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
-    cast = [_dtype(dtype, source) for source in sources]
-    goals = [_Absent(source.shape, to, source.path) for source, to in zip(sources, cast)]
-    found = places(keys, goals, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
-    feed = _feed(on, source_rank, sources, goals)
+    sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
+    dtypes = [_choose_dtype(dtype, source) for source in sources]
+    targets = [_Absent(source.shape, to, source.path) for source, to in zip(sources, dtypes)]
+    planned = plan_leaves(keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
+    feed = _make_feed(on, source_rank, sources, targets)
     values: dict[int, Sharded] = {}
-    for layout, members in grouped(found, cast):
+    for layout, members in group_by_layout(planned, dtypes):
         given = {index: sources[i] for i, index in members.items()}
         first = next(iter(members))
         where = torch.device(device or on.device or getattr(leaves[first], "device", None) or "cpu")
-        slices = room(given, layout, on.rank, cast[first], where, pin)
+        slices = allocate_slices(given, layout, on.rank, dtypes[first], where, pin)
         for i, index in members.items():
-            _bring(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
+            _fill(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
     if feed is not None:
         feed.end()
@@ -101,7 +107,7 @@ class _Absent:
         )
 
 
-def _source(path: str, leaf: Any) -> Source:
+def _open_leaf(path: str, leaf: Any) -> Source:
     """The source of a leaf."""
     if is_sharded(leaf):
         raise FzeroError(
@@ -114,28 +120,30 @@ def _source(path: str, leaf: Any) -> Source:
     return source_of(leaf, path)
 
 
-def _dtype(dtype: Any, source: Source) -> torch.dtype:
-    """What a leaf is cast to: only floating leaves are, unless a function says so."""
+def _choose_dtype(dtype: Dtypes | None, source: Source) -> torch.dtype:
+    """The dtype that a leaf is cast to. A dtype is for floating leaves only; a function may cast any leaf."""
     if isinstance(dtype, torch.dtype):
         return dtype if source.dtype.is_floating_point else source.dtype
     return (dtype(source.path, source) if dtype is not None else None) or source.dtype
 
 
-def _feed(on: Any, source_rank: int | None, sources: Sequence[Source], goals: Sequence[Source]) -> Feed | None:
-    """What brings values from `source_rank`, once all ranks agree about what they will be; None where all have them."""
-    if source_rank is None or on.rank is None:
+def _make_feed(
+    on: Live | Virtual, source_rank: int | None, sources: Sequence[Source], targets: Sequence[Source]
+) -> Feed | None:
+    """The feed from `source_rank`, once all ranks agree on shapes and dtypes; None where every rank has the values."""
+    if source_rank is None or not isinstance(on, Live):
         return None
-    lines = [f"leaf {a.path}: {list(a.shape)} {a.dtype}, as {b.dtype}" for a, b in zip(sources, goals)]
+    lines = [f"leaf {a.path}: {list(a.shape)} {a.dtype}, as {b.dtype}" for a, b in zip(sources, targets)]
     agree(on.members, digest(lines), lines)
     return Feed(on, source_rank)
 
 
-def _bring(
+def _fill(
     out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int, feed: Feed | None
 ) -> None:
     if out.is_meta:
         return
     if feed is not None:
-        feed.leaf(out, source, layout, leaf, chunk)
+        feed.fill(out, source, layout, leaf, chunk)
     else:
         fill(out, source, layout, leaf, rank, chunk)

@@ -1,9 +1,9 @@
-"""Sources: where values come from, read by ranges, so that nothing larger than what was asked for is ever in memory.
+"""Sources: values that are read by ranges, so that memory holds no more of them than a caller reads at a time.
 
-source_of(tensor)                            of any strides: transposed, sliced, expanded
-source_of(torch.load(file, mmap=True)[key])  only the pages of a range are touched
-source_of(numpy.load(file, mmap_mode="r"))   likewise
-fzero.tensorfiles.open_safetensors(file)     a dict of them
+source_of(tensor)                                of any strides: transposed, sliced, expanded
+source_of(torch.load(file, mmap=True)[key])      only the pages of a range are read from disk
+source_of(numpy.load(file, mmap_mode="r"))       likewise
+fzero.state.safetensors.open_safetensors(file)   a dict of sources
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fzero.layout.boxes import boxes
 
 @runtime_checkable
 class Source(Protocol):
-    """A value of a shape and dtype, whose elements are there for the asking. `path` names it in errors."""
+    """A value of a shape and dtype whose elements can be read by ranges. Errors name the value by `path`."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -33,12 +33,12 @@ class Source(Protocol):
 
 
 class TensorSource:
-    """The values of a tensor with any strides, on any device; read straight from its memory, without a copy of it.
+    """The values of a tensor of any strides on any device, read straight from the tensor's memory.
 
-    `dtype`, the tensor's own where it is None, is what the values count as: nothing is cast before it is read.
+    `dtype` is the source's dtype, by default the tensor's. Values are cast only while they are read.
 
     Raises:
-        FzeroError: for a meta tensor, which has no values, and a sparse one, which has no strides.
+        FzeroError: for a meta tensor, which has no values, and for a sparse tensor, which has no strides.
     """
 
     def __init__(self, tensor: Tensor, path: str = "", dtype: torch.dtype | None = None) -> None:
@@ -51,7 +51,8 @@ class TensorSource:
 
     def read(self, start: int, out: Tensor) -> None:
         done = 0
-        for box in boxes(tuple(self.shape), asked(self, start, out)):
+        # Box by box: `tensor.reshape(-1)` would copy the whole of a tensor that is not contiguous.
+        for box in boxes(tuple(self.shape), check_range(self, start, out)):
             piece = self.tensor
             for dim, (begin, size) in enumerate(zip(*box)):
                 piece = piece.narrow(dim, begin, size)
@@ -59,23 +60,23 @@ class TensorSource:
             done += piece.numel()
 
     def __repr__(self) -> str:
-        return f"TensorSource({self.path or 'tensor'}: {described(self)})"
+        return f"TensorSource({self.path or 'tensor'}: {describe(self)})"
 
 
 def source_of(value: Any, path: str = "") -> Source:
-    """The source of a tensor or a numpy array, memory-mapped or not; a source is returned as it is.
+    """The source of a tensor or of a numpy array, memory-mapped or not. A source is returned as it is.
 
     Raises:
-        FzeroError: for anything else, and for an array that torch cannot view: of other byte order, of negative
-            strides, or of a dtype that torch lacks.
+        FzeroError: for any other value, and for an array that torch cannot view: an array of another byte order, of
+            negative strides, or of a dtype that torch lacks.
     """
     if isinstance(value, Tensor):
         return TensorSource(value, path)
     if is_source(value):
         return value
-    numpy = sys.modules.get("numpy")  # optional: where it was never imported no value is an array
+    numpy = sys.modules.get("numpy")  # numpy is optional: while nobody imported numpy, no value is an array
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return TensorSource(_viewed(value, path), path)
+        return TensorSource(_view_array(value, path), path)
     raise FzeroError(path, f"is a {type(value).__name__}, not a tensor", "give a tensor, a numpy array or a Source")
 
 
@@ -84,11 +85,11 @@ def is_source(value: Any) -> TypeGuard[Source]:
     return isinstance(value, Source)
 
 
-def asked(source: Source, start: int, out: Tensor) -> range:
-    """The flat elements that `source.read(start, out)` is asked for.
+def check_range(source: Source, start: int, out: Tensor) -> range:
+    """The flat elements that `source.read(start, out)` reads.
 
     Raises:
-        FzeroError: when it does not have all of them.
+        FzeroError: when the source does not have all of these elements.
     """
     flat, numel = range(start, start + out.numel()), source.shape.numel()
     if start < 0 or flat.stop > numel:
@@ -96,11 +97,11 @@ def asked(source: Source, start: int, out: Tensor) -> range:
     return flat
 
 
-def _viewed(array: Any, path: str) -> Tensor:
-    """The tensor on the memory of a numpy array."""
+def _view_array(array: Any, path: str) -> Tensor:
+    """A tensor on the memory of a numpy array."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writ")  # we only ever read
+            warnings.filterwarnings("ignore", "The given NumPy array is not writ")  # fzero only reads the array
             return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         problem = f"torch cannot view an array of {array.dtype} with strides {array.strides}"
@@ -109,6 +110,6 @@ def _viewed(array: Any, path: str) -> Tensor:
         ) from error
 
 
-def described(source: Source) -> str:
+def describe(source: Source) -> str:
     """Dtype and shape: `"float32[2, 3]"`."""
     return f"{str(source.dtype).removeprefix('torch.')}{list(source.shape)}"

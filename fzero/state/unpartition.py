@@ -1,4 +1,4 @@
-"""Assembly: whole tensors out of `Sharded` leaves, all at once, one at a time or by chunks, and back in again."""
+"""Unpartition: whole tensors of `Sharded` leaves, all at once, one at a time or by chunks; and edits of one leaf."""
 
 from __future__ import annotations
 
@@ -7,55 +7,57 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
-from fzero.layout.chunks import chunks, overlaps
+from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live
-from fzero.state.fill import CHUNK, elements, fill, room
+from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
+from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource
 from fzero.values.sharded import Sharded, is_sharded
 
 
 def unpartition(params: tree.Tree, *, rank: int | None = None) -> tree.Tree:
-    """`params` with each `Sharded` leaf whole, on every rank, or on the global `rank` alone and None on the others.
-    Other leaves stay. All ranks call it together.
+    """`params` with each `Sharded` leaf as a whole tensor on every rank; other leaves stay. All ranks call
+    `unpartition` together. With `rank`, a global rank, leaves are whole on that rank alone, and None on the others.
 
     Raises:
         FzeroError: for a rank that the mesh does not have.
     """
-    return tree.map(lambda leaf: _whole(leaf, rank) if is_sharded(leaf) else leaf, params)
+    return tree.map(lambda leaf: _assemble(leaf, rank) if is_sharded(leaf) else leaf, params)
 
 
 def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[str, Any]]:
-    """`(path, whole tensor)` of each leaf in order; with `chunk`, bytes, `(path, (range, values))` of each chunk, 1-d,
-    of the flattened leaf. All ranks go through it together; no more than one leaf, or chunk, is whole at a time.
+    """`(path, whole tensor)` of each leaf in order. With `chunk`, in bytes, `(path, (range, values))` of each chunk of
+    each flattened leaf, values 1-d. All ranks iterate together to the end; a rank holds one whole leaf, or one chunk,
+    at a time.
 
     Raises:
-        FzeroError: for a chunk without an element.
+        FzeroError: for a chunk smaller than one element.
     """
     for path, leaf in zip(tree.paths(params), tree.leaves(params)):
         if chunk is None:
-            yield path, _whole(leaf, None) if is_sharded(leaf) else leaf
+            yield path, _assemble(leaf, None) if is_sharded(leaf) else leaf
             continue
-        for piece in chunks(leaf.numel(), elements(chunk, leaf.dtype)):
-            yield path, (piece, _values(leaf, piece))
+        for piece in chunks(leaf.numel(), chunk_numel(chunk, leaf.dtype)):
+            yield path, (piece, _assemble_piece(leaf, piece))
 
 
 def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) -> tree.Tree:
     """`params` with the leaf at a dotted path replaced by `fn(whole leaf)`, which may have another shape. All ranks
-    call it together, with one `fn`. What DeepSpeed's `GatheredParameters` is for, as values.
+    call `update_leaf` together, with the same `fn`. It replaces DeepSpeed's `GatheredParameters`.
 
         params = fzero.update_leaf(params, "embed", lambda w: torch.cat([w, new_rows]))
         opt_state = fzero.update_leaf(opt_state, "0.mu.embed", lambda m: torch.cat([m, torch.zeros_like(new_rows)]))
 
-    With another shape the bucket is laid out anew, leaf by leaf; state that goes with the leaf must get that shape too.
+    A new shape changes the layout of the leaf's bucket, and every leaf of the bucket is copied. Update the state that
+    belongs to the leaf, such as an optimizer's, to the same shape.
 
     Raises:
-        FzeroError: for a path that is no `Sharded` leaf's, or another dtype.
+        FzeroError: for a path without a `Sharded` leaf, and for a result of another dtype.
     """
     leaves, treedef = tree.flatten(params)
     paths = tree.paths(params)
@@ -65,63 +67,52 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     new = fn(old.full_tensor().detach().clone())
     if new.dtype != old.dtype:
         raise FzeroError(path, f"is {old.dtype}, the new value {new.dtype}", f"return value.to({old.dtype})")
-    layout = _reshaped(old, tuple(new.shape))
+    layout = _reshape(old, tuple(new.shape))
     at = {paths[i]: i for i in range(len(paths))}
     prefix = path.removesuffix(old.path)
     family = {index: at[prefix + leaf.path] for index, leaf in enumerate(old.layout.leaves) if prefix + leaf.path in at}
     shapes = {index: new if i == at[path] else leaves[i] for index, i in family.items()}
-    slices = room(shapes, layout, old.on.rank, old.dtype, old.device)
+    slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device)
     for index, i in family.items():
         value = new if i == at[path] else leaves[i].full_tensor().detach()
-        fill(slices[index].view(-1), TensorSource(value, paths[i]), layout, index, old.on.rank, CHUNK)
+        fill(slices[index].view(-1), TensorSource(value, paths[i]), layout, index, old.on.rank, CHUNK_NBYTES)
         leaves[i] = Sharded(slices[index], layout, index, old.on)
     return tree.unflatten(treedef, leaves)
 
 
-def _reshaped(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
-    """A leaf's layout with another shape for it."""
+def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
+    """The leaf's layout with another shape for the leaf."""
     others = list(leaf.layout.leaves)
     others[leaf.index] = replace(leaf.leaf, shape=shape)
     return replace(leaf.layout, leaves=tuple(others))
 
 
-def _whole(leaf: Sharded, rank: int | None) -> Tensor | None:
-    """A leaf in its shape, a new tensor."""
+def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
+    """A leaf as a new whole tensor, on every rank or on `rank` alone."""
     if rank is None or not isinstance(leaf.on, Live):
         return leaf.full_tensor().detach().clone()
     if rank not in leaf.on.ranks:
         raise FzeroError("rank", f"is {rank}, the mesh has ranks {list(leaf.on.ranks)}", "name one of them")
-    return _collected(leaf, leaf.on, rank)
+    return _collect(leaf, leaf.on, rank)
 
 
-def _collected(leaf: Sharded, on: Live, rank: int) -> Tensor | None:
-    """A leaf on one rank: its own row of ranks along the shard axis sends it their parts."""
-    layout = leaf.layout
-    row, mine = on.row(rank), on.ranks[on.number]
-    if mine == rank and layout.replicated:
-        return leaf.local.detach().clone()
-    with on.members.begin(f"collecting {leaf.path} on rank {rank}"):
-        if mine == rank:
-            flat = torch.empty(leaf.numel(), dtype=leaf.dtype)
-            works: list[Any] = []
-            for at, peer in enumerate(row):
-                part = layout.part(leaf.index, at)
-                here = flat[part.start : part.stop]
-                if peer == rank:
-                    here.copy_(leaf.local)
-                elif part:
-                    works.append(dist.irecv(here, peer, group=on.members.group))
-            for work in works:
-                work.wait(on.members.timeout)
-            return flat.view(leaf.shape).to(leaf.device)
-        if mine in row and leaf.local.numel() and not layout.replicated:
-            sent: Any = dist.isend(leaf.local.detach().cpu().contiguous(), rank, group=on.members.group)
-            sent.wait(on.members.timeout)
-    return None
+def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:
+    """A whole leaf on one rank. Only the ranks of one copy of the state, those in the row of `rank`, send to it."""
+    row, me = on.row(rank), on.ranks[on.number]
+    if leaf.layout.replicated:
+        return leaf.local.detach().clone() if me == rank else None
+    if me not in row:
+        return None
+    everything = range(leaf.numel())
+    have = find_owners(leaf.layout, leaf.index, everything, [[peer] for peer in row])
+    flat = torch.empty(leaf.numel() if me == rank else 0, dtype=leaf.dtype, device=leaf.device)
+    mine = Stretch(leaf.part.start, leaf.local.detach())
+    perform(on, f"collecting {leaf.path} on rank {rank}", plan(have, [Part(rank, everything)]), mine, Stretch(0, flat))
+    return flat.view(leaf.shape) if me == rank else None
 
 
-def _values(leaf: Sharded | Tensor, piece: range) -> Tensor:
-    """[len(piece)] some elements of a flattened leaf, sent by the ranks that hold them to those of their row."""
+def _assemble_piece(leaf: Sharded | Tensor, piece: range) -> Tensor:
+    """[len(piece)] some elements of a flattened leaf, on every rank."""
     if not isinstance(leaf, Sharded):
         out = torch.empty(len(piece), dtype=leaf.dtype)
         TensorSource(leaf).read(piece.start, out)
@@ -129,12 +120,14 @@ def _values(leaf: Sharded | Tensor, piece: range) -> Tensor:
     on, layout = leaf.on, leaf.layout
     if not isinstance(on, Live) or layout.replicated:
         return leaf.local.detach().reshape(-1)[piece.start : piece.stop].clone()
-    out = torch.empty(len(piece), dtype=leaf.dtype, device=leaf.device)
-    for overlap in overlaps(layout, leaf.index, piece):
-        here = out[overlap.source.start - piece.start : overlap.source.stop - piece.start]
-        if overlap.rank == on.rank:
-            start = layout.part(leaf.index, on.rank).start
-            here.copy_(leaf.local[overlap.source.start - start : overlap.source.stop - start])
-        assert overlap.rank is not None  # it belongs to one
-        on.broadcast(here, overlap.rank, layout)
-    return out
+    me = on.ranks[on.number]
+    row = on.row(me)
+    have = Stretch(leaf.part.start, leaf.local.detach())
+    room = Stretch(piece.start, torch.empty(len(piece), dtype=leaf.dtype, device=leaf.device))
+    # Not `plan` and `perform`: an owner would send its part N - 1 times through host memory. A broadcast is a tree of
+    # log2(N) rounds, and NCCL's stays on the device.
+    for rank, part in find_owners(layout, leaf.index, piece, [[peer] for peer in row]):
+        if rank == me:
+            room.at(part).copy_(have.at(part))
+        on.broadcast(room.at(part), row.index(rank), layout)
+    return room.values

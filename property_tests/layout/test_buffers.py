@@ -9,7 +9,7 @@ from torch import Tensor
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.buffers import block_of, blocks_of, flat_parts, join_leaf, slice_of
 from fzero.layout.layout import Layout, Leaf, Wire, wire
-from fzero.state.fill import place
+from fzero.state.fill import copy_slices
 from property_tests.strategies import wires_with_leaves
 
 Drawn = tuple[Wire, list[Tensor]]
@@ -37,7 +37,7 @@ def placed(sent: Wire, leaves: list[Tensor], rank: int) -> list[Tensor]:
     """The same slices as views of one buffer, the rank's slice of the whole bucket. Leaves not sent are ones."""
     ones = {i: torch.ones(leaf.shape, dtype=leaves[0].dtype) for i, leaf in enumerate(sent.layout.leaves)}
     everything = list((ones | dict(zip(sent.leaves, leaves))).values())
-    held = place(dict(enumerate(everything)), sent.layout, rank)
+    held = copy_slices(dict(enumerate(everything)), sent.layout, rank)
     return [held[leaf] for leaf in sent.leaves]
 
 
@@ -198,7 +198,7 @@ def test_leaves_of_a_bucket_with_gaps_are_views(drawn: Drawn) -> None:
 @example(APART)
 def test_all_ranks_together_hold_the_bucket(drawn: Drawn) -> None:
     sent, leaves = drawn
-    held = place(dict(enumerate(leaves)), sent.layout, None)
+    held = copy_slices(dict(enumerate(leaves)), sent.layout, None)
     for index, at in enumerate(sent.layout.leaf_ranges):
         assert held[index].numel() == 0 or held[index].storage_offset() == at.start
         assert equal(held[index], leaves[index].reshape(-1))

@@ -1,4 +1,4 @@
-"""Laws of placement: a tree that is partitioned on all ranks is the tree, wherever its leaves lie."""
+"""Laws of `partition`: `unpartition` restores the tree, and leaves of one bucket have one dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.base.mesh import VirtualMesh
-from fzero.state.fill import place
+from fzero.state.fill import copy_slices
 from fzero.state.grouping import Granularity
 from fzero.values.sharded import Sharded
 from property_tests.running import bits
@@ -49,14 +49,16 @@ def test_partition_keeps_paths_shapes_and_dtypes(shape: tree.Tree, mesh: Virtual
 
 
 def cut(placed: tree.Tree) -> list[Sharded]:
-    """The leaves that are cut, not held whole by every rank as those without elements are."""
+    """The leaves that are cut over ranks: not the replicated ones, such as leaves without elements."""
     return [leaf for leaf in tree.leaves(placed) if not leaf.layout.replicated]
 
 
 @given(param_trees(dtypes=DTYPES), meshes(max_world=16), st.sampled_from([None, by_rows]))
 def test_slices_of_all_ranks_are_the_leaf(shape: tree.Tree, mesh: VirtualMesh, granularity: Granularity | None) -> None:
     for leaf in cut(fzero.partition(filled(shape), mesh, granularity=granularity)):
-        slices = [place({leaf.index: leaf.local}, leaf.layout, rank)[leaf.index] for rank in range(leaf.layout.world)]
+        slices = [
+            copy_slices({leaf.index: leaf.local}, leaf.layout, rank)[leaf.index] for rank in range(leaf.layout.world)
+        ]
         assert all(len(x) == len(leaf.layout.part(leaf.index, rank)) for rank, x in enumerate(slices))
         assert torch.equal(torch.cat(slices), leaf.local)
 
@@ -71,7 +73,7 @@ def test_a_leaf_is_in_one_bucket_with_leaves_of_its_dtype(shape: tree.Tree, mesh
 
 @given(param_trees(), meshes(max_world=16), st.sampled_from(sorted(OPTIMIZERS)))
 def test_state_lies_as_its_parameters(shape: tree.Tree, mesh: VirtualMesh, name: str) -> None:
-    """The state of whole parameters, partitioned `like` them, lies as the state of partitioned ones."""
+    """State of whole parameters, partitioned `like` them, has the layouts of the state of partitioned parameters."""
     params, optimizer = filled(shape), Optimizer(name).made()
     assume(has_paths(params))
     placed = fzero.partition(params, mesh)
@@ -82,7 +84,8 @@ def test_state_lies_as_its_parameters(shape: tree.Tree, mesh: VirtualMesh, name:
 
 
 def has_paths(params: tree.Tree) -> bool:
-    """Whether there are leaves and all have a path: every path ends with that of a tree that is one leaf alone."""
+    """Whether there are leaves, and all have a path. The path of a tree that is one leaf is empty, and every path ends
+    with it."""
     return bool(tree.leaves(params)) and all(tree.paths(params))
 
 

@@ -1,4 +1,4 @@
-"""Saving: whatever the layout and the mesh, ranks together write each byte of a file once, and the right one."""
+"""Saving: whatever the layout and the mesh, ranks together write each byte of a file once, with its right value."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, replicated_layout
-from fzero.state.fill import place
-from fzero.state.safetensors.header import planned
-from fzero.state.safetensors.saving import pieces
+from fzero.state.fill import copy_slices
+from fzero.state.safetensors.header import plan_header
+from fzero.state.safetensors.saving import plan_pieces
 from fzero.values.sharded import Sharded
 from property_tests.strategies import dtypes, layouts
 
 
-def places(mesh: VirtualMesh) -> list[Any]:
-    """The place of every rank in a mesh, as `Live` describes it, row by row."""
+def live_stand_ins(mesh: VirtualMesh) -> list[Any]:
+    """The attributes of `Live` that saving reads, for every rank of a mesh, row by row."""
     return [
         SimpleNamespace(
             mesh=mesh,
@@ -38,12 +38,12 @@ def test_ranks_together_write_each_element_once(layout: Layout, dtype: torch.dty
     wholes = [torch.arange(leaf.numel).to(dtype).view(leaf.shape) for leaf in layout.leaves]
     found = torch.zeros(sum(whole.numel() for whole in wholes) + extra, dtype=dtype)
     counts = torch.zeros_like(found, dtype=torch.int64)
-    for on in places(layout.mesh):
-        slices = place(dict(enumerate(wholes)), layout, on.rank)
+    for on in live_stand_ins(layout.mesh):
+        slices = copy_slices(dict(enumerate(wholes)), layout, on.rank)
         values = {leaf.path: Sharded(slices[i], layout, i, on) for i, leaf in enumerate(layout.leaves)}
         if extra:
             values["step"] = Sharded(torch.tensor(7).to(dtype), replicated_layout((), layout.mesh), 0, on)
-        for offset, source in pieces(values, planned(values, {}), on):
+        for offset, source in plan_pieces(values, plan_header(values, {}), on):
             here = slice(offset // dtype.itemsize, offset // dtype.itemsize + source.shape.numel())
             source.read(0, found[here])
             counts[here] += 1

@@ -1,4 +1,4 @@
-"""Sources: whatever the strides and the range, what is read is that of the contiguous tensor."""
+"""Sources: whatever the strides and the range, the values read are those of the contiguous tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from property_tests.strategies import dtypes, leaf_shapes
 
 @st.composite
 def strided_tensors(draw: st.DrawFn) -> Tensor:
-    """Tensors of any strides: permuted, sliced with steps, expanded; of distinct elements before that."""
+    """Tensors of any strides: distinct elements, then sliced with steps, permuted and expanded."""
     shape = draw(leaf_shapes(max_dims=4, max_side=5))
     tensor = torch.arange(torch.Size(shape).numel()).to(draw(dtypes())).view(shape)
     for dim, size in enumerate(shape):

@@ -1,4 +1,4 @@
-"""Building, against the module that the same constructor makes alone: same trees, same layouts, same bits."""
+"""`build` against the plain constructor and `partition`: same trees, same layouts, same bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.state.build.build import build, build_stateful
 from fzero.state.build.deferred import SMALL
-from fzero.state.build.store import Entry
+from fzero.state.build.store import Allocation
 from fzero.state.partition import partition
 from fzero.values.lowering import lower, lower_stateful
 
@@ -50,7 +50,7 @@ def check_equal(built: tree.Tree, expected: tree.Tree) -> None:
 
 
 def check(constructor: Callable[[], nn.Module], mesh: Any = MESH, **how: Any) -> None:
-    """`build` gives what the plain constructor and `partition` do, and leaves nothing behind."""
+    """`build` returns the values of the plain constructor and `partition`, and leaves nothing behind."""
     before = torch.get_rng_state()
     params, _ = build(constructor, mesh, seed=SEED, **how)
     assert torch.equal(torch.get_rng_state(), before)
@@ -58,11 +58,11 @@ def check(constructor: Callable[[], nn.Module], mesh: Any = MESH, **how: Any) ->
     check_equal(params, partition(lower(plain(constructor))[0], mesh, **how))
 
 
-def left() -> list[Entry]:
-    """The memory of deferred tensors that is still there. (The class of a parametrized module keeps that module.)"""
+def left() -> list[Allocation]:
+    """Allocations that have memory. (Others may be alive: the class of a parametrized module keeps the module.)"""
     gc.collect()
-    entries = [entry for entry in gc.get_objects() if type(entry) is Entry]
-    return [entry for entry in entries if entry.flat is not None or entry.pieces is not None]
+    allocations = [allocation for allocation in gc.get_objects() if type(allocation) is Allocation]
+    return [allocation for allocation in allocations if allocation.flat is not None or allocation.pieces is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_a_parent_initialises_its_children_anew(name: str) -> None:
 
 
 class Model(nn.Module):
-    """Tied weights, buffers, bare parameters and a pass over all submodules, as in large models."""
+    """A model with tied weights, buffers, bare parameters and a pass over all submodules, as large models have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_a_model_and_its_function() -> None:
 
 
 class Views(nn.Module):
-    """Keeps views of one tensor while others are worked on."""
+    """A module that keeps views of one tensor while it works on others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_views_alias_through_cuts() -> None:
 
 
 def given_values() -> nn.Module:
-    """Parameters of values from outside."""
+    """A module whose parameters have values from outside of the constructor."""
     module = nn.Module()
     module.listed = nn.Parameter(torch.tensor([float(x) for x in range(3000)]))
     module.numpy = nn.Parameter(torch.from_numpy(numpy.arange(3000.0)))
@@ -280,7 +280,7 @@ def test_what_else_constructors_do(constructor: Callable[[], nn.Module]) -> None
 
 
 def differentiated() -> nn.Module:
-    """A parameter that a gradient step was taken on."""
+    """A module that takes a gradient step on a parameter in its constructor."""
     module = nn.Linear(60, 50)
     module.weight.square().sum().backward()
     with torch.no_grad():
@@ -444,7 +444,7 @@ def test_a_module_made_before_is_taken() -> None:
 
 
 def big(reset: bool) -> nn.Module:
-    """Four layers of 16 MiB, and what may be done to them afterwards."""
+    """Four layers of 16 MiB. With `reset` they are initialised again, and one row of each is written."""
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
     if reset:
         for layer in layers:
@@ -458,7 +458,7 @@ def grown(mesh: Any, reset: bool) -> int | None:
     return measure.growth(lambda: GROWN.append(build(partial(big, reset), mesh)), torch.device("cpu"))
 
 
-GROWN: list[Any] = []  # holds what was built, so that it counts
+GROWN: list[Any] = []  # keeps the built parameters alive, so that they count
 
 
 def different(mesh: Any) -> str:

@@ -1,4 +1,4 @@
-"""Whole rows on every rank: a step does not see where rank boundaries fall, nor the gaps that shift them."""
+"""Granularity: a step gives the same results wherever rank boundaries fall, and whatever gaps shift them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_there_are_gaps_and_whole_rows() -> None:
     ("optimizer", "rtol"),
     [
         (optim.sgd(0.1, momentum=0.9), 0),
-        (optim.adamw(0.1), 1e-6),  # kernels round the end of a slice, which no vector register fills, another way
+        # AdamW's kernel rounds the last elements of a slice differently where they fill no vector register.
+        (optim.adamw(0.1), 1e-6),
     ],
     ids=["sgd", "adamw"],
 )

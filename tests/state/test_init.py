@@ -1,4 +1,4 @@
-"""Initial values: the same on any number of ranks, distributed as torch's, drawn only where they are kept."""
+"""Initial values: the same on any number of ranks, distributed as torch's, drawn only by ranks that keep them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def assert_same(a: tree.Tree, b: tree.Tree) -> None:
     tree.map(same, a, b)
 
 
-@pytest.mark.parametrize("chunk", [7, init.CHUNK])
+@pytest.mark.parametrize("chunk", [7, init.DRAWN_TOGETHER])
 def test_values_do_not_depend_on_the_number_of_ranks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "CHUNK", chunk)
+    monkeypatch.setattr(init, "DRAWN_TOGETHER", chunk)
     first = initialised(fzero.VirtualMesh(fsdp=1))
     for mesh in (fzero.VirtualMesh(fsdp=3), fzero.VirtualMesh(replica=2, fsdp=64)):
         assert_same(initialised(mesh), first)
@@ -60,16 +60,16 @@ def test_a_rank_draws_only_the_chunks_that_it_keeps() -> None:
 
 
 def _numbers_drawn(mesh: DeviceMesh) -> list[int]:
-    """In chunks of 100 of a leaf of 1,000 elements, 512 for rank 0 and 488 for rank 1."""
-    init.CHUNK = 100
+    """The chunks that this rank draws, of 100 elements each. Rank 0 keeps 512 of the leaf's 1,000 elements."""
+    init.DRAWN_TOGETHER = 100
     numbers: list[int] = []
-    chunk = init.Initial._chunk
+    chunk = init.Initial._draw
 
     def noted(self: init.Initial, number: int) -> Tensor:
         numbers.append(number)
         return chunk(self, number)
 
-    init.Initial._chunk = noted  # type: ignore[method-assign]
+    init.Initial._draw = noted  # type: ignore[method-assign]
     fzero.init({"w": torch.empty(1000, device="meta")}, mesh, lambda path, leaf: initializers.zeros())
     return numbers
 
@@ -108,8 +108,8 @@ def he(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_distributions_are_those_of_torch(ours: Initializer, theirs: Callable[[Tensor], Tensor]) -> None:
-    """Mean, deviation and, where it has one, range of 240,000 values: the error of a deviation is a few thousandths of
-    it."""
+    """Mean, standard deviation and range of 240,000 values. A sample of this size has a standard deviation within a few
+    thousandths of the true one."""
     got, expected = values(ours, 200, 100, 3, 4), theirs(torch.empty(200, 100, 3, 4))
     spread = float(expected.std()) or 1.0
     assert abs(float(got.mean() - expected.mean())) < 0.02 * spread

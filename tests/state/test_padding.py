@@ -32,7 +32,7 @@ def poisoned() -> Iterator[None]:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.big = nn.Linear(41, 37)  # of more elements than fzero.build leaves alone
+        self.big = nn.Linear(41, 37)  # large enough that fzero.build defers it
         self.small = nn.Linear(37, 3, bias=False)
         self.scale = nn.Parameter(torch.randn(()))
 
@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[Path], tree.Tree]] = {
 
 
 def padding(values: tree.Tree) -> Tensor:
-    """All elements of the leaves' memory that are no leaf's."""
+    """All elements of the leaves' memory that belong to no leaf."""
     blocks: dict[int, Tensor] = {}
     rest: dict[int, Tensor] = {}
     for value in tree.leaves(values):
@@ -106,7 +106,7 @@ def step(params: tree.Tree, state: tree.Tree, x: Tensor) -> tree.Tree:
 
 
 def trained(mesh: DeviceMesh) -> tuple[tree.Tree, Tensor]:
-    """The parameters after three steps, and what their padding and that of their moments holds."""
+    """The parameters after three steps, and the padding of parameters and moments."""
     with poisoned():
         shards = partition(params(), mesh)
         state = shards, partition(OPTIMIZER.init(params()), mesh, like=shards)

@@ -1,4 +1,4 @@
-"""Placement: which leaves become one bucket, and where a rank's slices lie. No process group."""
+"""Partition: which leaves share a bucket, where a rank's slices lie, and values that come from one rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf
-from fzero.state.fill import place
-from fzero.state.grouping import Layers, bucket_of, layouts
+from fzero.state.fill import copy_slices
+from fzero.state.grouping import Layers, bucket_of, plan_buckets
 from fzero.state.partition import partition
 from fzero.state.unpartition import unpartition
 
@@ -24,7 +24,7 @@ MESH = VirtualMesh(fsdp=2)
 def buckets(params: tree.Tree, layers: Layers | None = None) -> dict[str, list[str]]:
     """Bucket name -> paths of its leaves."""
     leaves, treedef = tree.flatten(params)
-    found = layouts(tree.keys(treedef), leaves, MESH, layers)
+    found = plan_buckets(tree.keys(treedef), leaves, MESH, layers)
     for layout, members in found:
         assert [leaf.path for leaf in layout.leaves] == [tree.paths(params)[i] for i in members]
     return {layout.bucket: [leaf.path for leaf in layout.leaves] for layout, _ in found}
@@ -80,19 +80,19 @@ def test_each_dtype_of_a_layer_has_a_bucket_of_its_own() -> None:
 
 
 def test_layouts_know_global_shapes_and_the_mesh() -> None:
-    ((layout, members),) = layouts([("w",)], [torch.ones(2, 5)], MESH)
+    ((layout, members),) = plan_buckets([("w",)], [torch.ones(2, 5)], MESH)
     assert layout == Layout("w", (Leaf("w", (2, 5)),), MESH) and members == [0]
 
 
 def test_layouts_read_no_data() -> None:
-    ((layout, _),) = layouts([("w",)], [torch.empty(10**6, 10**6, device="meta")], VirtualMesh(fsdp=4096))
+    ((layout, _),) = plan_buckets([("w",)], [torch.empty(10**6, 10**6, device="meta")], VirtualMesh(fsdp=4096))
     assert layout.part(0, 4095).stop == 10**12
 
 
 def test_placed_slices_are_neighbours_in_zeros() -> None:
     layout = Layout("layer", (Leaf("w", (2, 2)), Leaf("b", (3,))), MESH, align=5)  # 7 elements, padded to 10
     leaves = {0: torch.tensor([[1, 2], [3, 4]]), 1: torch.tensor([5, 6, 7])}
-    first, last = (place(leaves, layout, rank) for rank in range(2))
+    first, last = (copy_slices(leaves, layout, rank) for rank in range(2))
     assert [x.tolist() for x in first.values()] == [[1, 2, 3, 4], [5]]
     assert [x.tolist() for x in last.values()] == [[], [6, 7]]
     assert last[1].as_strided((5,), (1,)).tolist() == [6, 7, 0, 0, 0]
@@ -101,7 +101,7 @@ def test_placed_slices_are_neighbours_in_zeros() -> None:
 def test_placed_slices_are_copies() -> None:
     layout = Layout("layer", (Leaf("w", (4,)),), VirtualMesh(fsdp=1), align=1)
     source = torch.ones(4, requires_grad=True)
-    held = place({0: source}, layout, 0)[0]
+    held = copy_slices({0: source}, layout, 0)[0]
     held.zero_()
     assert source.tolist() == [1, 1, 1, 1] and not held.requires_grad
 

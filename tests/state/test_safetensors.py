@@ -1,4 +1,4 @@
-"""Safetensors files read by ranges: what is read and what is not, damaged files, the tensors of a tree."""
+"""Safetensors files: ranges that are read, files that changed or are damaged, and the leaves of a tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.state.safetensors import FileSource, TensorFile, load_safetensors, load_sources, open_safetensors
-from fzero.state.safetensors.header import DTYPES, MAX_NBYTES, Header, parsed, planned, rendered
+from fzero.state.safetensors.header import DTYPES, MAX_NBYTES, Header, parse_header, plan_header, render_header
 from fzero.state.safetensors.reading import CAST_NBYTES
 from fzero.state.sources import Source, TensorSource
 
@@ -26,7 +26,7 @@ B = torch.tensor([7, 8], dtype=torch.int64)
 
 
 def sample(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Values that each dtype has."""
+    """Values that every dtype can hold."""
     values = torch.linspace(0 if dtype in (torch.uint16, torch.uint32, torch.uint64) else -3, 5, 64)
     return values[: torch.Size(shape).numel()].to(dtype).view(shape)
 
@@ -96,7 +96,7 @@ def test_no_more_is_read_than_is_asked_for(file: Path) -> None:
 
 
 def test_values_are_read_into_any_dtype_and_stride(tmp_path: Path) -> None:
-    numel = CAST_NBYTES // 8 * 2 + 5  # more than is cast at a time, twice
+    numel = CAST_NBYTES // 8 * 2 + 5  # two full casts and a rest
     save_file({"n": torch.arange(numel)}, tmp_path / "x.safetensors")
     n = open_safetensors(tmp_path / "x.safetensors")["n"]
     out = torch.zeros(2 * numel)[::2]
@@ -287,14 +287,14 @@ def test_a_machine_of_other_byte_order_is_refused(file: Path, monkeypatch: pytes
 
 
 def test_null_metadata_are_none() -> None:
-    assert parsed(b'{"__metadata__": null}', 0, "x") == Header({}, {})
+    assert parse_header(b'{"__metadata__": null}', 0, "x") == Header({}, {})
 
 
 def test_a_header_is_what_was_rendered() -> None:
-    header = planned(everything(), {"format": "pt"})
-    text = rendered(header)
+    header = plan_header(everything(), {"format": "pt"})
+    text = render_header(header)
     assert len(text) % 8 == 0 and int.from_bytes(text[:8], "little") == len(text) - 8
-    assert parsed(text[8:], header.nbytes, "x") == header
+    assert parse_header(text[8:], header.nbytes, "x") == header
 
 
 # Directories and indexes.
@@ -476,5 +476,5 @@ def test_a_tree_is_loaded_onto_a_mesh(file: Path) -> None:
 
 def test_the_reference_reads_what_a_header_plans(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    path.write_bytes(rendered(planned({"w": W}, {})) + bytes(24))
+    path.write_bytes(render_header(plan_header({"w": W}, {})) + bytes(24))
     assert load_file(path)["w"].equal(torch.zeros(2, 3))

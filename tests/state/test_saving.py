@@ -1,4 +1,4 @@
-"""Saving to one safetensors file: what is in it, who wrote which bytes, and what is left when it fails."""
+"""Saving to one safetensors file: its content, the bytes that each rank writes, and the files after a failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MESH = VirtualMesh(fsdp=3)
 
 
 def params() -> tree.Tree:
-    """Two buckets, of leaves that ranks cut anywhere, one empty."""
+    """Two buckets; rank boundaries fall inside of leaves, and one leaf is empty."""
     numbers = torch.arange(200.0)
     return {
         "blocks": [{"w": numbers[:77].view(7, 11), "b": torch.zeros(0, 2)}],
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Within, what is written from some element on does not fit."""
+    """Within the block, the disk has no space behind byte 400 of a file."""
     pwrite = os.pwrite
 
     def writing(fd: int, data: memoryview, offset: int) -> int:
@@ -246,7 +246,7 @@ def test_a_directory_is_not_replaced(tmp_path: Path) -> None:
 
 
 def saved(file: Path, mesh: DeviceMesh) -> list[tuple[int, int]]:
-    """Saves on a mesh of two ranks; where this one wrote how many bytes."""
+    """Saves on a mesh of two ranks; returns the offsets and sizes of this rank's writes."""
     like = partition(params(), mesh)
     count = partition({"count": torch.tensor(7)}, mesh, like=like)
     with written() as spans:
@@ -291,7 +291,7 @@ def donated_on_one(file: Path, mesh: DeviceMesh) -> str:
 
 
 def loaded(file: Path, mesh: DeviceMesh) -> tuple[dict[str, Tensor], int]:
-    """Saves and loads on a mesh of two ranks; the whole values, and the bytes that this rank read."""
+    """Saves and loads on a mesh of two ranks; returns the whole values, and the bytes that this rank read."""
     save_safetensors(partition(params(), mesh), file)
     opened = open_safetensors(file)
     values = load_safetensors(opened, tree.map(lambda leaf: leaf.to("meta"), params()), mesh)

@@ -1,4 +1,4 @@
-"""Sources: a range of a tensor of any strides, of a memory-mapped file, of an array."""
+"""Sources: ranges of tensors of any strides, of memory-mapped files, and of arrays."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_mapped_checkpoint_is_read_by_pages(tmp_path: Path) -> None:
     loaded = torch.load(file, mmap=True)["w"]
     before = residents(file)
     assert read(source_of(loaded), 2**21, 2**21 + 3) == [2**21, 2**21 + 1, 2**21 + 2]
-    assert residents(file) - before <= 2**21  # a fault brings some pages around it
+    assert residents(file) - before <= 2**21  # a page fault also loads pages around it
 
 
 @LINUX

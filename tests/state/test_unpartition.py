@@ -1,4 +1,4 @@
-"""Assembly: whole leaves on all ranks, on one, one by one or by chunks, and leaves that are edited."""
+"""Unpartition: whole leaves on all ranks, on one rank, one by one or by chunks; and edits of leaves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_rank_alone_has_the_whole_tree() -> None:
 
 
 def of_rank_two(mesh: DeviceMesh) -> Any:
-    """On two rows of two ranks: only the row of rank 2 has a part in it."""
+    """On two rows of two ranks: only the row of rank 2 takes part."""
     rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "fsdp"))
     return fzero.unpartition(fzero.partition(PARAMS, rows), rank=2)
 
@@ -71,7 +71,7 @@ def by_leaf_and_by_chunk(mesh: Any) -> tuple[dict[str, Tensor], dict[str, list[A
 
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 def test_leaves_come_one_by_one_and_chunk_by_chunk(ranks: int) -> None:
-    """On no rank but virtual ones, on one, and on three."""
+    """On virtual ranks (0), on one rank, and on three ranks."""
     for leaves, pieces in run(ranks, by_leaf_and_by_chunk) if ranks else [by_leaf_and_by_chunk(MESH)]:
         assert_same(leaves, dict(zip(tree.paths(PARAMS), tree.leaves(PARAMS))))
         for path, leaf in leaves.items():

@@ -1,4 +1,4 @@
-"""Building: a module's own constructor, run by all ranks together, with parameters that are cut as they are made.
+"""Build: all ranks run a module's own constructor together, and parameters are cut over the ranks as they are made.
 
 params, apply = fzero.build(lambda: MyLargeModel(config), mesh, seed=0)
 """
@@ -13,85 +13,88 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fzero.base import tree
-from fzero.ranks.agreement import agree, digest
-from fzero.state.build.deferred import Deferred, deferring, read, whole
+from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
-from fzero.ranks.live import live
-from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
 from fzero.base.mesh import VirtualMesh
-from fzero.state.partition import partition
-from fzero.values.sharded import Sharded
-from fzero.state.sources import source_of
-from fzero.state.build.store import CHUNK, Store
-from fzero.state.fill import elements
 from fzero.base.tree import Tree
+from fzero.ranks.agreement import agree, digest
+from fzero.ranks.live import Live, live
 from fzero.ranks.virtual import virtual
+from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
+from fzero.state.build.store import Store
+from fzero.state.fill import BUILD_CHUNK_NBYTES, chunk_numel
+from fzero.state.partition import partition
+from fzero.state.sources import source_of
+from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
+from fzero.values.sharded import Sharded
 
 Constructor = Callable[[], nn.Module]
 
 
 def build(constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any) -> tuple[Tree, Apply]:
-    """`(params, apply)` of the module that `constructor` returns, partitioned: bit for bit those of
+    """`(params, apply)` of the module that `constructor` returns, partitioned: bit for bit the result of
 
         torch.manual_seed(seed)
         params, apply = fzero.lower(constructor())
         params = fzero.partition(params, mesh, **how)
 
-    All ranks call it together with one constructor, which runs once on each, on the CPU or where it says. Of the
-    tensors of more than 1,024 elements that are made in it, a rank holds its pieces and, whole, the one that is worked
-    on: its shards and the largest parameter at most, or its shard of the largest bucket where that is more. A
-    constructor that computes with several large tensors at once has these whole at once, and buffers are whole at the
-    end, as those of `fzero.lower` are. What needs a large tensor's old values after another was worked on gathers them;
-    what overwrites them all, such as `normal_`, does not.
+    All ranks call `build` together with the same constructor, which runs once on each rank, on the CPU unless it names
+    another device. `how` are further keywords of `fzero.partition`.
 
-    The random state is afterwards what it was before. `how` are further keywords of `fzero.partition`. Nothing in torch
-    is replaced: two modes are active while the constructor runs, as in torchdistX's `deferred_init`, and what it
-    leaves behind elsewhere is unusable afterwards, the module itself too.
+    Memory: of the constructor's large tensors, those of more than 1,024 elements, a rank holds its pieces and one whole
+    tensor, the one that is worked on. So the peak is its shards and the largest parameter; or, where it is more, its
+    shards and its shard of the largest bucket. Large tensors that one operation uses together are whole together.
+    Buffers are whole at the end, as in `fzero.lower`.
+
+    Communication: an operation that reads a large tensor gathers it, if another large tensor was worked on since. An
+    operation that overwrites a whole tensor, such as `normal_`, does not gather.
+
+    The random state is restored at the end. Nothing in torch is replaced: two modes are active while the constructor
+    runs, as in torchdistX's `deferred_init`. The module, and any other tensor that the constructor keeps, is unusable
+    afterwards.
 
     Raises:
-        FzeroError: for a constructor that asks for the memory of a large tensor (`data_ptr`, `numpy`), where ranks
-            built different modules, and as `fzero.lower` does.
+        FzeroError: for a constructor that asks for the memory of a large tensor (`data_ptr`, `numpy`); when ranks built
+            different modules; as `fzero.lower` does.
     """
     _check(mesh, how)
-    with _built(constructor, mesh, seed) as (module, store):
+    with _construct(constructor, mesh, seed) as (module, store):
         params, apply = lower(module)
-        return _partitioned(params, mesh, store, how), apply
+        return _partition(params, mesh, store, how), apply
 
 
 def build_stateful(
     constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any
 ) -> tuple[Tree, Tree, StatefulApply]:
-    """`(params, buffers, apply)`, as `build`, of a module that changes its buffers: for `fzero.lower_stateful`. Buffers
-    are whole on every rank."""
+    """`(params, buffers, apply)` of a module that changes its buffers: `build` for `fzero.lower_stateful`. Buffers are
+    whole on every rank."""
     _check(mesh, how)
-    with _built(constructor, mesh, seed) as (module, store):
+    with _construct(constructor, mesh, seed) as (module, store):
         params, buffers, apply = lower_stateful(module)
-        return _partitioned(params, mesh, store, how), buffers, apply
+        return _partition(params, mesh, store, how), buffers, apply
 
 
 def _check(mesh: Any, how: dict[str, Any]) -> None:
     if how.get("source_rank") is not None:
         raise FzeroError("source_rank", "one rank alone would build the module", "let all ranks run the constructor")
-    partition({}, mesh, **how)  # knows its keywords
-    elements(how.get("chunk", CHUNK), torch.uint8)
+    partition({}, mesh, **how)  # raises for a keyword that it does not have
+    chunk_numel(how.get("chunk", BUILD_CHUNK_NBYTES), torch.uint8)
 
 
 @contextmanager
-def _built(constructor: Constructor, mesh: Any, seed: int) -> Iterator[tuple[nn.Module, Store]]:
-    """The module, with deferred parameters and ordinary buffers. Afterwards its parameters are gone."""
+def _construct(constructor: Constructor, mesh: Any, seed: int) -> Iterator[tuple[nn.Module, Store]]:
+    """The module, with deferred parameters and ordinary buffers. The parameters are freed at the end of the block."""
     on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
     store = Store(on)
     try:
         with torch.random.fork_rng(_cuda_devices()):
             torch.manual_seed(seed)
-            with deferring(store):
+            with defer_tensors(store):
                 module = constructor()
             drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if isinstance(module, nn.Module):
-            if on.rank is not None:
+            if isinstance(on, Live):
                 _agree(on, module, drawn)
             _make_ordinary(module)
         yield module, store
@@ -100,12 +103,13 @@ def _built(constructor: Constructor, mesh: Any, seed: int) -> Iterator[tuple[nn.
 
 
 def _cuda_devices() -> list[int]:
-    """The devices whose random state there is to keep."""
+    """The CUDA devices whose random state is restored."""
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-def _agree(on: Any, module: nn.Module, drawn: str) -> None:
-    """Make sure that all ranks built the same, and drew the same random numbers for it."""
+def _agree(on: Live, module: nn.Module, drawn: str) -> None:
+    """Raise unless all ranks built the same shapes and dtypes, and drew the same random numbers. `drawn` is a digest of
+    the random state."""
     named = (*module.named_parameters(), *module.named_buffers())
     lines = [f"{path}: {list(tensor.shape)} {tensor.dtype}" for path, tensor in named]
     lines.append(f"fzero.build: random state {drawn[:8]} after the constructor")
@@ -113,64 +117,64 @@ def _agree(on: Any, module: nn.Module, drawn: str) -> None:
 
 
 def _make_ordinary(module: nn.Module) -> None:
-    """Make every tensor that the module has and that is no parameter a whole, ordinary one: they are constants."""
+    """Replace each deferred tensor of the module that is no parameter by a whole, ordinary tensor."""
     params = {id(param) for param in module.parameters()}
     done: dict[int, Tensor] = {}
 
-    def ordinary(value: Deferred) -> Tensor:
+    def make_ordinary(value: Deferred) -> Tensor:
         if id(value) in params:
             return value
         if id(value) not in done:
-            done[id(value)] = whole(value).requires_grad_(value.requires_grad)
+            done[id(value)] = copy_whole(value).requires_grad_(value.requires_grad)
         return done[id(value)]
 
     for child in module.modules():
-        for names in (child._buffers, vars(child)):
+        for names in (torch_private.own_buffers(child), vars(child)):
             for name, value in list(names.items()):
-                if name not in _OWN and any(isinstance(leaf, Deferred) for leaf in tree_leaves(value)):
-                    names[name] = tree_map_only(Deferred, ordinary, value)
+                if name not in _OWN and any(isinstance(leaf, Deferred) for leaf in torch_private.pytree_leaves(value)):
+                    names[name] = torch_private.map_pytree_only(Deferred, make_ordinary, value)
 
 
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
-def _partitioned(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) -> Tree:
-    """`partition(params, mesh, **how)`, leaf by leaf in an order that all ranks share. Entries are given up as soon as
-    they were placed."""
+def _partition(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) -> Tree:
+    """`partition(params, mesh, **how)`, leaf by leaf in an order that all ranks share. An allocation is freed after the
+    last leaf that uses it."""
     store.bring([])
-    planned, treedef = tree.flatten(_planned(params, mesh, how))
+    planned, treedef = tree.flatten(_plan(params, mesh, how))
     leaves: list[Tensor] = tree.leaves(params)
-    uses = Counter(leaf.entry for leaf in leaves if isinstance(leaf, Deferred))
+    uses = Counter(leaf.allocation for leaf in leaves if isinstance(leaf, Deferred))
     values: dict[int, Sharded] = {}
-    for positions in _blocks(planned):
+    for positions in _group_by_storage(planned):
         device = how.get("device") or store.on.device or leaves[positions[0]].device
-        room = _room([planned[position] for position in positions], device, how.get("pin", False))
-        for position, value in zip(positions, room):
+        zeros = _allocate([planned[position] for position in positions], device, how.get("pin", False))
+        for position, value in zip(positions, zeros):
             values[position], leaf = value, leaves[position]
-            _fill(value, leaf, how.get("chunk", CHUNK))
+            _fill(value, leaf, how.get("chunk", BUILD_CHUNK_NBYTES))
             if isinstance(leaf, Deferred):
-                uses[leaf.entry] -= 1
-                if not uses[leaf.entry]:
-                    store.release(leaf.entry)
+                uses[leaf.allocation] -= 1
+                if not uses[leaf.allocation]:
+                    store.release(leaf.allocation)
     return tree.unflatten(treedef, [values[position] for position in range(len(leaves))])
 
 
-def _planned(params: Tree, mesh: Any, how: dict[str, Any]) -> Tree:
-    """What `partition` gives, on the meta device."""
+def _plan(params: Tree, mesh: Any, how: dict[str, Any]) -> Tree:
+    """The result of `partition` on the meta device."""
     absent = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
     return partition(absent, mesh, **{**how, "device": "meta", "pin": False})
 
 
-def _blocks(planned: Sequence[Sharded]) -> list[list[int]]:
-    """Positions of the values that lie in one memory together."""
+def _group_by_storage(planned: Sequence[Sharded]) -> list[list[int]]:
+    """Positions of the values that share one storage."""
     blocks: dict[int, list[int]] = {}
     for position, value in enumerate(planned):
-        blocks.setdefault(value.local.untyped_storage()._cdata, []).append(position)
+        blocks.setdefault(torch_private.storage_key(value.local), []).append(position)
     return list(blocks.values())
 
 
-def _room(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharded]:
-    """These values, which lie in one memory on the meta device, as zeros on another."""
+def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharded]:
+    """Zeros in place of values that share one storage on the meta device. They share one storage on `device`."""
     first = planned[0].local
     numel = first.untyped_storage().nbytes() // first.dtype.itemsize
     block = torch.zeros(numel, dtype=first.dtype, device=device, pin_memory=pin)
@@ -180,7 +184,7 @@ def _room(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharded]:
 
 
 def _fill(value: Sharded, leaf: Tensor, chunk: int) -> None:
-    """Write this rank's part of a leaf. Collective where the leaf is deferred."""
+    """Write this rank's part of a leaf. Collective for a deferred leaf."""
     if isinstance(leaf, Deferred):
         read(leaf, value.part, value.local.view(-1), chunk)
     else:

@@ -1,33 +1,36 @@
-"""The store: tensors that are in memory whole while they are worked on, and else cut over the ranks of a mesh.
+"""Store: memory of tensors that is whole while a constructor works on it, and else cut over the ranks of a mesh.
 
-    blank ---write--> whole ---cut--> held ---join--> whole
-                       |- - - -|      |-0-|-1-|        |- - - -|
+    blank ---write--> whole ---cut--> pieces ---join--> whole
+                       |- - - -|      |-0-|-1-|          |- - - -|
 
-Ranks do the same with the same entries in the same order. So a cut needs no communication, every rank keeps its piece,
-and a join is one all-gather. On a `VirtualMesh` all pieces are here, and a join only puts them together again.
+All ranks do the same with the same allocations in the same order. So a cut needs no communication: every rank keeps its
+own piece. A join is one all-gather. On a `VirtualMesh` this process has all pieces, and a join concatenates them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.layout.ranges import intersect, pad
+from fzero.ranks.live import Live
+from fzero.ranks.virtual import Virtual
 
 ALIGN = 16
-"""Bytes that a piece is a multiple of: those of the widest element, so that no cut goes through one."""
-CHUNK = 4 << 20
-"""Bytes that are on their way at once when parts are read, unless the user says otherwise."""
+"""A piece is a multiple of this number of bytes: the size of the widest element, so that no cut splits an element."""
 
 
-class Entry:
-    """The memory of one tensor and its views, in bytes. Blank, before anything was written; whole, where `flat` has
-    them; or held, where `pieces` has those that this process keeps: one on a rank, all on a virtual mesh."""
+class Allocation:
+    """The memory of one tensor and its views, as bytes, in one of three states:
+
+    * blank: nothing was written yet, and neither `flat` nor `pieces` is set;
+    * whole: `flat` has all bytes;
+    * cut: `pieces` has the pieces that this process keeps, one on a rank, all of them on a virtual mesh.
+    """
 
     __slots__ = ("__weakref__", "device", "flat", "nbytes", "pieces", "store")
 
@@ -44,125 +47,131 @@ class Entry:
 
 
 class Store:
-    """The entries of one construction on a mesh. `on` is a `Live` or a `Virtual`."""
+    """The allocations of one construction on a mesh."""
 
-    def __init__(self, on: Any) -> None:
+    def __init__(self, on: Live | Virtual) -> None:
         self.on = on
         self.world: int = on.mesh.size(on.mesh.shard_axis)
         self.ranks = range(self.world) if on.rank is None else range(on.rank, on.rank + 1)
-        self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
-        self._whole: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self.allocations: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        self._whole: weakref.WeakSet[Allocation] = weakref.WeakSet()
         self.is_closed = False
 
-    def blank(self, nbytes: int, device: torch.device) -> Entry:
-        """A new entry that takes no memory before it is written."""
-        entry = Entry(self, nbytes, device)
-        self.entries.add(entry)
-        return entry
+    def blank(self, nbytes: int, device: torch.device) -> Allocation:
+        """A new blank allocation. It takes no memory until it is written."""
+        allocation = Allocation(self, nbytes, device)
+        self.allocations.add(allocation)
+        return allocation
 
-    def adopt(self, tensor: Tensor) -> Entry:
-        """A new entry of the memory that `tensor`, which nobody else has, lies in."""
-        entry = Entry(self, tensor.untyped_storage().nbytes(), tensor.device, _bytes(tensor))
-        self.entries.add(entry)
-        self._whole.add(entry)
-        return entry
+    def adopt(self, tensor: Tensor) -> Allocation:
+        """A new allocation that takes over the memory of `tensor`. Nobody else may have a view of this memory."""
+        allocation = Allocation(self, tensor.untyped_storage().nbytes(), tensor.device, _view_bytes(tensor))
+        self.allocations.add(allocation)
+        self._whole.add(allocation)
+        return allocation
 
-    def bring(self, wanted: Collection[Entry], overwritten: Entry | None = None) -> None:
-        """Make these entries whole, after cutting all others. What `overwritten` held is given up. Collective."""
-        for entry in list(self._whole):
-            if entry not in wanted:
-                self.cut(entry)
+    def bring(self, wanted: Collection[Allocation], overwritten: Allocation | None = None) -> None:
+        """Cut all other allocations, then make the wanted ones whole. The old bytes of `overwritten` are dropped, not
+        gathered. Collective."""
+        for allocation in list(self._whole):
+            if allocation not in wanted:
+                self.cut(allocation)
         self._whole.update(wanted)
-        for entry in wanted:
-            if entry is overwritten and entry.flat is None:
-                entry.pieces, entry.flat = None, torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)
-            elif entry.pieces is not None:
-                entry.flat, entry.pieces = self._gathered(entry.pieces)[: entry.nbytes].to(entry.device), None
-            elif entry.flat is None:
-                entry.flat = torch.zeros(entry.nbytes, dtype=torch.uint8, device=entry.device)
+        for allocation in wanted:
+            nbytes, device, pieces = allocation.nbytes, allocation.device, allocation.pieces
+            if allocation.flat is not None:
+                continue
+            if allocation is overwritten:
+                allocation.pieces, allocation.flat = None, torch.empty(nbytes, dtype=torch.uint8, device=device)
+            elif pieces is not None:
+                allocation.flat, allocation.pieces = self._gather(pieces)[:nbytes].to(device), None
+            else:
+                allocation.flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    def cut(self, entry: Entry) -> None:
-        """Keep only this process's pieces of an entry, on the mesh's device."""
-        if entry.flat is None:
+    def cut(self, allocation: Allocation) -> None:
+        """Keep only this process's pieces of a whole allocation, on the mesh's device."""
+        if allocation.flat is None:
             return
-        device = self.on.device or entry.device
+        device = self.on.device or allocation.device
         if self.world == 1:
-            entry.pieces = [entry.flat.to(device)]
+            allocation.pieces = [allocation.flat.to(device)]
         else:
-            entry.pieces = [
-                _piece(entry.flat, self._bytes_of(entry, rank), entry.stride, device) for rank in self.ranks
+            allocation.pieces = [
+                _cut_piece(allocation.flat, self._bytes_of(allocation, rank), allocation.stride, device)
+                for rank in self.ranks
             ]
-        entry.flat = None
-        self._whole.discard(entry)
+        allocation.flat = None
+        self._whole.discard(allocation)
 
-    def duplicate(self, entry: Entry, onto: Entry | None = None) -> Entry:
-        """`onto`, or a new entry, with the bytes of `entry`: copied piece by piece, never whole."""
+    def duplicate(self, allocation: Allocation, onto: Allocation | None = None) -> Allocation:
+        """`onto`, or a new allocation, with the bytes of `allocation`. Pieces are copied; nothing is gathered."""
         if onto is None:
-            onto = self.blank(entry.nbytes, entry.device)
-        self.cut(entry)
+            onto = self.blank(allocation.nbytes, allocation.device)
+        self.cut(allocation)
         onto.flat = None
         self._whole.discard(onto)
-        onto.pieces = None if entry.pieces is None else [piece.clone() for piece in entry.pieces]
+        onto.pieces = None if allocation.pieces is None else [piece.clone() for piece in allocation.pieces]
         return onto
 
-    def spans(self, entry: Entry, wanted: range, chunk: int) -> Iterator[tuple[range, Tensor]]:
-        """The bytes of a range of an entry as `(range, bytes)`, in any order, `chunk` bytes at a time. Collective: all
-        ranks iterate to the end, each for a range of its own."""
-        self.cut(entry)
-        if entry.pieces is None:
+    def spans(self, allocation: Allocation, wanted: range, chunk: int) -> Iterator[tuple[range, Tensor]]:
+        """Yield the bytes of a range of an allocation as `(range, bytes)`, in any order, `chunk` bytes at a time.
+        Collective: every rank iterates to the end, each with a range of its own. A blank allocation yields nothing."""
+        self.cut(allocation)
+        if allocation.pieces is None:
             return
         size = max(chunk // self.world // ALIGN * ALIGN, ALIGN)
-        for begin in range(0, entry.stride, size):
-            columns = self._gathered([piece[begin : begin + size] for piece in entry.pieces])
+        for begin in range(0, allocation.stride, size):
+            columns = self._gather([piece[begin : begin + size] for piece in allocation.pieces])
             for rank in range(self.world):
                 width = columns.numel() // self.world
-                first = rank * entry.stride + begin
-                found = intersect(range(first, min(first + width, entry.nbytes)), wanted)
+                first = rank * allocation.stride + begin
+                found = intersect(range(first, min(first + width, allocation.nbytes)), wanted)
                 if found:
                     at = rank * width + found.start - first
                     yield found, columns[at : at + len(found)]
-            del columns  # before the next ones come
+            del columns  # freed before the next chunk is gathered
 
-    def release(self, entry: Entry) -> None:
-        """Give up what an entry has."""
-        entry.flat = entry.pieces = None
-        self.entries.discard(entry)
-        self._whole.discard(entry)
+    def release(self, allocation: Allocation) -> None:
+        """Free the memory of an allocation."""
+        allocation.flat = allocation.pieces = None
+        self.allocations.discard(allocation)
+        self._whole.discard(allocation)
 
     def close(self) -> None:
-        """Give up everything."""
-        for entry in list(self.entries):
-            self.release(entry)
+        """Free the memory of every allocation."""
+        for allocation in list(self.allocations):
+            self.release(allocation)
         self.is_closed = True
 
-    def _bytes_of(self, entry: Entry, rank: int) -> range:
-        start = min(rank * entry.stride, entry.nbytes)
-        return range(start, min(start + entry.stride, entry.nbytes))
+    def _bytes_of(self, allocation: Allocation, rank: int) -> range:
+        start = min(rank * allocation.stride, allocation.nbytes)
+        return range(start, min(start + allocation.stride, allocation.nbytes))
 
-    def _gathered(self, pieces: list[Tensor]) -> Tensor:
-        """[N * S] the pieces of all ranks."""
-        if self.on.rank is None:
+    def _gather(self, pieces: list[Tensor]) -> Tensor:
+        """[N * S] the pieces of all ranks, in rank order."""
+        if not isinstance(self.on, Live):
             return torch.cat(pieces)
         sharding = self.on.transports[self.on.mesh.shard_axis]
         attempt = self.on.members.begin("all_gather of a parameter in fzero.build")
-        found = sharding.all_gather(pieces[0], attempt).wait()
+        gathered = sharding.all_gather(pieces[0], attempt).wait()
         sharding.settle()
-        return found
+        return gathered
 
 
-def _piece(flat: Tensor, part: range, stride: int, device: torch.device) -> Tensor:
+def _cut_piece(flat: Tensor, part: range, stride: int, device: torch.device) -> Tensor:
+    # Not a view: a view would keep all of `flat` in memory.
     piece = torch.zeros(stride, dtype=torch.uint8, device=device)
     piece[: len(part)].copy_(flat[part.start : part.stop])
     return piece
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor lies in, as 1-d bytes."""
+def _view_bytes(tensor: Tensor) -> Tensor:
+    """All of a tensor's memory, as 1-d bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def used_up(shape: torch.Size, dtype: torch.dtype) -> FzeroError:
-    """The error of a tensor that outlived its construction."""
+def closed_error(shape: torch.Size, dtype: torch.dtype) -> FzeroError:
+    """The error for a use of a tensor after its construction ended."""
     name = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
     return FzeroError(
         "fzero.build",

@@ -1,7 +1,8 @@
-"""Safetensors files, read and written by ranges: no rank touches more of them than its own part.
+"""Safetensors files, read and written by ranges: a rank reads and writes only its own parts.
 
-load_sources(path, like)          a tree of sources, for partition
-save_safetensors(tree, path)      the inverse, of a partitioned tree
+load_safetensors(path, like, mesh)   a partitioned tree
+load_sources(path, like)             a tree of sources, for `partition`
+save_safetensors(tree, path)         the inverse, for a partitioned tree
 """
 
 from fzero.state.safetensors.loading import load_safetensors, load_sources

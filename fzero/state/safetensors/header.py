@@ -1,8 +1,8 @@
-"""Header: the table at the head of a safetensors file, which says where in it each tensor's bytes are.
+"""Header: the table at the start of a safetensors file: dtype, shape and byte range of each tensor.
 
     8 bytes              n, the length of the header, little-endian
-    n bytes              JSON: {"<key>": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}, spaces behind
-    the rest             the data: row-major little-endian elements, tensor behind tensor without a gap
+    n bytes              JSON: {"<key>": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}, then spaces
+    the rest             the data: row-major little-endian elements, tensor after tensor without a gap
 
 Format: https://github.com/huggingface/safetensors
 """
@@ -19,9 +19,9 @@ import torch
 from fzero.base.errors import FzeroError
 
 PREFIX = 8
-"""Bytes that hold the length of the header; also what the start of the data is a multiple of."""
+"""Bytes of the number that is the length of the header. The data starts at a multiple of it."""
 MAX_NBYTES = 100_000_000
-"""Of a header, as in the reference implementation."""
+"""The longest header in bytes, as in the reference implementation."""
 METADATA = "__metadata__"
 DAMAGED = "the file is damaged, incomplete or no safetensors file; write or download it again"
 
@@ -45,14 +45,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""In the order in which tensors lie in a file: the wide ones first, so that each is aligned. It is the reference
-implementation's order, whose files are ours byte for byte."""
+"""Dtypes by their names in a file, in the order in which tensors lie in a file: wide dtypes first, so that each tensor
+is aligned. The order is the reference implementation's, so that files are equal byte for byte."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor: `span` are its bytes, counted from the start of the data."""
+    """One tensor. `span` is its range of bytes, counted from the start of the data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says about itself."""
+    """The tensors of a file by key, and its metadata."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
@@ -71,9 +71,9 @@ class Header(NamedTuple):
         return max((entry.span.stop for entry in self.entries.values()), default=0)
 
 
-def planned(values: Mapping[str, Any], metadata: Mapping[str, str]) -> Header:
-    """The header of a file of these values, anything with `shape` and `dtype`: tensor behind tensor in the order of
-    `DTYPES`, then of keys.
+def plan_header(values: Mapping[str, Any], metadata: Mapping[str, str]) -> Header:
+    """The header of a file of these values. A value is anything with `shape` and `dtype`. Tensors are sorted by dtype,
+    in the order of `DTYPES`, then by key.
 
     Raises:
         FzeroError: for a dtype that the format lacks, the key "__metadata__", and metadata that are not strings.
@@ -94,8 +94,9 @@ def planned(values: Mapping[str, Any], metadata: Mapping[str, str]) -> Header:
     return Header(entries, dict(sorted(metadata.items())))
 
 
-def rendered(header: Header) -> bytes:
-    """The bytes of a file up to its data: the inverse of `parsed`, behind the length that `length` reads."""
+def render_header(header: Header) -> bytes:
+    """The bytes of a file before its data: the length, which `parse_length` reads, and the text, which `parse_header`
+    reads."""
     table: dict[str, Any] = {METADATA: header.metadata} if header.metadata else {}
     for key, (dtype, shape, span) in header.entries.items():
         table[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [span.start, span.stop]}
@@ -104,11 +105,11 @@ def rendered(header: Header) -> bytes:
     return len(text).to_bytes(PREFIX, "little") + text
 
 
-def length(prefix: bytes, nbytes: int, file: str) -> int:
-    """Bytes of the header of a file of `nbytes` that begins with `prefix`.
+def parse_length(prefix: bytes, nbytes: int, file: str) -> int:
+    """The length in bytes of the header of a file of `nbytes` bytes that starts with `prefix`.
 
     Raises:
-        FzeroError: when the file cannot hold it, or it is longer than `MAX_NBYTES`.
+        FzeroError: for a header longer than the file, or longer than `MAX_NBYTES`.
     """
     if len(prefix) < PREFIX:
         raise FzeroError(file, f"has {nbytes} bytes, the length of a header alone takes {PREFIX}", DAMAGED)
@@ -120,24 +121,24 @@ def length(prefix: bytes, nbytes: int, file: str) -> int:
     return found
 
 
-def parsed(text: bytes, nbytes: int, file: str) -> Header:
-    """The header of a file with `nbytes` of data behind it.
+def parse_header(text: bytes, nbytes: int, file: str) -> Header:
+    """The header of a file with `nbytes` bytes of data. The text is not trusted: every entry is checked.
 
     Raises:
-        FzeroError: for anything but a table of tensors that tile the data: what it says is never trusted.
+        FzeroError: for anything but a table of tensors that tile the data.
     """
-    table = _table(text, file)
+    table = _parse_table(text, file)
     metadata = table.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FzeroError(file, f"its {METADATA} are not strings by strings", DAMAGED)
-    entries = {key: _entry(key, item, nbytes, file) for key, item in table.items()}
+    entries = {key: _parse_entry(key, item, nbytes, file) for key, item in table.items()}
     _check_tiling(entries, nbytes, file)
     return Header(entries, metadata)
 
 
-def _table(text: bytes, file: str) -> dict[str, Any]:
+def _parse_table(text: bytes, file: str) -> dict[str, Any]:
     try:
-        table = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+        table = json.loads(text.decode(), object_pairs_hook=_refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise FzeroError(file, f"its header is not the JSON of a table: {error}", DAMAGED) from error
     if not isinstance(table, dict):
@@ -145,7 +146,7 @@ def _table(text: bytes, file: str) -> dict[str, Any]:
     return table
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
@@ -154,7 +155,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(key: str, item: Any, nbytes: int, file: str) -> Entry:
+def _parse_entry(key: str, item: Any, nbytes: int, file: str) -> Entry:
     if not isinstance(item, dict) or not {"dtype", "shape", "data_offsets"} <= item.keys():
         raise FzeroError(key, f"{file} gives no dtype, shape and data_offsets for it, but {item!r:.80}", DAMAGED)
     name, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
@@ -177,7 +178,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _check_tiling(entries: Mapping[str, Entry], nbytes: int, file: str) -> None:
-    """Refuse tensors that overlap, and bytes that are no tensor's."""
+    """Raise for tensors that overlap, and for bytes that belong to no tensor."""
     end = 0
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].span.start, item[1].span.stop)):
         if entry.span.start != end:

@@ -1,4 +1,4 @@
-"""Loading: the tensors of files, one for each leaf of a tree, into every rank its own part."""
+"""Loading: the leaves of a tree from safetensors files; each rank reads its own parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fzero.state.safetensors.reading import FileSource, open_safetensors
 from fzero.state.sources import Source, TensorSource
 
 Files = str | os.PathLike[str] | Mapping[str, FileSource]
-"""What `open_safetensors` takes, or what it returned."""
+"""A path for `open_safetensors`, or the dict that `open_safetensors` returned."""
 Rename = Callable[[str], str | None]
 
 
@@ -30,10 +30,10 @@ def load_safetensors(
     dtype: torch.dtype | None = None,
     **how: Any,
 ) -> tree.Tree:
-    """A tree of `Sharded` leaves of the shapes of `like`, with the values of a safetensors file, index or directory.
+    """A tree of `Sharded` leaves with the shapes of `like` and the values of a safetensors file, index or directory.
 
-    Each rank reads its own part of the files, and holds no more of them than that and a chunk. `files`, `like`,
-    `rename`, `strict` and `dtype` are those of `load_sources`; `how` are further keywords of `fzero.partition`.
+    Each rank reads its own parts of the files, and holds these parts and a chunk. `files`, `like`, `rename`, `strict`
+    and `dtype` are the arguments of `load_sources`; `how` are further keywords of `fzero.partition`.
 
         params, apply = fzero.lower(Model(device="meta"))
         params = fzero.load_safetensors("checkpoint/", params, mesh)
@@ -52,18 +52,19 @@ def load_sources(
     strict: bool = True,
     dtype: torch.dtype | None = None,
 ) -> tree.Tree:
-    """`like` with each leaf replaced by a source of its values, in files as `open_safetensors` opens. No value is read.
+    """`like` with each leaf replaced by a source of the leaf's values in `files`. Reads no values.
 
-    `like` is a tree of tensors, of which shapes and dtypes count; they may be on the meta device. `rename(path)` is the
-    key of the leaf at a dotted path; without it that is the path. Several leaves may have one key. Where it returns
-    None the files have no such leaf, and the one of `like`, which must have values then, stays.
+    `files` is a path, as `open_safetensors` takes, or the dict that `open_safetensors` returned. `like` is a tree of
+    tensors with the expected shapes and dtypes, for example on the meta device. `rename(path)` returns the key of the
+    leaf at a dotted path, by default the path itself. Several leaves may have one key. For None the files have no such
+    leaf: then the leaf of `like` must have values, and stays.
 
-    A source's dtype is that of its leaf in `like`; `dtype` is one for all floating-point leaves instead. With
-    `strict=False` keys that no leaf has are passed over, and leaves that the files lack stay if they have values.
+    A source has the dtype of its leaf in `like`. `dtype` replaces the dtype of all floating-point leaves. With
+    `strict=False`, keys without a leaf are skipped, and leaves without a key stay if they have values.
 
     Raises:
-        FzeroError: listing every key that is missing or left over; for a leaf of another shape; for a leaf whose values
-            cannot be cast without loss of their kind, such as floating-point ones to integers.
+        FzeroError: with every missing and every left-over key; for a leaf of another shape; for a leaf whose stored
+            values would change their kind when cast, such as floating-point values to integers.
     """
     leaves, treedef = tree.flatten(like)
     paths = tree.paths(like)
@@ -73,23 +74,24 @@ def load_sources(
     where = "" if isinstance(files, Mapping) else str(files)
     sources = files if isinstance(files, Mapping) else open_safetensors(files)
     keys = [rename(path) if rename else path for path in paths]
-    kept = [_stays(key, leaf, sources, strict) for key, leaf in zip(keys, leaves)]
+    kept = [_keeps_values(key, leaf, sources, strict) for key, leaf in zip(keys, leaves)]
     missing = {path: key for path, key, stays in zip(paths, keys, kept) if key not in sources and not stays}
     surplus = [key for key in sources.keys() - set(keys) if strict]
     if missing or surplus:
-        raise _mismatch(where, missing, sorted(surplus))
+        raise _mismatch_error(where, missing, sorted(surplus))
     chosen = [None if key is None else sources.get(key) for key in keys]
     return tree.unflatten(treedef, [_leaf(*row, dtype) for row in zip(leaves, paths, chosen)])
 
 
-def _stays(key: str | None, leaf: Any, sources: Mapping[str, Source], strict: bool) -> bool:
+def _keeps_values(key: str | None, leaf: Any, sources: Mapping[str, Source], strict: bool) -> bool:
+    """Whether a leaf stays with the values that it has in `like`."""
     if key in sources or (strict and key is not None):
         return False
     return isinstance(leaf, Tensor) and not leaf.is_meta
 
 
 def _leaf(leaf: Tensor, path: str, source: FileSource | None, dtype: torch.dtype | None) -> Source:
-    """The source of one leaf: of its own values where the files have none."""
+    """The source of one leaf: the file's tensor, or the leaf's own values where the files have none."""
     target = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
     if source is None:
         return TensorSource(leaf, path, target)
@@ -103,7 +105,7 @@ def _leaf(leaf: Tensor, path: str, source: FileSource | None, dtype: torch.dtype
     return FileSource(source.file, source.key, path, target)
 
 
-def _mismatch(where: str, missing: Mapping[str, str | None], surplus: list[str]) -> FzeroError:
+def _mismatch_error(where: str, missing: Mapping[str, str | None], surplus: list[str]) -> FzeroError:
     problems = []
     if missing:
         names = (path if key in (path, None) else f"{path} (as {key!r})" for path, key in missing.items())

@@ -1,4 +1,4 @@
-"""Saving: a tree of sharded leaves as one safetensors file, which every rank writes its own parts of."""
+"""Saving: a tree of `Sharded` leaves as one safetensors file; each rank writes its own parts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.live import Live
-from fzero.state.fill import CHUNK, elements
-from fzero.state.safetensors.header import Header, planned, rendered
-from fzero.state.safetensors.transfer import memory, write_from
+from fzero.state.fill import CHUNK_NBYTES, chunk_numel
+from fzero.state.safetensors.header import Header, plan_header, render_header
+from fzero.state.safetensors.transfer import memory_of, write_from
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.sharded import Sharded
 
@@ -32,43 +32,45 @@ def save_safetensors(
     values: tree.Tree,
     path: str | os.PathLike[str],
     *,
-    chunk: int = CHUNK,
+    chunk: int = CHUNK_NBYTES,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a tree as one safetensors file: each leaf whole, its dotted path the key, whatever the number of ranks.
+    """Write a tree as one safetensors file. Leaves are whole in the file, whatever the number of ranks; a leaf's key is
+    its dotted path.
 
-    All ranks of the mesh call it together, on a filesystem that all of them see at `path`. Each writes what it holds,
-    nothing is gathered: `chunk` bytes of a leaf are copied at a time where it is not on the CPU. What all ranks hold
-    (replicated leaves, replicas, and tensors, arrays and sources beside the `Sharded` leaves) is written by the first.
-    A tree without `Sharded` leaves, or on a `VirtualMesh`, is written whole by the process that calls.
+    All ranks of the mesh call `save_safetensors` together. `path` is on a filesystem that all ranks share. Each rank
+    writes the parts that it holds, and nothing is gathered. A leaf that is not on the CPU is copied `chunk` bytes at a
+    time. The first rank writes the values that all ranks hold: replicated leaves, and the tensors, arrays and sources
+    beside the `Sharded` leaves. Of several replicas of the state, the first writes. A tree without `Sharded` leaves, or
+    on a `VirtualMesh`, is written by the calling process alone.
 
-    The file appears when it is complete: until then it has another name in the same directory, and no header. Hugging
-    Face's transformers want `metadata={"format": "pt"}`.
+    The file appears at `path` when it is complete; before, it has another name in the same directory, and no header.
+    Hugging Face's transformers need `metadata={"format": "pt"}`.
 
     Raises:
-        FzeroError: for what the format cannot hold; and on every rank, naming the one that failed, when any cannot
-            write, as with a chunk without an element. Then nothing of this file is left, and what was at `path` before
-            is as it was.
+        FzeroError: for a leaf that the format cannot hold; on every rank, naming the rank that failed, when a rank
+            cannot write, for example because `chunk` is smaller than one element. After an error the new file is
+            removed, and an old file at `path` is unchanged.
     """
     leaves = tree.leaves(values)
-    save = _Save(tree.paths(values), leaves, _place(leaves), Path(path), dict(metadata or {}))
+    save = _Save(tree.paths(values), leaves, _find_live(leaves), Path(path), dict(metadata or {}))
     try:
-        save.join(save.together(save.begin))
-        save.together(lambda: save.write(chunk))
-        save.together(save.commit)
+        save.join(save.on_all_ranks(save.begin))
+        save.on_all_ranks(lambda: save.write(chunk))
+        save.on_all_ranks(save.commit)
     finally:
         save.clean()
 
 
-class _Begun(NamedTuple):
-    """What a rank tells the others before they write."""
+class _Announcement(NamedTuple):
+    """The words of a rank to the other ranks before they write."""
 
     digest: str  # of the header
     temporary: str  # the name of the file that the first rank made; "" from the others
 
 
 class _Save:
-    """One save, as one process takes part in it. `on` is its place in a mesh, None where it is alone."""
+    """One process's share of a save. `on` is this rank of the mesh, None for a process that saves alone."""
 
     def __init__(
         self, paths: list[str], leaves: list[Any], on: Live | None, target: Path, metadata: dict[str, str]
@@ -79,30 +81,30 @@ class _Save:
         self.head = b""
         self.pieces: list[Piece] = []
 
-    def together(self, do: Callable[[], T]) -> list[T]:
-        """`do()` of every rank.
+    def on_all_ranks(self, do: Callable[[], T]) -> list[T]:
+        """The result of `do()` on each rank, in rank order. Collective.
 
         Raises:
-            FzeroError: on all of them, when it raised on any.
+            FzeroError: on all ranks, when `do` raised on any.
         """
         value, error = None, None
         try:
             value = do()
         except Exception as caught:
             error = caught
-        told = self._told((value, None if error is None else _cause(error)))
-        failed = {rank: cause for rank, (_, cause) in told.items() if cause is not None}
+        outcomes = self._gather((value, None if error is None else _describe_error(error)))
+        failed = {rank: cause for rank, (_, cause) in outcomes.items() if cause is not None}
         if failed:
-            if len(told) == 1 and isinstance(error, FzeroError):
+            if len(outcomes) == 1 and isinstance(error, FzeroError):
                 raise error
             problem = ", ".join(
                 f"{name_ranks(ranks)} could not write it: {cause}" for cause, ranks in group_by_word(failed).items()
             )
             raise FzeroError(str(self.target), problem, "what was there before is as it was; save again") from error
-        return [value for value, _ in told.values()]
+        return [value for value, _ in outcomes.values()]
 
-    def _told(self, word: Any) -> dict[int, Any]:
-        """What each rank says."""
+    def _gather(self, word: Any) -> dict[int, Any]:
+        """`word` of each rank."""
         if self.on is None or self.on.members.group is None:
             return {0: word}
         members, words = self.on.members, [None] * len(self.on.members.ranks)
@@ -110,61 +112,67 @@ class _Save:
             dist.all_gather_object(words, word, group=members.group)
         return dict(zip(members.ranks, words))
 
-    def begin(self) -> _Begun:
-        """Plan the file; the first rank makes it, of its final size and all zeros: no safetensors file yet."""
-        header = self._planned()
-        self.head = rendered(header)
+    def begin(self) -> _Announcement:
+        """Plan the file. The first rank creates it in its final size, all zeros, which no reader takes for a
+        safetensors file."""
+        header = self._plan()
+        self.head = render_header(header)
         if self.is_first:
             if self.target.is_dir():
                 raise FzeroError(str(self.target), "is a directory", "give the path of a file")
             self.temporary = f".{self.target.name}.{secrets.token_hex(4)}.tmp"
             with open(self.target.with_name(self.temporary), "xb") as file:
                 file.truncate(len(self.head) + header.nbytes)
-        return _Begun(hashlib.sha256(self.head).hexdigest(), self.temporary)
+        return _Announcement(hashlib.sha256(self.head).hexdigest(), self.temporary)
 
-    def _planned(self) -> Header:
-        """The header of the file. Finds this process's pieces."""
+    def _plan(self) -> Header:
+        """The header of the file. Sets `self.pieces`."""
         for path, count in Counter(self.paths).items():
             if count > 1:
                 raise FzeroError(path, f"{count} leaves have this path", "a file has one tensor a key: rename an entry")
-        values = {path: _value(leaf, path) for path, leaf in zip(self.paths, self.leaves)}
-        header = planned(values, self.metadata)
-        self.pieces = pieces(values, header, self.on)
+        values = {
+            path: leaf if isinstance(leaf, Sharded) else source_of(leaf, path)
+            for path, leaf in zip(self.paths, self.leaves)
+        }
+        header = plan_header(values, self.metadata)
+        self.pieces = plan_pieces(values, header, self.on)
         return header
 
-    def join(self, begun: list[_Begun]) -> None:
-        """Go on with the first rank's file.
+    def join(self, announcements: list[_Announcement]) -> None:
+        """Adopt the first rank's file.
 
         Raises:
-            FzeroError: on every rank, when their trees differ.
+            FzeroError: on every rank, when the trees of ranks differ.
         """
-        digests = len({digest for digest, _ in begun})
+        digests = len({digest for digest, _ in announcements})
         if digests > 1:
-            problem = f"{len(begun)} ranks save {digests} different trees: of other leaves, shapes, dtypes or metadata"
+            ranks = len(announcements)
+            problem = f"{ranks} ranks save {digests} different trees: of other leaves, shapes, dtypes or metadata"
             raise FzeroError(str(self.target), problem, "give save_safetensors the same tree on every rank")
-        self.temporary = next(name for _, name in begun if name)
+        self.temporary = next(name for _, name in announcements if name)
 
     def write(self, chunk: int) -> None:
         """Write this process's pieces."""
-        with self._opened() as fd:
+        with self._open() as fd:
             for offset, values in self.pieces:
                 position = len(self.head) + offset
-                for part in _parts(values, chunk):
-                    write_from(fd, memory(part), position)
+                for part in _iter_parts(values, chunk):
+                    write_from(fd, memory_of(part), position)
                     position += part.nbytes
 
     def commit(self) -> None:
         """The first rank writes the header and gives the file its name."""
         if self.is_first:
-            with self._opened() as fd:
+            with self._open() as fd:
                 write_from(fd, memoryview(self.head), 0)
             os.replace(self.target.with_name(self.temporary), self.target)
             _sync_directory(self.target.parent)
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
-        """The file, for writing only: else a client of NFS may read whole pages, and later write back as they were
-        bytes that another rank has written meanwhile. On the disk at the end of the block."""
+    def _open(self) -> Iterator[int]:
+        """The file descriptor for writing; at the end of the block, the bytes are on the disk."""
+        # Write-only: a file open for reading too lets an NFS client read whole pages and write them back later, with
+        # old bytes in place of those that another rank has written meanwhile.
         fd = os.open(self.target.with_name(self.temporary), os.O_WRONLY)
         try:
             yield fd
@@ -173,31 +181,31 @@ class _Save:
             os.close(fd)
 
     def clean(self) -> None:
-        """The first rank removes what did not get its name."""
+        """The first rank removes a file that did not get its final name."""
         if self.is_first and self.temporary:
             self.target.with_name(self.temporary).unlink(missing_ok=True)
 
 
 class Piece(NamedTuple):
-    """What a process writes of a leaf: all of `values`, from byte `offset` of the data on."""
+    """The share of a leaf that a process writes: all of `values`, from byte `offset` of the data on."""
 
     offset: int
     values: Source
 
 
-def pieces(values: Mapping[str, Sharded | Source], header: Header, on: Live | None) -> list[Piece]:
-    """What the process at this place writes. Over all ranks of a mesh that is each byte once."""
+def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Live | None) -> list[Piece]:
+    """The pieces that this process writes. All ranks of a mesh together write each byte once."""
     found = []
     for path, value in values.items():
-        part = _part(value, on)
+        part = _choose_part(value, on)
         if part is not None:
             held = TensorSource(value.local, path) if isinstance(value, Sharded) else value
             found.append(Piece(header.entries[path].span.start + part.start * value.dtype.itemsize, held))
     return found
 
 
-def _part(value: Sharded | Source, on: Live | None) -> range | None:
-    """The elements of a leaf that a process writes; None where it leaves the leaf to others."""
+def _choose_part(value: Sharded | Source, on: Live | None) -> range | None:
+    """The elements of a leaf that this process writes; None where other ranks write the leaf."""
     whole = range(value.shape.numel())
     if on is None:
         return whole
@@ -207,11 +215,11 @@ def _part(value: Sharded | Source, on: Live | None) -> range | None:
     return None if any(on.transports[axis].rank for axis in copies) else value.part
 
 
-def _place(leaves: list[Any]) -> Live | None:
-    """The place of this process among the ranks that save these leaves together; None where it is alone.
+def _find_live(leaves: list[Any]) -> Live | None:
+    """This rank of the mesh that the `Sharded` leaves lie on; None for a process that saves alone.
 
     Raises:
-        FzeroError: for leaves on several meshes, and inside of a step.
+        FzeroError: for leaves on several meshes, and for leaves inside of a step.
     """
     sharded = [leaf for leaf in leaves if isinstance(leaf, Sharded)]
     for leaf in sharded:
@@ -226,20 +234,16 @@ def _place(leaves: list[Any]) -> Live | None:
     return on if isinstance(on, Live) else None
 
 
-def _value(leaf: Any, path: str) -> Sharded | Source:
-    return leaf if isinstance(leaf, Sharded) else source_of(leaf, path)
-
-
-def _cause(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, FzeroError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
-def _parts(values: Source, chunk: int) -> Iterator[Tensor]:
-    """All elements in order, as contiguous CPU tensors: views of what is one already, else copies in one buffer of
-    `chunk` bytes, each valid until the next."""
-    numel, step = values.shape.numel(), elements(chunk, values.dtype)
+def _iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
+    """All elements in order, as contiguous CPU tensors of at most `chunk` bytes: views of a tensor that is contiguous
+    on the CPU, else copies in one buffer, each valid until the next."""
+    numel, step = values.shape.numel(), chunk_numel(chunk, values.dtype)
     if isinstance(values, TensorSource) and _is_plain(values):
         yield from values.tensor.reshape(-1).split(step)
         return
@@ -251,14 +255,14 @@ def _parts(values: Source, chunk: int) -> Iterator[Tensor]:
 
 
 def _is_plain(values: TensorSource) -> bool:
-    """Whether the tensor's memory, read from its start, is its values in order."""
+    """Whether the tensor's memory on the CPU holds its values in order."""
     tensor = values.tensor
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
 
 
 def _sync_directory(directory: Path) -> None:
-    with suppress(OSError):  # the file has its name; some filesystems cannot sync a directory
+    with suppress(OSError):  # some filesystems cannot sync a directory; the file is complete all the same
         fd = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(fd)
