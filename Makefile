@@ -9,7 +9,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test prove mutate check format clean
+.PHONY: train test prove conformance mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -20,6 +20,11 @@ test: $(READY)
 # EXAMPLES random cases of each property, other ones each time, and a fifth of it of those that run a step: hours.
 prove: $(READY)
 	$(BIN)/pytest property_tests --hypothesis-profile=deep --examples=$(EXAMPLES) $(ARGS)
+
+# Each operator of torch's operator database, with all its samples, against tests/conformance/table.txt: nine
+# minutes of one core. `make conformance ARGS=--write` rewrites the table.
+conformance: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m conformance --workers $(WORKERS) $(ARGS)
 
 # Mutants of the partition math and the passes, in a copy under build/; `make mutate ARGS="layout donate"` for some.
 mutate: $(READY)
