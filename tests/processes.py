@@ -31,8 +31,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from fzero.ranks.transports import process_memory
 
 Case = Callable[[DeviceMesh], Any]
-STALL = timedelta(seconds=20)
-"""After this long a collective that not all ranks have joined fails on those that have."""
+STALL = timedelta(seconds=60)
+"""After this long a collective that not all ranks have joined fails on those that have. On a busy machine a rank may
+trace for many seconds while another waits."""
 GRACE = 10.0
 """Seconds that ranks have to report after another failed, and to end after they reported."""
 

@@ -1,101 +1,87 @@
-"""Programs without processes: steps traced for a virtual mesh and run for all of its ranks at once, node by node.
+"""Programs without processes: a step on all ranks of a virtual mesh, and its program before and after a pass.
 
-    case = Case(train_step, VirtualMesh(fsdp=3), lambda seat: (partition(params, seat), rows(seat)))
+    case = on_rows(train_step, layers(), mesh=VirtualMesh(fsdp=3))
     program = case.trace()
     assert_same(case.run(bucket(program)), case.run(program))
 
-`fzero.execution.lockstep` runs them. At the end stand the steps on which all passes are tried.
+`fzero.simulate` places the arguments and traces, `fzero.execution.lockstep` runs whatever a pass returns. At the end
+stand the steps on which all passes are tried.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, fx
 
+import fzero
 from fzero import grad, optim, tree, value_and_grad
 from fzero.base.mesh import VirtualMesh
 from fzero.execution import lockstep
-from fzero.passes import resolve
 from fzero.passes.order import find_derived
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
-from fzero.state.fill import copy_slices
-from fzero.state.grouping import Layers, plan_buckets
 from fzero.tracing import trace
-from fzero.values.sharded import Sharded
 
 Pass = Callable[[Program], Program]
 Outputs = list[list[Tensor]]
 """The tensors that a program returns, rank by rank."""
-
-
-class Seat(NamedTuple):
-    """One rank of a virtual mesh. It stands where a `Sharded` has its `Live`, and communicates with nobody."""
-
-    mesh: VirtualMesh
-    position: tuple[int, ...]  # along each axis
-    number: int  # among all ranks of the mesh, row by row
-    rank: int  # along the axis that state is partitioned over
-    is_tracing: bool = False
-
-
-def seats(mesh: VirtualMesh) -> list[Seat]:
-    """The ranks of a mesh in order."""
-    return [Seat(mesh, seat.position, seat.number, seat.rank) for seat in lockstep.seats(mesh)]
-
-
-def partition(params: tree.Tree, seat: Seat, layers: Layers | None = None) -> tree.Tree:
-    """What `fzero.partition` makes of `params` on the rank at `seat`."""
-    leaves, treedef = tree.flatten(params)
-    sharded: dict[int, Sharded] = {}
-    for layout, members in plan_buckets(tree.keys(treedef), leaves, seat.mesh, layers):
-        slices = copy_slices({index: leaves[i] for index, i in enumerate(members)}, layout, seat.rank)
-        sharded.update((i, Sharded(slices[index], layout, index, seat)) for index, i in enumerate(members))
-    return tree.unflatten(treedef, [sharded[i] for i in range(len(leaves))])
+MESH = VirtualMesh(fsdp=2)
 
 
 class Case(NamedTuple):
-    """A step, and the arguments that each rank of a mesh calls it with: `given(seat)`."""
+    """A step on a mesh and its arguments, as `fzero.simulate` takes them: state of all ranks, and batches of all ranks
+    one behind the other."""
 
     step: Callable[..., Any]
     mesh: VirtualMesh
-    given: Callable[[Seat], tuple[Any, ...]]
+    args: tuple[Any, ...]
+
+    @property
+    def simulation(self) -> Any:
+        """The step on every rank of the mesh, without passes."""
+        return fzero.simulate(self.step, self.mesh, passes=())
 
     def trace(self) -> Program:
         """The step's program before any pass, its kinds resolved."""
-        return resolve(self.trace_as_written())
+        return self.simulation.trace(*self.args)
 
     def trace_as_written(self) -> Program:
         """The step's program, its kinds not looked at."""
-        return trace.trace(self.step, self.given(seats(self.mesh)[0]), self.mesh)
+        leaves, treedef = tree.flatten(self.args)
+        args = tree.unflatten(treedef, self.simulation._of_rank(0, treedef, leaves))
+        return trace.trace(self.step, args, self.mesh)
 
-    def run(self, program: Program) -> Outputs:
+    def arguments(self) -> Outputs:
+        """The tensors that each rank's program takes, fresh copies."""
+        leaves, treedef = tree.flatten(self.args)
+        return self.simulation._arguments(treedef, leaves)
+
+    def run(self, program: Program, watch: lockstep.Watch | None = None) -> Outputs:
         """What each rank's `program` returns."""
-        return run(program, [_tensors(self.given(seat)) for seat in seats(self.mesh)])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return lockstep.run(program, self.arguments(), watch)
 
     def unsharded(self) -> dict[str, Tensor]:
-        """Path -> what the plain step returns for the batches of all ranks, one behind the other."""
-        (alone,) = seats(VirtualMesh(fsdp=1))
-        leaves, treedef = tree.flatten(self.given(alone))
-        batches = zip(*(tree.leaves(self.given(seat)) for seat in seats(self.mesh)))
-        whole = [
-            leaf.local.view(leaf.shape) if isinstance(leaf, Sharded) else torch.cat(batch)
-            for leaf, batch in zip(leaves, batches)
-        ]
-        result = self.step(*tree.unflatten(treedef, whole))
+        """Path -> what the plain step returns for the whole batch."""
+        result = self.step(*fzero.unpartition(self.args))
         return dict(zip(tree.paths(result), tree.leaves(result)))
 
 
-def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
-    leaves = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in tree.leaves(args)]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def on_rows(step: Callable[..., Any], *params: tree.Tree, mesh: VirtualMesh = MESH, width: int = 5) -> Case:
+    """`step(*params, x)`: trees of state, and `rows`."""
+    return Case(step, mesh, (*(fzero.partition(tree, mesh) for tree in params), rows(mesh, width=width)))
+
+
+def on_ones(step: Callable[..., Any], params: tree.Tree, mesh: VirtualMesh = MESH) -> Case:
+    """`step(params, x)`, x [2, 4] of ones on each rank."""
+    return Case(step, mesh, (fzero.partition(params, mesh), torch.ones(2 * mesh.size(), 4)))
 
 
 def assert_same(got: Outputs, expected: Outputs) -> None:
@@ -140,7 +126,8 @@ def most_gathered(program: Program) -> int:
 def whole(program: Program, outputs: Outputs) -> dict[str, Tensor]:
     """Path -> result, as one process would have it: state from the slices of all ranks along the shard axis, numbers as
     rank 0 has them, other tensors of all ranks one behind the other."""
-    slices = [seat.number for seat in seats(program.mesh) if sum(seat.position) == seat.rank]  # 0 along other axes
+    seats = lockstep.seats(program.mesh)
+    slices = [seat.number for seat in seats if sum(seat.position) == seat.rank]  # 0 along other axes
     values = {}
     for result, parts in zip(program.tensor_results, zip(*outputs), strict=True):
         layout = program.layouts[result.bucket] if result.bucket is not None else None
@@ -150,14 +137,6 @@ def whole(program: Program, outputs: Outputs) -> dict[str, Tensor]:
         else:
             values[result.path] = parts[0] if layout is not None or not parts[0].ndim else torch.cat(parts)
     return values
-
-
-def run(program: Program, arguments: Sequence[Sequence[Tensor]]) -> Outputs:
-    """What each rank returns, given its arguments, which are left as they are."""
-    given = [copy.deepcopy(list(tensors)) for tensors in arguments]  # keeps what shares memory sharing it
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return lockstep.run(program, given)
 
 
 def layers(count: int = 3, *, width: int = 5, seed: int = 0) -> tree.Tree:
@@ -172,9 +151,10 @@ def layers(count: int = 3, *, width: int = 5, seed: int = 0) -> tree.Tree:
     }
 
 
-def rows(seat: Seat, *, width: int = 5) -> Tensor:
-    """[2, width] this rank's part of a batch."""
-    return torch.randn(2, width, generator=torch.Generator().manual_seed(seat.number))
+def rows(mesh: VirtualMesh, *, width: int = 5) -> Tensor:
+    """[2 * ranks, width] a batch, two rows a rank."""
+    draws = [torch.Generator().manual_seed(number) for number in range(mesh.size())]
+    return torch.cat([torch.randn(2, width, generator=draw) for draw in draws])
 
 
 def dense(layer: tree.Tree, x: Tensor) -> Tensor:
@@ -213,16 +193,13 @@ def trained(
 ) -> Case:
     """Training of `params` on `rows`."""
 
-    def given(seat: Seat) -> tuple[Any, ...]:
-        held = partition(params, seat)
-        return held, optimizer.init(held), rows(seat, width=width)
-
-    return Case(training(optimizer, loss), mesh, given)
+    held = fzero.partition(params, mesh)
+    return Case(training(optimizer, loss), mesh, (held, optimizer.init(held), rows(mesh, width=width)))
 
 
 def differentiated(loss: Callable[..., Tensor], params: tree.Tree, mesh: VirtualMesh, *, width: int = 5) -> Case:
     """The loss on `rows` and its gradient."""
-    return Case(value_and_grad(loss), mesh, lambda seat: (partition(params, seat), rows(seat, width=width)))
+    return on_rows(value_and_grad(loss), params, mesh=mesh, width=width)
 
 
 def _clipped(mesh: VirtualMesh) -> Case:
@@ -252,7 +229,7 @@ def _averaged(mesh: VirtualMesh) -> Case:
         params = tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return params, tree.map(lambda a, p: torch.lerp(a, p, 0.5), average, params), value
 
-    return Case(step, mesh, lambda seat: (partition(layers(), seat), partition(layers(seed=1), seat), rows(seat)))
+    return on_rows(step, layers(), layers(seed=1), mesh=mesh)
 
 
 def _unrolled(mesh: VirtualMesh) -> Case:
@@ -262,7 +239,7 @@ def _unrolled(mesh: VirtualMesh) -> Case:
         params = tree.map(lambda p, g: p - 0.1 * g, params, grad(loss)(params, x))
         return loss(params, x), mlp(params, x)
 
-    return Case(step, mesh, lambda seat: (partition(layers(), seat), rows(seat)))
+    return on_rows(step, layers(), mesh=mesh)
 
 
 STEPS: dict[str, Callable[[VirtualMesh], Case]] = {

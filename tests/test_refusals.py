@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mistakes import IN_A_STEP, place_state
 from processes import Outcome, run_cases, values
+from programs import training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero import optim, tree
 
-SOON = 5.0
-"""Seconds. A collective that a rank does not join would wait four times as long."""
+SOON = 20.0
+"""Seconds, of which a busy machine may need some. A collective that a rank does not join waits three times as long."""
 
 OPTIMIZER = optim.adamw(0.1)
 Params = dict[str, Any]
@@ -55,10 +57,7 @@ def loss_of(params: Params, x: Tensor) -> Tensor:
     return ((x @ layer["w"] + layer["b"]) * params["scale"]).square().mean()
 
 
-def train_step(params: Params, state: Any, x: Tensor) -> Any:
-    value, grads = fzero.value_and_grad(loss_of)(params, x)
-    updates, state = OPTIMIZER.update(grads, state, params)
-    return optim.apply_updates(params, updates), state, value
+train_step = training(OPTIMIZER, loss_of)
 
 
 class Setup(NamedTuple):
@@ -230,45 +229,11 @@ def looking_at_data(mesh: DeviceMesh) -> dict[str, Refusal]:
 # values that differ between ranks
 
 
-def meeting_a_slice(params: Params, state: Any, x: Tensor) -> Any:
-    params["layers"][0]["w"] = params["layers"][0]["w"] * x.mean()  # line: meeting_a_slice
-    return params, state, x.sum()
-
-
-def full_shaped(params: Params, state: Any, x: Tensor) -> Any:
-    params["layers"][0]["w"] = 0.9 * params["layers"][0]["w"] + x.sum(0)[:, None].expand(5, 7)  # line: full_shaped
-    return params, state, x.sum()
-
-
-def scaled_by_data(params: Params, state: Any, x: Tensor) -> Any:
-    _, grads = fzero.value_and_grad(loss_of)(params, x)
-    return tree.map(lambda p, g: p - g * x.max(), params, grads), state, x.sum()  # line: scaled_by_data
-
-
-def with_noise(params: Params, state: Any, x: Tensor) -> Any:
-    noisy = torch.randn(7) + params["layers"][0]["b"]  # line: with_noise
-    return {**params, "layers": [{**params["layers"][0], "b": noisy}]}, state, x.sum()
-
-
-def counting_rows(params: Params, state: Any, x: Tensor) -> Any:
-    adam, *rest = state
-    count = adam.count + (x > 0).sum()  # line: counting_rows
-    return params, (adam._replace(count=count), *rest), x.sum()
-
-
-def weighing(params: Params, state: Any, x: Tensor) -> Any:
-    return params, state, x.mean() * params["scale"]  # line: weighing
-
-
-DRIFTING = [weighing, meeting_a_slice, full_shaped, scaled_by_data, with_noise, counting_rows]
-
-
 def drifting_apart(mesh: DeviceMesh) -> dict[str, Refusal]:
-    found = {}
-    for wrong in DRIFTING:
-        job = setup(mesh, wrong)
-        found[wrong.__name__] = refusal(lambda job=job: job.step(job.params, job.state, batch_of()))
-    return found
+    """Each step of the catalogue, on a mesh with the axes that they name."""
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "fsdp"))
+    state, x = place_state(grid), batch_of()
+    return {name: refusal(lambda: fzero.shard(wrong.step, grid)(state, x)) for name, wrong in IN_A_STEP.items()}  # noqa: B023
 
 
 def averaged_first(mesh: DeviceMesh) -> list[float]:
@@ -437,14 +402,12 @@ def test_python_that_needs_data_is_refused_with_its_line(found: dict[str, list[O
         assert_refused(refusals[name], line_of(name), "torch.where")
 
 
-@pytest.mark.parametrize("name", [step.__name__ for step in DRIFTING])
+@pytest.mark.parametrize("name", IN_A_STEP)
 def test_what_would_let_ranks_drift_apart_is_refused_with_leaf_and_line(
     found: dict[str, list[Outcome]], name: str
 ) -> None:
-    leaves = {"with_noise": "layers.0.b: ", "counting_rows": "count", "scaled_by_data": ": ", "weighing": "scale: "}
-    leaf = leaves.get(name, "layers.0.w: ")
     for refusals in values(found["drifting_apart"]):
-        assert_refused(refusals[name], leaf, line_of(name), "fzero.pmean(x, 'fsdp')")
+        assert_refused(refusals[name], IN_A_STEP[name].message, "fzero.pmean(x, ")
 
 
 def test_a_mean_over_ranks_may_be_state(found: dict[str, list[Outcome]]) -> None:

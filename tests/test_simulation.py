@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import CLIPPED, drop_average, drop_mean
 from processes import can_read_memory, run
 from programs import layers, loss, training
 from torch import Tensor
@@ -15,14 +16,11 @@ import fzero
 from fzero import optim, tree
 from fzero.base.errors import FzeroError
 from fzero.passes import defaults
-from fzero.program import ops
-from fzero.program.program import Program
 
 MESHES = [
     fzero.VirtualMesh(fsdp=1), fzero.VirtualMesh(fsdp=3), fzero.VirtualMesh(replica=2, fsdp=3),
     fzero.VirtualMesh(data=2),
 ]  # fmt: skip
-CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1, weight_decay=0.1))
 
 
 def examples(count: int = 12) -> Tensor:
@@ -172,23 +170,6 @@ def test_a_program_is_planned_for_leaves_without_data() -> None:
 
 
 # ranks that disagree
-
-
-def drop_mean(program: Program) -> Program:
-    """A wrong pass: gradients of a rank's own rows are taken for the mean over ranks."""
-    program = program.copy()
-    for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
-        with program.graph.inserting_before(node):
-            program.substitute(node, program.emit(ops.take, *node.args))
-    return program
-
-
-def drop_average(program: Program) -> Program:
-    """A wrong pass: each rank keeps its own loss."""
-    program = program.copy()
-    for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
-        program.substitute(node, node.args[0])
-    return program
 
 
 def test_a_value_that_must_be_the_same_on_all_ranks_and_is_not_is_an_error() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_cases, values
-from programs import Case, apply, layers, loss, partition
+from programs import Case, apply, layers, loss, training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -31,10 +31,9 @@ def narrow_loss(params: tree.Tree, x: Tensor) -> Tensor:
 
 def program(world: int = 2, width: int = 150, rows: int = 256, of: Any = loss) -> Program:
     """The gradient of a loss of two layers, for `rows` examples of a rank. By default some operations are small."""
-    params = layers(2, width=width)
-    case = Case(fzero.value_and_grad(of), VirtualMesh(fsdp=world), lambda seat: (
-        partition(params, seat), torch.ones(rows, width)))  # fmt: skip
-    return apply(case.trace(), bucket)
+    mesh = VirtualMesh(fsdp=world)
+    args = fzero.partition(layers(2, width=width), mesh), torch.ones(rows * world, width)
+    return apply(Case(fzero.value_and_grad(of), mesh, args).trace(), bucket)
 
 
 def durations(program: Program, rates: Rates) -> dict[Any, float]:
@@ -53,7 +52,7 @@ def test_rates_are_found_again_in_what_they_make_of_a_program(of: Any) -> None:
 
 
 def test_what_a_program_does_not_do_is_guess_rates() -> None:
-    case = Case(lambda x: x * 2, VirtualMesh(fsdp=1), lambda seat: (torch.ones(2),))
+    case = Case(lambda x: x * 2, VirtualMesh(fsdp=1), (torch.ones(2),))
     traced = replace(case.trace(), measured=RATES)
     (node,) = [node for node in traced.graph.nodes if node.op == "call_function"]
     assert fit_rates(traced, {node: 7.0}) == RATES._replace(launch=7.0)
@@ -76,10 +75,7 @@ def test_ranks_have_the_mean_of_their_rates() -> None:
     assert reduced == [("avg", "fsdp"), ("max", "fsdp")]
 
 
-def train_step(params: tree.Tree, state: Any, x: Tensor) -> tuple[tree.Tree, Any, Tensor]:
-    value, grads = fzero.value_and_grad(loss)(params, torch.nn.functional.dropout(x, 0.1))
-    updates, state = optim.adamw(0.1).update(grads, state, params)
-    return optim.apply_updates(params, updates), state, value
+train_step = training(optim.adamw(0.1), lambda params, x: loss(params, torch.nn.functional.dropout(x, 0.1)))
 
 
 def calibrate(mesh: DeviceMesh) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run
-from programs import Case, differentiated, layers, loss, partition, rows, training
+from programs import differentiated, layers, loss, on_rows, training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -211,7 +211,7 @@ def test_a_step_that_can_be_a_graph() -> None:
     ids=["draws", "elsewhere"],
 )
 def test_steps_that_a_graph_would_not_repeat_are_refused(step: Any, device: str, message: str) -> None:
-    case = Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(layers(1), seat), rows(seat)))
+    case = on_rows(step, layers(1), mesh=VirtualMesh(fsdp=2))
     with pytest.raises(FzeroError, match=f"^compile: is 'graph', and {message}.*; give compile=True$"):
         check_program(case.trace(), device)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import EVERY_STEP, Case, apply, assert_same, calls, layers, partition, rows, tried
+from programs import EVERY_STEP, MESH, Case, apply, assert_same, calls, layers, rows, training, tried
 from torch import Tensor, nn
 
 import fzero
@@ -17,8 +17,6 @@ from fzero.execution.outline import Fragment, outline
 from fzero.passes import defaults
 from fzero.program.program import Program
 from fzero.program.records import name_of, record
-
-MESH = VirtualMesh(fsdp=2)
 
 
 def fragments(program: Program) -> list[Fragment]:
@@ -31,9 +29,9 @@ def inside(program: Program) -> list[str]:
     return [name_of(n) for f in fragments(program) for n in f.graph.nodes if n.op == "call_function"]
 
 
-def outlined(step: Callable[..., Any], given: Callable[[Any], tuple[Any, ...]]) -> Program:
-    """The outlined program of a step, which returns what the step's program did."""
-    case = Case(step, MESH, given)
+def outlined(step: Callable[..., Any], *args: Any, mesh: VirtualMesh = MESH) -> Program:
+    """The outlined program of a step, by default of `rows`, which returns what the step's program did."""
+    case = Case(step, mesh, args or (rows(mesh),))
     program = apply(case.trace(), *defaults(stage=3, in_place=True))
     result = apply(program, outline)
     assert_same(case.run(result), case.run(program))
@@ -71,13 +69,9 @@ def transformer(depth: int, stage: int, remat: bool) -> tuple[Program, Program]:
     def loss(params: Any, tokens: Tensor) -> Tensor:
         return nn.functional.cross_entropy(apply(params, tokens).flatten(0, 1), tokens.flatten())
 
-    def train_step(params: Any, state: Any, tokens: Tensor) -> Any:
-        value, grads = fzero.value_and_grad(fzero.remat(loss) if remat else loss)(params, tokens)
-        updates, state = optimizer.update(grads, state, params)
-        return optim.apply_updates(params, updates), state, value
-
     params = fzero.partition(params, MESH)
     tokens = torch.arange(20).view(4, 5) % 11
+    train_step = training(optimizer, fzero.remat(loss) if remat else loss)
     program = fzero.simulate(train_step, MESH, stage=stage).trace(params, optimizer.init(params), tokens)
     return program, outline(program)
 
@@ -108,7 +102,7 @@ def test_what_is_computed_from_slices_stays_outside() -> None:
         decay = {name: (leaf.exp() + leaf.tanh()) * 0.1 for name, leaf in layer.items()}
         return (x.exp() + x.tanh()) * layer["w"].square().sum().sqrt().exp(), decay
 
-    after = outlined(step, lambda seat: (partition(layers(1), seat), rows(seat)))
+    after = outlined(step, fzero.partition(layers(1), MESH), rows(MESH))
     assert {given.shape for fragment in fragments(after) for given in fragment.inputs} == {(2, 5)}
 
 
@@ -121,14 +115,14 @@ def test_a_view_of_what_a_fragment_gives_shares_its_memory() -> None:
         flat.add_(1)
         return y * row.sum() + 1, flat.cos().sin()
 
-    after = outlined(step, lambda seat: (rows(seat),))
+    after = outlined(step)
     first = fragments(after)[0]
     assert [name_of(n) for n in first.graph.nodes if n.op == "call_function"] == ["exp", "tanh", "add", "mul"]
     assert len(calls(after, first)[0].users) == 1
 
 
 def test_views_of_what_a_fragment_takes_are_made_outside() -> None:
-    after = outlined(lambda x: (x.t()[1:].exp().sin(), x.view(-1)), lambda seat: (rows(seat),))
+    after = outlined(lambda x: (x.t()[1:].exp().sin(), x.view(-1)))
     (fragment,) = fragments(after)
     assert fragment.inputs[0][:2] == ((4, 2), (1, 5))
 
@@ -139,11 +133,11 @@ def test_items_of_one_operation_are_results() -> None:
         left, right = values.exp().chunk(2)
         return left, right * indices[0], indices
 
-    outlined(step, lambda seat: (rows(seat),))
+    outlined(step)
 
 
 def test_a_constant_is_given_to_a_fragment() -> None:
-    after = outlined(lambda x: (x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).exp(), lambda seat: (rows(seat),))
+    after = outlined(lambda x: (x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).exp())
     assert fragments(after)
 
 
@@ -157,7 +151,7 @@ def test_a_constant_is_given_to_a_fragment() -> None:
     ],
 )
 def test_where_there_is_nothing_to_fuse_there_is_no_fragment(step: Any) -> None:
-    assert not fragments(outlined(step, lambda seat: (torch.ones(2, 2),)))
+    assert not fragments(outlined(step, torch.ones(4, 2)))
 
 
 def test_sums_in_no_fixed_order_stay_outside() -> None:
@@ -167,6 +161,7 @@ def test_sums_in_no_fixed_order_stay_outside() -> None:
 
 
 SQUARE = torch.ones(4, 4)
+ALONE = VirtualMesh(fsdp=1)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +176,6 @@ SQUARE = torch.ones(4, 4)
     ],
 )
 def test_equal_fragments_have_equal_code_on_equal_tensors(x: Tensor, factor: float, equal: bool) -> None:
-    (first,) = fragments(outlined(lambda x: x.exp() * 2.0, lambda seat: (SQUARE,)))
-    (second,) = fragments(outlined(lambda x: x.exp() * factor, lambda seat: (x,)))
+    (first,) = fragments(outlined(lambda x: x.exp() * 2.0, SQUARE, mesh=ALONE))
+    (second,) = fragments(outlined(lambda x: x.exp() * factor, x, mesh=ALONE))
     assert (first == second, hash(first) == hash(second)) == (equal, equal)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_cases, values
-from programs import layers, loss
+from programs import layers, training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
@@ -20,11 +20,7 @@ from fzero import optim, tree
 from fzero.execution.bind import Call
 from fzero.execution.profiling import is_profiling, name_calls
 
-
-def train_step(params: tree.Tree, state: Any, x: Tensor) -> tuple[tree.Tree, Any, Tensor]:
-    value, grads = fzero.value_and_grad(loss)(params, x)
-    updates, state = optim.adamw(0.1).update(grads, state, params)
-    return optim.apply_updates(params, updates), state, value
+train_step = training(optim.adamw(0.1))
 
 
 def profiled(mesh: DeviceMesh, folder: Path, donate: bool) -> tuple[list[str], list[Tensor]]:

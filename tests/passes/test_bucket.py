@@ -9,6 +9,7 @@ import pytest
 import torch
 from programs import (
     EVERY_STEP,
+    MESH,
     Case,
     apply,
     assert_same,
@@ -20,7 +21,7 @@ from programs import (
     mlp,
     moved,
     names,
-    partition,
+    on_rows,
     rows,
     tried,
 )
@@ -35,12 +36,10 @@ from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of, record
 
-MESH = VirtualMesh(fsdp=2)
-
 
 def on_layer(step: Callable[..., Any]) -> Case:
     """`step(params, x)` with params of one layer."""
-    return Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    return on_rows(step, layers(1))
 
 
 def bucketed(case: Case) -> Program:
@@ -138,7 +137,7 @@ def test_a_tied_leaf_is_gathered_with_its_bucket() -> None:
 
 def test_an_unused_leaf_is_never_gathered() -> None:
     params = {"used": {"w": torch.ones(5, 5), "spare": torch.ones(9)}, "unused": torch.ones(7)}
-    program = bucketed(Case(lambda p, x: x @ p["used"]["w"], MESH, lambda seat: (partition(params, seat), rows(seat))))
+    program = bucketed(on_rows(lambda p, x: x @ p["used"]["w"], params))
     (start,) = calls(program, ops.all_gather)
     assert start.args[1:3] == ("used", [1])  # spare, w
 
@@ -151,7 +150,7 @@ def test_only_some_leaves_of_a_bucket_may_travel() -> None:
         biases, weights = tree.split(params, lambda path, leaf: path.endswith("b"))
         return fzero.value_and_grad(of_biases)(biases, weights, x)
 
-    case = Case(step, VirtualMesh(fsdp=3), lambda seat: (partition(layers(1), seat), rows(seat)))
+    case = on_rows(step, layers(1), mesh=VirtualMesh(fsdp=3))
     program = bucketed(case)
     (gather,), (scatter,) = calls(program, ops.all_gather), calls(program, ops.reduce_scatter)
     assert gather.args[2] == [0, 1] and scatter.args[2] == [0]
@@ -161,11 +160,7 @@ def test_only_some_leaves_of_a_bucket_may_travel() -> None:
 
 
 def test_parameters_and_their_moving_average_keep_gathers_of_their_own() -> None:
-    case = Case(
-        lambda p, average, x: mlp(p, x) - mlp(average, x),
-        MESH,
-        lambda seat: (partition(layers(2), seat), partition(layers(2, seed=1), seat), rows(seat)),
-    )
+    case = on_rows(lambda p, average, x: mlp(p, x) - mlp(average, x), layers(2), layers(2, seed=1))
     program = bucketed(case)
     trees = [{program.arguments[program.placeholders.index(x)].path[0] for x in start.args[0]} for start in calls(
         program, ops.all_gather)]  # fmt: skip
@@ -179,7 +174,7 @@ def test_gathers_of_two_trees_are_not_mixed() -> None:
         (ours,), (theirs,) = params["layers"], average["layers"]
         return (x + theirs["b"]) @ ours["w"] + (x + ours["b"]) @ theirs["w"]
 
-    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), partition(layers(1, seed=1), seat), rows(seat)))
+    case = on_rows(step, layers(1), layers(1, seed=1))
     program = bucketed(case)
     arguments = dict(zip(program.placeholders, program.arguments))
     assert sorted([arguments[x].path for x in start.args[0]] for start in calls(program, ops.all_gather)) == [
@@ -208,10 +203,8 @@ def test_a_use_stays_in_front_of_what_overwrites_its_operand() -> None:
 
 
 def test_a_layer_passed_alone_is_one_bucket_still() -> None:
-    def step(layer: tree.Tree, x: Tensor) -> Tensor:
-        return dense(layer, x)
-
-    program = bucketed(Case(step, MESH, lambda seat: (partition(layers(2), seat)["layers"][1], rows(seat))))
+    _, layer = fzero.partition(layers(2), MESH)["layers"]
+    program = bucketed(Case(dense, MESH, (layer, rows(MESH))))
     assert moved(program) == ["all_gather layers.1"]
 
 
@@ -273,7 +266,7 @@ def test_a_gradient_that_needs_no_gather_is_scattered_with_its_bucket() -> None:
     def step(params: tree.Tree, x: Tensor) -> tree.Tree:
         return torch.func.vjp(lambda p: linear(p, x), params)[1](torch.ones(()))[0]
 
-    program = bucketed(Case(step, MESH, lambda seat: (partition(layers(2), seat), rows(seat))))
+    program = bucketed(on_rows(step, layers(2)))
     assert moved(program).count("reduce_scatter layers.1") == 1
 
 
@@ -310,7 +303,7 @@ def test_a_cast_that_is_used_elsewhere_stays_there() -> None:
         narrow = params["layers"][0]["w"].to(torch.bfloat16)
         return x.to(torch.bfloat16) @ narrow, narrow * 2
 
-    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    case = on_rows(step, layers(1))
     program = bucketed(case)
     assert names(program).count("_to_copy") == 2 and calls(program, ops.all_gather)[0].kwargs
     assert_same(case.run(program), case.run(case.trace()))
@@ -322,7 +315,7 @@ def test_only_casts_of_state_as_it_is_given_are_the_gathers() -> None:
         wide = layer["w"].to(torch.float64, copy=True), (layer["b"] * 2).to(torch.float64)
         return x.double() @ wide[0] + wide[1]
 
-    case = Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    case = on_rows(step, layers(1))
     program = bucketed(case)
     (gather,) = calls(program, ops.all_gather)
     assert sorted(map(name_of, gather.args[0])) == ["_to_copy", "arg1_1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from programs import EVERY_STEP, Case, apply, assert_same, calls, layers, partition, rows, tried
+from programs import EVERY_STEP, MESH, Case, apply, assert_same, calls, layers, on_rows, tried
 from torch import Tensor
 
 import fzero
@@ -13,15 +13,13 @@ from fzero.passes import coalesce
 from fzero.program import ops
 from fzero.program.program import Program
 
-MESH = VirtualMesh(fsdp=2)
-
 
 def of_rows(step: object, mesh: VirtualMesh = MESH) -> Case:
-    return Case(step, mesh, lambda seat: (rows(seat),))
+    return on_rows(step, mesh=mesh)
 
 
 def of_params(step: object) -> Case:
-    return Case(step, MESH, lambda seat: (partition(layers(2), seat),))
+    return Case(step, MESH, (fzero.partition(layers(2), MESH),))
 
 
 def reductions(program: Program) -> list[tuple[str, int]]:

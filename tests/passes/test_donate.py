@@ -12,6 +12,7 @@ import pytest
 import torch
 from programs import (
     EVERY_STEP,
+    MESH,
     Case,
     apply,
     assert_same,
@@ -20,7 +21,7 @@ from programs import (
     layers,
     loss,
     names,
-    partition,
+    on_rows,
     rows,
     trained,
     tried,
@@ -35,21 +36,21 @@ from fzero.passes import bucket, defaults, donate, fuse
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
+from fzero.ranks.virtual import virtual
 from fzero.values.sharded import Sharded
 
-MESH = VirtualMesh(fsdp=2)
 ALONE = VirtualMesh(fsdp=1)
 WITHOUT = functools.partial(defaults, in_place=False)
 
 
 def on_params(step: Callable[..., Any], mesh: VirtualMesh = MESH, count: int = 2) -> Case:
     """`step(params, x)`."""
-    return Case(step, mesh, lambda seat: (partition(layers(count), seat), rows(seat)))
+    return on_rows(step, layers(count), mesh=mesh)
 
 
 def on_two_trees(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Case:
     """`step(params, others, x)` with two trees of one layout."""
-    return Case(step, mesh, lambda seat: (partition(layers(2), seat), partition(layers(2, seed=1), seat), rows(seat)))
+    return on_rows(step, layers(2), layers(2, seed=1), mesh=mesh)
 
 
 def doubled(params: tree.Tree) -> tree.Tree:
@@ -148,7 +149,7 @@ def test_alone_a_view_of_a_gathered_leaf_is_read_before_the_leaf_is_overwritten(
         y = x @ view
         return optim.apply_updates(params, doubled(params)), y @ view
 
-    donated(Case(step, ALONE, lambda seat: (partition(params, seat), rows(seat, width=4))))
+    donated(on_rows(step, params, mesh=ALONE, width=4))
 
 
 def test_swapped_arguments_stay_where_they_are() -> None:
@@ -166,7 +167,7 @@ def test_alone_a_gathered_leaf_that_is_returned_is_the_argument_itself() -> None
     def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, Tensor]:
         return doubled(params), params["w"].full_tensor().t()
 
-    donated(Case(step, ALONE, lambda seat: (partition(params, seat), rows(seat))))
+    donated(on_rows(step, params, mesh=ALONE))
 
 
 def test_an_operation_without_an_in_place_form_is_copied_back_at_the_end() -> None:
@@ -245,12 +246,9 @@ def test_a_view_of_what_is_updated_is_no_operand_of_an_update_in_place() -> None
     def step(params: tree.Tree, others: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
         return {"w": params["w"] + params["w"].t()}, {"w": torch._foreach_mul([others["w"]], [others["w"].t()])[0]}
 
-    def given(seat: Any) -> tuple[Any, ...]:
-        return *({"w": Sharded(weight.clone(), replicated_layout((3, 3), seat.mesh), 0, seat)} for _ in range(2)), rows(
-            seat
-        )
-
-    program, paths = donated(Case(step, MESH, given))
+    layout, on = replicated_layout((3, 3), MESH), virtual(MESH)
+    trees = [{"w": Sharded(weight.clone(), layout, 0, on)} for _ in range(2)]
+    program, paths = donated(Case(step, MESH, (*trees, rows(MESH))))
     assert paths == {"0", "1"} and names(program)[-1] == "_foreach_copy_"
 
 
@@ -400,7 +398,7 @@ def test_parameters_that_another_update_starts_from_are_kept() -> None:
         params, state, _ = case.step(*args)
         return (params, state), added_to(params)
 
-    donated(Case(step, MESH, case.given))
+    donated(case._replace(step=step))
 
 
 def test_two_updates_in_a_row_are_copied_back() -> None:
@@ -410,7 +408,7 @@ def test_two_updates_in_a_row_are_copied_back() -> None:
         params, state, _ = case.step(params, state, x)
         return case.step(params, state, x)
 
-    program, paths = donated(Case(step, MESH, case.given))
+    program, paths = donated(case._replace(step=step))
     assert paths == {"0", "1"} and names(program)[-1] == "_foreach_copy_"
 
 

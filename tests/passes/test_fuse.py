@@ -10,6 +10,7 @@ import pytest
 import torch
 from programs import (
     EVERY_STEP,
+    MESH,
     Case,
     Outputs,
     apply,
@@ -18,7 +19,6 @@ from programs import (
     layers,
     loss,
     names,
-    partition,
     rows,
     trained,
     training,
@@ -26,13 +26,12 @@ from programs import (
 )
 from torch import Tensor, fx
 
+import fzero
 from fzero import optim, tree, value_and_grad
-from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, fuse
 from fzero.program import ops
 from fzero.program.program import Program
 
-MESH = VirtualMesh(fsdp=2)
 ROUNDING = {"rtol": 2e-6, "atol": 2e-7}  # some 20 float32 operations of 6e-8, in another order
 
 
@@ -156,12 +155,9 @@ def test_each_dtype_has_a_call_of_its_own() -> None:
 
 def test_parameters_narrower_than_their_moments_are_left_alone() -> None:
     optimizer = optim.adamw(0.1)
-
-    def given(seat: Any) -> tuple[Any, ...]:
-        held = partition(layers(), seat)
-        return tree.map(lambda p: p.to(torch.bfloat16), held), optimizer.init(held), rows(seat).to(torch.bfloat16)
-
-    case = Case(training(optimizer), MESH, given)
+    params = fzero.partition(layers(), MESH)
+    narrow = tree.map(lambda p: p.to(torch.bfloat16), params)
+    case = Case(training(optimizer), MESH, (narrow, optimizer.init(params), rows(MESH).to(torch.bfloat16)))
     assert adamws(fused(case)) == []
     assert_same(case.run(fused(case)), case.run(case.trace()))
 
@@ -177,12 +173,9 @@ def test_two_optimizers_have_a_call_each() -> None:
         params = tree.merge(*(optim.apply_updates(p, updates) for p, (updates, _) in zip(halves, done)))
         return params, (done[0][1], done[1][1])
 
-    def given(seat: Any) -> tuple[Any, ...]:
-        held = partition(layers(), seat)
-        weights, biases = tree.split(held, lambda path, leaf: path.endswith("w"))
-        return held, (slow.init(weights), fast.init(biases)), rows(seat)
-
-    case = Case(step, MESH, given)
+    params = fzero.partition(layers(), MESH)
+    weights, biases = tree.split(params, lambda path, leaf: path.endswith("w"))
+    case = Case(step, MESH, (params, (slow.init(weights), fast.init(biases)), rows(MESH)))
     program = fused(case)
     assert sorted((len(call.args[0]), call.args[5]) for call in calls(program, ops.adamw)) == [(3, 0.01), (3, 0.1)]
     assert_close(case.run(program), case.run(case.trace()))
@@ -209,11 +202,7 @@ def with_updates(optimizer: optim.GradientTransformation, use: Callable[[tree.Tr
         updates, state = optimizer.update(grads, state, params)
         return optim.apply_updates(params, updates), state, use(updates)
 
-    def given(seat: Any) -> tuple[Any, ...]:
-        held = partition(layers(), seat)
-        return held, optimizer.init(held), rows(seat)
-
-    return Case(step, MESH, given)
+    return trained(optimizer, layers(), MESH)._replace(step=step)
 
 
 def test_updates_that_are_used_elsewhere_are_left_alone() -> None:
@@ -255,7 +244,7 @@ def test_updates_that_are_not_simply_added_are_left_alone(apply_updates: Callabl
         updates, state = optimizer.update(grads, state, params)
         return apply_updates(tree.leaves(params), tree.leaves(updates)), state
 
-    case = Case(step, MESH, trained(optimizer, layers(), MESH).given)
+    case = trained(optimizer, layers(), MESH)._replace(step=step)
     assert adamws(fused(case)) == []
     assert_same(case.run(fused(case)), case.run(case.trace()))
 
@@ -290,5 +279,5 @@ def test_state_that_is_not_returned_is_no_reason_to_fail() -> None:
     def step(*args: Any) -> Any:
         return training(optim.adamw(0.1))(*args)[0]
 
-    case = Case(step, MESH, trained(optim.adamw(0.1), layers(), MESH).given)
+    case = trained(optim.adamw(0.1), layers(), MESH)._replace(step=step)
     assert_close(case.run(fused(case)), case.run(case.trace()))

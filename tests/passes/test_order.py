@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Case, calls, differentiated, layers, loss, names, partition, rows
+from programs import MESH, calls, differentiated, layers, loss, names, on_rows
 from torch import Tensor, fx
 
 from fzero import tree
-from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, defaults
 from fzero.passes.order import find_derived, hops, rearrange, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
-
-MESH = VirtualMesh(fsdp=2)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def test_rearranging_puts_the_output_last() -> None:
 
 def traced(step: Any) -> Program:
     """The program of `step(params, x)` with params of two layers, a bucket at a time."""
-    return bucket(Case(step, MESH, lambda seat: (partition(layers(2), seat), rows(seat))).trace())
+    return bucket(on_rows(step, layers(2)).trace())
 
 
 def test_what_is_derived_from_one_gather_is_known_by_it() -> None:
@@ -159,7 +156,7 @@ def test_what_reads_memory_keeps_its_place_among_what_writes_to_it() -> None:
         y.add_(1.0)
         return before, view, y.cos(), x.exp(), x.neg()
 
-    program = Case(step, MESH, lambda seat: (rows(seat),)).trace()
+    program = on_rows(step).trace()
     (late,) = calls(program, torch.ops.aten.sin.default)
     calls(program, torch.ops.aten.exp.default)[0].append(late)
     restore_order(program.graph)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import (
     EVERY_STEP,
+    MESH,
     Case,
     apply,
     assert_same,
@@ -21,8 +22,8 @@ from programs import (
     loss,
     moved,
     names,
-    partition,
-    rows,
+    on_ones,
+    on_rows,
     tried,
 )
 from torch import Tensor, fx
@@ -38,7 +39,6 @@ from fzero.program.rates import GUESSES, Rates
 from fzero.program.records import name_of
 from fzero.program.work import work
 
-MESH = VirtualMesh(fsdp=2)
 STAGE_3 = (bucket, functools.partial(release, stage=3))
 BUCKET = 32 * 4
 """Bytes of a gathered layer of `layers`: 30 elements and 2 of padding."""
@@ -68,7 +68,7 @@ def chain(*widths: int) -> Case:
             x = x @ weight
         return x
 
-    return Case(step, MESH, lambda seat: (partition(params, seat), torch.ones(2, 4)))
+    return on_ones(step, params)
 
 
 def products(program: Program) -> dict[str, int]:
@@ -156,12 +156,12 @@ def test_a_small_gather_starts_early_for_a_large_one_behind_it() -> None:
             x = x @ torch.ones(4, 4)
         return x @ params["0"] @ params["1"]
 
-    case = Case(step, MESH, lambda seat: (partition(params, seat), torch.ones(2, 4)))
+    case = on_ones(step, params)
     assert products(prefetched(case, ONE)) == {"0": 3, "1": 4}  # of which the last is by "0" itself
 
 
 def test_a_step_without_gathers_stays_as_it_is() -> None:
-    case = Case(lambda x: x * 2, MESH, lambda seat: (torch.ones(2, 4),))
+    case = on_rows(lambda x: x * 2)
     assert names(prefetched(case)) == ["mul"]
 
 
@@ -225,7 +225,7 @@ def test_a_gather_whose_slices_come_late_keeps_its_place_among_the_others() -> N
         y = dense(first, x)
         return y @ (second["w"] * fzero.pmean(y.mean(), "fsdp")) @ third["w"]
 
-    program = prefetched(Case(step, MESH, lambda seat: (partition(layers(3), seat), rows(seat))), SLOW)
+    program = prefetched(on_rows(step, layers(3)), SLOW)
     assert [line[-1] for line in moved(program) if "gather" in line] == list("012")
 
 
@@ -245,7 +245,7 @@ def test_a_gather_does_not_start_before_its_slices_are_there() -> None:
         weight = layer["w"] * 2
         return (x @ weight.cos()) @ (weight.sin() @ weight)
 
-    program = prefetched(Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat))), SLOW)
+    program = prefetched(on_rows(step, layers(1)), SLOW)
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     first, *_ = starts = calls(program, ops.all_gather)
     assert first.prev is first.args[0][0]
@@ -258,7 +258,7 @@ def test_a_gather_starts_right_behind_its_slices_if_there_is_not_enough_to_hide_
         weight = params["w"] * 2
         return x.sin().cos() @ weight
 
-    case = Case(step, MESH, lambda seat: (partition({"w": torch.ones(4, 4)}, seat), torch.ones(2, 4)))
+    case = on_ones(step, {"w": torch.ones(4, 4)})
     assert names(prefetched(case, SLOW))[:3] == ["mul", "all_gather", "sin"]
 
 
@@ -278,7 +278,7 @@ def test_a_scatter_is_waited_for_when_its_result_is_used() -> None:
     def step(params: tree.Tree, x: Tensor) -> tree.Tree:
         return tree.map(lambda g: g * 2, fzero.grad(loss)(params, x))
 
-    program = prefetched(Case(step, MESH, lambda seat: (partition(layers(1), seat), rows(seat))))
+    program = prefetched(on_rows(step, layers(1)))
     assert names(program)[-5:] == ["wait", "part", "part", "mul", "mul"]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import (
     EVERY_STEP,
+    MESH,
     Case,
     apply,
     assert_same,
@@ -22,8 +23,7 @@ from programs import (
     most_gathered,
     moved,
     names,
-    partition,
-    rows,
+    on_rows,
     tried,
 )
 from torch import Tensor
@@ -36,15 +36,13 @@ from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import is_call
 
-MESH = VirtualMesh(fsdp=2)
-
 
 def released(case: Case, stage: int) -> Program:
     return apply(case.trace(), bucket, functools.partial(release, stage=stage))
 
 
 def forward(fn: Callable[..., Any], count: int, mesh: VirtualMesh = MESH) -> Case:
-    return Case(fn, mesh, lambda seat: (partition(layers(count), seat), rows(seat)))
+    return on_rows(fn, layers(count), mesh=mesh)
 
 
 def gathered_sizes(program: Program) -> dict[str | None, int]:

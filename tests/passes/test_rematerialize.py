@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import Case, Outputs, apply, assert_same, calls, dense, layers, moved, names, partition, rows
+from programs import MESH, Case, Outputs, apply, assert_same, calls, dense, differentiated, layers, moved, names
 from torch import Tensor
 
 import fzero
 from fzero import tree
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, defaults, release, rematerialize
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import storage
 
-MESH = VirtualMesh(fsdp=2)
 WIDTH = 8
 Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
@@ -51,12 +49,9 @@ def blocks(count: int, *, width: int = WIDTH) -> tree.Tree:
 
 def on_blocks(step: Function, count: int = 4, *, batch: int = 16) -> Case:
     """`step(params, x)` with `blocks` and a batch [batch, WIDTH]."""
-
-    def given(seat: Any) -> tuple[Any, ...]:
-        x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(seat.number))
-        return partition(blocks(count), seat), x
-
-    return Case(step, MESH, given)
+    draws = [torch.Generator().manual_seed(number) for number in range(MESH.size())]
+    x = torch.cat([torch.randn(batch, WIDTH, generator=draw) for draw in draws])
+    return Case(step, MESH, (fzero.partition(blocks(count), MESH), x))
 
 
 def loss_of(block: Function) -> Function:
@@ -380,15 +375,8 @@ def test_a_result_that_only_the_backward_pass_needs_is_computed_again() -> None:
 
 
 def test_a_layer_is_gathered_for_its_forward_pass_and_once_for_recomputation_and_backward() -> None:
-    case = Case(
-        fzero.value_and_grad(lambda p, x: reduce(lambda x, layer: wrapped(layer, x), p["layers"], x).square().mean()),
-        MESH,
-        lambda seat: (partition(layers(4), seat), rows(seat)),
-    )
-
-    def wrapped(layer: Any, x: Tensor) -> Tensor:
-        return fzero.remat(lambda layer, x: torch.sin(dense(layer, x)))(layer, x)
-
+    wrapped = fzero.remat(lambda x, layer: torch.sin(dense(layer, x)))
+    case = differentiated(lambda p, x: reduce(wrapped, p["layers"], x).square().mean(), layers(4), MESH)
     program = apply(case.trace(), rematerialize, bucket, lambda program: release(program, stage=3))
     assert [line for line in moved(program) if "gather" in line] == [
         *(f"all_gather layers.{i}" for i in (0, 1, 2, 3)),

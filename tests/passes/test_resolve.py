@@ -7,86 +7,38 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Case, Seat, layers, loss, mlp, partition, rows
+from mistakes import HYBRID, IN_A_STEP, WrongStep, place_state
+from programs import Case, layers, loss, mlp, rows
 from torch import Tensor
-from torch.nn import functional as F
 
 import fzero
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 
-HYBRID = VirtualMesh(replica=2, fsdp=2)
-PER_RANK = "a per-rank value meets a slice of this leaf in"
+
+def stepping(wrong: WrongStep) -> Case:
+    return Case(wrong.step, HYBRID, (place_state(HYBRID), rows(HYBRID)))
 
 
-# mistakes of a user: each a step, refused with the leaf and the user's line
-
-
-STATE = {"w": torch.linspace(-1, 1, 25).view(5, 5), "b": torch.linspace(1, 2, 5)}
-
-
-def stepping(step: Callable[..., Any], mesh: VirtualMesh = HYBRID) -> Case:
-    """`step(w, b, count, x) -> state`: two leaves, a 0-d number that all ranks hold, and a [2, 5] of this rank."""
-
-    def given(seat: Seat) -> tuple[Any, ...]:
-        params = partition(STATE, seat)
-        return params, params["w"].new_zeros(()), rows(seat)
-
-    return Case(lambda params, count, x: step(params["w"], params["b"], count, x), mesh, given)
-
-
-def through_a_view(x: Tensor) -> Tensor:
-    total = torch.zeros(2, 5)
-    total[0].add_(x[0])
-    return total.sum()
-
-
-WRONG_STEPS: dict[str, tuple[Callable[..., Any], str]] = {
-    "a rate of the batch": (lambda w, b, count, x: w - x.abs().mean() * w, "w: {} mul"),
-    "a random rate": (lambda w, b, count, x: w - torch.rand(()) * w, "w: {} mul"),
-    "a rate of the rank": (lambda w, b, count, x: w * fzero.axis_index("replica"), "w: {} mul"),
-    "a mean over one axis of two": (lambda w, b, count, x: w * fzero.pmean(x.mean(), "fsdp"), "w: {} mul"),
-    "a branch of the batch": (lambda w, b, count, x: torch.where(x.sum() > 0, w, -w), "w: {} where"),
-    "a gradient by hand": (lambda w, b, count, x: w - x.T @ x, "w: {} sub"),
-    "a gradient in a list": (lambda w, b, count, x: torch._foreach_add([w, b], [w, x.sum(0)]), "b: {} _foreach_add"),
-    "dropout of a parameter": (lambda w, b, count, x: w.slice_of(F.dropout(w.full_tensor())), "w: {} take"),
-    "noise on a parameter": (lambda w, b, count, x: w + torch.randn_like(w), "w: {} add"),
-    "a random mask": (lambda w, b, count, x: w * torch.rand_like(w).bernoulli(), "w: {} mul"),
-    "memory that nothing was written to": (lambda w, b, count, x: w * torch.empty(()), "w: {} mul"),
-    "clipping by a norm of its own": (
-        lambda w, b, count, x: b / fzero.grad(lambda a: (x @ a).square().mean())(b.full_tensor()).norm(), "b: {} div"
-    ),
-    "a count of the batch": (lambda w, b, count, x: {"n": count + (x > 0).sum()}, "n: result 'n' {} add"),
-    "the rank as state": (lambda w, b, count, x: {"n": count + fzero.axis_index("fsdp")}, "n: result 'n' {} add"),
-    "what was added to zeros": (
-        lambda w, b, count, x: {"n": count + torch.zeros(5).add_(x.sum(0)).sum()}, "n: result 'n' {} add"
-    ),
-    "what was added through a view": (lambda w, b, count, x: {"n": count + through_a_view(x)}, "n: result 'n' {} add"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("step", "message"), WRONG_STEPS.values(), ids=WRONG_STEPS)
-def test_a_mistake_of_a_user_is_refused_with_the_line(step: Callable[..., Any], message: str) -> None:
+@pytest.mark.parametrize("wrong", IN_A_STEP.values(), ids=IN_A_STEP)
+def test_a_mistake_of_a_user_is_refused_with_the_line(wrong: WrongStep) -> None:
     with pytest.raises(FzeroError) as error:
-        stepping(step).trace()
-    state = "is state but depends on this rank's batch in"
-    said = message.format(state if "result" in message else PER_RANK) + ": ranks would drift apart"
-    line = f" ({step.__code__.co_filename}:{step.__code__.co_firstlineno} in <lambda>: "
-    assert str(error.value).startswith(said + line)
+        stepping(wrong).trace()
+    assert str(error.value).startswith(wrong.message)
     assert "; make it the same on every rank first, with fzero.pmean(x, " in str(error.value)
 
 
-@pytest.mark.parametrize("step", [step for step, _ in WRONG_STEPS.values()], ids=WRONG_STEPS)
-def test_it_would_make_ranks_that_hold_the_same_drift_apart(step: Callable[..., Any]) -> None:
-    case = stepping(step)
+@pytest.mark.parametrize("wrong", IN_A_STEP.values(), ids=IN_A_STEP)
+def test_it_would_make_ranks_that_hold_the_same_drift_apart(wrong: WrongStep) -> None:
+    case = stepping(wrong)
     program = case.trace_as_written()
     first, second, third, fourth = (states[-1] for states in case.run(program))
     held = fourth if not program.layouts[program.results[0].bucket].replicated else third  # what the second one holds
     assert not (torch.equal(first, third) and torch.equal(second, held))
 
 
-# what it must not refuse: steps that users write, each as good on slices as whole
+# steps that users write, which must be accepted: each as good on slices as whole
 
 
 def descent(rate: float = 0.1) -> Callable[[tree.Tree, tree.Tree], tree.Tree]:

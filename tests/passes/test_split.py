@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from programs import EVERY_STEP, Case, apply, assert_same, calls, layers, moved, trained, tried
+from programs import EVERY_STEP, MESH, Case, apply, assert_same, calls, layers, moved, trained, tried
 
 from fzero import optim
 from fzero.base.mesh import VirtualMesh
@@ -15,7 +15,6 @@ from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 
-MESH = VirtualMesh(fsdp=2)
 BEFORE = (bucket, functools.partial(release, stage=3), fuse)
 RATES = Rates(flops=1e30, memory=8 * 30.0, wire=16 * 4.0, launch=0.0, latency=0.0)
 """A layer of 30 elements takes 1 s to scatter, and more than that to compute the gradients of."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-from programs import Case, apply, differentiated, layers, loss, partition, rows, trained
+from programs import MESH, apply, differentiated, layers, loss, on_rows, trained
 
 from fzero import optim
-from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, defaults, donate, fuse, release
 from fzero.program.listing import format_size
 from fzero.program.program import Program
-
-MESH = VirtualMesh(fsdp=2)
 
 
 def steps(program: Program) -> list[str]:
@@ -82,13 +79,13 @@ def test_an_update_has_its_leaves_and_says_whether_it_is_in_place() -> None:
 
 
 def test_a_program_that_moves_nothing_says_so() -> None:
-    case = Case(lambda p, x: x * 2, MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    case = on_rows(lambda p, x: x * 2, layers(1))
     head, *lines = str(case.trace()).splitlines()
     assert head.endswith("moves nothing") and [line.split() for line in lines] == [["compute", "mul"]]
 
 
 def test_what_is_computed_is_counted_the_most_frequent_first() -> None:
-    case = Case(lambda p, x: (x.sin().sin().sin() + 1).t(), MESH, lambda seat: (partition(layers(1), seat), rows(seat)))
+    case = on_rows(lambda p, x: (x.sin().sin().sin() + 1).t(), layers(1))
     assert str(case.trace()).splitlines()[1].split(maxsplit=1)[1] == "sin x3, add"  # a view is no computation
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import EVERY_STEP, Case, apply, partition, tried
+from programs import EVERY_STEP, MESH, apply, on_ones, tried
 from torch import Tensor
 
 import fzero
@@ -24,13 +24,12 @@ from fzero.program.work import Work
 
 RATES = Rates(flops=64.0, memory=1e30, wire=32.0, launch=0.0, latency=1.0)
 """A product of [2, 4] and [4, 4] takes 1 s, to gather or scatter a bucket of 32 floats on two ranks 1 + 64 / 32 s."""
-MESH = VirtualMesh(fsdp=2)
 
 
 def program(step: Callable[..., Any], mesh: VirtualMesh = MESH, count: int = 2) -> Program:
     """`step(weights, x)` of leaves [4, 4], each a bucket of 16 floats and as many of padding, and x [2, 4]."""
     params = {str(i): torch.ones(4, 4) for i in range(count)}
-    return apply(Case(step, mesh, lambda seat: (partition(params, seat), torch.ones(2, 4))).trace(), bucket)
+    return apply(on_ones(step, params, mesh).trace(), bucket)
 
 
 def products(params: dict[str, Tensor], x: Tensor) -> Tensor:

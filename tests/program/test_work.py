@@ -7,25 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Case, apply, calls, partition
+from programs import MESH, Case, apply, calls, on_ones, trained
 from torch import Tensor, fx
 from torch.nn import functional
 
 import fzero
 from fzero import optim
-from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, fuse
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
 from fzero.program.work import Work, find_device_type, work
 
-MESH = VirtualMesh(fsdp=2)
-
 
 def traced(step: Callable[..., Any], *shapes: tuple[int, ...]) -> Program:
     """`step` of float32 batches of these shapes."""
-    return Case(step, MESH, lambda seat: tuple(torch.ones(shape) for shape in shapes)).trace()
+    return Case(step, MESH, tuple(torch.ones(2 * rows, *shape) for rows, *shape in shapes)).trace()
 
 
 def node_named(program: Program, name: str) -> fx.Node:
@@ -104,8 +101,7 @@ def test_slices_are_read_and_cast_to_be_gathered() -> None:
     def step(params: Any, x: Tensor) -> Tensor:
         return x @ params["w"].to(torch.bfloat16)
 
-    case = Case(step, MESH, lambda seat: (partition({"w": torch.ones(4, 8)}, seat), torch.ones(2, 4).bfloat16()))
-    program = apply(case.trace(), bucket)
+    program = apply(on_ones(lambda params, x: step(params, x.bfloat16()), {"w": torch.ones(4, 8)}).trace(), bucket)
     assert work(node_named(program, "all_gather")) == Work(0, 16 * 4 + 16 * 2)
 
 
@@ -117,16 +113,8 @@ def test_a_leaf_alone_is_scattered_as_it_is() -> None:
 def test_a_fused_update_reads_four_lists_and_writes_three() -> None:
     optimizer = optim.adamw(0.1)
 
-    def step(params: Any, state: Any, x: Tensor) -> Any:
-        grads = fzero.grad(lambda p: (x @ p["w"]).sum())(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optim.apply_updates(params, updates), state
-
-    def given(seat: Any) -> Any:
-        params = partition({"w": torch.ones(4, 8)}, seat)
-        return params, optimizer.init(params), torch.ones(2, 4)
-
-    (call,) = calls(apply(Case(step, MESH, given).trace(), fuse), ops.adamw)
+    case = trained(optimizer, {"w": torch.ones(4, 8)}, MESH, lambda p, x: (x @ p["w"]).sum(), width=4)
+    (call,) = calls(apply(case.trace(), fuse), ops.adamw)
     count = 4
     assert work(call) == Work(0, (4 + 3) * 4 * 16 + count)
 

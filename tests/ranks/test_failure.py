@@ -1,10 +1,276 @@
-"""How errors name ranks. Roll calls stand in tests/faults: they take real processes."""
+"""Ranks that die or stall, in real processes: each other rank soon raises an FzeroError that names rank and collective.
+
+A fault strikes a rank in place of a collective, in which the other ranks then wait.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from programs import layers, training
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fzero
+from fzero import optim
+from fzero.passes import defaults
 from fzero.ranks.failure import format_seconds, group_by_word, name_ranks
+from fzero.ranks.live import live
+from fzero.ranks.transports import Native, PointToPoint, Transport
+
+STALL = timedelta(seconds=5)
+"""Torch's timeout in tests of a rank that stalls. A rank that is later than others by less than STALL is in time, as a
+busy machine makes ranks that do not stall."""
+SOON = 30.0
+"""Seconds within which every other rank has its error: 2 * STALL, and room for a busy machine."""
+GONE, LATE = "died or left", f"did not take part within {STALL.total_seconds():g} s"
+BEFORE = "agreement before a step"
+
+Act = Callable[[], Any]
+
+
+class End(NamedTuple):
+    """The error that a rank ended with: its class and message, the class of its cause, and after how many seconds."""
+
+    kind: str
+    message: str
+    cause: str
+    seconds: float
+
+
+def end(use: Callable[[], Any]) -> End:
+    start = time.monotonic()
+    try:
+        use()
+    except Exception as error:
+        return End(type(error).__name__, str(error), type(error.__cause__).__name__, time.monotonic() - start)
+    return End("nothing", "was raised", "", time.monotonic() - start)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall() -> None:
+    time.sleep(300)  # longer than any test lasts: the process is ended
+
+
+def pause() -> None:
+    time.sleep(1)
+
+
+class Job:
+    """Training on one rank, with faults.
+
+    A step without passes gathers one leaf at a time and waits for the leaf, so that nothing is on its way when a rank
+    dies. Ranks meet after tracing, because tracing on a busy machine may take longer than a short timeout allows.
+    """
+
+    def __init__(self, mesh: DeviceMesh, passes: tuple[Any, ...] = ()) -> None:
+        self.mesh, self.on, self.rank = mesh, live(mesh), dist.get_rank()
+        adamw = optim.adamw(0.1)
+        self.params = fzero.partition(layers(), mesh)
+        self.state = adamw.init(self.params)
+        others = dist.new_group(timeout=timedelta(minutes=2))
+
+        def meet(program: Any) -> Any:
+            dist.barrier(group=others)
+            return program
+
+        self._step = fzero.shard(training(adamw), mesh, passes=(*passes, meet))
+
+    def step(self) -> None:
+        self.params, self.state, _ = self._step(self.params, self.state, torch.ones(2, 5))
+
+    def before(self, what: str, acts: dict[int, Act]) -> None:
+        """From now on, these ranks act just before they begin the collective that errors call `what`."""
+        begin, act = self.on.members.begin, acts.get(self.rank)
+
+        def strike(collective: str) -> Any:
+            if act is not None and collective == what:
+                act()
+            return begin(collective)
+
+        self.on.members.begin = strike  # type: ignore[method-assign]
+
+
+def assert_named(ends: list[End | None], where: str, *parts: str, blamed: set[int]) -> None:
+    """Every rank that is left ended soon, with an FzeroError that has these parts and blames these ranks alone."""
+    for found in filter(None, ends):
+        assert found.kind == "FzeroError", found
+        assert found.message.startswith(f"{where}: "), found.message
+        missing = [part for part in parts if part not in found.message]
+        assert not missing, f"{missing} not in: {found.message}"
+        assert ranks_of(found.message) == blamed, found.message
+        assert found.cause.endswith("Error") and "; " in found.message, found
+        assert found.seconds < SOON
+
+
+def ranks_of(message: str) -> set[int]:
+    """`"all_gather of layers.1: ranks 1, 2 died or left; ..." -> {1, 2}`."""
+    problem = message.partition(": ")[2].partition(";")[0]
+    return {int(word) for word in problem.replace(LATE, "").replace(",", "").split() if word.isdigit()}
+
+
+# in a step
+
+
+def second_step(mesh: DeviceMesh, what: str, acts: dict[int, Act], passes: tuple[Any, ...] = ()) -> End:
+    job = Job(mesh, passes)
+    job.step()
+    job.before(what, acts)
+    return end(job.step)
+
+
+IN_A_STEP = ["all_gather of layers.1", "reduce_scatter of layers.1", "all_reduce over fsdp"]
+
+
+@pytest.mark.parametrize("what", IN_A_STEP)
+def test_a_rank_that_dies_in_a_step_is_named(what: str) -> None:
+    ends = run(3, second_step, what, {2: die}, lost=[2])
+    assert_named(ends, what, GONE, blamed={2})
+
+
+def test_a_rank_that_stalls_in_a_step_is_named() -> None:
+    """With the default passes, which gather ahead: the rank has begun an earlier gather, and has not read in it."""
+    passes = defaults(stage=3, in_place=True)
+    ends = run(3, second_step, "all_gather of layers.1", {1: stall}, passes, stall=STALL, lost=[1])
+    assert_named(ends, "all_gather of layers.0", LATE, blamed={1})
+
+
+def native(mesh: DeviceMesh) -> Transport:
+    return Native(mesh.get_group(), live(mesh).members.new_twin(mesh.get_group()))
+
+
+def by_messages(mesh: DeviceMesh) -> Transport:
+    return PointToPoint(mesh.get_group(), live(mesh).members.timeout)
+
+
+def with_another(transport: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> End:
+    live(mesh).transports["fsdp"] = transport(mesh)
+    return second_step(mesh, "reduce_scatter of layers.1", {1: die})
+
+
+@pytest.mark.parametrize("transport", [native, by_messages])
+def test_other_transports_name_it_too(transport: Callable[[DeviceMesh], Transport]) -> None:
+    """The transports of CUDA tensors (here on gloo) and of ranks of several hosts."""
+    ends = run(4, partial(with_another, transport), lost=[1])
+    assert_named(ends, "reduce_scatter of layers.1", GONE, blamed={1})
+
+
+def test_every_missing_rank_is_named() -> None:
+    ends = run(4, second_step, "all_gather of layers.0", {1: stall, 3: die}, stall=STALL, lost=[1, 3])
+    assert_named(ends, "all_gather of layers.0", LATE, blamed={1, 3})
+
+
+def test_a_rank_that_left_because_of_another_is_not_blamed() -> None:
+    """Rank 1 sees at once that rank 2 is gone. Rank 0 comes to the collective a second later."""
+    ends = run(3, second_step, "all_gather of layers.1", {0: pause, 2: die}, lost=[2])
+    assert_named(ends, "all_gather of layers.1", GONE, blamed={2})
+
+
+def come_late() -> None:
+    time.sleep(7.5)
+
+
+def test_a_rank_that_comes_too_late_is_told_from_one_that_is_missing() -> None:
+    """The rank comes after the timeout of 5 s, and before the others stop waiting, after 10 s."""
+    ends = run(3, second_step, "all_gather of layers.1", {1: come_late}, stall=STALL, lost=[])
+    for found in ends:
+        assert found.kind == "FzeroError" and found.seconds < SOON
+        assert "though every rank answers: " in found.message
+        assert re.search(r"rank 1 waited [0-2] s in all_gather of layers\.1", found.message)
+
+
+def two_axes(mesh: DeviceMesh) -> End:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "fsdp"))
+    return second_step(grid, "all_reduce of layers.1 over replica", {3: die})
+
+
+def test_ranks_that_do_not_communicate_with_the_missing_one_name_it_too() -> None:
+    ends = run(4, two_axes, lost=[3])
+    for found in filter(None, ends):
+        assert_named([found], found.message.partition(":")[0], GONE, blamed={3})
+    assert ends[1].message.startswith("all_reduce of layers.1 over replica: ")  # rank 1 waits for rank 3 there
+
+
+def a_step_after(mesh: DeviceMesh) -> list[End]:
+    job = Job(mesh)
+    job.before("all_gather of layers.1", {1: die})
+    return [end(job.step), end(job.step)]
+
+
+def test_a_step_after_that_says_so_again_at_once() -> None:
+    (first, second), _ = run(2, a_step_after, lost=[1])
+    assert second.message == first.message and second.seconds < STALL.total_seconds()
+
+
+# between steps
+
+
+def loading(mesh: DeviceMesh, load: Callable[[int], Any]) -> End:
+    job = Job(mesh)
+    job.step()
+    load(job.rank)
+    return end(job.step)
+
+
+def raising(rank: int) -> None:
+    if rank == 2:
+        raise OSError("no such file: tokens-07.bin")
+
+
+def waiting(rank: int) -> None:
+    if rank == 2:
+        stall()
+
+
+def test_a_rank_that_raises_in_its_data_loader_is_named() -> None:
+    """Of four ranks, one does not hear from the missing rank itself in gloo's all-reduce."""
+    assert_named(run(4, loading, raising, lost=[2]), BEFORE, GONE, blamed={2})
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    ends = run(3, loading, waiting, stall=STALL, lost=[2])
+    assert_named(ends, BEFORE, LATE, blamed={2})
+
+
+# outside of steps
+
+
+def unpartitioning(mesh: DeviceMesh) -> End:
+    job = Job(mesh)
+    job.before("all_gather of layers.2", {1: die})
+    return end(lambda: fzero.unpartition(job.params))
+
+
+def test_a_gather_outside_of_a_step_names_the_missing_rank() -> None:
+    assert_named(run(2, unpartitioning, lost=[1]), "all_gather of layers.2", GONE, blamed={1})
+
+
+def partitioning(mesh: DeviceMesh) -> End:
+    if mesh.get_rank() == 1:
+        die()
+    return end(lambda: fzero.partition(layers(), mesh))
+
+
+def test_a_rank_that_does_not_come_to_the_mesh_ends_the_others() -> None:
+    found, _ = run(2, partitioning, stall=STALL, lost=[1])
+    assert found.kind == "FzeroError" and found.seconds < SOON
+    assert found.message.startswith(f"mesh: not all of ranks 0, 1 came to it within {STALL.total_seconds():g} s; ")
+
+
+# how errors name ranks
 
 
 def test_one_rank_or_some_are_named() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run
+from programs import training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -108,11 +109,7 @@ def test_a_leaf_may_grow(ranks: int) -> None:
 
 def test_a_grown_leaf_trains_on_with_state_that_grows_beside_it() -> None:
     adam = optim.adamw(0.1)
-
-    def train_step(params: Any, opt_state: Any, x: Tensor) -> Any:
-        value, grads = fzero.value_and_grad(lambda p: (x @ p["block"]["w"] + p["block"]["b"]).square().mean())(params)
-        updates, opt_state = adam.update(grads, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state, value
+    train_step = training(adam, lambda p, x: (x @ p["block"]["w"] + p["block"]["b"]).square().mean())
 
     def trained(params: Any, step: Any, edit: Any) -> Any:
         opt_state, x = adam.init(params), torch.linspace(-1, 1, 30).view(6, 5)

@@ -8,21 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from programs import (
-    EVERY_STEP,
-    Case,
-    calls,
-    differentiated,
-    layers,
-    loss,
-    moved,
-    names,
-    partition,
-    rows,
-    seats,
-    tried,
-    whole,
-)
+from programs import EVERY_STEP, MESH, Case, calls, layers, loss, moved, names, on_rows, rows, tried, whole
 from torch import Tensor
 
 import fzero
@@ -33,17 +19,15 @@ from fzero.program import ops
 from fzero.program.program import Argument
 from fzero.tracing import trace
 
-MESH = VirtualMesh(fsdp=2)
 
-
-def on_rows(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Case:
+def on_layer(step: Callable[..., Any]) -> Case:
     """`step(params, x)` with parameters of one layer and this rank's rows."""
-    return Case(step, mesh, lambda seat: (partition(layers(1), seat), rows(seat)))
+    return on_rows(step, layers(1))
 
 
 def on_vectors(step: Callable[[Tensor], Any], *vectors: list[float]) -> list[list[float]]:
     """The list that `step(vector)` returns on each rank, for one vector a rank."""
-    case = Case(step, VirtualMesh(fsdp=len(vectors)), lambda seat: (torch.tensor(vectors[seat.number]),))
+    case = Case(step, VirtualMesh(fsdp=len(vectors)), (torch.tensor(vectors).flatten(),))
     return [result.tolist() for (result,) in case.run(case.trace())]
 
 
@@ -57,14 +41,8 @@ def test_a_step_on_parts_of_a_batch_is_the_step_on_all_of_it(name: str, world: i
         torch.testing.assert_close(value, expected[path], rtol=1e-5, atol=1e-6, msg=path)
 
 
-def test_one_program_serves_all_ranks() -> None:
-    case = differentiated(loss, layers(), VirtualMesh(fsdp=3))
-    programs = [trace.trace(case.step, case.given(seat), case.mesh) for seat in seats(case.mesh)]
-    assert programs[0].lines() == programs[1].lines() == programs[2].lines()
-
-
 def test_arguments_are_state_by_bucket_and_leaf_or_batch() -> None:
-    program = on_rows(lambda p, x: x).trace()
+    program = on_layer(lambda p, x: x).trace()
     assert program.arguments == (
         Argument("0.layers.0.b", "layers.0", 0),
         Argument("0.layers.0.w", "layers.0", 1),
@@ -73,7 +51,7 @@ def test_arguments_are_state_by_bucket_and_leaf_or_batch() -> None:
 
 
 def test_numbers_among_the_arguments_are_constants_of_the_program() -> None:
-    case = Case(lambda p, scale, x: x * scale, MESH, lambda seat: (partition(layers(1), seat), 3.0, rows(seat)))
+    case = Case(lambda p, scale, x: x * scale, MESH, (fzero.partition(layers(1), MESH), 3.0, rows(MESH)))
     program = case.trace()
     assert [argument.path for argument in program.arguments] == ["0.layers.0.b", "0.layers.0.w", "2"]
     assert calls(program, torch.ops.aten.mul.Tensor)[0].args[1] == 3.0
@@ -86,7 +64,7 @@ class Out(NamedTuple):
 
 
 def test_results_keep_their_containers_and_what_is_no_tensor() -> None:
-    program = on_rows(lambda p, x: Out({"p": p["layers"][0]["b"] * 2}, x, "fine")).trace()
+    program = on_layer(lambda p, x: Out({"p": p["layers"][0]["b"] * 2}, x, "fine")).trace()
     state, value, note = program.results
     assert (state.path, state.bucket, state.leaf) == ("state.p", "layers.0", 0)
     assert (value.path, value.bucket) == ("value", None)
@@ -95,26 +73,23 @@ def test_results_keep_their_containers_and_what_is_no_tensor() -> None:
 
 
 def test_layouts_that_share_a_buckets_name_are_numbered() -> None:
-    case = Case(
-        lambda a, b: (a["w"].full_tensor(), b["w"].full_tensor()),
-        MESH,
-        lambda seat: (partition({"w": torch.ones(3)}, seat), partition({"w": torch.ones(4)}, seat)),
-    )
+    trees = [fzero.partition({"w": torch.ones(size)}, MESH) for size in (3, 4)]
+    case = Case(lambda a, b: (a["w"].full_tensor(), b["w"].full_tensor()), MESH, tuple(trees))
     program = case.trace()
     assert list(program.layouts) == ["w", "w#2"] and moved(program) == ["all_gather w", "all_gather w#2"]
 
 
 def test_tensors_captured_by_closure_are_constants() -> None:
     captured = torch.arange(5.0)
-    case = on_rows(lambda p, x: (x * captured, p["layers"][0]["b"] * captured))
+    case = on_layer(lambda p, x: (x * captured, p["layers"][0]["b"] * captured))
     program = case.trace()
-    (first, second), (expected, _) = case.run(program), [x * captured for _, x in map(case.given, seats(MESH))]
-    assert torch.equal(first[0], expected)
+    first, second = case.run(program)
+    assert torch.equal(first[0], rows(MESH)[:2] * captured)
     assert torch.equal(whole(program, [first, second])["1"], layers(1)["layers"][0]["b"] * captured)
 
 
 def test_the_arguments_are_left_as_they_are() -> None:
-    args = on_rows(lambda p, x: x).given(seats(MESH)[0])
+    args = on_rows(lambda p, x: x, layers(1)).args
     before = [leaf.local.clone() for leaf in tree.leaves(args[0])]
     trace.trace(fzero.grad(loss), args, MESH)
     assert all(torch.equal(leaf.local, old) for leaf, old in zip(tree.leaves(args[0]), before))
@@ -130,7 +105,7 @@ def test_the_arguments_are_left_as_they_are() -> None:
     ids=["grad", "grad_and_value", "vjp"],
 )
 def test_torch_func_gives_the_gradients_of_fzero(transformed: Callable[..., Any]) -> None:
-    case, theirs = on_rows(fzero.grad(loss)), on_rows(transformed)
+    case, theirs = on_layer(fzero.grad(loss)), on_layer(transformed)
     got, expected = theirs.run(theirs.trace()), case.run(case.trace())
     for mine, others in zip(got, expected):
         torch.testing.assert_close(mine, others, rtol=1e-6, atol=1e-8)  # one rounding, where 1 is multiplied in
@@ -169,7 +144,7 @@ def inside_a_gradient(p: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("step", [branch, loop, item, branch_on_state, inside_a_gradient])
 def test_python_that_depends_on_data_is_refused_by_its_line(step: Callable[..., Any]) -> None:
     with pytest.raises(FzeroError) as error:
-        on_rows(step).trace()
+        on_layer(step).trace()
     assert re.match(rf"{re.escape(__file__)}:\d+ in \w+: .*# here$", error.value.where)
     assert "torch.where" in error.value.way_out
 
@@ -179,11 +154,11 @@ def test_other_errors_of_the_step_pass_through() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        on_rows(step).trace()
+        on_layer(step).trace()
 
 
 def test_nodes_know_the_users_line() -> None:
-    program = on_rows(lambda p, x: x.cos() * 2).trace()
+    program = on_layer(lambda p, x: x.cos() * 2).trace()
     assert {__file__ in node.stack_trace and "x.cos() * 2" in node.stack_trace for node in program.graph.nodes if (
         node.op == "call_function")} == {True}  # fmt: skip
 
@@ -204,17 +179,17 @@ def test_pmax() -> None:
 
 
 def test_axis_index() -> None:
-    case = Case(lambda x: fzero.axis_index("fsdp") + x, VirtualMesh(replica=2, fsdp=3), lambda seat: (torch.zeros(1),))
+    case = Case(lambda x: fzero.axis_index("fsdp") + x, VirtualMesh(replica=2, fsdp=3), (torch.zeros(6),))
     assert [result.item() for (result,) in case.run(case.trace())] == [0, 1, 2, 0, 1, 2]
 
 
 def test_an_unknown_axis_is_refused() -> None:
     with pytest.raises(FzeroError, match=r"mesh axis 'tp': this mesh has \('fsdp',\)"):
-        on_rows(lambda p, x: fzero.psum(x, "tp")).trace()
+        on_layer(lambda p, x: fzero.psum(x, "tp")).trace()
 
 
 def test_each_use_is_written_down_as_gather_and_each_gradient_as_scatter() -> None:
-    program = on_rows(fzero.grad(loss)).trace_as_written()
+    program = on_layer(fzero.grad(loss)).trace_as_written()
     assert [names(program).count(name) for name in ("gather", "scatter")] == [2, 2]
     assert {node.args[1] for node in calls(program, ops.gather, ops.scatter)} == {"layers.0"}
 

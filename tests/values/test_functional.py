@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Outcome, run_cases, values
-from programs import Case, apply, calls, dense, layers, loss, mlp, partition, rows, seats, whole
+from programs import MESH, Case, apply, calls, dense, layers, loss, mlp, on_rows, rows, whole
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -29,9 +29,9 @@ def params() -> Params:
     return {**layers(2, width=WIDTH), "scale": torch.tensor(0.7), "table": torch.linspace(-1, 1, 45).view(15, 3)}
 
 
-def on_rows(step: Step, mesh: VirtualMesh) -> Case:
+def on_params(step: Step, mesh: VirtualMesh = MESH) -> Case:
     """`step(params, x)` with this rank's rows `x`, [2, WIDTH]."""
-    return Case(step, mesh, lambda seat: (partition(params(), seat), rows(seat, width=WIDTH)))
+    return on_rows(step, params(), mesh=mesh, width=WIDTH)
 
 
 def directions(p: Params) -> Params:
@@ -186,7 +186,7 @@ def skip_what_torch_cannot_trace(name: str) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_a_transform_in_a_step_is_that_of_the_whole_batch(name: str, world: int) -> None:
     skip_what_torch_cannot_trace(name)
-    assert_as_unsharded(on_rows(STEPS[name], VirtualMesh(fsdp=world)))
+    assert_as_unsharded(on_params(STEPS[name], VirtualMesh(fsdp=world)))
 
 
 def assert_as_unsharded(case: Case) -> None:
@@ -208,7 +208,7 @@ def test_on_two_axes() -> None:
     def step(p: Params, x: Tensor) -> Any:
         return product(p, x), jvp(lambda p: objective(p, x), (p,), (directions(p),))[1]
 
-    assert_as_unsharded(on_rows(step, VirtualMesh(replica=2, fsdp=2)))
+    assert_as_unsharded(on_params(step, VirtualMesh(replica=2, fsdp=2)))
 
 
 LAZY_ZEROS = {
@@ -220,7 +220,7 @@ LAZY_ZEROS = {
 @pytest.mark.parametrize("name", LAZY_ZEROS)
 def test_lazy_zeros_are_plain_ones(name: str) -> None:
     """Forward mode makes `_efficientzerotensor`, which torch would trace as copies and meta tensors."""
-    assert_as_unsharded(on_rows(LAZY_ZEROS[name], VirtualMesh(fsdp=2)))
+    assert_as_unsharded(on_params(LAZY_ZEROS[name]))
 
 
 # forward and reverse mode are transposes: <J t, y> = <t, J' y>
@@ -249,13 +249,13 @@ def test_forward_and_reverse_mode_are_transposes(name: str) -> None:
         (pulled,) = vjp(lambda p: MAPS[name](p, x), p)[1](y)
         return (pushed * y).sum(), sum((a * b).sum() for a, b in zip(tree.leaves(t), tree.leaves(pulled)))
 
-    case = on_rows(step, VirtualMesh(fsdp=3))
+    case = on_params(step, VirtualMesh(fsdp=3))
     forward, reverse = whole(program := case.trace(), case.run(program)).values()
     torch.testing.assert_close(forward, reverse, rtol=2e-5, atol=2e-6)
 
 
 def test_uses_in_a_vmap_share_one_gather() -> None:
-    program = on_rows(STEPS["a model for one example"], VirtualMesh(fsdp=2)).trace()
+    program = on_params(STEPS["a model for one example"]).trace()
     used = [node for node in calls(program, ops.gather) if node.args[1] == "layers.0"]
     assert sorted(node.args[2] for node in used) == [0, 1]  # its b and its w
 
@@ -265,8 +265,8 @@ def test_a_collective_under_vmap_is_elementwise() -> None:
         by_name = lambda x: (fzero.psum(x, "fsdp"), fzero.pmean(x.sum(), "fsdp"), fzero.pmax(x, "fsdp"))  # noqa: E731
         return *vmap(by_name, in_dims=1)(x), vmap(lambda x: x + fzero.axis_index("fsdp"))(x)
 
-    case = on_rows(step, VirtualMesh(fsdp=2))
-    first, second = (case.given(seat)[1] for seat in seats(case.mesh))
+    case = on_params(step)
+    first, second = rows(MESH, width=WIDTH).chunk(2)
     for rank, got in enumerate(case.run(case.trace())):
         expected = [(first + second).T, (first + second).sum(0) / 2, torch.maximum(first, second).T]
         torch.testing.assert_close(got, [*expected, (first, second)[rank] + rank])
@@ -330,13 +330,13 @@ def test_what_a_transform_cannot_do_is_refused(name: str) -> None:
     skip_what_torch_cannot_trace(name)
     step, message = REFUSED[name]
     with pytest.raises(FzeroError, match=f"^{message}.*with fzero.unpartition, .* with fzero.pmean$"):
-        on_rows(step, VirtualMesh(fsdp=2)).trace()
+        on_params(step).trace()
 
 
 def test_a_tangent_of_another_leaf_is_named() -> None:
     step: Step = lambda p, x: jvp(torch.sin, (p["table"],), (p["scale"],))  # noqa: E731
     with pytest.raises(RuntimeError, match=r"table on VirtualMesh\(fsdp=2\).*scale on VirtualMesh\(fsdp=2\)"):
-        on_rows(step, VirtualMesh(fsdp=2)).trace()
+        on_params(step).trace()
 
 
 # on live ranks

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import Outcome, run_cases, values
+from programs import training
 from torch import Tensor, nn
 
 import fzero
@@ -52,15 +53,10 @@ def trained(mesh: Any, policy: Any) -> tuple[list[Tensor], int, int]:
     params, apply = fzero.lower(Stack(policy))
     optimizer = optim.adamw(0.01)
 
-    def train(params: Any, state: Any, x: Tensor) -> Any:
-        value, grads = fzero.value_and_grad(lambda p: apply(p, x).cos().mean())(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optim.apply_updates(params, updates), state, value
-
     x = torch.randn(4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(mesh.get_rank()))
     params = fzero.partition(params, mesh)
     state = optimizer.init(params)
-    step = fzero.shard(train, mesh)
+    step = fzero.shard(training(optimizer, lambda params, x: apply(params, x).cos().mean()), mesh)
     program = step.trace(params, state, x)
     torch.manual_seed(1)
     results = []

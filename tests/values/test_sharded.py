@@ -8,6 +8,7 @@ import math
 import operator
 import traceback
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import einops
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import Outcome, chosen, run, run_cases, values
+from programs import training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -66,20 +68,6 @@ def bucket(path: str) -> str | None:
 
 # the functions: elementwise ones stay sharded; reductions and all others return plain tensors
 
-UNARY = """
-    abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh ceil clone conj
-    conj_physical cos cosh deg2rad detach digamma erf erfc erfinv exp exp2 expm1 expit floor frac i0 isfinite isinf
-    isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not nan_to_num ndtr neg negative
-    positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc sinh softplus
-    softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink softshrink
-    hardshrink sqrt square tan tanh trunc fix zeros_like ones_like
-""".split()
-BINARY = """
-    add sub rsub subtract mul multiply div divide true_divide floor_divide fmod remainder pow float_power atan2 arctan2
-    maximum minimum fmax fmin hypot logaddexp logaddexp2 xlogy xlog1py heaviside eq ne lt le gt ge
-    not_equal less less_equal greater greater_equal isclose logical_and logical_or logical_xor
-""".split()
-METHODS = "float double half bfloat16 int long short bool byte char cpu".split()
 OPERATORS = "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split()
 
 
@@ -87,6 +75,15 @@ def function(name: str) -> Callable[..., Any]:
     """torch's function or method of this name."""
     places = (torch, torch.special, F, Tensor)
     return next(getattr(place, name) for place in places if callable(getattr(place, name, None)))
+
+
+def callable_on(*operands: Tensor) -> list[str]:
+    """The elementwise functions that return a tensor, given these operands."""
+    found = []
+    for name in sorted(rules.ELEMENTWISE - {"cuda", "empty_like"}):
+        with suppress(StopIteration, RuntimeError, TypeError):
+            found += [name] * isinstance(function(name)(*operands), Tensor)
+    return found
 
 
 def on(call: Callable[..., Any], *operands: Any) -> Function:
@@ -113,12 +110,12 @@ def of(name: str) -> Callable[..., Any]:
     return getattr(operator, name)
 
 
+UNARY = callable_on(draw(5, 7))
 ELEMENTWISE: dict[str, Function] = {
     **each(UNARY, "{}", function, "w"),
     **each(["acosh", "arccosh"], "{}", function, "large"),
-    **each(BINARY, "{}", function, "w", "v"),
+    **each(callable_on(draw(5, 7), draw(5, 7)), "{}", function, "w", "v"),
     **each(["add", "mul", "atan2"], "{} of far", function, "w", "far"),
-    **each(METHODS, "method {}", operator.methodcaller, "w"),
     **each("bitwise_and bitwise_or bitwise_xor".split(), "{}", function, "ints", "small"),
     **each("bitwise_left_shift bitwise_right_shift".split(), "{}", function, "ints", "small"),
     **each(OPERATORS, "operator {}", of, "w", "v"),
@@ -621,17 +618,14 @@ def trained(mesh: DeviceMesh, poison: bool) -> list[float]:
     """All parameters after two steps of AdamW with clipping; with `poison`, the padding starts as garbage."""
     optimizer = fzero.optim.chain(fzero.optim.clip_by_global_norm(0.1), fzero.optim.adamw(0.1))
 
-    def train_step(params: Values, state: Any, rows: Tensor) -> Any:
-        loss = lambda p: (rows @ p["row"][:3]).mean() + (p["w"] @ p["row"]).square().sum() + p["w"].norm()  # noqa: E731
-        value, grads = fzero.value_and_grad(loss)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return fzero.optim.apply_updates(params, updates), state, value
+    def loss(p: Values, rows: Tensor) -> Tensor:
+        return (rows @ p["row"][:3]).mean() + (p["w"] @ p["row"]).square().sum() + p["w"].norm()
 
     params = fzero.partition({name: leaves()[name] for name in ("w", "row")}, mesh, layers=lambda path: "all")
     state = optimizer.init(params)
     if poison:
         poisoned(params)
-    step = fzero.shard(train_step, mesh)
+    step = fzero.shard(training(optimizer, loss), mesh)
     for _ in range(2):
         params, state, _ = step(params, state, rows_of(mesh.get_rank(), mesh.size()))
     return torch.cat([leaf.flatten() for leaf in tree.leaves(fzero.unpartition(params))]).tolist()

@@ -1,4 +1,4 @@
-"""Costs: bytes that are moved and bytes that are alive, against numbers worked out by hand."""
+"""Memory: bytes that are alive behind each node, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Case, apply, layers, loss, partition, rows
+from programs import apply, on_ones, on_rows
 from torch import Tensor
 
 import fzero
-from fzero import optim
 from fzero.base.mesh import VirtualMesh
-from fzero.passes import bucket, coalesce
-from fzero.program.comm import Comm
+from fzero.passes import bucket
 from fzero.program.memory import measure_memory, representative_ranks
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
@@ -22,10 +20,18 @@ from fzero.program.program import Program
 F32 = torch.float32
 
 
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [(torch.ones(3), 12), ([torch.ones(3), (torch.ones(2, dtype=torch.int8),)], 14), (None, 0), (7, 0)],
+)
+def test_nbytes(value: Any, size: int) -> None:
+    assert nbytes(value) == size
+
+
 def bucketed(step: Callable[..., Any], mesh: VirtualMesh, *shape: int) -> Program:
     """`step(params, x)` of one leaf `w`, 4 x 4 unless a shape is given, and x [2, 4]."""
     params = {"w": torch.ones(shape or (4, 4))}
-    return apply(Case(step, mesh, lambda seat: (partition(params, seat), torch.ones(2, 4))).trace(), bucket)
+    return apply(on_ones(step, params, mesh).trace(), bucket)
 
 
 def product(params: Any, x: Tensor) -> Tensor:
@@ -114,40 +120,9 @@ def test_a_view_keeps_what_it_views_alive() -> None:
     assert max(program.memory().timeline) == 64 + 32 + 32 + 32
 
 
-def test_comm_of_a_step_on_two_axes() -> None:
-    case = Case(fzero.value_and_grad(loss), VirtualMesh(replica=2, fsdp=3), lambda seat: (
-        partition(layers(1), seat), rows(seat)))  # fmt: skip
-    assert apply(case.trace(), bucket).comm() == [
-        Comm("all_gather", "fsdp", "layers.0", F32, 48 * 4),  # 25 + 5 elements, padded to 3 * 16
-        Comm("reduce_scatter", "fsdp", "layers.0", F32, 48 * 4),
-        Comm("all_reduce", "replica", "layers.0", F32, 16 * 4),  # this rank's slice of it
-        Comm("all_reduce", "replica", None, F32, 4),  # the loss
-        Comm("all_reduce", "fsdp", None, F32, 4),
-    ]
-
-
-def test_comm_of_leaves_alone_is_padded_leaf_by_leaf() -> None:
-    case = Case(lambda p, x: loss(p, x), VirtualMesh(fsdp=3), lambda seat: (partition(layers(1), seat), rows(seat)))
-    # of b, 5 elements, rank 0 has all; of w, 25, ranks have 11, 14 and 0: blocks of 16
-    assert sorted(entry.nbytes for entry in case.trace().comm()) == [4, 48 * 4, 48 * 4]
-
-
-def test_comm_of_reductions_is_what_they_reduce() -> None:
-    case = Case(lambda p: optim.global_norm(p), VirtualMesh(fsdp=2), lambda seat: (partition(layers(2), seat),))
-    assert apply(case.trace(), coalesce).comm() == [Comm("all_reduce", "fsdp", None, F32, 4 * 4)]
-
-
-@pytest.mark.parametrize(
-    ("value", "size"),
-    [(torch.ones(3), 12), ([torch.ones(3), (torch.ones(2, dtype=torch.int8),)], 14), (None, 0), (7, 0)],
-)
-def test_nbytes(value: Any, size: int) -> None:
-    assert nbytes(value) == size
-
-
 def on_two_ranks(step: Callable[..., Any], params: Any) -> Program:
     """`step(params, x)`, x [2, 4]."""
-    given = Case(step, VirtualMesh(fsdp=2), lambda seat: (partition(params, seat), rows(seat, width=4)))
+    given = on_rows(step, params, width=4)
     return apply(given.trace(), bucket)
 
 

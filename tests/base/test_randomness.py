@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
 from processes import Outcome, run_cases, values
-from programs import Case, apply, assert_same, calls, dense, layers, partition, rows
+from programs import MESH, Case, apply, assert_same, calls, dense, layers, on_rows
 from torch import Tensor
 
 import fzero
 from fzero import optim, tree
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import draw, fold, step_seed
 from fzero.passes import defaults
 from fzero.program import ops
 from fzero.program.records import is_random, name_of
 from fzero.state.partition import partition as partition_on
 
-MESH = VirtualMesh(fsdp=2)
 _aten = torch.ops.aten
 
 
-def on_rows(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Case:
-    """`step(params, x)` with params of three layers."""
-    return Case(step, mesh, lambda seat: (partition(layers(), seat), rows(seat)))
+def on_layers(step: Callable[..., Any]) -> Case:
+    """`step(params, x)` with parameters of three layers and this rank's rows."""
+    return on_rows(step, layers())
 
 
 # seeds
@@ -101,7 +100,7 @@ DRAWS: dict[str, tuple[Callable[..., Any], list[str]]] = {
 def test_random_operations_are_numbered_draws(name: str) -> None:
     step, targets = DRAWS[name]
     before = torch.get_rng_state()
-    program = on_rows(step).trace()
+    program = on_layers(step).trace()
     assert torch.equal(torch.get_rng_state(), before)
     draws = calls(program, ops.draw)
     assert [name_of(node) for node in draws] == targets
@@ -122,19 +121,19 @@ def test_ranks_draw_differently_and_again_the_same(name: str) -> None:
 
 
 def test_draws_into_a_part_leave_the_rest() -> None:
-    case = on_rows(overwriting)
+    case = on_layers(overwriting)
     for (y,) in case.run(case.trace()):
         assert (y[0] != 0).all() and (y[1] == 0).all()
 
 
 def test_draws_do_not_depend_on_what_else_is_drawn() -> None:
-    alone = on_rows(lambda p, x: F.dropout(x, 0.3))
-    beside = on_rows(lambda p, x: (F.dropout(x, 0.3), F.dropout(x, 0.3))[0])  # the second one is dead code
+    alone = on_layers(lambda p, x: F.dropout(x, 0.3))
+    beside = on_layers(lambda p, x: (F.dropout(x, 0.3), F.dropout(x, 0.3))[0])  # the second one is dead code
     assert_same(beside.run(beside.trace()), alone.run(alone.trace()))
 
 
 def test_one_number_draws_the_same_and_another_differently() -> None:
-    case = on_rows(lambda p, x: (torch.rand(40), torch.rand(40)))
+    case = on_layers(lambda p, x: (torch.rand(40), torch.rand(40)))
     program = case.trace()
     first, second = case.run(program)[0]
     assert not torch.equal(first, second)
@@ -156,17 +155,17 @@ def training(p: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_passes_do_not_change_what_is_drawn(stage: int) -> None:
-    case = on_rows(training)
+    case = on_layers(training)
     program = case.trace()
     assert_same(case.run(apply(program, *defaults(stage=stage, in_place=True))), case.run(program))
 
 
 def test_a_listing_shows_what_is_drawn() -> None:
-    assert "bernoulli_" in str(on_rows(lambda p, x: F.dropout(x)).trace())
+    assert "bernoulli_" in str(on_layers(lambda p, x: F.dropout(x)).trace())
 
 
 def test_a_program_without_draws_leaves_the_generator_alone() -> None:
-    case, before = on_rows(lambda p, x: dense(p["layers"][0], x)), torch.get_rng_state()
+    case, before = on_layers(lambda p, x: dense(p["layers"][0], x)), torch.get_rng_state()
     case.run(case.trace())
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -193,7 +192,7 @@ def into_given(p: Any, x: Tensor) -> Tensor:
 )
 def test_what_cannot_be_a_draw_is_refused_by_its_line(step: Callable[..., Any], problem: str) -> None:
     with pytest.raises(FzeroError, match=problem) as error:
-        on_rows(step).trace()
+        on_layers(step).trace()
     assert __file__ in str(error.value)
 
 
@@ -219,17 +218,12 @@ def restarted(mesh: Any) -> list[Tensor]:
     """What two steps return, and what the same two do from saved state and random state: one list behind the other."""
     optimizer = optim.adamw(0.1)
 
-    def train(params: Any, state: Any, x: Tensor) -> Any:
-        def loss(p: Any) -> Tensor:
-            y = x
-            for layer in p["layers"]:
-                y = F.dropout(dense(layer, y), 0.3)
-            return y.square().mean()
+    def loss(p: Any, y: Tensor) -> Tensor:
+        for layer in p["layers"]:
+            y = F.dropout(dense(layer, y), 0.3)
+        return y.square().mean()
 
-        value, grads = fzero.value_and_grad(loss)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optim.apply_updates(params, updates), state, value
-
+    train = programs.training(optimizer, loss)
     torch.manual_seed(3)
     params = partition_on(layers(), mesh)
     state, x = optimizer.init(params), batch(mesh.get_rank())

@@ -20,8 +20,8 @@ import fzero
 from fzero import tree
 
 WORLD, ODD = 4, "ranks 1, 3"
-SOON = 5.0
-"""Seconds. A collective that a rank does not join would wait four times as long."""
+SOON = 20.0
+"""Seconds, of which a busy machine may need some. A collective that a rank does not join waits three times as long."""
 
 
 class Refusal(NamedTuple):

@@ -1,0 +1,50 @@
+"""Law of communication: what a program is said to move is what each rank moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import given
+
+from fzero.base.mesh import VirtualMesh
+from fzero.program import ops
+from fzero.program.comm import Comm
+from fzero.program.operation import Node, nbytes
+from fzero.program.records import is_call
+from property_tests.laws import everything, slow
+from property_tests.running import finished
+from property_tests.steps import Step
+from property_tests.strategies import steps
+
+Values = list[dict[Node, Any]]
+
+
+def counted(node: Node, result: Any, mesh: VirtualMesh) -> Iterator[Comm]:
+    """The collectives that a node has started on one rank, by the tensors that it gets."""
+    axis, others = mesh.shard_axis, [name for name in mesh.names if name != mesh.shard_axis]
+    if is_call(node, ops.all_gather):
+        yield Comm("all_gather", axis, node.args[1], result.result.dtype, nbytes(result.result))
+    elif is_call(node, ops.reduce_scatter):
+        block = result.result
+        yield Comm("reduce_scatter", axis, node.args[1], result.sent[0].dtype, nbytes(block) * mesh.size(axis))
+        yield from (Comm("all_reduce", other, node.args[1], block.dtype, nbytes(block)) for other in others)
+    elif is_call(node, ops.all_reduce, ops.all_reduce_list):
+        first = result[0] if isinstance(result, list) else result
+        yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(result))
+
+
+@given(steps())
+@everything
+@slow
+def test_predicted_comm_is_what_each_rank_exchanges(step: Step) -> None:
+    running = finished(step)
+    exchanged: list[list[Comm]] = [[] for _ in range(step.mesh.size())]
+
+    def watch(node: Node, ranks: Values) -> None:
+        if node.op == "call_function":
+            for entries, values in zip(exchanged, ranks):
+                entries.extend(counted(node, values[node], step.mesh))
+
+    running.outputs(watch=watch)
+    assert all(entries == running.program.comm() for entries in exchanged)
