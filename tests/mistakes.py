@@ -4,6 +4,7 @@
     IMPURE       steps that write into memory that is not theirs
     IN_A_PASS    what a pass does wrong, seeded into the program of a good step
     UNSEEN       what a pass does wrong on all ranks alike, which `verify` cannot see
+    WRONG_PASSES passes from outside of the package, refused by their name
 
 Tests show of each mistake that it is refused, and on virtual ranks that it is one.
 """
@@ -587,3 +588,58 @@ UNSEEN: dict[str, Mistake] = {
     "a mean is taken for a sum": Mistake(lambda program: give(at(program, ops.all_reduce_list), 1, "avg"), ""),
     "the learning rate is another": Mistake(double_rate, ""),
 }
+
+# passes from outside of the package
+
+
+def returns_nothing(program: Program) -> None:
+    program.copy()
+
+
+def returns_a_graph(program: Program) -> Any:
+    return program.graph
+
+
+def stands_before_its_input(program: Program) -> Program:
+    program = program.copy()
+    node = next(node for node in program.graph.nodes if node.op == "call_function" and node.all_input_nodes)
+    source = next(iter(reversed([n for n in program.graph.nodes if n.op == "call_function"]))).all_input_nodes[0]
+    source.append(node)
+    first = program.placeholders[-1]
+    first.append(source)
+    return program
+
+
+def adds_a_placeholder(program: Program) -> Program:
+    program = program.copy()
+    with program.graph.inserting_after(program.placeholders[-1]):
+        node = program.graph.placeholder("extra")
+    node.meta["val"] = program.placeholders[0].meta["val"]
+    return program
+
+
+def drops_a_result(program: Program) -> Program:
+    program = program.copy()
+    program.output.args = (program.output.args[0][1:],)
+    return program
+
+
+def reduces_by_median(program: Program) -> Program:
+    program = program.copy()
+    for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
+        node.args = (node.args[0], "median", node.args[2])
+    return program
+
+
+WRONG_PASSES: list[tuple[Callable[[Program], Any], str]] = [
+    (
+        returns_nothing,
+        r"pass 'returns_nothing': returns None, not a Program; change program.copy\(\) and return that",
+    ),
+    (returns_a_graph, "pass 'returns_a_graph': returns a Graph, not a Program"),
+    (stands_before_its_input, "pass 'stands_before_its_input': .* stands before its input"),
+    (adds_a_placeholder, "pass 'adds_a_placeholder': leaves 4 placeholders for 3 arguments; add state with"),
+    (drops_a_result, "pass 'drops_a_result': .*: returns 2 tensors for 3 results"),
+    (reduces_by_median, "pass 'reduces_by_median': .* reduces by 'median'"),
+]
+"""A pass, and the message that refuses it wherever it stands among the passes."""
