@@ -1,4 +1,4 @@
-"""Profiles of the property tests, and a count of the cases that they run.
+"""Profiles of the property tests, and a count of their cases.
 
 pytest property_tests                                                    quick, the same cases each time
 pytest property_tests --hypothesis-profile=deep --examples=2000          that many random ones a law

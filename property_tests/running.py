@@ -38,7 +38,7 @@ def finished(step: Step) -> Running:
 
 
 def assert_equal(got: Outputs, expected: Outputs, tolerance: float | None = None) -> None:
-    """Every rank's results are equal: bit for bit, or by the tolerance that is given."""
+    """Assert that every rank's results are equal, bit for bit or within `tolerance`."""
     for mine, theirs in zip(got, expected, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape

@@ -57,14 +57,14 @@ class Op(NamedTuple):
 
 
 class Penalty(NamedTuple):
-    """A term of the loss that depends on one leaf alone, counted modulo all leaves."""
+    """A term of the loss that depends on one leaf alone: its number, modulo the number of leaves."""
 
     name: str
     leaf: int = 0
 
 
 class Optimizer(NamedTuple):
-    """An optimizer by name, what gradients are clipped to before it, and whether its rate follows a schedule."""
+    """An optimizer by name, the norm that gradients are clipped to, and whether the rate follows a schedule."""
 
     name: str = "sgd"
     clip: float | None = None
@@ -79,7 +79,7 @@ class Optimizer(NamedTuple):
 
 SGD = Optimizer()
 EPS = 1e-3
-"""Of Adam: its steps change by at most 1 / EPS of what gradients do."""
+"""Of Adam. A change of a gradient changes Adam's step by at most 1 / EPS of that."""
 
 
 def _squash(updates: tree.Tree, params: tree.Tree | None) -> tree.Tree:
@@ -184,7 +184,7 @@ class Step:
 
     @property
     def tolerance(self) -> float:
-        """By how much it may differ from its unsharded self, absolutely and relative to its values.
+        """The largest difference to the unsharded step, absolute and relative.
 
         Sums in another order move float64 by 1e-16 of values of order 1, Adam a thousand times that; state in float32
         is rounded to 6e-8. bfloat16 rounds to 2 ** -9: gradients in it are summed in it over ranks, and those of
@@ -210,7 +210,7 @@ class Here(NamedTuple):
 
     @property
     def w(self) -> Any:
-        """The layer's matrix, through all that it goes through."""
+        """The layer's matrix after the functions of `op.through`."""
         w = self.leaf("w")
         for name in self.op.through:
             w = THROUGH[name](self, w)
@@ -327,4 +327,4 @@ EVERYTHING = tuple(
     )
     for i, mesh in enumerate(_MESHES)
 )
-"""Steps that together have all operations, and all that a matrix may go through, but those that round to bfloat16."""
+"""Steps that together have every operation and every function of `THROUGH` but the ones that round to bfloat16."""

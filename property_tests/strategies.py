@@ -1,4 +1,4 @@
-"""What property tests draw from, once for all of them."""
+"""Strategies of the property tests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def layouts_with_ranks(draw: st.DrawFn, *, max_world: int = 9, max_block: int = 
 
 @st.composite
 def wires(draw: st.DrawFn, *, max_world: int = 5, complete: bool = False, max_block: int = 1) -> Wire:
-    """Wires that carry any leaves of a layout but none, in order; all of them if `complete`."""
+    """Wires of one leaf of a layout or more, in order; of all leaves if `complete`."""
     layout = draw(layouts(max_world=max_world, max_block=max_block))
     everything = range(len(layout.leaves))
     chosen = everything if complete else draw(st.sets(st.sampled_from(everything), min_size=1))
@@ -126,7 +126,7 @@ def param_trees(
 
 
 def operations() -> st.SearchStrategy[Op]:
-    """One operation of a step's forward pass, mostly of the two values before it or near them."""
+    """One operation of a step's forward pass, mostly on recent values."""
     return st.builds(
         Op,
         st.sampled_from(sorted(OPERATIONS)),
@@ -142,7 +142,7 @@ def operations() -> st.SearchStrategy[Op]:
 def steps(
     draw: st.DrawFn, *, max_world: int = 16, losses: Sequence[str] = RIGHT, stages: Sequence[int] = (1, 2, 3)
 ) -> Step:
-    """Train steps of every kind that `Step` has."""
+    """Train steps with every option of `Step`."""
     ops = tuple(draw(st.lists(operations(), min_size=1, max_size=6)))
     dtypes = tuple(draw(st.lists(st.sampled_from(STATE_DTYPES), min_size=len(NAMES), max_size=len(NAMES))))
     is_coarse = "bfloat16" in dtypes or any(op.name == "low" or "rounded" in op.through for op in ops)

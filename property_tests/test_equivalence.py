@@ -37,7 +37,7 @@ def test_sharded_equals_unsharded(step: Step) -> None:
 @given(steps(losses=WRONG))
 @slow
 def test_a_loss_that_is_no_mean_over_examples_is_caught(step: Step) -> None:
-    """Where the mean of what ranks make of their examples is not what all examples make."""
+    """Such a loss on all examples differs from the mean of the ranks' losses on their own examples."""
     assume(all(op.name != "center" for op in step.ops))  # on one rank's examples alone it takes their mean
     state, batch, size = step.state(), step.batch(), step.mesh.size()
     whole, *parts = (step(*state, *given)[-3] for given in (batch, *zip(*(x.chunk(size) for x in batch))))
@@ -49,7 +49,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_caught(step: Step) -> None:
 @given(steps())
 @slow
 def test_a_step_leaves_what_it_is_given_as_it_was(step: Step) -> None:
-    """Unless it is told to donate; and a second call gives the same, bit for bit."""
+    """With donate=False. A second call gives the same, bit for bit."""
     simulated = fzero.simulate(step, step.mesh, stage=step.stage, donate=False)
     state, batch = step.sharded(), step.batch()
     first = fzero.unpartition(simulated(*state, *batch))

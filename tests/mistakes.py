@@ -1,12 +1,12 @@
-"""Mistakes: what fzero must refuse, with the message that it must refuse it with.
+"""The catalogue of mistakes: wrong steps and wrong programs, each with the message that refuses it.
 
-    IN_A_STEP    steps that a user writes, of which ranks that hold the same drift apart
-    IMPURE       steps that write into memory that is not theirs
-    IN_A_PASS    what a pass does wrong, seeded into the program of a good step
-    UNSEEN       what a pass does wrong on all ranks alike, which `verify` cannot see
-    WRONG_PASSES passes from outside of the package, refused by their name
+    IN_A_STEP     steps of a user that let ranks drift apart
+    IMPURE        steps of a user that write into memory of others
+    IN_A_PASS     mistakes of a pass, seeded into the program of a good step
+    UNSEEN        mistakes of a pass that are the same on all ranks: `verify` accepts them
+    WRONG_PASSES  passes from outside of the package, refused by name
 
-Tests show of each mistake that it is refused, and on virtual ranks that it is one.
+Tests show that each mistake is refused, and that virtual ranks crash or compute something else with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PER_RANK = "a per-rank value meets a slice of this leaf in"
 
 
 class State(NamedTuple):
-    """What the steps of `IN_A_STEP` hold: a matrix [5, 5], a vector [5], a 0-d leaf, and a 0-d number of all ranks."""
+    """State of the steps of `IN_A_STEP`: a matrix [5, 5], a vector [5], a 0-d leaf, and a replicated 0-d number."""
 
     w: Any
     b: Any
@@ -52,16 +52,17 @@ def place_state(mesh: Any) -> State:
 
 
 class WrongStep(NamedTuple):
-    """`step(state, x)`, and the leaf and the operation that its refusal names. A step that returns the leaf "n" returns
+    """`step(state, x)`, with the leaf and the operation that its refusal names. For the leaf "n" the step returns
     `{"n": ...}`."""
 
     step: Callable[[State, Tensor], Any]
     leaf: str
     operation: str
+    shows: bool = True  # in what virtual ranks compute
 
     @property
     def message(self) -> str:
-        """How the refusal begins: with the leaf, the operation and the user's line."""
+        """The beginning of the refusal: leaf, operation and the user's line."""
         problem = "result 'n' is state but depends on this rank's batch in" if self.leaf == "n" else PER_RANK
         code = self.step.__code__
         line = f"({code.co_filename}:{code.co_firstlineno} in <lambda>: "
@@ -100,7 +101,12 @@ IN_A_STEP: dict[str, WrongStep] = {
     "a parameter on noise": WrongStep(lambda state, x: torch.randn(5) + state.b, "b", "add"),
     "a random mask": WrongStep(lambda state, x: state.w * torch.rand_like(state.w).bernoulli(), "w", "mul"),
     "a random tensor": WrongStep(lambda state, x: state.w * torch.rand(5, 5), "w", "mul"),
-    "memory that nothing was written to": WrongStep(lambda state, x: state.w * torch.empty(()), "w", "mul"),
+    "memory that nothing was written to": WrongStep(
+        lambda state, x: state.w * torch.empty(()),
+        "w",
+        "mul",
+        shows=False,  # new memory may hold the same by chance
+    ),
     "clipping by a norm of its own": WrongStep(lambda state, x: state.b / norm_of_a_gradient(state.b, x), "b", "div"),
     "a count of the batch": WrongStep(lambda state, x: {"n": state.n + (x > 0).sum()}, "n", "add"),
     "a sum of the batch": WrongStep(lambda state, x: {"n": state.n + x.sum()}, "n", "add"),
@@ -157,7 +163,7 @@ def written() -> Good:
     return Good(case, case.trace_as_written())
 
 
-def named(program: Program, name: str) -> fx.Node:
+def find_node(program: Program, name: str) -> fx.Node:
     """The node of a name: `arg0_1` is the bias and `arg1_1` the matrix of layer 0, `arg2_1` the next bias."""
     return next(node for node in program.graph.nodes if node.name == name)
 
@@ -172,7 +178,7 @@ def at(program: Program, target: Any, position: int = 0) -> fx.Node:
     return calls(program, target)[position]
 
 
-def behind(program: Program, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+def emit_behind(program: Program, node: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A new call behind a node."""
     with program.graph.inserting_after(node):
         return program.emit(target, *args)
@@ -190,19 +196,19 @@ def swap(a: fx.Node, b: fx.Node, position: int) -> None:
     give(b, position, ours)
 
 
-def instead(old: fx.Node, new: fx.Node) -> None:
-    """What uses `old`, other than `new`, uses `new`."""
+def replace_uses(old: fx.Node, new: fx.Node) -> None:
+    """All users of `old` except `new` use `new`."""
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
-def returning(program: Program, position: int, node: fx.Node) -> None:
+def replace_result(program: Program, position: int, node: fx.Node) -> None:
     """Change one result."""
     give(program.output, 0, [*program.output.args[0][:position], node, *program.output.args[0][position + 1 :]])
 
 
 def drop_scatter(program: Program) -> None:
     part, own = leaf(program, ops.part, "layers.2", 1), at(program, ops.reduce_scatter).args[0][1]
-    instead(part, behind(program, part, ops.take, own, "layers.2", 1, 11))
+    replace_uses(part, emit_behind(program, part, ops.take, own, "layers.2", 1, 11))
 
 
 def take_scattered_of_another(program: Program) -> None:
@@ -212,7 +218,9 @@ def take_scattered_of_another(program: Program) -> None:
 
 def reduce_padding(program: Program) -> None:
     wait, mean = at(program, ops.wait), at(program, aten.mean.default)
-    instead(mean, behind(program, mean, aten.add.Tensor, mean, behind(program, wait, aten.mean.default, wait)))
+    replace_uses(
+        mean, emit_behind(program, mean, aten.add.Tensor, mean, emit_behind(program, wait, aten.mean.default, wait))
+    )
 
 
 def divide_by_local_size(program: Program) -> None:
@@ -221,7 +229,7 @@ def divide_by_local_size(program: Program) -> None:
 
 def drop_all_reduce(program: Program) -> None:
     for item in list(at(program, ops.all_reduce_list).users):
-        instead(item, item.args[0].args[0][item.args[1]])
+        replace_uses(item, item.args[0].args[0][item.args[1]])
 
 
 def reduce_two_dtypes(program: Program) -> None:
@@ -238,15 +246,15 @@ def reduce_slices(program: Program) -> None:
 
 
 def reduce_ragged(program: Program) -> None:
-    bias = named(program, "arg0_1")
-    flipped = behind(program, at(program, aten.mean.default), aten.flip.default, bias, [0])
-    total = behind(program, flipped, ops.all_reduce, flipped, "sum", "fsdp")
-    give(at(program, ops.adamw_), 5, behind(program, total, aten.sum.default, total))
+    bias = find_node(program, "arg0_1")
+    flipped = emit_behind(program, at(program, aten.mean.default), aten.flip.default, bias, [0])
+    total = emit_behind(program, flipped, ops.all_reduce, flipped, "sum", "fsdp")
+    give(at(program, ops.adamw_), 5, emit_behind(program, total, aten.sum.default, total))
 
 
 def count_of_rank(program: Program) -> None:
     add = at(program, aten.add_.Tensor)
-    give(add, 1, behind(program, named(program, "arg19_1"), ops.axis_index, "fsdp", torch.device("cpu")))
+    give(add, 1, emit_behind(program, find_node(program, "arg19_1"), ops.axis_index, "fsdp", torch.device("cpu")))
 
 
 def rotate_gradients(program: Program) -> None:
@@ -261,19 +269,19 @@ def swap_results(program: Program) -> None:
 
 def add_local_size(program: Program) -> None:
     part = leaf(program, ops.part, "layers.0", 0)  # 5 elements of rank 0, none of rank 1
-    ones = behind(program, part, aten.ones.default, [5])
-    instead(part, behind(program, ones, aten.add.Tensor, part, ones))
+    ones = emit_behind(program, part, aten.ones.default, [5])
+    replace_uses(part, emit_behind(program, ones, aten.add.Tensor, part, ones))
 
 
 def forget_wait(program: Program) -> None:
     first, second = at(program, ops.wait, 0), at(program, ops.wait, 1)
-    instead(second, first)
+    replace_uses(second, first)
     program.graph.erase_node(second)
 
 
 def wait_twice(program: Program) -> None:
     wait = at(program, ops.wait)
-    give(next(iter(wait.users)), 0, behind(program, wait, ops.wait, wait.args[0]))
+    give(next(iter(wait.users)), 0, emit_behind(program, wait, ops.wait, wait.args[0]))
 
 
 def wait_early(program: Program) -> None:
@@ -282,28 +290,28 @@ def wait_early(program: Program) -> None:
 
 
 def wait_for_nothing(program: Program) -> None:
-    give(at(program, ops.wait), 0, named(program, "arg0_1"))
+    give(at(program, ops.wait), 0, find_node(program, "arg0_1"))
     program.graph.erase_node(at(program, ops.all_gather))
 
 
 def write_in_flight_twice(program: Program) -> None:
     """The second of two collectives that send the same memory is done, the first is not."""
     first, wait, use = at(program, ops.all_gather, 0), at(program, ops.wait), next(iter(at(program, ops.wait).users))
-    again = behind(program, first, ops.all_gather, *first.args)
-    behind(program, again, ops.wait, again)
-    behind(program, again.next, aten.mul_.Tensor, named(program, "arg1_1"), 0.9)
+    again = emit_behind(program, first, ops.all_gather, *first.args)
+    emit_behind(program, again, ops.wait, again)
+    emit_behind(program, again.next, aten.mul_.Tensor, find_node(program, "arg1_1"), 0.9)
     use.prepend(wait)
 
 
 def write_gathered(program: Program) -> None:
     whole = leaf(program, ops.whole, "layers.0", 1)
-    behind(program, whole, aten.mul_.Tensor, whole, 0.9)
+    emit_behind(program, whole, aten.mul_.Tensor, whole, 0.9)
 
 
 def write_rank_into_view(program: Program) -> None:
-    bias = named(program, "arg6_1").prev
-    view = behind(program, at(program, aten.mean.default), aten.slice.Tensor, bias, 0, 0, 1)
-    behind(program, view, aten.add_.Tensor, view, at(program, aten.mean.default))
+    bias = find_node(program, "arg6_1").prev
+    view = emit_behind(program, at(program, aten.mean.default), aten.slice.Tensor, bias, 0, 0, 1)
+    emit_behind(program, view, aten.add_.Tensor, view, at(program, aten.mean.default))
 
 
 def disorder_leaves(program: Program) -> None:
@@ -315,14 +323,14 @@ def disorder_leaves(program: Program) -> None:
 def mix_dtypes(program: Program) -> None:
     scatter = at(program, ops.reduce_scatter)
     bias, matrix = scatter.args[0]
-    give(scatter, 0, [behind(program, bias, aten._to_copy.default, bias), matrix])
+    give(scatter, 0, [emit_behind(program, bias, aten._to_copy.default, bias), matrix])
     narrow = scatter.args[0][0]
     narrow.kwargs, narrow.meta["val"] = {"dtype": torch.bfloat16}, narrow.meta["val"].to(torch.bfloat16)
 
 
 def scatter_slice(program: Program) -> None:
     scatter = at(program, ops.reduce_scatter)
-    give(scatter, 0, [named(program, "arg4_1"), scatter.args[0][1]])
+    give(scatter, 0, [find_node(program, "arg4_1"), scatter.args[0][1]])
 
 
 def scatter_shape(program: Program) -> None:
@@ -331,7 +339,7 @@ def scatter_shape(program: Program) -> None:
 
 
 def read_unset(program: Program) -> None:
-    unset = behind(program, at(program, aten.mean.default), aten.empty.memory_format, [])
+    unset = emit_behind(program, at(program, aten.mean.default), aten.empty.memory_format, [])
     give(at(program, ops.adamw_), 5, unset)
 
 
@@ -419,7 +427,7 @@ IN_A_PASS: dict[str, Mistake] = {
         reduce_padding, r": mean_default reads the padding of a gathered buffer of leaves \[0, 1\] of 'layers\.0'"
     ),
     "a buffer is returned": Mistake(
-        lambda program: returning(program, -1 % len(program.output.args[0]), at(program, ops.wait)),
+        lambda program: replace_result(program, -1 % len(program.output.args[0]), at(program, ops.wait)),
         r"^2: result '2' is a gathered buffer of leaves \[0, 1\] of 'layers\.0' in wait",
     ),
     "a mean divides by the size of a slice": Mistake(
@@ -469,7 +477,7 @@ IN_A_PASS: dict[str, Mistake] = {
         lambda program: give(program.output, 0, program.output.args[0][:-1]), "^step: returns 19 tensors for 20 results"
     ),
     "a gathered leaf is returned as state": Mistake(
-        lambda program: returning(program, 0, leaf(program, ops.whole, "layers.0", 0)),
+        lambda program: replace_result(program, 0, leaf(program, ops.whole, "layers.0", 0)),
         r"^layers\.0\.b: result '0\.layers\.0\.b' is a whole value, not a slice of layers\.0\.b, in whole",
     ),
     "a tensor of one rank's size meets a slice": Mistake(
@@ -491,8 +499,8 @@ IN_A_PASS: dict[str, Mistake] = {
     ),
     "a wait has no start": Mistake(wait_for_nothing, r"^layers\.0\.b: wait waits for something that was not started"),
     "a parameter is written to while it is sent": Mistake(
-        lambda program: behind(
-            program, at(program, ops.all_gather, 1), aten.mul_.Tensor, named(program, "arg2_1"), 0.9
+        lambda program: emit_behind(
+            program, at(program, ops.all_gather, 1), aten.mul_.Tensor, find_node(program, "arg2_1"), 0.9
         ),
         r"^layers\.1\.b: mul__tensor writes to what all_gather_1 is sending; wait for it first",
     ),

@@ -109,6 +109,26 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
+class Refusal(NamedTuple):
+    """The error that a call raised: its class and message, the class of its cause, and after how many seconds."""
+
+    kind: str
+    message: str
+    cause: str
+    seconds: float
+
+
+def refusal(use: Callable[[], Any]) -> Refusal:
+    """The error of `use()`; of the kind "nothing" where it raises none."""
+    start = time.monotonic()
+    try:
+        use()
+    except Exception as error:
+        cause = type(error.__cause__).__name__
+        return Refusal(type(error).__name__, str(error), cause, time.monotonic() - start)
+    return Refusal("nothing", "was raised", "", time.monotonic() - start)
+
+
 def can_read_memory() -> bool:
     """Whether this kernel lets processes of one user read each other's memory, as seen on this process itself."""
     word, found = ctypes.create_string_buffer(b"word"), ctypes.create_string_buffer(5)

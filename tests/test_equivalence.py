@@ -27,7 +27,7 @@ def state() -> tuple[Any, Any]:
     return layers(), ADAM.init(layers())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, fzero.VirtualMesh(replica=2, fsdp=3)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 8, fzero.VirtualMesh(replica=2, fsdp=3), fzero.VirtualMesh(data=2)], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_right_step_gives_the_largest_differences(ranks: Any, stage: int) -> None:
     found = fzero.check_equivalence(training(ADAM), state(), (examples(),), ranks=ranks, stage=stage, steps=3)

@@ -17,11 +17,6 @@ from fzero import optim, tree
 from fzero.base.errors import FzeroError
 from fzero.passes import defaults
 
-MESHES = [
-    fzero.VirtualMesh(fsdp=1), fzero.VirtualMesh(fsdp=3), fzero.VirtualMesh(replica=2, fsdp=3),
-    fzero.VirtualMesh(data=2),
-]  # fmt: skip
-
 
 def examples(count: int = 12) -> Tensor:
     """[count, 5]"""
@@ -30,20 +25,6 @@ def examples(count: int = 12) -> Tensor:
 
 def assert_close(got: tree.Tree, expected: tree.Tree) -> None:
     tree.map(torch.testing.assert_close, fzero.unpartition(got), expected)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_step_equals_the_plain_one_on_the_whole_batch(mesh: fzero.VirtualMesh, stage: int) -> None:
-    train_step = training(CLIPPED)
-    step = fzero.simulate(train_step, mesh, stage=stage)
-    params = fzero.partition(layers(), mesh)
-    sharded, plain = (params, CLIPPED.init(params)), (layers(), CLIPPED.init(layers()))
-    for _ in range(3):
-        *sharded, value = step(*sharded, examples())
-        *plain, expected = train_step(*plain, examples())
-        assert_close(sharded[0], plain[0])
-        torch.testing.assert_close(value, expected)
 
 
 def test_the_number_of_ranks_will_do() -> None:

@@ -1,4 +1,4 @@
-"""Laws of fragments: a program that calls them is the program that they were cut out of."""
+"""Laws of fragments: an outlined program gives the results of the program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_outlining_preserves_meaning(step: Step) -> None:
 @given(steps())
 @slow
 def test_fragments_take_and_give_what_all_ranks_have_in_the_same_sizes(step: Step) -> None:
-    """A compiled one is made for the sizes that the program shows."""
+    """A compiled fragment is made for the sizes that the program shows."""
     running = finished(step)
     program = outline(running.program)
 

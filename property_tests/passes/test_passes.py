@@ -1,4 +1,4 @@
-"""Laws of the passes: each preserves what the program means, in the order in which `shard` runs them and alone."""
+"""Laws of the passes: each pass preserves a program's results, in the order of `shard`, in any order, and alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from property_tests.steps import Step
 from property_tests.strategies import steps
 
 REORDER = ("accumulate", "fuse")
-"""Passes that keep results up to rounding: sums change places, or are taken by a kernel that rounds elsewhere."""
+"""Passes that keep results up to rounding: sums are taken in another order, or by a kernel that rounds elsewhere."""
 
 Pass = Callable[[Program], Program]
 
@@ -58,7 +58,7 @@ AFTER_BUCKET: list[Pass] = [
 @given(steps(), st.lists(st.sampled_from(AFTER_BUCKET), max_size=4))
 @slow
 def test_passes_preserve_meaning_in_any_order(step: Step, order: list[Pass]) -> None:
-    """Donation ends what others may rewrite: it comes last."""
+    """Donation comes last: no other pass rewrites a program with donated arguments."""
     order = [rewrite for rewrite in order if rewrite is not passes.donate] + [passes.donate] * (passes.donate in order)
     running = as_written(step)
     program = running.program

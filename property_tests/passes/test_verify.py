@@ -1,4 +1,4 @@
-"""Soundness of kinds: of a program that `verify` accepts, ranks agree on every value that it calls the same."""
+"""Soundness of kinds: in a program that `verify` accepts, ranks agree on every value whose kind is the same on them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MESHES = [*(VirtualMesh(fsdp=size) for size in (2, 3, 4)), VirtualMesh(replica=2
 
 
 class Same:
-    """A `Watch` under which ranks must agree on each value as its kind says: bit for bit on what is the same along some
-    axis, and on what a slice is."""
+    """A `Watch` that asserts the kind of each value: values that are uniform along an axis are equal along the axis,
+    bit for bit, and a slice has the size that the layout gives it."""
 
     def __init__(self, program: Program) -> None:
         self.kinds, self.program = infer(program), program
@@ -65,8 +65,8 @@ class Same:
 
 
 class Instruction(NamedTuple):
-    """An operation of `OPERATIONS`, on values by their number among those that there are, modulo how many; and whether
-    its result is returned."""
+    """An operation of `OPERATIONS` on two earlier values, by their numbers modulo the number of values; `returned` says
+    whether the step returns the result."""
 
     name: str
     first: int = 0
@@ -76,7 +76,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Wild:
-    """A step of `instructions`. One that is refused is left out."""
+    """A step of `instructions`. Leaves out each instruction that is refused."""
 
     mesh: VirtualMesh
     instructions: tuple[Instruction, ...]
@@ -252,7 +252,8 @@ trained = cache(lambda mesh, stage, donate: finished(Training(mesh, stage, donat
 
 
 class Mutant(NamedTuple):
-    """How a program is changed: `kind` of `MUTATIONS`, at which node and to what, modulo how many there are."""
+    """A change of a program: a `kind` of `MUTATIONS`, and the numbers of the node and of the replacement, each modulo
+    the number of choices."""
 
     kind: str
     where: int
@@ -264,7 +265,7 @@ def _calls(program: Program) -> list[fx.Node]:
 
 
 def other_input(program: Program, node: fx.Node, what: int) -> None:
-    """It is given another value of the same shape."""
+    """The node gets another operand of the same shape."""
     sources = list(node.all_input_nodes)
     old = sources[what % len(sources)]
     before = list(program.graph.nodes)[: list(program.graph.nodes).index(node)]
@@ -278,7 +279,7 @@ def _form(node: fx.Node) -> Any:
 
 
 def other_number(program: Program, node: fx.Node, what: int) -> None:
-    """An index, an axis or a name that it is given is another."""
+    """The node gets another index, axis or name."""
     names = [*program.mesh.names, "sum", "avg", "max", *program.layouts]
     others: list[Any] = [0, 1, 2, 16, *names, [0], [0, 1], [0, 2], [1, 2], [0, 1, 2]]
     places = [i for i, arg in enumerate(node.args) if isinstance(arg, (int, str)) or _is_numbers(arg)]
@@ -292,7 +293,7 @@ def _is_numbers(arg: Any) -> bool:
 
 
 def swapped_lists(program: Program, node: fx.Node, what: int) -> None:
-    """Values of a list that it is given change places."""
+    """Two values of a list operand change places."""
     lists = [i for i, arg in enumerate(node.args) if isinstance(arg, (list, tuple)) and len(arg) > 1]
     place = lists[what % len(lists)]
     old = list(node.args[place])
@@ -302,19 +303,19 @@ def swapped_lists(program: Program, node: fx.Node, what: int) -> None:
 
 
 def dropped(program: Program, node: fx.Node, what: int) -> None:
-    """What uses it uses what it is given."""
+    """The node's users get the node's operand."""
     sources = [x for x in node.all_input_nodes if _form(x) == _form(node)]
     node.replace_all_uses_with(sources[what % len(sources)])
 
 
 def moved(program: Program, node: fx.Node, what: int) -> None:
-    """It stands elsewhere."""
+    """The node stands elsewhere."""
     nodes = _calls(program)
     nodes[what % len(nodes)].append(node)
 
 
 def other_result(program: Program, node: fx.Node, what: int) -> None:
-    """It is returned."""
+    """The program returns the node in place of another result."""
     returned = list(program.output.args[0])
     alike = [i for i, x in enumerate(returned) if _form(x) == _form(node)]
     returned[alike[what % len(alike)]] = node
@@ -327,7 +328,7 @@ MUTATIONS = {
 
 
 def mutated(program: Program, mutant: Mutant) -> Program | None:
-    """The program with a mistake at the first node from `where` on that can have one; None where torch refuses it."""
+    """The program with a mistake at the first node from `where` on that can take one; None where torch refuses."""
     program = program.copy()
     nodes = _calls(program)
     start = mutant.where % len(nodes)

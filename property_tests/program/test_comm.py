@@ -1,4 +1,4 @@
-"""Law of communication: what a program is said to move is what each rank moves."""
+"""Law of communication: each rank moves exactly the predicted bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Values = list[dict[Node, Any]]
 
 
 def count(program: Program, node: Node, result: Any) -> Iterator[Comm]:
-    """The collectives that a node has started on one rank, by the tensors that it gets."""
+    """The collectives that a node has started on one rank, counted on the tensors of that rank."""
     mesh = program.mesh
     axis, others = mesh.shard_axis, [name for name in mesh.names if name != mesh.shard_axis]
     if is_call(node, ops.all_gather):

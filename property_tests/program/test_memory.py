@@ -1,4 +1,4 @@
-"""Laws of memory: what a program is said to keep alive is what ranks keep alive, run one beside the other."""
+"""Laws of memory: predicted bytes alive bound the bytes that each rank of the running program keeps alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from property_tests.strategies import layouts, steps
 Values = list[dict[Node, Any]]
 
 RAGGED = Step(VirtualMesh(fsdp=3), (Op("dense", through=("gated", "gated", "tanh")),), width=5)
-"""Of its matrix rank 1 has more than rank 0, and so of all that is computed from it."""
+"""Rank 1 holds more of the matrix than rank 0, and more of every value computed from the slice."""
 
 
 def alive(values: dict[Node, Any]) -> int:
@@ -76,7 +76,7 @@ def test_predicted_memory_bounds_that_of_each_rank_before_any_pass(step: Step) -
 @given(steps())
 @slow
 def test_predicted_memory_is_near_that_of_some_rank(step: Step) -> None:
-    """But for what a reduce-scatter receives from other ranks than one, which simulation has no need of."""
+    """Apart from the receive buffers of reduce-scatters with more than two ranks, which a simulation does not need."""
     running = finished(step)
     world = step.mesh.size(step.mesh.shard_axis)
     scattered = running.program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
@@ -85,7 +85,7 @@ def test_predicted_memory_is_near_that_of_some_rank(step: Step) -> None:
 
 
 def of_every_rank(program: Program) -> None:
-    """The memory is that of all ranks, each looked at."""
+    """Memory of representative ranks is the memory of the rank that has most, among all ranks."""
     ranks = range(program.mesh.size(program.mesh.shard_axis))
     assert program.memory() == measure_memory(program, ranks)
     each = [measure_memory(program, [rank]) for rank in ranks]

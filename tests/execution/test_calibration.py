@@ -1,4 +1,4 @@
-"""Calibration: rates from a step that was timed, and a step that is scheduled by them."""
+"""Calibration: a timed step gives rates, and rates schedule a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def program(world: int = 2, width: int = 150, rows: int = 256, of: Any = loss) -
 
 
 def durations(program: Program, rates: Rates) -> dict[Any, float]:
-    """Seconds of each node by these rates, with those of its collectives."""
+    """Node -> seconds by these rates, its collectives included."""
     costs = replace(program, measured=rates).costs()
     called = [node for node in program.graph.nodes if node.op == "call_function"]
     return {node: costs[node].seconds + sum(s for _, s in costs[node].comms) for node in called}

@@ -28,7 +28,7 @@ ADAMW = optim.adamw(0.02)
 
 
 class Emulated:
-    """A `Recorder` that does its work once to have results, and undoes what that did to state."""
+    """A `Recorder` that runs its work once for results, and restores the state afterwards."""
 
     def __init__(self, state: Sequence[Tensor]) -> None:
         self.state, self.recorded = state, 0
@@ -48,7 +48,7 @@ class Emulated:
 
 
 class Ran(NamedTuple):
-    """What came of a run on one rank: losses and parameters of its steps, and how often it was recorded."""
+    """A run on one rank: losses and parameters of its steps, and the number of recordings."""
 
     losses: list[float]
     params: list[list[float]]
@@ -105,7 +105,7 @@ def test_a_graph_trains_as_the_program_does(world: int) -> None:
 
 
 def kept(mesh: DeviceMesh) -> bool:
-    """Whether results that are arguments are those that were given, the batch too."""
+    """Whether a result that is an argument is the given tensor itself, for the batch too."""
     params = fzero.partition(layers(1), mesh)
     step = fzero.shard(lambda params, x: (params, x, x + 1), mesh)
     x = torch.ones(2, 5)

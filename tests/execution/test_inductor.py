@@ -23,7 +23,7 @@ from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import Fragment, Value
 
 TOLERANCE = 1e-5
-"""Of a parameter after three steps in float32, each of which changes it by about RATE; of a loss, relative.
+"""Absolute for a parameter after three steps in float32 of about RATE each; relative for a loss.
 
 What is fused is added in another order, and tanh comes from another library: a few roundings of 6e-8 each, of which
 Adam may make RATE / EPS = 20 times as much a step (see test_parity.py), however small the parameter is: a bias that was
@@ -34,8 +34,8 @@ CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(RATE, eps=EPS)
 CASES = [(2, 1, False), (2, 2, False), (2, 3, False), (2, 3, True), (1, 3, True)]
 """World size, stage, and whether the model is the transformer."""
 COMPILING = timedelta(minutes=20)
-"""For what takes 45 s on two quiet cores without inductor's cache, and longer by the machine's load. The first test of
-a world size compiles for all, and a rank that compiles keeps the other waiting."""
+"""Compilation takes 45 s on two quiet cores without inductor's cache, and minutes on a busy machine. The first test of
+a world size compiles for all tests, and a rank that compiles keeps the other rank waiting."""
 
 pytestmark = pytest.mark.timeout(COMPILING.total_seconds() + 60)
 
@@ -65,7 +65,7 @@ class Ran(NamedTuple):
 
 
 def perceptron() -> tuple[tree.Tree, Any]:
-    """Four layers, and a loss in which a collective returns other strides than it was given."""
+    """Four layers, and a loss with a collective whose result has other strides than its operand."""
 
     def loss(params: tree.Tree, x: Tensor) -> Tensor:
         y = fzero.pmean(mlp(params, x).t(), "fsdp")  # [5, B]
@@ -108,7 +108,7 @@ def is_gone(params: tree.Tree) -> bool:
 
 
 def tried(mesh: DeviceMesh, cases: list[tuple[int, bool]]) -> dict[Any, Any]:
-    """On one rank: each case interpreted and compiled; and what is said where ranks differ in that."""
+    """On one rank: each case interpreted and compiled, and the refusal where only rank 0 compiles."""
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1

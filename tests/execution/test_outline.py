@@ -1,4 +1,4 @@
-"""Fragments: a program that calls them does what it did, and equal layers are one of them, however many there are."""
+"""Fragments: an outlined program gives the same results, and equal layers share one fragment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def inside(program: Program) -> list[str]:
 
 
 def outlined(step: Callable[..., Any], *args: Any, mesh: VirtualMesh = MESH) -> Program:
-    """The outlined program of a step, by default of `rows`, which returns what the step's program did."""
+    """The outlined program of a step, by default on `rows`. Checks that results stay the same."""
     case = Case(step, mesh, args or (rows(mesh),))
     program = apply(case.trace(), *defaults(stage=3, in_place=True))
     result = apply(program, outline)
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def transformer(depth: int, stage: int, remat: bool) -> tuple[Program, Program]:
-    """A training step of that many blocks, and the same outlined."""
+    """The program of a training step of `depth` blocks, and the outlined program."""
     params, apply = fzero.lower(nn.Sequential(nn.Embedding(11, 8), *(Block() for _ in range(depth)), nn.Linear(8, 11)))
     optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.1))
 
@@ -95,7 +95,7 @@ def test_collectives_draws_and_writes_stay_outside_in_their_order() -> None:
 
 
 def test_what_is_computed_from_slices_stays_outside() -> None:
-    """Their sizes are those of rank 0 in the program."""
+    """The program shows the sizes of rank 0's slices; other ranks have other sizes."""
 
     def step(params: Any, x: Tensor) -> tuple[Tensor, Any]:
         (layer,) = params["layers"]
@@ -107,7 +107,7 @@ def test_what_is_computed_from_slices_stays_outside() -> None:
 
 
 def test_a_view_of_what_a_fragment_gives_shares_its_memory() -> None:
-    """Written to, it changes both; so it is made outside."""
+    """A write into the view changes both, so the view is made outside of the fragment."""
 
     def step(x: Tensor) -> Any:
         y = (x.exp() + x.tanh()) * 2

@@ -58,7 +58,7 @@ def doubled(params: tree.Tree) -> tree.Tree:
 
 
 def donated(case: Case) -> tuple[Program, set[str]]:
-    """The donating program, checked to return the same, and the first entries of the paths that it donates."""
+    """The program after `donate`, and the first entry of each donated path. Checks that results stay the same."""
     before = apply(case.trace(), bucket, fuse)
     program = apply(before, donate)
     assert_same(case.run(program), case.run(before))
@@ -66,7 +66,7 @@ def donated(case: Case) -> tuple[Program, set[str]]:
 
 
 def state_results(program: Program) -> list[str]:
-    """What op stands behind each result that is state."""
+    """The `op` of the node of each result that is state."""
     pairs = zip((r for r in program.results if not r.is_constant), program.output.args[0])
     return [node.op for result, node in pairs if result.bucket is not None]
 
@@ -266,7 +266,7 @@ def test_leaves_that_change_places_are_not_copied_over_each_other() -> None:
 
 
 def without(program: Program, path: str) -> Program:
-    """A program that does not return what has this in its path."""
+    """The program without the results whose path contains `path`."""
     kept = [(result, node) for result, node in zip(program.results, program.output.args[0]) if path not in result.path]
     program = replace(program.copy(), results=tuple(result for result, _ in kept))
     program.output.args = ([next(n for n in program.graph.nodes if n.name == node.name) for _, node in kept],)

@@ -1,4 +1,4 @@
-"""The fuse pass: AdamW of all leaves in one call, wherever that is what the step computes."""
+"""The fuse pass: one call of AdamW for all leaves, wherever the step computes AdamW."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_each_of_two_updates_in_a_row_is_a_call() -> None:
 
 
 def with_updates(optimizer: optim.GradientTransformation, use: Callable[[tree.Tree], Any]) -> Case:
-    """Training that also returns something of the updates."""
+    """Training that also returns `use(updates)`."""
 
     def step(params: tree.Tree, state: Any, x: Tensor) -> tuple[tree.Tree, Any, Any]:
         _, grads = value_and_grad(loss)(params, x)

@@ -1,4 +1,4 @@
-"""Which passes there are in which order, and the order in which they leave a graph's nodes."""
+"""The default passes and their order, and the order of a graph's nodes after a pass."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def chain(*widths: int) -> Case:
 
 
 def products(program: Program) -> dict[str, int]:
-    """Of each all-gather, how many products stand between its start and its wait."""
+    """Bucket -> number of products between the start of its all-gather and the wait."""
     counts, under_way = dict[str, int](), set[str]()
     for node in program.graph.nodes:
         if ops.is_call(node, ops.all_gather):
@@ -86,7 +86,7 @@ def products(program: Program) -> dict[str, int]:
 
 
 def gathered_ahead(program: Program) -> int:
-    """The most bytes at once, while something is computed, of gathered buffers that have not been waited for."""
+    """The most bytes of gathered buffers on their way during any computation."""
     waiting, most = 0, 0
     for node in program.graph.nodes:
         start = node.args[0] if ops.is_call(node, ops.wait) else node
@@ -98,7 +98,7 @@ def gathered_ahead(program: Program) -> int:
 
 
 def sent_at_once(program: Program) -> int:
-    """How many reduce-scatters are under way at once, at most."""
+    """The most reduce-scatters under way at once."""
     sending, most = 0, 0
     for node in program.graph.nodes:
         if ops.is_call(node, ops.reduce_scatter):

@@ -1,4 +1,4 @@
-"""The release pass: what each stage of ZeRO keeps, gathers again and scatters when."""
+"""The release pass: each stage of ZeRO keeps the right buckets, gathers the others again and scatters in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rematerialize pass: what is computed again, when, and that nothing else changes."""
+"""The rematerialize pass recomputes the right values at the right place, and changes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listing: a program as one reads it."""
+"""Listing: the program as text."""
 
 from __future__ import annotations
 

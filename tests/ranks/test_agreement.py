@@ -6,13 +6,12 @@ All ranks can go on afterwards.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from processes import Outcome, run_cases, values
+from processes import Outcome, Refusal, refusal, run_cases, values
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,12 +23,10 @@ SOON = 20.0
 """Seconds, of which a busy machine may need some. A collective that a rank does not join waits three times as long."""
 
 
-class Refusal(NamedTuple):
-    """The error of a step, after how many seconds it came, and the loss of a later step that all ranks take alike."""
+class Differing(NamedTuple):
+    """The error of a step, and the loss of a later step that all ranks take alike."""
 
-    kind: str
-    message: str
-    seconds: float
+    refusal: Refusal
     loss_after: float
 
 
@@ -48,18 +45,17 @@ def descend(params: Any, x: Tensor) -> Any:
     return tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
-def steps_on(mesh: DeviceMesh, params: Any, x: Tensor, step: Callable[..., Any] = descend) -> Refusal:
-    """Run a step on this rank's arguments, then a step on arguments that are equal on all ranks."""
-    sharded = fzero.partition(params, mesh)
-    start = time.monotonic()
-    kind, message = "nothing", "was raised"
-    try:
-        fzero.shard(step, mesh)(sharded, x)
-    except Exception as error:
-        kind, message = type(error).__name__, str(error)
-    seconds = time.monotonic() - start
+def steps_on(
+    mesh: DeviceMesh, params: Any, x: Tensor, step: Callable[..., Any] = descend, known: bool = False
+) -> Differing:
+    """Run a step on this rank's arguments, then a step on arguments that are equal on all ranks. Where `known`, the
+    first step has run before, on [2, 5] on all ranks."""
+    sharded, differing = fzero.partition(params, mesh), fzero.shard(step, mesh)
+    if known:
+        differing(fzero.partition(params, mesh), torch.ones(2, 5))
+    found = refusal(lambda: differing(sharded, x))
     _, loss = going_on(mesh)(fzero.partition(full_params(), mesh), torch.ones(2, 5))
-    return Refusal(kind, message, seconds, float(loss))
+    return Differing(found, float(loss))
 
 
 @functools.cache
@@ -72,29 +68,33 @@ def is_odd(mesh: DeviceMesh) -> bool:
     return mesh.get_rank() % 2 == 1
 
 
-def another_batch(mesh: DeviceMesh) -> Refusal:
+def another_batch(mesh: DeviceMesh) -> Differing:
     return steps_on(mesh, full_params(), torch.ones(3 if is_odd(mesh) else 2, 5))
 
 
-def another_dtype_of_the_batch(mesh: DeviceMesh) -> Refusal:
+def another_batch_where_others_know_theirs(mesh: DeviceMesh) -> Differing:
+    return steps_on(mesh, full_params(), torch.ones(3 if is_odd(mesh) else 2, 5), known=True)
+
+
+def another_dtype_of_the_batch(mesh: DeviceMesh) -> Differing:
     return steps_on(mesh, full_params(), torch.ones(2, 5, dtype=torch.bfloat16 if is_odd(mesh) else torch.float32))
 
 
-def another_dtype_of_the_model(mesh: DeviceMesh) -> Refusal:
+def another_dtype_of_the_model(mesh: DeviceMesh) -> Differing:
     dtype = torch.float64 if is_odd(mesh) else torch.float32
     return steps_on(mesh, tree.map(lambda leaf: leaf.to(dtype), full_params()), torch.ones(2, 5))
 
 
-def another_width(mesh: DeviceMesh) -> Refusal:
+def another_width(mesh: DeviceMesh) -> Differing:
     return steps_on(mesh, full_params(8 if is_odd(mesh) else 6), torch.ones(2, 5))
 
 
-def another_depth(mesh: DeviceMesh) -> Refusal:
+def another_depth(mesh: DeviceMesh) -> Differing:
     params = full_params(5)
     return steps_on(mesh, {"layers": params["layers"] * (2 if is_odd(mesh) else 1)}, torch.ones(2, 5))
 
 
-def another_shape_among_many(mesh: DeviceMesh) -> Refusal:
+def another_shape_among_many(mesh: DeviceMesh) -> Differing:
     """The last leaf of many in a bucket."""
     leaves = [torch.ones(2 + is_odd(mesh) if i == 60 else 2) for i in range(61)]
 
@@ -104,7 +104,7 @@ def another_shape_among_many(mesh: DeviceMesh) -> Refusal:
     return steps_on(mesh, {"layers": [leaves]}, torch.ones(2, 5), step)
 
 
-def another_key(mesh: DeviceMesh) -> Refusal:
+def another_key(mesh: DeviceMesh) -> Differing:
     """The same shapes in the same order, under other names."""
     layer = full_params()["layers"][0]
 
@@ -114,13 +114,13 @@ def another_key(mesh: DeviceMesh) -> Refusal:
     return steps_on(mesh, {"b": layer["b"], "weight" if is_odd(mesh) else "w": layer["w"]}, torch.ones(2, 5), step)
 
 
-def another_order_of_keys(mesh: DeviceMesh) -> Refusal:
+def another_order_of_keys(mesh: DeviceMesh) -> Differing:
     (layer,) = full_params()["layers"]
     names = sorted(layer, reverse=is_odd(mesh))
     return steps_on(mesh, {"layers": [{name: layer[name] for name in names}]}, torch.ones(2, 5))
 
 
-def another_constant(mesh: DeviceMesh) -> Refusal:
+def another_constant(mesh: DeviceMesh) -> Differing:
     """A number that the step was written with."""
 
     def step(params: Any, x: Tensor) -> Any:
@@ -129,7 +129,7 @@ def another_constant(mesh: DeviceMesh) -> Refusal:
     return steps_on(mesh, full_params(), torch.ones(2, 5), step)
 
 
-def another_order_in_the_step(mesh: DeviceMesh) -> Refusal:
+def another_order_in_the_step(mesh: DeviceMesh) -> Differing:
     """The end of a long line."""
     columns = [0, 1, 2, 4, 3] if is_odd(mesh) else [0, 1, 2, 3, 4]
 
@@ -140,14 +140,14 @@ def another_order_in_the_step(mesh: DeviceMesh) -> Refusal:
     return steps_on(mesh, full_params(), torch.ones(2, 5), step)
 
 
-def another_tensor_in_the_step(mesh: DeviceMesh) -> Refusal:
+def another_tensor_in_the_step(mesh: DeviceMesh) -> Differing:
     def step(params: Any, x: Tensor) -> Any:
         return descend(params, x * torch.tensor([1.0, 2, 3, 4, 6 if is_odd(mesh) else 5]))
 
     return steps_on(mesh, full_params(), torch.ones(2, 5), step)
 
 
-def errors_of_three_ranks(mesh: DeviceMesh) -> Refusal:
+def errors_of_three_ranks(mesh: DeviceMesh) -> Differing:
     def step(params: Any, x: Tensor) -> Any:
         if is_odd(mesh):
             raise KeyError("no such tokenizer")
@@ -158,8 +158,21 @@ def errors_of_three_ranks(mesh: DeviceMesh) -> Refusal:
     return steps_on(mesh, full_params(), torch.ones(2, 5), step)
 
 
+def an_error_where_others_know(mesh: DeviceMesh) -> Differing:
+    """While odd ranks trace for another batch, even ranks are about to run what they have traced before."""
+
+    def step(params: Any, x: Tensor) -> Any:
+        if len(x) == 3:
+            raise KeyError("no such tokenizer")
+        return descend(params, x)
+
+    return steps_on(mesh, full_params(), torch.ones(3 if is_odd(mesh) else 2, 5), step, known=True)
+
+
+BATCHES = ("argument 1: ", "'argument 1: float32[2, 5]'", "'argument 1: float32[3, 5]'", "same shapes")
 PARTS = {
-    another_batch: ("argument 1: ", "'argument 1: float32[2, 5]'", "'argument 1: float32[3, 5]'"),
+    another_batch: BATCHES,
+    another_batch_where_others_know_theirs: BATCHES,
     another_dtype_of_the_batch: ("argument 1: ", "float32[2, 5]", "bfloat16[2, 5]"),
     another_dtype_of_the_model: ("argument 0.layers.0.b: ", "float32[6] of layers.0", "float64[6] of layers.0"),
     another_width: ("argument 0.layers.0.b: ", "float32[6] of layers.0", "float32[8] of layers.0"),
@@ -174,37 +187,40 @@ PARTS = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Outcome]]:
-    cases = [*PARTS, another_order_of_keys, errors_of_three_ranks]
+    cases = [*PARTS, another_order_of_keys, errors_of_three_ranks, an_error_where_others_know]
     return run_cases(WORLD, {case.__name__: case for case in cases})
 
 
-def assert_goes_on(refusals: list[Refusal]) -> None:
-    expected = loss_of(full_params(), torch.ones(2, 5))
-    for refusal in refusals:
-        assert refusal.loss_after == pytest.approx(float(expected)) and refusal.seconds < SOON
+def refusals(outcomes: list[Outcome]) -> list[Refusal]:
+    """The error of each rank. Each came soon, and all ranks went on."""
+    differing, expected = values(outcomes), loss_of(full_params(), torch.ones(2, 5))
+    for found, loss_after in differing:
+        assert loss_after == pytest.approx(float(expected)) and found.seconds < SOON
+    return [found for found, _ in differing]
 
 
 @pytest.mark.parametrize("case", PARTS, ids=lambda case: case.__name__)
 def test_every_rank_is_told_the_first_difference_and_its_ranks(case: Any, found: dict[str, list[Outcome]]) -> None:
-    refusals = values(found[case.__name__])
-    assert_goes_on(refusals)
-    for refusal in refusals:
-        assert refusal.kind == "FzeroError", refusal
-        missing = [p for p in (*PARTS[case], "ranks 0, 2 have '", f"{ODD} have '") if p not in refusal.message]
-        assert not missing, f"{missing} not in: {refusal.message}"
-        assert len(refusal.message) < 1000
+    for told in refusals(found[case.__name__]):
+        assert told.kind == "FzeroError", told
+        missing = [p for p in (*PARTS[case], "ranks 0, 2 have '", f"{ODD} have '") if p not in told.message]
+        assert not missing, f"{missing} not in: {told.message}"
+        assert len(told.message) < 1000
 
 
 def test_the_order_of_keys_makes_no_difference(found: dict[str, list[Outcome]]) -> None:
-    refusals = values(found["another_order_of_keys"])
-    assert_goes_on(refusals)
-    assert {refusal.kind for refusal in refusals} == {"nothing"}
+    assert {each.kind for each in refusals(found["another_order_of_keys"])} == {"nothing"}
 
 
 def test_errors_of_several_ranks_reach_all(found: dict[str, list[Outcome]]) -> None:
-    refusals = values(found["errors_of_three_ranks"])
-    assert_goes_on(refusals)
-    assert [refusal.kind for refusal in refusals] == ["FzeroError", "KeyError", "OSError", "KeyError"]
-    told = refusals[0].message
-    assert told.startswith("ranks 1, 2, 3: could not make the step: "), told
-    assert f"{ODD} have \"KeyError: 'no such tokenizer'\", rank 2 has 'OSError: disk full'" in told
+    told, *others = refusals(found["errors_of_three_ranks"])
+    assert [told.kind, *(other.kind for other in others)] == ["FzeroError", "KeyError", "OSError", "KeyError"]
+    assert told.message.startswith("ranks 1, 2, 3: could not make the step: "), told
+    assert f"{ODD} have \"KeyError: 'no such tokenizer'\", rank 2 has 'OSError: disk full'" in told.message
+
+
+def test_an_error_reaches_ranks_that_have_their_program(found: dict[str, list[Outcome]]) -> None:
+    told = refusals(found["an_error_where_others_know"])
+    assert [each.kind for each in told] == ["FzeroError", "KeyError"] * 2
+    for each in told[::2]:
+        assert each.message.startswith(f"{ODD}: could not make the step: KeyError: 'no such tokenizer'; "), each

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
+from processes import Refusal, refusal, run
 from programs import layers, training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -37,24 +37,6 @@ GONE, LATE = "died or left", f"did not take part within {STALL.total_seconds():g
 BEFORE = "agreement before a step"
 
 Act = Callable[[], Any]
-
-
-class End(NamedTuple):
-    """The error that a rank ended with: its class and message, the class of its cause, and after how many seconds."""
-
-    kind: str
-    message: str
-    cause: str
-    seconds: float
-
-
-def end(use: Callable[[], Any]) -> End:
-    start = time.monotonic()
-    try:
-        use()
-    except Exception as error:
-        return End(type(error).__name__, str(error), type(error.__cause__).__name__, time.monotonic() - start)
-    return End("nothing", "was raised", "", time.monotonic() - start)
 
 
 def die() -> None:
@@ -104,7 +86,7 @@ class Job:
         self.on.members.begin = strike  # type: ignore[method-assign]
 
 
-def assert_named(ends: list[End | None], where: str, *parts: str, blamed: set[int]) -> None:
+def assert_named(ends: list[Refusal | None], where: str, *parts: str, blamed: set[int]) -> None:
     """Every rank that is left ended soon, with an FzeroError that has these parts and blames these ranks alone."""
     for found in filter(None, ends):
         assert found.kind == "FzeroError", found
@@ -125,11 +107,11 @@ def ranks_of(message: str) -> set[int]:
 # in a step
 
 
-def second_step(mesh: DeviceMesh, what: str, acts: dict[int, Act], passes: tuple[Any, ...] = ()) -> End:
+def second_step(mesh: DeviceMesh, what: str, acts: dict[int, Act], passes: tuple[Any, ...] = ()) -> Refusal:
     job = Job(mesh, passes)
     job.step()
     job.before(what, acts)
-    return end(job.step)
+    return refusal(job.step)
 
 
 IN_A_STEP = ["all_gather of layers.1", "reduce_scatter of layers.1", "all_reduce over fsdp"]
@@ -156,7 +138,7 @@ def by_messages(mesh: DeviceMesh) -> Transport:
     return PointToPoint(mesh.get_group(), live(mesh).members.timeout)
 
 
-def with_another(transport: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> End:
+def with_another(transport: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> Refusal:
     live(mesh).transports["fsdp"] = transport(mesh)
     return second_step(mesh, "reduce_scatter of layers.1", {1: die})
 
@@ -192,7 +174,7 @@ def test_a_rank_that_comes_too_late_is_told_from_one_that_is_missing() -> None:
         assert re.search(r"rank 1 waited [0-2] s in all_gather of layers\.1", found.message)
 
 
-def two_axes(mesh: DeviceMesh) -> End:
+def two_axes(mesh: DeviceMesh) -> Refusal:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "fsdp"))
     return second_step(grid, "all_reduce of layers.1 over replica", {3: die})
 
@@ -204,10 +186,10 @@ def test_ranks_that_do_not_communicate_with_the_missing_one_name_it_too() -> Non
     assert ends[1].message.startswith("all_reduce of layers.1 over replica: ")  # rank 1 waits for rank 3 there
 
 
-def a_step_after(mesh: DeviceMesh) -> list[End]:
+def a_step_after(mesh: DeviceMesh) -> list[Refusal]:
     job = Job(mesh)
     job.before("all_gather of layers.1", {1: die})
-    return [end(job.step), end(job.step)]
+    return [refusal(job.step), refusal(job.step)]
 
 
 def test_a_step_after_that_says_so_again_at_once() -> None:
@@ -218,11 +200,11 @@ def test_a_step_after_that_says_so_again_at_once() -> None:
 # between steps
 
 
-def loading(mesh: DeviceMesh, load: Callable[[int], Any]) -> End:
+def loading(mesh: DeviceMesh, load: Callable[[int], Any]) -> Refusal:
     job = Job(mesh)
     job.step()
     load(job.rank)
-    return end(job.step)
+    return refusal(job.step)
 
 
 def raising(rank: int) -> None:
@@ -248,20 +230,20 @@ def test_a_rank_that_waits_for_data_is_named() -> None:
 # outside of steps
 
 
-def unpartitioning(mesh: DeviceMesh) -> End:
+def unpartitioning(mesh: DeviceMesh) -> Refusal:
     job = Job(mesh)
     job.before("all_gather of layers.2", {1: die})
-    return end(lambda: fzero.unpartition(job.params))
+    return refusal(lambda: fzero.unpartition(job.params))
 
 
 def test_a_gather_outside_of_a_step_names_the_missing_rank() -> None:
     assert_named(run(2, unpartitioning, lost=[1]), "all_gather of layers.2", GONE, blamed={1})
 
 
-def partitioning(mesh: DeviceMesh) -> End:
+def partitioning(mesh: DeviceMesh) -> Refusal:
     if mesh.get_rank() == 1:
         die()
-    return end(lambda: fzero.partition(layers(), mesh))
+    return refusal(lambda: fzero.partition(layers(), mesh))
 
 
 def test_a_rank_that_does_not_come_to_the_mesh_ends_the_others() -> None:

@@ -72,16 +72,18 @@ OPERATORS = "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split()
 
 
 def function(name: str) -> Callable[..., Any]:
-    """torch's function or method of this name."""
-    places = (torch, torch.special, F, Tensor)
-    return next(getattr(place, name) for place in places if callable(getattr(place, name, None)))
+    """torch's function of this name, or one that calls the method."""
+    for place in (torch, torch.special, F):
+        if callable(getattr(place, name, None)):
+            return getattr(place, name)
+    return lambda x, *rest: getattr(x, name)(*rest)
 
 
 def callable_on(*operands: Tensor) -> list[str]:
     """The elementwise functions that return a tensor, given these operands."""
     found = []
-    for name in sorted(rules.ELEMENTWISE - {"cuda", "empty_like"}):
-        with suppress(StopIteration, RuntimeError, TypeError):
+    for name in sorted(rules.ELEMENTWISE - {"cuda", "empty_like", "to", "type_as"}):
+        with suppress(AttributeError, RuntimeError, TypeError):
             found += [name] * isinstance(function(name)(*operands), Tensor)
     return found
 
