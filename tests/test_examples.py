@@ -172,7 +172,7 @@ def run_main(*launcher: str, flags: str = "") -> str:
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, *launcher, str(ROOT / "examples" / "train_bytes.py"), *sizes.split(), *flags.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -124,7 +124,7 @@ def without_the_source(mesh: DeviceMesh) -> str:
 
 
 def test_a_source_that_dies_is_named() -> None:
-    first, second, _ = run(3, without_the_source, stall=timedelta(seconds=4), lost=[2])
+    first, second, _ = run(3, without_the_source, stall=timedelta(seconds=15), lost=[2])
     for message in (first, second):
         assert message.startswith("partition of w from rank 2: rank 2 died or left")
 
@@ -139,5 +139,5 @@ def collecting(mesh: DeviceMesh) -> str:
 
 
 def test_an_owner_that_dies_is_named_where_its_part_is_awaited() -> None:
-    message = run(2, collecting, stall=timedelta(seconds=4), lost=[1])[0]
+    message = run(2, collecting, stall=timedelta(seconds=15), lost=[1])[0]
     assert message.startswith("collecting w on rank 0: rank 1 died or left")
