@@ -119,11 +119,6 @@ def bytes_at(program: Program, target: object) -> int:
     return program.memory().timeline[list(program.graph.nodes).index(call)]
 
 
-def test_what_is_returned_as_it_was_is_not_overwritten() -> None:
-    _, paths = donated(on_params(lambda p, x: (p, doubled(p))))
-    assert paths == set()
-
-
 def test_what_is_read_behind_the_update_is_not_overwritten_before() -> None:
     def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, Tensor]:
         new = optim.apply_updates(params, doubled(params))
@@ -150,15 +145,6 @@ def test_alone_a_view_of_a_gathered_leaf_is_read_before_the_leaf_is_overwritten(
         return optim.apply_updates(params, doubled(params)), y @ view
 
     donated(on_rows(step, params, mesh=ALONE, width=4))
-
-
-def test_swapped_arguments_stay_where_they_are() -> None:
-    program, paths = donated(on_two_trees(lambda a, b, x: (b, a)))
-    assert paths == set() and names(program) == []
-
-
-def test_swapped_views_of_arguments_are_not_copied_over_each_other() -> None:
-    donated(on_two_trees(lambda a, b, x: tuple(tree.map(lambda leaf: leaf.detach(), t) for t in (b, a))))
 
 
 def test_alone_a_gathered_leaf_that_is_returned_is_the_argument_itself() -> None:
@@ -199,47 +185,6 @@ def test_lists_of_gradients_that_die_are_overwritten() -> None:
     assert [name_of(node) for node in lists] == ["_foreach_add_", "_foreach_mul_", "_foreach_add_"]
 
 
-def test_a_list_that_dies_is_overwritten_beside_another() -> None:
-    program, _ = donated(on_params(lambda p, x: torch._foreach_add([x * 2], [x])))
-    assert names(program) == ["mul", "_foreach_add_"]
-
-
-def test_gradients_that_are_returned_are_not_overwritten() -> None:
-    def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, list[Tensor]]:
-        grads = [x @ x.T, x.T @ x]
-        return params, [*grads, *torch._foreach_mul(grads, 2.0)]
-
-    program, _ = donated(on_params(step))
-    assert "_foreach_mul_" not in names(program)
-
-
-def test_constants_and_batches_are_not_overwritten() -> None:
-    constant = torch.ones(2, 5)
-    program, _ = donated(on_params(lambda p, x: [torch._foreach_mul([given], 2.0) for given in (constant, x)]))
-    assert names(program).count("_foreach_mul") == 2
-
-
-def test_a_list_that_holds_one_memory_twice_is_not_overwritten() -> None:
-    def step(params: tree.Tree, x: Tensor) -> list[Tensor]:
-        y = x * 2
-        return torch._foreach_mul([y, y.t()], 2.0)
-
-    program, _ = donated(on_params(step))
-    assert names(program).count("_foreach_mul") == 1
-
-
-def test_an_argument_that_a_list_holds_twice_is_not_overwritten() -> None:
-    def step(params: tree.Tree, x: Tensor) -> list[Tensor]:
-        w = params["layers"][0]["w"]
-        return torch._foreach_mul([w, w], [2.0, 3.0])
-
-    assert donated(on_params(step))[1] == set()
-
-
-def test_an_argument_that_is_returned_as_another_is_not_copied() -> None:
-    assert donated(on_two_trees(lambda a, b, x: (doubled(a), a)))[1] == set()
-
-
 def test_a_view_of_what_is_updated_is_no_operand_of_an_update_in_place() -> None:
     weight = torch.arange(9.0).view(3, 3)
 
@@ -252,17 +197,82 @@ def test_a_view_of_what_is_updated_is_no_operand_of_an_update_in_place() -> None
     assert paths == {"0", "1"} and names(program)[-1] == "_foreach_copy_"
 
 
+def changed_places(params: tree.Tree, others: tree.Tree, x: Tensor) -> tuple[Any, tree.Tree]:
+    kept = tree.map(lambda p: torch.where(p > 0, p, 0.0), params)
+    return {"layers": [{"w": layer["b"], "b": layer["w"]} for layer in kept["layers"]]}, doubled(others)
+
+
+DONATED: dict[str, tuple[Case, set[str]]] = {
+    "what is returned as it was": (on_params(lambda p, x: (p, doubled(p))), set()),
+    "an argument that is returned as another": (on_two_trees(lambda a, b, x: (doubled(a), a)), set()),
+    "an argument twice in a list": (
+        on_params(lambda p, x: torch._foreach_mul([p["layers"][0]["w"]] * 2, [2.0, 3.0])),
+        set(),
+    ),
+    "gradients beside parameters": (on_params(lambda p, x: (fzero.grad(loss)(p, x),)), set()),
+    "state of another dtype": (on_params(lambda p, x: (tree.map(lambda leaf: leaf.to(torch.bfloat16), p), x)), set()),
+    "swapped arguments": (on_two_trees(lambda a, b, x: (b, a)), set()),
+    "leaves that change places": (on_two_trees(changed_places), {"1"}),
+    "a sum so far": (on_two_trees(lambda p, total, x: tree.map(torch.add, total, fzero.grad(loss)(p, x))), {"1"}),
+    "an argument that is added to itself": (
+        on_params(lambda p, x: tree.map(lambda leaf: torch.add(leaf, leaf, alpha=0.5), p)),
+        {"0"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), DONATED.values(), ids=DONATED)
+def test_arguments_are_donated_whose_memory_a_result_of_the_same_leaf_can_take(case: Case, expected: set[str]) -> None:
+    program, paths = donated(case)
+    assert paths == expected
+    if not paths:
+        assert "_foreach_copy_" not in names(program)
+
+
 def test_an_argument_that_is_added_to_itself_is_overwritten() -> None:
-    program, paths = donated(on_params(lambda p, x: tree.map(lambda leaf: torch.add(leaf, leaf, alpha=0.5), p)))
-    assert paths == {"0"} and names(program) == ["add_"] * 4
+    assert names(donated(DONATED["an argument that is added to itself"][0])[0]) == ["add_"] * 4
 
 
-def test_leaves_that_change_places_are_not_copied_over_each_other() -> None:
-    def step(params: tree.Tree, others: tree.Tree, x: Tensor) -> tuple[Any, tree.Tree]:
-        kept = tree.map(lambda p: torch.where(p > 0, p, 0.0), params)
-        return {"layers": [{"w": layer["b"], "b": layer["w"]} for layer in kept["layers"]]}, doubled(others)
+def test_swapped_arguments_are_left_alone() -> None:
+    assert names(donated(DONATED["swapped arguments"][0])[0]) == []
+    donated(on_two_trees(lambda a, b, x: tuple(tree.map(lambda leaf: leaf.detach(), t) for t in (b, a))))
 
-    assert donated(on_two_trees(step))[1] == {"1"}
+
+def returned_gradients(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, list[Tensor]]:
+    grads = [x @ x.T, x.T @ x]
+    return params, [*grads, *torch._foreach_mul(grads, 2.0)]
+
+
+def twice_in_a_list(params: tree.Tree, x: Tensor) -> list[Tensor]:
+    y = x * 2
+    return torch._foreach_mul([y, y.t()], 2.0)
+
+
+def read_as_a_view(params: tree.Tree, x: Tensor) -> list[Tensor]:
+    doubled = torch._foreach_mul([x.T @ x], 2.0)
+    return torch._foreach_add(doubled, [doubled[0].T])
+
+
+CONSTANT = torch.ones(2, 5)
+OVERWRITTEN: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "a list that dies": (lambda p, x: torch._foreach_add([x * 2], [x]), ["_foreach_add_"]),
+    "gradients that are returned": (returned_gradients, ["_foreach_mul"]),
+    "constants and batches": (lambda p, x: [torch._foreach_mul([y], 2.0) for y in (CONSTANT, x)], ["_foreach_mul"] * 2),
+    "one memory twice in a list": (twice_in_a_list, ["_foreach_mul"]),
+    "a list whose result is wider": (lambda p, x: torch._foreach_add([(x * 2).bfloat16()], [x]), ["_foreach_add"]),
+    "a list that is read as a view beside": (read_as_a_view, ["_foreach_mul_", "_foreach_add"]),
+    "an expanded view": (lambda p, x: torch._foreach_mul([(x * 2)[:1].expand(2, 5)], 2.0), ["_foreach_mul"]),
+    "one row of an expanded view": (
+        lambda p, x: torch._foreach_mul([(x[0] * 2).expand(3, 5)[:1]], 2.0),
+        ["_foreach_mul_"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("step", "expected"), OVERWRITTEN.values(), ids=OVERWRITTEN)
+def test_lists_are_overwritten_that_die_and_have_memory_of_their_own(step: Any, expected: list[str]) -> None:
+    program, _ = donated(on_params(step))
+    assert [name for name in names(program) if "foreach" in name] == expected
 
 
 def without(program: Program, path: str) -> Program:
@@ -297,30 +307,6 @@ def test_an_item_of_a_list_that_nothing_uses_is_no_reason_to_fail() -> None:
     assert_same(case.run(after), case.run(program))
 
 
-def test_a_list_whose_result_is_wider_is_not_overwritten() -> None:
-    program, _ = donated(on_params(lambda p, x: torch._foreach_add([(x * 2).to(torch.bfloat16)], [x])))
-    assert names(program).count("_foreach_add") == 1
-
-
-def test_a_list_is_not_overwritten_that_is_read_beside_as_a_view_of_what_took_its_memory() -> None:
-    def step(params: tree.Tree, x: Tensor) -> list[Tensor]:
-        doubled = torch._foreach_mul([x.T @ x], 2.0)
-        return torch._foreach_add(doubled, [doubled[0].T])
-
-    program, _ = donated(on_params(step))
-    assert names(program).count("_foreach_mul_") == names(program).count("_foreach_add") == 1
-
-
-def test_an_expanded_view_is_not_overwritten() -> None:
-    program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x * 2)[:1].expand(2, 5)], 2.0)))
-    assert names(program).count("_foreach_mul") == 1
-
-
-def test_one_row_of_an_expanded_view_is_overwritten() -> None:
-    program, _ = donated(on_params(lambda p, x: torch._foreach_mul([(x[0] * 2).expand(3, 5)[:1]], 2.0)))
-    assert names(program).count("_foreach_mul_") == 1
-
-
 def test_what_is_on_its_way_is_not_overwritten() -> None:
     def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, Tensor]:
         first, second = params["layers"]
@@ -345,11 +331,6 @@ def test_a_leaf_that_is_sent_again_with_its_bucket_is_not_overwritten_on_its_way
     assert names(program).count("mul_") == 2 and names(program)[-1] == "_foreach_copy_"
 
 
-def test_state_of_another_dtype_does_not_take_the_memory() -> None:
-    program, paths = donated(on_params(lambda p, x: (tree.map(lambda leaf: leaf.to(torch.bfloat16), p), x)))
-    assert paths == set() and "_foreach_copy_" not in names(program)
-
-
 def test_a_gathered_leaf_of_another_dtype_is_memory_of_its_own() -> None:
     def step(params: tree.Tree, x: Tensor) -> tuple[tree.Tree, Tensor]:
         narrow = params["layers"][0]["w"].to(torch.bfloat16)
@@ -358,17 +339,6 @@ def test_a_gathered_leaf_of_another_dtype_is_memory_of_its_own() -> None:
 
     program, _ = donated(on_params(step, ALONE))
     assert names(program).count("mul_") == 4
-
-
-def test_a_sum_replaces_the_sum_so_far_not_the_parameters() -> None:
-    def accumulate(params: tree.Tree, total: tree.Tree, x: Tensor) -> tree.Tree:
-        return tree.map(torch.add, total, fzero.grad(loss)(params, x))
-
-    assert donated(on_two_trees(accumulate))[1] == {"1"}
-
-
-def test_gradients_do_not_replace_the_parameters() -> None:
-    assert donated(on_params(lambda p, x: (fzero.grad(loss)(p, x),)))[1] == set()
 
 
 def test_both_of_two_results_of_one_argument_are_right() -> None:
