@@ -99,6 +99,14 @@ def apply(program: Program, *passes: Pass) -> Program:
     return program
 
 
+def check(case: Case, *passes: Pass) -> Program:
+    """The program of a case after the passes. Asserts that every rank's results stay the same, bit for bit."""
+    before = case.trace()
+    program = apply(before, *passes)
+    assert_same(case.run(program), case.run(before))
+    return program
+
+
 def moved(program: Program) -> list[str]:
     """Each collective in order as `"all_gather layers.0"`; of an all-reduce its axis."""
     return [f"{entry.op} {entry.bucket or entry.axis}" for entry in program.comm()]

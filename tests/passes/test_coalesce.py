@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from programs import EVERY_STEP, MESH, Case, apply, assert_same, calls, layers, on_rows, tried
+from programs import EVERY_STEP, MESH, Case, apply, assert_same, calls, check, layers, on_rows, tried
 from torch import Tensor
 
 import fzero
@@ -36,7 +36,7 @@ def test_results_are_the_same_bit_for_bit(name: str, world: int) -> None:
 
 def test_a_global_norm_is_one_collective() -> None:
     case = of_params(optim.global_norm)
-    program = apply(case.trace(), coalesce)
+    program = check(case, coalesce)
     assert reductions(case.trace()) == [("sum", 1)] * 4 and reductions(program) == [("sum", 4)]
     assert [entry.nbytes for entry in program.comm()] == [4 * 4]
 
@@ -45,10 +45,8 @@ def test_a_chain_of_reductions_stays_a_chain() -> None:
     def step(x: Tensor) -> Tensor:
         return fzero.psum(fzero.psum(x, "fsdp").sin() * x, "fsdp")
 
-    case = of_rows(step)
-    program = apply(case.trace(), coalesce)
+    program = check(of_rows(step), coalesce)
     assert reductions(program) == [("sum", 1), ("sum", 1)]
-    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_links_of_two_chains_go_together_pair_by_pair() -> None:
@@ -56,36 +54,32 @@ def test_links_of_two_chains_go_together_pair_by_pair() -> None:
         a, b = (fzero.psum(fzero.psum(start, "fsdp").sin() * x, "fsdp") for start in (x, x * 2))
         return a, b
 
-    case = of_rows(step)
-    program = apply(case.trace(), coalesce)
+    program = check(of_rows(step), coalesce)
     assert reductions(program) == [("sum", 2), ("sum", 2)]
-    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_only_equal_operations_go_together() -> None:
-    program = apply(
-        of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.pmean(x, "fsdp"), fzero.pmax(x, "fsdp"))).trace(), coalesce
-    )
+    program = check(of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.pmean(x, "fsdp"), fzero.pmax(x, "fsdp"))), coalesce)
     assert sorted(reductions(program)) == [("avg", 1), ("max", 1), ("sum", 1)]
 
 
 def test_only_equal_dtypes_go_together() -> None:
-    program = apply(of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.psum(x.double(), "fsdp"))).trace(), coalesce)
+    program = check(of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.psum(x.double(), "fsdp"))), coalesce)
     assert reductions(program) == [("sum", 1), ("sum", 1)]
 
 
 def test_only_equal_axes_go_together() -> None:
-    case = of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.psum(x, "replica")), VirtualMesh(replica=2, fsdp=2))
-    program = apply(case.trace(), coalesce)
+    program = check(
+        of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.psum(x, "replica")), VirtualMesh(replica=2, fsdp=2)), coalesce
+    )
     assert [entry.axis for entry in program.comm()] == ["fsdp", "replica"]
-    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_shapes_may_differ() -> None:
-    case = of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.psum(x.sum(0), "fsdp"), fzero.psum(x.sum(), "fsdp")))
-    program = apply(case.trace(), coalesce)
+    program = check(
+        of_rows(lambda x: (fzero.psum(x, "fsdp"), fzero.psum(x.sum(0), "fsdp"), fzero.psum(x.sum(), "fsdp"))), coalesce
+    )
     assert reductions(program) == [("sum", 3)] and program.comm()[0].nbytes == (10 + 5 + 1) * 4
-    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_a_reduction_waits_for_the_last_of_its_inputs_and_stands_before_its_first_use() -> None:
@@ -94,7 +88,7 @@ def test_a_reduction_waits_for_the_last_of_its_inputs_and_stands_before_its_firs
         late = fzero.psum(x.cos(), "fsdp")
         return early + late
 
-    program = apply(of_rows(step).trace(), coalesce)
+    program = check(of_rows(step), coalesce)
     position = {node.name: i for i, node in enumerate(program.graph.nodes)}
     assert position["cos"] < position["all_reduce_list"] < position["sin"]
 
@@ -106,8 +100,7 @@ def test_what_is_overwritten_is_reduced_where_it_stands() -> None:
         y.mul_(2)
         return before, fzero.psum(y, "fsdp")
 
-    case = of_rows(step)
-    assert_same(case.run(apply(case.trace(), coalesce)), case.run(case.trace()))
+    check(of_rows(step), coalesce)
 
 
 def test_nothing_waits_for_a_reduction_whose_operand_is_there_early() -> None:
@@ -115,6 +108,6 @@ def test_nothing_waits_for_a_reduction_whose_operand_is_there_early() -> None:
         value = x.square().mean()  # its mean over ranks comes last
         return value, fzero.pmean(x.sin().mean(), "fsdp").cos() * x, x.exp()
 
-    program = apply(of_rows(step).trace(), coalesce)
+    program = check(of_rows(step), coalesce)
     position = {node.name: i for i, node in enumerate(program.graph.nodes)}
     assert reductions(program) == [("avg", 2)] and position["all_reduce_list"] < position["exp"]

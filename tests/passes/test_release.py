@@ -16,6 +16,7 @@ from programs import (
     apply,
     assert_same,
     calls,
+    check,
     dense,
     differentiated,
     layers,
@@ -38,7 +39,7 @@ from fzero.program.records import is_call
 
 
 def released(case: Case, stage: int) -> Program:
-    return apply(case.trace(), bucket, functools.partial(release, stage=stage))
+    return check(case, bucket, functools.partial(release, stage=stage))
 
 
 def forward(fn: Callable[..., Any], count: int, mesh: VirtualMesh = MESH) -> Case:
@@ -121,7 +122,6 @@ def test_a_transposed_or_cast_leaf_does_not_keep_its_bucket_alive() -> None:
     program = released(case, 3)
     assert [line[-1] for line in moved(program)] == list("01210")
     assert most_gathered(program) == 1
-    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_uses_in_a_row_share_a_gather() -> None:
@@ -167,7 +167,6 @@ def test_a_copy_of_a_leaf_that_is_written_to_is_kept() -> None:
     case = forward(step, 2)
     program = released(case, 3)
     assert [line[-1] for line in moved(program)] == list("01")
-    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_a_returned_leaf_is_held_to_the_end() -> None:
@@ -178,7 +177,6 @@ def test_a_returned_leaf_is_held_to_the_end() -> None:
     case = forward(step, 2)
     program = released(case, 2)
     assert moved(program) == ["all_gather layers.0", "all_gather layers.1"]
-    assert_same(case.run(program), case.run(case.trace()))
 
 
 def test_stage_1_scatters_behind_everything_that_needs_no_gradient_slice() -> None:
