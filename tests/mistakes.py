@@ -131,10 +131,11 @@ TWINS = {"layers": [{"u": torch.linspace(-1, 1, 25).view(5, 5), "v": torch.linsp
 
 
 class Good(NamedTuple):
-    """A step, and its program."""
+    """A step, and its program at a stage."""
 
     case: Case
     program: Program
+    stage: int = 3
 
 
 def twin_loss(params: tree.Tree, x: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def good(mesh: VirtualMesh = MESH, stage: int = 3, twins: bool = False) -> Good:
     """Three layers trained with clipped AdamW, after the default passes. On two ranks the slices of a bias and a matrix
     have 5 and 11 elements, 0 and 14. With `twins`, one layer of two matrices."""
     case = trained(CLIPPED, TWINS, mesh, twin_loss) if twins else trained(CLIPPED, layers(), mesh)
-    return Good(case, apply(case.trace(), *defaults(stage=stage, in_place=True)))
+    return Good(case, apply(case.trace(), *defaults(stage=stage, in_place=True)), stage)
 
 
 @cache
@@ -384,7 +385,7 @@ def drop_average(program: Program) -> Program:
 
 
 class Mistake(NamedTuple):
-    """What seeds the mistake into the program of `base`, and the message that refuses it."""
+    """A mistake in the program of `base`, and the message that refuses it."""
 
     seed: Callable[[Program], Any]  # changes the program, or returns another
     message: str

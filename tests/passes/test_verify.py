@@ -64,8 +64,8 @@ def test_it_is_a_mistake_for_ranks_crash_or_compute_something_else(mistake: Mist
 
 @pytest.mark.parametrize("base", BASES.values())
 def test_the_good_programs_are_accepted(base: Callable[[], Good]) -> None:
-    program = base().program
-    assert verify(program) is program
+    _, program, stage = base()
+    assert verify(program, stage=stage) is program
 
 
 @pytest.mark.parametrize("mistake", UNSEEN.values(), ids=UNSEEN)
