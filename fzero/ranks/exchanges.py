@@ -27,6 +27,21 @@ from fzero.ranks.transports import Pending, Transport
 from fzero.ranks.transports.reduction import JOINS
 
 
+class Rank(Protocol):
+    """One rank of a mesh, for the operations that it performs: of a live mesh, or a virtual one."""
+
+    @property
+    def rank(self) -> int:
+        """The rank's position along the shard axis."""
+
+    @property
+    def number(self) -> int:
+        """The rank's number among all ranks of the mesh, row by row."""
+
+    def along(self, axis: str) -> int:
+        """The rank's position along an axis."""
+
+
 class Exchange(Protocol):
     """What one rank gives to the ranks along a mesh axis."""
 

@@ -1,7 +1,7 @@
-"""Reductions over a mesh axis by name, and a rank's place along one.
+"""Reductions over a mesh axis by name, and a rank's position along one.
 
 all_reduce       any -> uniform   "sum", "avg", "max" or "min" over a mesh axis
-all_reduce_list  any -> uniform   the same of several values of one dtype, in one collective; made by a pass
+all_reduce_list  any -> uniform   the same for several values of one dtype, in one collective; `coalesce` emits it
 axis_index       -> per-rank      this rank's position along a mesh axis, a 0-d int64
 """
 
@@ -17,9 +17,9 @@ from fzero.program.comm import Comm
 from fzero.program.kinds import Kind
 from fzero.program.operation import NO_WORK, Node, Operation, nbytes
 from fzero.program.ops.buckets import check_dtypes
-from fzero.program.records import register, register_traced
+from fzero.program.records import register, register_for_tracing
 from fzero.program.refusals import refuse_node
-from fzero.ranks.exchanges import AllReduce, Steps
+from fzero.ranks.exchanges import AllReduce, Rank, Steps
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -64,7 +64,7 @@ def _list_reduction(program: Program, node: Node) -> Iterator[Comm]:
     yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(value))
 
 
-def _all_reduce(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _all_reduce(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     op, axis = node.args[1:]
 
     def run(x: Tensor, *_: str) -> Steps:
@@ -73,7 +73,7 @@ def _all_reduce(program: Program, node: Node, rank: Any) -> Callable[..., Steps]
     return run
 
 
-def _all_reduce_list(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _all_reduce_list(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     op, axis = node.args[1:]
     what = f"all_reduce over {axis}"
 
@@ -91,8 +91,8 @@ def _label(program: Program, node: Node) -> str:
     return f"all_reduce {node.args[2]}"
 
 
-def _axis_index(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
-    position = rank.along(node.args[0])  # filled in on the device: a copy from the host would not be captured
+def _axis_index(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
+    position = rank.along(node.args[0])  # `full` fills on the device: a CUDA graph does not capture a copy from host
     return lambda axis, device: torch.full((), position, device=device)
 
 
@@ -102,7 +102,7 @@ _REDUCTION: dict[str, Any] = {
     "work": lambda node: NO_WORK,
     "label": _label,
 }
-all_reduce = register_traced(
+all_reduce = register_for_tracing(
     "all_reduce(Tensor x, str op, str axis) -> Tensor",
     lambda x, op, axis: torch.empty_like(x),
     kind=_all_reduce_kind,
@@ -119,7 +119,7 @@ register(
         **_REDUCTION,
     )
 )
-axis_index = register_traced(
+axis_index = register_for_tracing(
     "axis_index(str axis, Device device) -> Tensor",
     lambda axis, device: torch.empty((), dtype=torch.int64, device=device),
     kind=lambda walk, node: frozenset({node.args[0]}),
