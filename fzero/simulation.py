@@ -85,7 +85,7 @@ class Simulation:
                 the same on all of them.
         """
         leaves, treedef = tree.flatten(args)
-        program = self._pipeline.made(self._of_rank(0, treedef, leaves), treedef)
+        program = self._pipeline.prepare(self._of_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
         arguments = self._arguments(treedef, leaves)

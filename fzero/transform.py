@@ -106,7 +106,7 @@ class Step:
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
         empty where the passes keep none. Give it to the first call as `pass_state`. No collective."""
-        return create_pass_state(self._pipeline.made(*tree.flatten(args)).program, self._on)
+        return create_pass_state(self._pipeline.prepare(*tree.flatten(args)).program, self._on)
 
     def __call__(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Any:
         compiled, values, tensors = self._prepare(args, pass_state)
@@ -133,7 +133,7 @@ class Step:
         compiled, _, tensors = self._prepare(args, pass_state)
         agree(self._on.members, compiled.number, compiled.lines)
         rates = calibrate(self._on, compiled.program, tensors)
-        self._pipeline.remake(rates)
+        self._pipeline.reschedule(rates)
         return rates
 
     def _prepare(
@@ -146,7 +146,7 @@ class Step:
         leaves, treedef = tree.flatten(args)
         values = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
         try:
-            compiled = self._pipeline.made(leaves, treedef)
+            compiled = self._pipeline.prepare(leaves, treedef)
             if pass_state is not None or compiled.program.pass_state:
                 values += order_pass_state(compiled.program, pass_state, self._on)
             return compiled, values, _copy_aliases(values, compiled.donated)

@@ -182,6 +182,9 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 # for program and passes: operations, graphs
 
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
+"""Call operations without autograd within a block. Public replacement: such a context beside `torch.library.impl`."""
+
 
 def schema_of(operation: Any) -> Any:
     """The schema of an operation of torch, None for any other function. Public replacement: `schema` on it."""
