@@ -28,7 +28,7 @@ def bucket(program: Program) -> Program:
     begin anywhere in a buffer. The results of MKL do depend on alignment, unless MKL_CBWR is set.
     """
     program = program.copy()
-    _merge_repeated(program)
+    _merge_repeats(program)
     for members in _group_moves(program, ops.gather):
         _move_together(program, members, ops.all_gather, ops.whole)
     restore_order(program.graph)  # an all-gather stands behind its last operand, and so maybe behind the use of a leaf
@@ -38,7 +38,7 @@ def bucket(program: Program) -> Program:
     return program
 
 
-def _merge_repeated(program: Program) -> None:
+def _merge_repeats(program: Program) -> None:
     """Let the first gather of a slice replace the later gathers of the same slice."""
     first: dict[tuple[object, ...], Node] = {}
     for node in program.graph.find_nodes(op="call_function", target=ops.gather):

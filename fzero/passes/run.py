@@ -28,7 +28,7 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     result = program
     for rewrite in passes:
         result = _run(rewrite, result) if is_foreign(rewrite) else rewrite(result)
-    foreign = [find_name(rewrite) for rewrite in passes if is_foreign(rewrite)]
+    foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
         _warn_of_peak(result, run_passes(program, own), foreign)
@@ -41,14 +41,14 @@ def insert(passes: Sequence[Pass], new: Pass, *, before: str) -> tuple[Pass, ...
     Raises:
         FzeroError: where no pass has the name.
     """
-    names = [find_name(rewrite) for rewrite in passes]
+    names = [name_of_pass(rewrite) for rewrite in passes]
     if before not in names:
         raise FzeroError(f"pass {before!r}", "is not among the passes", f"there are {', '.join(names)}")
     at = names.index(before)
     return (*passes[:at], new, *passes[at:])
 
 
-def find_name(rewrite: Pass) -> str:
+def name_of_pass(rewrite: Pass) -> str:
     """The name of a pass's function, also behind `functools.partial`."""
     function = _unwrap(rewrite)
     return getattr(function, "__name__", type(function).__name__)
@@ -67,7 +67,7 @@ def _unwrap(rewrite: Pass) -> Callable[..., Program]:
 
 def _run(rewrite: Pass, program: Program) -> Program:
     """The verified result of a pass from outside of fzero."""
-    where = f"pass {find_name(rewrite)!r}"
+    where = f"pass {name_of_pass(rewrite)!r}"
     result: object = rewrite(program)
     if not isinstance(result, Program):
         problem = f"returns {'None' if result is None else f'a {type(result).__name__}'}, not a Program"

@@ -1,4 +1,4 @@
-"""The split pass: two calls for an AdamW update, where the last gradients are not there yet."""
+"""The split pass: two calls for an update of many leaves, where the last gradients are not there yet."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import operator
 from collections.abc import Sequence
 
 from fzero.passes.order import find_origins
-from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.records import record
 from fzero.program.timeline import Lanes
 
 
 def split(program: Program) -> Program:
-    """Cut each `ops.adamw` in two: first the leaves whose gradients have arrived by then, then the others, so that the
-    first call hides the last reduce-scatters.
+    """Cut each update of many leaves (`Operation.gradients`), such as AdamW's, in two: first the leaves whose gradients
+    have arrived by then, then the others, so that the first call hides the last reduce-scatters.
 
     Same results, bit for bit. `program.rates` says when gradients arrive. An update that needs all gradients before it
     begins, as with clipping by the global norm, is not cut.
@@ -25,8 +24,9 @@ def split(program: Program) -> Program:
     for node in list(program.graph.nodes):
         if origin.get(node, node) is not node:
             continue  # the wait for a gradient, and its slices: `prefetch`, which comes next, moves them to their use
-        if is_call(node, ops.adamw):
-            late = [grad in origin and lanes.done_at[origin[grad]] > lanes.now for grad in node.args[1]]
+        position = record(node).gradients if node.op == "call_function" else None
+        if position is not None:
+            late = [grad in origin and lanes.done_at[origin[grad]] > lanes.now for grad in node.args[position]]
             if len(set(late)) == 2:
                 _cut(program, node, late)
         lanes.run([node])
@@ -39,8 +39,8 @@ def _cut(program: Program, call: Node, late: Sequence[bool]) -> None:
     with program.graph.inserting_before(call.next):
         for turn in (False, True):
             rows = [row for row, is_late in enumerate(late) if is_late is turn]
-            lists = [[column[row] for row in rows] for column in call.args[:4]]
-            part = program.emit(ops.adamw, *lists, *call.args[4:])
+            args = [[arg[row] for row in rows] if isinstance(arg, Sequence) else arg for arg in call.args]
+            part = program.emit(call.target, *args, **call.kwargs)
             for column in columns:
                 news = program.emit(operator.getitem, part, column.args[1])
                 items |= {(column, row): program.emit(operator.getitem, news, at) for at, row in enumerate(rows)}

@@ -100,6 +100,8 @@ class Operation:
     * `draws`: the operation is called with the step's seed, as the keyword `seed`.
     * `in_place`: the target that computes the same results and writes them over operands.
     * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
+    * `gradients`: for an update of many leaves, the position among the arguments of the list of gradients. All lists of
+      arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
     """
 
@@ -127,4 +129,5 @@ class Operation:
     draws: bool = False
     in_place: Any = None
     replaces: tuple[int, ...] = ()
+    gradients: int | None = None
     is_foreign: bool = False

@@ -72,6 +72,7 @@ register(
         label=_label,
         in_place=adamw_,
         replaces=(0, 2, 3),
+        gradients=1,
     )
 )
 register(
