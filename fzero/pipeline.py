@@ -41,7 +41,7 @@ class Pipeline(Generic[T]):
         self, fn: Callable[..., Any], on: Performer, passes: Sequence[Pass], finish: Callable[[Program], T]
     ) -> None:
         self.fn, self.on, self.passes, self.finish = fn, on, passes, finish
-        self._cache: list[tuple[Any, T]] = []  # signatures and what `finish` returned
+        self._cache: list[tuple[Any, T]] = []  # signature, result of `finish`
         self._measured: Rates | None = None
 
     def program(self, args: tuple[Any, ...]) -> Program:

@@ -74,7 +74,7 @@ def shard(
 
 
 class _Compiled(NamedTuple):
-    """A program with all that a call needs: `number` and `lines` are what ranks compare before they run it."""
+    """A linked program. Ranks compare `number`, a hash of `lines`, before each call; `lines` say where they differ."""
 
     program: Program
     run: Runner

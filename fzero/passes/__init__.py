@@ -47,14 +47,14 @@ def defaults(*, stage: int, in_place: bool = True) -> tuple[Pass, ...]:
     first = (accumulate,) if stage == 1 else ()
     last = (donate,) if in_place else ()
     return (
-        rematerialize,
+        rematerialize,  # before release, which decides whether the copies in the backward pass gather again
         *first,
         bucket,
         coalesce,
         partial(release, stage=stage),
         fuse,
-        split,
-        prefetch,
-        *last,
+        split,  # cuts the calls of fuse, by the order of the nodes so far
+        prefetch,  # schedules by the costs of nodes, so behind the passes that change nodes
+        *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
         partial(verify, stage=stage),
     )

@@ -218,12 +218,12 @@ def _reuse_lists(program: Program, owners: _Owners) -> None:
 
 
 def _has_distinct_elements(node: Node) -> bool:
-    """Whether each element of a node's value has memory of its own, as in an expanded view it does not."""
+    """Whether each element of a node's value has memory of its own. The elements of an expanded view have not."""
     return 0 not in [stride for size, stride in zip(node.meta["val"].shape, node.meta["val"].stride()) if size > 1]
 
 
 def _find_in_place(call: Node) -> Any:
-    """The in-place overload of what a node calls: `_foreach_mul_.Scalar` for `_foreach_mul.Scalar`, `add_.Tensor` for
+    """The in-place overload of a node's operation: `_foreach_mul_.Scalar` for `_foreach_mul.Scalar`, `add_.Tensor` for
     `add.Tensor`. None where torch has none, or where the operation is not pointwise."""
     name = name_of(call)
     if not name.startswith("_foreach_") and torch.Tag.pointwise not in getattr(call.target, "tags", ()):

@@ -48,8 +48,8 @@ class Walk:
         return {node: self.of(node) for node in self._kinds}
 
     def of(self, given: Any) -> Kind:
-        """The kind of an argument of a node, including what has been written into its memory by now. An argument that
-        is no node is the same on all ranks."""
+        """The kind of an argument of a node, including the values that nodes have written into its memory by now. An
+        argument that is no node is the same on all ranks."""
         if not isinstance(given, fx.Node):
             return UNIFORM
         kind = self._kinds[given]
@@ -57,7 +57,7 @@ class Walk:
 
     def _infer(self, node: Node) -> Kind:
         operation = record(node)
-        if not operation.waits and operation.names != "position":
+        if not operation.waits and operation.names != "position":  # these take a buffer, and check it in their rules
             self._refuse_buffers(node)
         kind = operation.kind(self, node)
         return self._check(node, operation, kind) if operation.is_foreign else kind
@@ -69,7 +69,8 @@ class Walk:
                 raise self.refuse(node, problem, "take leaves of it")
 
     def _check(self, node: Node, operation: Operation, kind: Any) -> Kind:
-        """`kind`, refused where a wrong rule gave it: what is no kind, or a slice of another size than its leaf's."""
+        """Refuse a result of a wrong rule: an object that is no kind, an unknown axis or leaf, a slice of another size
+        than its leaf's. Returns `kind`."""
         if isinstance(kind, list):
             return [self._check(node, operation, item) for item in kind]
         problem = None
@@ -101,7 +102,7 @@ class Walk:
     def _note(self, node: Node, kind: Kind) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not value.ndim and isinstance(kind, frozenset):
-            kind -= {RAGGED}
+            kind -= {RAGGED}  # a 0-d value has the same shape on all ranks, also the sum of a slice
         if isinstance(kind, Slice):
             self._slices[storage(node)] = kind
         self._kinds[node] = kind
@@ -119,11 +120,11 @@ class Walk:
     # for the rules of operations
 
     def name_of(self, node: Node) -> str:
-        """The name of what a node calls."""
+        """The name of the operation that a node calls."""
         return name_of(node)
 
     def record(self, node: Node) -> Operation:
-        """The record of what a node calls."""
+        """The record of the operation that a node calls."""
         return record(node)
 
     def refuse(self, node: Node, problem: str, way_out: str = PASS_BUG) -> FzeroError:
@@ -159,7 +160,7 @@ class Walk:
             takes = f"takes {describe_kind(self.program, kind)} for {describe_kind(self.program, expected)}"
             raise self.refuse(node, takes)
 
-    def expect_whole(self, node: Node, given: Node) -> None:
+    def expect_full(self, node: Node, given: Node) -> None:
         """Refuse an operand that is a slice, a buffer, or of different sizes on different ranks."""
         kind = self.of(given)
         if not isinstance(kind, frozenset) or RAGGED in kind:
@@ -168,7 +169,7 @@ class Walk:
 
     def expect_leaf(self, node: Node, given: Node, bucket: str, leaf: int) -> None:
         """Refuse an operand that is no full tensor of a leaf's shape."""
-        self.expect_whole(node, given)
+        self.expect_full(node, given)
         self.expect_shape(node, given.meta["val"].shape, bucket, leaf)
 
     def expect_shape(self, node: Node, shape: Sequence[int], bucket: str, leaf: int) -> None:

@@ -77,7 +77,7 @@ def _describe_node(program: Program, node: Node) -> Line | None:
         size, dtype = format_size(entry.nbytes), str(entry.dtype).removeprefix("torch.")
         return _name_layer(f"{entry.op:<15} {{:<24}} {size:>10} {dtype}", what)
     line = record(node).line if node.op == "call_function" else None
-    return None if line is None else Line(line(program, node).replace("{", "{{").replace("}", "}}"))
+    return None if line is None else Line(line(program, node).replace("{", "{{").replace("}", "}}"))  # not a gap
 
 
 def _name_layer(text: str, bucket: str) -> Line:
@@ -125,7 +125,7 @@ def _fold(lines: Sequence[Line]) -> Iterator[str]:
 
 def _count_saved_lines(run: tuple[int, int, int]) -> int:
     turns, size, _ = run
-    return (turns - 1) * size - 1
+    return (turns - 1) * size - 1  # one line says how often the turn repeats
 
 
 def _count_turns(lines: Sequence[Line], at: int, size: int) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ Node = Any
 
 
 class Work(NamedTuple):
-    """What an operation does: floating-point operations, where a multiply-add counts as two, and bytes read and
+    """The work of an operation: floating-point operations, where a multiply-add counts as two, and bytes read and
     written."""
 
     flops: int

@@ -167,7 +167,7 @@ class Lanes:
             elif node.op == "call_function" and record(node).waits:
                 (start,) = node.all_input_nodes
                 self._wait(node, self.done_at[start])
-                self._at_once(node, self.costs[start].comms[1:])
+                self._at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
             else:
                 self._at_once(node, comms)
 

@@ -48,13 +48,13 @@ def _check_reduction(program: Program, node: Node) -> None:
 
 
 def _all_reduce_kind(walk: Walk, node: Node) -> Kind:
-    walk.expect_whole(node, node.args[0])
+    walk.expect_full(node, node.args[0])
     return walk.of(node.args[0]) - {node.args[2]}
 
 
 def _all_reduce_list_kind(walk: Walk, node: Node) -> Kind:
     for value in node.args[0]:
-        walk.expect_whole(node, value)
+        walk.expect_full(node, value)
     return [walk.of(value) - {node.args[2]} for value in node.args[0]]
 
 
