@@ -128,7 +128,7 @@ class _Ranks:
             asked, results = _advance(ranks, self._exchange(operation, asked))
         if not operation.starts:
             return results
-        is_alone = self.program.mesh.size(first[0].axis) == 1  # what one rank sends is what it gets
+        is_alone = self.program.mesh.size(first[0].axis) == 1  # one rank gets the memory that it sends
         sent = [[result] if is_alone else list(each.sent) for each, result in zip(first, results)]
         versions = [[x._version for x in each] for each in sent]
         return [_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)]

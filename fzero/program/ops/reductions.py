@@ -23,7 +23,7 @@ from fzero.ranks.exchanges import AllReduce, Rank, Steps
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
-    from fzero.program.memory import Held
+    from fzero.program.memory import Allocator
     from fzero.program.program import Program
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
@@ -88,10 +88,10 @@ def _all_reduce_list(program: Program, node: Node, rank: Rank) -> Callable[..., 
     return run
 
 
-def _list_memory(held: Held, node: Node) -> tuple[Any, ...]:
-    """The results are views of the one buffer that was reduced: each keeps all of them alive."""
+def _list_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """One buffer for all results, which are views of the reduced buffer: each result keeps all of it alive."""
     values = node.meta["val"]
-    buffer = held.new(node, values[0], sum(value.numel() for value in values))
+    buffer = allocator.new(node, values[0], sum(value.numel() for value in values))
     return ([buffer._replace(counts=value.numel()) for value in values],)
 
 
