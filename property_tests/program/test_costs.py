@@ -42,8 +42,9 @@ def counted(program: Program, node: Node, result: Any) -> Iterator[Comm]:
         yield Comm("all_gather", axis, node.args[1], result.result.dtype, nbytes(result.result))
     elif is_call(node, ops.reduce_scatter):
         block, fulls = result.result, node.args[0]
-        whole = sum(full.meta["val"].numel() for full in fulls) * block.element_size()
-        size = nbytes(block) * mesh.size(axis) if program.wire_of(node).is_complete else whole  # some leaves alone travel without padding
+        unpadded = sum(full.meta["val"].numel() for full in fulls) * block.element_size()
+        # some leaves of a bucket, not all, travel without padding
+        size = nbytes(block) * mesh.size(axis) if program.wire_of(node).is_complete else unpadded
         yield Comm("reduce_scatter", axis, node.args[1], block.dtype, size)
         yield from (Comm("all_reduce", other, node.args[1], block.dtype, nbytes(block)) for other in others)
     elif is_call(node, ops.all_reduce, ops.all_reduce_list):
