@@ -83,7 +83,7 @@ class Pipeline(Generic[T]):
             if isinstance(leaf, Sharded):
                 if leaf.on is not self.on:
                     raise _refuse_mesh(leaf, self.on)
-            elif not isinstance(leaf, Tensor) and not _hashes(leaf):
+            elif not isinstance(leaf, Tensor) and not _is_hashable(leaf):
                 raise FzeroError(
                     f"argument {tree.dotted(tree.keys(treedef)[position])}",
                     f"a {type(leaf).__name__} is no tensor and does not hash",
@@ -174,7 +174,7 @@ def _describe(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-def _hashes(leaf: Any) -> bool:
+def _is_hashable(leaf: Any) -> bool:
     try:
         hash(leaf)
     except TypeError:

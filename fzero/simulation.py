@@ -70,7 +70,7 @@ class Simulation:
         """The program that a call with these arguments runs on each rank. Leaves may be on the meta device: only shapes
         matter."""
         leaves, treedef = tree.flatten(args)
-        return self._pipeline.program(tree.unflatten(treedef, self._of_rank(0, treedef, leaves)))
+        return self._pipeline.program(tree.unflatten(treedef, self._select_rank(0, treedef, leaves)))
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""
@@ -85,10 +85,10 @@ class Simulation:
                 the same on all of them.
         """
         leaves, treedef = tree.flatten(args)
-        program = self._pipeline.prepare(self._of_rank(0, treedef, leaves), treedef)
+        program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
-        arguments = self._arguments(treedef, leaves)
+        arguments = self._place_arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
                 value.give_up()
@@ -96,12 +96,12 @@ class Simulation:
         joined = [self._join(program, result, list(row)) for result, row in zip(program.tensor_results, zip(*outputs))]
         return Returned(program, self._pipeline.on)(joined)
 
-    def _of_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
+    def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""
-        at = functools.partial(self._part, treedef=treedef, number=number)
+        at = functools.partial(self._cut_batch, treedef=treedef, number=number)
         return [at(i, leaf) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
 
-    def _part(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
+    def _cut_batch(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
         if not leaf.ndim:
             return leaf
         ranks = len(self._seats)
@@ -114,16 +114,16 @@ class Simulation:
         rows = leaf.shape[0] // ranks
         return leaf[number * rows : (number + 1) * rows]
 
-    def _arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
+    def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
         """The tensor arguments of each rank: copies of its own, with the slices of a bucket in one block."""
         places = {i: (leaf.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
         groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
-        return [self._arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
+        return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
-    def _arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
+    def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
         values = {
             i: part.clone()
-            for i, part in enumerate(self._of_rank(seat.number, treedef, leaves))
+            for i, part in enumerate(self._select_rank(seat.number, treedef, leaves))
             if isinstance(part, Tensor)
         }
         for layout, members in groups:
@@ -145,24 +145,24 @@ class Simulation:
     def _require_equal(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
         """The value of all these ranks. Refuses values that differ in a bit."""
         for value in values[1:]:
-            if not _same_bits(value, values[0]):
+            if not _has_equal_bits(value, values[0]):
                 raise FzeroError(
                     program.path_of(result),
-                    f"ranks that must hold the same value of result {result.path!r} hold {_brief(values[0])} and "
-                    f"{_brief(value)}",
+                    f"ranks that must hold the same value of result {result.path!r} hold {_format_values(values[0])} "
+                    f"and {_format_values(value)}",
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bits(a), _bits(b))
+def _has_equal_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_view_bytes(a), _view_bytes(b))
 
 
-def _bits(x: Tensor) -> Tensor:
+def _view_bytes(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _brief(x: Tensor) -> str:
+def _format_values(x: Tensor) -> str:
     values: Iterator[str] = (f"{value:.6g}" for value in x.reshape(-1)[:4].tolist())
     return f"[{', '.join(values)}{', ...' if x.numel() > 4 else ''}]"

@@ -108,7 +108,7 @@ class _Ranks:
     def __init__(self, program: Program, seed: int | None) -> None:
         self.program, self.seats = program, seats(program.mesh)
         self.seed = {"seed": seed}
-        self.rows = {axis: _rows(self.seats, program.mesh, axis) for axis in program.mesh.names}
+        self.rows = {axis: _group_rows(self.seats, program.mesh, axis) for axis in program.mesh.names}
 
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """The values of a node on all ranks, given each rank's arguments."""
@@ -159,7 +159,7 @@ def _advance(ranks: Sequence[Steps], answers: Sequence[Any]) -> tuple[list[Excha
     return asked, results
 
 
-def _rows(ranks: list[Seat], mesh: VirtualMesh, axis: str) -> list[list[int]]:
+def _group_rows(ranks: list[Seat], mesh: VirtualMesh, axis: str) -> list[list[int]]:
     """The rows of ranks that communicate along an axis, by number: ranks of a row differ in this position only."""
     along = mesh.names.index(axis)
     rows: dict[tuple[int, ...], list[int]] = {}

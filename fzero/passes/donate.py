@@ -54,12 +54,12 @@ class _Owners:
         self.nodes: dict[Any, list[Node]] = {}  # of an owner
         self.last_read: dict[Any, int] = {}
         for node in program.graph.nodes:
-            self.owner[node] = self._owner(node)
+            self.owner[node] = self._find_owner(node)
             self.nodes.setdefault(self.owner[node], []).append(node)
             for read in (node, *node.all_input_nodes):
                 self._read(read, self.position[node])
 
-    def _owner(self, node: Node) -> Any:
+    def _find_owner(self, node: Node) -> Any:
         """The key of a node's memory: the storage of its fake tensor, or the key of the tensor that it is a view of.
 
         A leaf of a gathered buffer, and a slice of a scattered block, have the key of the tensor that was sent: on one

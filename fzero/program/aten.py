@@ -130,7 +130,7 @@ def estimate_work(node: Node) -> Work:
     if name in _UNSET or ((views or name in ("_unsafe_view", "getitem")) and not written):
         return NO_WORK
     result = values_of(written) if written else node.meta.get("val")
-    return Work(_count_flops(node), _count_read(node, name) + nbytes(result))
+    return Work(_count_flops(node), _count_bytes_read(node, name) + nbytes(result))
 
 
 def _count_flops(node: Node) -> int:
@@ -141,7 +141,7 @@ def _count_flops(node: Node) -> int:
     return flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]) if packet in flop_registry else 0
 
 
-def _count_read(node: Node, name: str) -> int:
+def _count_bytes_read(node: Node, name: str) -> int:
     given = [nbytes(values_of(source)) for source in node.all_input_nodes]
     if name in _OF_SOME_ROWS and given:
         given[0] = min(given[0], nbytes(node.meta["val"]))

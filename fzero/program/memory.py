@@ -133,7 +133,7 @@ class Allocator:
         self._place_arguments()
         for node in program.graph.nodes:
             if node not in self._at:
-                self._at[node], *beside = self._find(node)
+                self._at[node], *beside = self._locate(node)
                 self.keys[node] = tuple(dict.fromkeys([*(at.key for at in _flatten(self._at[node])), *beside]))
 
     def _place_arguments(self) -> None:
@@ -153,12 +153,12 @@ class Allocator:
         """Place the slices of some leaves of a bucket one behind the other in one block, as `partition` does."""
         order = sorted(members, key=members.__getitem__)
         along, block = wire(layout, tuple(members[node] for node in order)), ("block", *members)
-        for node, leaf, start in zip(order, along.leaves, self._starts(along)):
+        for node, leaf, start in zip(order, along.leaves, self._find_starts(along)):
             self._at[node], self.keys[node] = Location(block, self.count(layout, leaf), start), (block,)
         filled = layout.shard if along.is_complete else sum(self._at[node].counts for node in order)
         self.nbytes[block] = filled * dtype.itemsize
 
-    def _starts(self, along: Wire) -> list[Tensor | int]:
+    def _find_starts(self, along: Wire) -> list[Tensor | int]:
         """The first element of each leaf's part in each rank's block of a wire."""
         layout = along.layout
         if along.has_gaps:
@@ -177,18 +177,18 @@ class Allocator:
             self._counts[where, size] = counts.clamp(min=0)
         return self._counts[where, size]
 
-    def _find(self, node: Node) -> tuple[Any, ...]:
+    def _locate(self, node: Node) -> tuple[Any, ...]:
         """The location of a node's value, then other storages that the value keeps alive."""
         value = node.meta.get("val")
         if node.op == "get_attr":
             return (self.new(("constant", node.target), value),)
         if node.op != "call_function":
-            return (self._make(node, value, None),)
+            return (self._allocate(node, value, None),)
         operation = record(node)
         if operation.memory is not None:
             return operation.memory(self, node)
         if not shares_memory(node):
-            return (self._make(node, value, self._count_like(node)),)
+            return (self._allocate(node, value, self._count_like(node)),)
         same = self._at[node.args[0]]
         if node.target is operator.getitem:
             return (same[node.args[1]] if isinstance(same, list) else same,)
@@ -216,12 +216,14 @@ class Allocator:
         self.nbytes[key] = nbytes
         return key
 
-    def _make(self, key: Key, value: Any, counts: Any) -> Any:
+    def _allocate(self, key: Key, value: Any, counts: Any) -> Any:
         """Allocate a value, or each item of a list with the counts at its position."""
         if isinstance(value, (list, tuple)):
             is_nested = any(isinstance(item, (list, tuple)) for item in value)
             given = [counts] * len(value) if is_nested or counts is None else counts
-            return [self._make((key, i), item, count) for i, (item, count) in enumerate(zip(value, given, strict=True))]
+            return [
+                self._allocate((key, i), item, count) for i, (item, count) in enumerate(zip(value, given, strict=True))
+            ]
         if not isinstance(value, Tensor):
             return None
         if counts is None:
@@ -242,7 +244,7 @@ class Allocator:
             return sum(self._at[x].counts for x in lists[0])
         if isinstance(value, (list, tuple)) and lists:
             return [next((self._at[x].counts for x in row if self._is_slice(x)), None) for row in zip(*lists)]
-        like = [x for x in node.all_input_nodes if self._is_slice(x) and x.meta["val"].shape == _shape(value)]
+        like = [x for x in node.all_input_nodes if self._is_slice(x) and x.meta["val"].shape == _shape_of(value)]
         return self._at[like[0]].counts if like else None
 
     def _is_slice(self, x: Any) -> bool:
@@ -257,9 +259,9 @@ class Allocator:
         place of their block in the result, which takes no further memory.
         """
         slices, size = [self._at[x] for x in node.args[0]], node.meta["val"].element_size()
-        begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._starts(along))]
+        begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._find_starts(along))]
         storages = list(dict.fromkeys(at.key for at in slices))
-        counts, begin, stored, storage = map(self._rows, (  # [S, R]  S slices, R ranks
+        counts, begin, stored, storage = map(self._stack_rows, (  # [S, R]  S slices, R ranks
             [at.counts for at in slices], begins, [self.nbytes[at.key] for at in slices],
             [storages.index(at.key) for at in slices],
         ))  # fmt: skip
@@ -270,12 +272,12 @@ class Allocator:
         adjoin &= (~filled | ((begin == base) & (storage == home))).all(0)
         return [slices[i] for i in first[adjoin].unique().tolist()]
 
-    def _rows(self, values: Sequence[Tensor | int]) -> Tensor:
+    def _stack_rows(self, values: Sequence[Tensor | int]) -> Tensor:
         """[V, R] the values on each rank."""
         return torch.stack([torch.as_tensor(value).expand(len(self.ranks)) for value in values])
 
 
-def _shape(value: Any) -> torch.Size | None:
+def _shape_of(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
 
 

@@ -87,12 +87,12 @@ class Timeline:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        waits = f"{_ms(self.compute)} ms of compute and {_ms(self.exposed)} ms of waiting"
-        yield f"{self.name}: {_ms(self.seconds)} ms, {waits}; {self.hidden():.1%} of gathers and scatters are hidden"
+        waits = f"{_to_ms(self.compute)} ms of compute and {_to_ms(self.exposed)} ms of waiting"
+        yield f"{self.name}: {_to_ms(self.seconds)} ms, {waits}; {self.hidden():.1%} of gathers and scatters are hidden"
         yield f"  {'collective':<32}{'start':>10}{'end':>10}{'hidden':>10}{'exposed':>10}  ms"
         for transfer in self.transfers:
             times = transfer.start, transfer.end, transfer.hidden, transfer.exposed
-            yield f"  {transfer.name:<32}" + "".join(f"{_ms(seconds):>10}" for seconds in times)
+            yield f"  {transfer.name:<32}" + "".join(f"{_to_ms(seconds):>10}" for seconds in times)
 
     def chrome_trace(self) -> dict[str, Any]:
         """The schedule in the Trace Event Format, with a thread for each lane. The format counts in microseconds."""
@@ -167,9 +167,9 @@ class Lanes:
             elif node.op == "call_function" and record(node).waits:
                 (start,) = node.all_input_nodes
                 self._wait(node, self.done_at[start])
-                self._at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
+                self._wait_at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
             else:
-                self._at_once(node, comms)
+                self._wait_at_once(node, comms)
 
     def _compute(self, node: Node) -> None:
         if seconds := self.costs[node].seconds:
@@ -183,7 +183,7 @@ class Lanes:
         self._sent.append((comm, start, self.free, is_ahead))
         return self.free
 
-    def _at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
+    def _wait_at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
         for comm, seconds in comms:
             self._wait(node, self._send(comm, seconds))
 
@@ -214,5 +214,5 @@ def _describe_event(entry: Span | Transfer) -> dict[str, Any]:
     return times | {"args": {"nbytes": entry.comm.nbytes, "exposed": 1e6 * entry.exposed}}
 
 
-def _ms(seconds: float) -> str:
+def _to_ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f}"
