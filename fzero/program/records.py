@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import below_autograd, storage_key
 from fzero.program import aten
 from fzero.program.operation import Node, Operation
+
+if TYPE_CHECKING:
+    from fzero.program.memory import Allocator
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _RECORDS: dict[Any, Operation] = {}
@@ -107,7 +110,7 @@ def _inherit(base: Operation, performs: bool) -> dict[str, Any]:
     return {field: getattr(base, field) for field in fields - (_OF_PERFORMANCE if performs else set())}
 
 
-def _hold_transfers(allocator: Any, node: Node) -> tuple[Any, ...]:
+def _hold_transfers(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     """The memory of an operation that starts: new memory for its result, and the bytes that it moves until the wait."""
     moved = sum(entry.nbytes for entry in record(node).moves(allocator.program, node))  # type: ignore[misc]  # it starts
     return allocator.new(node, node.meta["val"]), allocator.keep((node, "moved"), moved)
