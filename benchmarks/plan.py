@@ -104,7 +104,7 @@ def recognition(leaves: int, calls: int = 200) -> Row:
     for _ in range(calls):
         watch = Watch()
         given, treedef = watch.of("flatten", fzero.tree.flatten, (state,))
-        returned = watch.of("recognize", pipeline.made, given, treedef)
+        returned = watch.of("recognize", pipeline.prepare, given, treedef)
         tensors = watch.of("take", _copy_aliases, given, range(leaves))
         (state,) = watch.of("return", returned, tensors)
         for name, seconds in watch.seconds.items():

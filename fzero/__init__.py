@@ -1,7 +1,7 @@
 """fzero: ZeRO as a program transformation.
 
-A pure training step on one device becomes one that runs on every rank of a mesh, with parameters, gradients and
-optimizer state in slices:
+`fzero.shard` turns a pure training step for one device into a step that every rank of a mesh runs, with parameters,
+gradients and optimizer state in slices:
 
     step = fzero.shard(train_step, mesh)
 """

@@ -1,4 +1,4 @@
-"""Equivalence: a sharded step compared with its unsharded self, on virtual ranks."""
+"""Equivalence: compare a sharded step with the unsharded step, on virtual ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fzero.values.sharded import Sharded
 
 
 class Difference(NamedTuple):
-    """How far apart two values are: the largest absolute difference, and relative to the unsharded value there."""
+    """How far apart two values are: the largest absolute difference, and the largest difference relative to the
+    unsharded value."""
 
     absolute: float
     relative: float
@@ -37,19 +38,19 @@ def check_equivalence(
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> dict[str, Difference]:
-    """Compare `steps` steps on virtual ranks with the same steps unsharded, after each of them.
+    """Run `steps` steps sharded on virtual ranks and unsharded, and compare the results after each step.
 
-    `state` and `batch` are tuples of trees of whole tensors; `train_step(*state, *batch)` returns the new state, tree
-    by tree, and then its other results, and every step is given the same batch. Trees of `state` are partitioned by
-    `fzero.partition`, each `like` those before it; every tensor of `batch` is cut along dim 0, one part a rank. Neither
-    is changed. `stage`, `passes` and `data` are as in `fzero.simulate`.
+    `state` and `batch` are tuples of trees of full tensors, which stay as they are. `train_step(*state, *batch)`
+    returns the new state, tree by tree, and then its other results. Every step gets the same batch. The trees of
+    `state` are partitioned by `fzero.partition`, each `like` the trees before it. Every tensor of `batch` is cut along
+    dim 0, one part for each rank. `stage`, `passes` and `data` are as in `fzero.simulate`.
 
     Returns:
-        The largest difference of each result over all steps, by its path among the results.
+        Path of each result -> its largest difference over all steps.
 
     Raises:
-        FzeroError: with the first leaf, step, rank and element that differ by more than `atol + rtol * |unsharded|`, or
-            where shapes or dtypes differ; and as `fzero.simulate` does.
+        FzeroError: with the first leaf, step, rank and element that differ by more than `atol + rtol * |unsharded|`;
+            where shapes or dtypes differ; as `fzero.simulate` does.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     step = simulate(train_step, mesh, stage=stage, passes=passes, data=data)
@@ -59,14 +60,15 @@ def check_equivalence(
     plain = tree.map(torch.clone, state)
     largest: dict[str, Difference] = {}
     for number in range(1, steps + 1):
-        got, expected = _returned(step, sharded, batch), _returned(train_step, plain, batch)
-        for path, found in _differences(got, expected, number, (rtol, atol)).items():
+        got, expected = _run_step(step, sharded, batch), _run_step(train_step, plain, batch)
+        for path, found in _compare_results(got, expected, number, (rtol, atol)).items():
             largest[path] = Difference(*map(max, zip(found, largest.get(path, found))))
         sharded, plain = got[: len(state)], expected[: len(state)]
     return largest
 
 
-def _returned(step: Callable[..., Any], state: tuple[tree.Tree, ...], batch: tuple[tree.Tree, ...]) -> tuple[Any, ...]:
+def _run_step(step: Callable[..., Any], state: tuple[tree.Tree, ...], batch: tuple[tree.Tree, ...]) -> tuple[Any, ...]:
+    """The results of one step, as a tuple that begins with the new state."""
     result = step(*state, *batch)
     result = result if isinstance(result, tuple) else (result,)
     if len(result) < len(state):
@@ -78,28 +80,28 @@ def _returned(step: Callable[..., Any], state: tuple[tree.Tree, ...], batch: tup
     return result
 
 
-def _differences(
+def _compare_results(
     got: tree.Tree, expected: tree.Tree, step: int, tolerances: tuple[float, float]
 ) -> dict[str, Difference]:
-    """Path -> difference of each tensor of the results."""
+    """Path -> difference, for each tensor of the results."""
     ours, treedef = tree.flatten(got)
     theirs, expected_def = tree.flatten(expected)
     if treedef != expected_def:
         raise tree.mismatch(expected_def, treedef)
     paths = map(tree.dotted, tree.keys(treedef))
     return {
-        path: _difference(f"{path}, step {step}", a, b, tolerances)
+        path: _compare(f"{path}, step {step}", a, b, tolerances)
         for path, a, b in zip(paths, ours, theirs)
         if isinstance(b, Tensor)
     }
 
 
-def _difference(where: str, got: Sharded | Tensor, expected: Tensor, tolerances: tuple[float, float]) -> Difference:
+def _compare(where: str, got: Sharded | Tensor, expected: Tensor, tolerances: tuple[float, float]) -> Difference:
     value = got.full_tensor() if isinstance(got, Sharded) else got
     if (value.shape, value.dtype) != (expected.shape, expected.dtype):
         raise FzeroError(
             where,
-            f"is {_form(value)} sharded and {_form(expected)} unsharded",
+            f"is {_describe(value)} sharded and {_describe(expected)} unsharded",
             "a result that is each rank's own is joined along dim 0; psum, pmean or a floating mean makes one of it",
         )
     exact = value.to(torch.float64 if not value.is_complex() else torch.complex128).reshape(-1)
@@ -110,29 +112,29 @@ def _difference(where: str, got: Sharded | Tensor, expected: Tensor, tolerances:
     rtol, atol = tolerances if expected.is_floating_point() or expected.is_complex() else (0.0, 0.0)
     far = ~(distance <= atol + rtol * wanted.abs())
     if far.any():
-        raise _differs(where, got, int(far.nonzero()[0]), exact, wanted, (rtol, atol))
+        raise _refuse_difference(where, got, int(far.nonzero()[0]), exact, wanted, (rtol, atol))
     relative = torch.where(distance == 0, 0.0, distance / wanted.abs())
     return Difference(float(distance.max()), float(relative.max()))
 
 
-def _differs(
+def _refuse_difference(
     where: str, got: Sharded | Tensor, element: int, ours: Tensor, theirs: Tensor, tolerances: tuple[float, float]
 ) -> FzeroError:
     return FzeroError(
-        f"{where}, {_holder(got, element)}",
+        f"{where}, {_find_holder(got, element)}",
         f"element {element} is {ours[element].item():.9g} sharded and {theirs[element].item():.9g} unsharded, further "
         f"apart than rtol {tolerances[0]:g} and atol {tolerances[1]:g}",
         "is the loss a mean over the batch, and nothing else computed from one rank's part?",
     )
 
 
-def _holder(value: Sharded | Tensor, element: int) -> str:
-    """Which rank holds an element of a flattened value."""
+def _find_holder(value: Sharded | Tensor, element: int) -> str:
+    """The rank that holds an element of a flattened value, in words."""
     if not isinstance(value, Sharded) or value.layout.replicated:
         return "every rank"
     layout = value.layout
     return f"rank {next(rank for rank in range(layout.world) if element in layout.part(value.index, rank))}"
 
 
-def _form(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

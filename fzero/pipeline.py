@@ -1,4 +1,4 @@
-"""The pipeline: a function and arguments to the program that ranks run, traced, checked and rewritten."""
+"""The pipeline: from a function and its arguments to the program that ranks run. Trace, check, rewrite."""
 
 from __future__ import annotations
 
@@ -18,61 +18,72 @@ from fzero.passes import resolve, run_passes
 from fzero.passes.run import Pass
 from fzero.program.program import Program
 from fzero.program.rates import Rates
+from fzero.ranks.live import Live
+from fzero.ranks.virtual import Virtual
 from fzero.tracing.trace import trace
 from fzero.values.sharded import Form, Sharded
+
+Performer = Live | Virtual
+"""Where a step runs: on this rank of a live mesh, or on all ranks of a virtual mesh."""
 
 T = TypeVar("T")
 _log = logging.getLogger("fzero")
 
 
 class Pipeline(Generic[T]):
-    """What `finish` makes of the programs of a function on the mesh of `on`, one for each signature of its arguments:
-    their structure, shapes, dtypes, devices, layouts and constants."""
+    """The programs of a function on the mesh of `on`, one for each signature of its arguments, as `finish` returns
+    them.
 
-    def __init__(self, fn: Callable[..., Any], on: Any, passes: Sequence[Pass], finish: Callable[[Program], T]) -> None:
+    A signature is the structure, shapes, dtypes, devices, layouts and constants of the arguments.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], on: Performer, passes: Sequence[Pass], finish: Callable[[Program], T]
+    ) -> None:
         self.fn, self.on, self.passes, self.finish = fn, on, passes, finish
-        self._made: list[tuple[Any, T]] = []  # with the signature of each
+        self._cache: list[tuple[Any, T]] = []  # signature, result of `finish`
         self._measured: Rates | None = None
 
     def program(self, args: tuple[Any, ...]) -> Program:
-        """The program for these arguments, made anew.
+        """The program for these arguments, traced now.
 
         Raises:
             FzeroError: for state of another mesh, or a constant that does not hash.
         """
         self._check(*tree.flatten(args))
-        with _uncollected():
+        with _pause_garbage_collection():
             program = replace(resolve(trace(self.fn, args, self.on.mesh)), measured=self._measured)
             return run_passes(program, self.passes)
 
-    def remake(self, measured: Rates) -> None:
-        """Make programs anew when they are next asked for, for a machine with these rates."""
+    def reschedule(self, measured: Rates) -> None:
+        """Drop all programs. The next ones are scheduled for a machine with these rates."""
         self._measured = measured
-        self._made.clear()
+        self._cache.clear()
 
-    def made(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
-        """What was made for arguments of this signature, or is now. Raises as `program`.
+    def prepare(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
+        """The finished program for these arguments, from the cache where their signature is known. Raises as `program`.
 
-        Signatures are compared, not hashed: the forms of state that `Returned` made are the same objects at each call.
+        Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
+        which Python compares by identity first.
         """
-        signature = treedef, [leaf.form if leaf.__class__ is Sharded else _signature(leaf) for leaf in leaves]
-        for known, made in self._made:
+        signature = treedef, [leaf.form if leaf.__class__ is Sharded else _describe(leaf) for leaf in leaves]
+        for known, finished in self._cache:
             if known == signature:
-                return made
+                return finished
         self._check(leaves, treedef)
-        if self._made:
-            _log.warning("%r is traced again: its arguments differ from the %d seen", self.fn, len(self._made))
-        made = self.finish(self.program(tree.unflatten(treedef, leaves)))
-        self._made.append((signature, made))
-        return made
+        if self._cache:
+            _log.warning("%r is traced again: its arguments differ from the %d seen", self.fn, len(self._cache))
+        finished = self.finish(self.program(tree.unflatten(treedef, leaves)))
+        self._cache.append((signature, finished))
+        return finished
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
         """Refuse state of another mesh, and constants that do not hash."""
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Sharded):
                 if leaf.on is not self.on:
-                    raise _of_another_mesh(leaf, self.on)
-            elif not isinstance(leaf, Tensor) and not _hashes(leaf):
+                    raise _refuse_mesh(leaf, self.on)
+            elif not isinstance(leaf, Tensor) and not _is_hashable(leaf):
                 raise FzeroError(
                     f"argument {tree.dotted(tree.keys(treedef)[position])}",
                     f"a {type(leaf).__name__} is no tensor and does not hash",
@@ -81,10 +92,10 @@ class Pipeline(Generic[T]):
 
 
 class Returned:
-    """What a step returns, given the tensors that its program does: its results and, where passes added state, the new
-    state beside them."""
+    """The value that a step returns, from the tensors that its program returns: the tree of results. Where passes added
+    state, a pair of these and the new state by path."""
 
-    def __init__(self, program: Program, on: Any) -> None:
+    def __init__(self, program: Program, on: Performer) -> None:
         self._out_tree = program.out_tree
         self._constants = [(i, result.constant) for i, result in enumerate(program.results) if result.is_constant]
         values = [node.meta["val"] for node in program.output.args[0]]
@@ -107,8 +118,8 @@ class Returned:
         return (result, dict(zip(self._added, added))) if self._added else result
 
 
-def create_pass_state(program: Program, on: Any) -> dict[str, Sharded]:
-    """The state that the passes of a program added, as it begins: path -> value."""
+def create_pass_state(program: Program, on: Performer) -> dict[str, Sharded]:
+    """Path -> first value, for the state that the passes of a program added."""
     device = on.device or program.placeholders[-1].meta["val"].device
     created = {}
     for state in program.pass_state:
@@ -119,11 +130,11 @@ def create_pass_state(program: Program, on: Any) -> dict[str, Sharded]:
     return created
 
 
-def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Any) -> list[Sharded]:
-    """The values of a program's added state, in the order of its arguments.
+def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Performer) -> list[Sharded]:
+    """The values of the state that passes added, in the order of the program's arguments.
 
     Raises:
-        FzeroError: for state that is missing, left over, or of another layout or mesh.
+        FzeroError: for state that is missing, that no pass keeps, or that has another layout or mesh.
     """
     wanted, given = [state.path for state in program.pass_state], given or {}
     missing, surplus = [x for x in wanted if x not in given], [x for x in given if x not in wanted]
@@ -141,9 +152,12 @@ def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Any)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's garbage collector, which would walk through a growing graph again and again: a quarter of the
-    time. What it would free in between, a few megabytes a layer, stays until its next turn."""
+def _pause_garbage_collection() -> Iterator[None]:
+    """Disable Python's garbage collector in a block, and enable it again behind the block.
+
+    While a program is traced the collector would walk its growing graph again and again, a quarter of the time. The
+    cyclic garbage of a trace, a few megabytes a layer, stays until the next collection.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -153,14 +167,14 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _signature(leaf: Any) -> Any:
-    """What of an argument's leaf that is not state decides whether a traced program fits it."""
+def _describe(leaf: Any) -> Any:
+    """The properties of a leaf that is no state on which the program depends."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
     return type(leaf), leaf
 
 
-def _hashes(leaf: Any) -> bool:
+def _is_hashable(leaf: Any) -> bool:
     try:
         hash(leaf)
     except TypeError:
@@ -168,7 +182,7 @@ def _hashes(leaf: Any) -> bool:
     return True
 
 
-def _of_another_mesh(leaf: Sharded, on: Any) -> FzeroError:
+def _refuse_mesh(leaf: Sharded, on: Performer) -> FzeroError:
     theirs, ours = ([x.mesh, "every rank" if x.rank is None else f"rank {x.rank}"] for x in (leaf.on, on))
     return FzeroError(
         leaf.path,

@@ -1,4 +1,4 @@
-"""Simulation: a sharded step without a cluster, for every rank of a virtual mesh in one process."""
+"""Simulation: run a sharded step without a cluster, for every rank of a virtual mesh in one process."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ def simulate(
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> Simulation:
-    """`fn` as a step that runs for every rank of a virtual mesh in this process: the very program that `shard` makes,
-    node by node in lockstep, collectives computed across the ranks in the order of ranks.
+    """`fn` as a step that runs for every rank of a virtual mesh in this process.
+
+    Runs the same program as `shard`, node by node in lockstep, and computes collectives across the ranks in rank order.
 
         mesh = fzero.VirtualMesh(fsdp=8)
         params = fzero.partition(params, mesh)
         step = fzero.simulate(train_step, mesh)
         params, opt_state, loss = step(params, optimizer.init(params), batch)
 
-    `ranks` is a mesh, or the size of one with the axis "fsdp". State is partitioned on that mesh and holds every rank's
-    slices. Every other tensor is a batch of all ranks, cut along dim 0 into equal parts, one a rank in the order of
-    their numbers; a 0-d tensor is given to each. Results that differ between ranks are joined alike: along dim 0, 0-d
-    ones to [ranks]. `stage`, `donate`, `passes` and `data` are as in `shard`.
+    `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
+    slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
+    each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `passes` and `data` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis.
@@ -54,7 +55,8 @@ def simulate(
 
 
 class Simulation:
-    """A step on every rank of a virtual mesh. Call it as the function it was made of; `trace` gives its `Program`."""
+    """A step on every rank of a virtual mesh. Call it like the function it comes from; `trace` returns its
+    `Program`."""
 
     def __init__(self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass]) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -65,27 +67,28 @@ class Simulation:
         return f"fzero.simulate({getattr(self, '__name__', self._pipeline.fn)}, {self.mesh})"
 
     def trace(self, *args: Any) -> Program:
-        """The program that a call with these arguments runs on each rank. Reads shapes only: leaves may be on meta."""
+        """The program that a call with these arguments runs on each rank. Leaves may be on the meta device: only shapes
+        matter."""
         leaves, treedef = tree.flatten(args)
-        return self._pipeline.program(tree.unflatten(treedef, self._of_rank(0, treedef, leaves)))
+        return self._pipeline.program(tree.unflatten(treedef, self._select_rank(0, treedef, leaves)))
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
-        """The state that the step's passes keep, as it begins: see `Step.init_pass_state` of `fzero.shard`."""
+        """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""
         return create_pass_state(self.trace(*args), self._pipeline.on)
 
     def __call__(self, *args: Any, watch: Watch | None = None, pass_state: Mapping[str, Any] | None = None) -> Any:
-        """Run the step. `watch(node, values)` sees each rank's values after each node of the program. `pass_state` is
-        what the step's passes keep.
+        """Run the step. `watch(node, values)` is called with the values of each rank after each node of the program.
+        `pass_state` is the state that the step's passes keep.
 
         Raises:
             FzeroError: for a batch that does not divide by the ranks; where ranks disagree about a value that must be
                 the same on all of them.
         """
         leaves, treedef = tree.flatten(args)
-        program = self._pipeline.made(self._of_rank(0, treedef, leaves), treedef)
+        program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
-        arguments = self._arguments(treedef, leaves)
+        arguments = self._place_arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
                 value.give_up()
@@ -93,12 +96,12 @@ class Simulation:
         joined = [self._join(program, result, list(row)) for result, row in zip(program.tensor_results, zip(*outputs))]
         return Returned(program, self._pipeline.on)(joined)
 
-    def _of_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
+    def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""
-        at = functools.partial(self._part, treedef=treedef, number=number)
+        at = functools.partial(self._cut_batch, treedef=treedef, number=number)
         return [at(i, leaf) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
 
-    def _part(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
+    def _cut_batch(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
         if not leaf.ndim:
             return leaf
         ranks = len(self._seats)
@@ -111,16 +114,16 @@ class Simulation:
         rows = leaf.shape[0] // ranks
         return leaf[number * rows : (number + 1) * rows]
 
-    def _arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
-        """The tensor arguments of each rank: its own copies, the slices of a bucket next to each other."""
+    def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
+        """The tensor arguments of each rank: copies of its own, with the slices of a bucket in one block."""
         places = {i: (leaf.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
         groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
-        return [self._arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
+        return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
-    def _arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
+    def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
         values = {
             i: part.clone()
-            for i, part in enumerate(self._of_rank(seat.number, treedef, leaves))
+            for i, part in enumerate(self._select_rank(seat.number, treedef, leaves))
             if isinstance(part, Tensor)
         }
         for layout, members in groups:
@@ -130,35 +133,36 @@ class Simulation:
         return [values[i] for i in sorted(values)]
 
     def _join(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
-        """One value from all ranks'."""
+        """One result, from the values of all ranks."""
         layout = program.layouts[result.bucket] if result.bucket is not None else None
         if layout is not None and not layout.replicated:
             columns = [[x for x, seat in zip(values, self._seats) if seat.rank == r] for r in range(layout.world)]
-            return torch.cat([self._agreed(program, result, column) for column in columns])
+            return torch.cat([self._require_equal(program, result, column) for column in columns])
         if not result.varies:
-            return self._agreed(program, result, values)
+            return self._require_equal(program, result, values)
         return torch.cat(values) if values[0].ndim else torch.stack(values)
 
-    def _agreed(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
+    def _require_equal(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
+        """The value of all these ranks. Refuses values that differ in a bit."""
         for value in values[1:]:
-            if not _same_bits(value, values[0]):
+            if not _has_equal_bits(value, values[0]):
                 raise FzeroError(
                     program.path_of(result),
-                    f"ranks that must hold the same value of result {result.path!r} hold {_brief(values[0])} and "
-                    f"{_brief(value)}",
+                    f"ranks that must hold the same value of result {result.path!r} hold {_format_values(values[0])} "
+                    f"and {_format_values(value)}",
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bits(a), _bits(b))
+def _has_equal_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_view_bytes(a), _view_bytes(b))
 
 
-def _bits(x: Tensor) -> Tensor:
+def _view_bytes(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _brief(x: Tensor) -> str:
+def _format_values(x: Tensor) -> str:
     values: Iterator[str] = (f"{value:.6g}" for value in x.reshape(-1)[:4].tolist())
     return f"[{', '.join(values)}{', ...' if x.numel() > 4 else ''}]"

@@ -1,4 +1,4 @@
-"""The transform: `shard(fn, mesh)`, a pure single-device step that runs on every rank of a mesh."""
+"""The transform: `shard(fn, mesh)` turns a pure single-device step into a step that every rank of a mesh runs."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def shard(
     """`fn` as a step that every rank of `mesh` runs, on `Sharded` state and on its part of the batch.
 
     `fn` is pure. `Sharded` leaves of its arguments are state; every other tensor is this rank's part of the batch; any
-    other leaf is a constant. On equal parts of a batch the step equals `fn` on the whole batch whenever the loss is a
-    mean over examples: gradients of state are means over ranks, and so is a floating 0-d result computed from the
-    batch. Other results computed from the batch stay this rank's own.
+    other leaf is a constant. Gradients of state are means over ranks, and so is a floating 0-d result that is computed
+    from the batch; other results that are computed from the batch stay this rank's own. So the step on equal parts of a
+    batch equals `fn` on the whole batch whenever the loss is a mean over examples.
 
-    `stage` 3 gathers each layer's parameters for each use, 2 keeps them from first to last use, 1 keeps whole gradients
-    too. With `donate` a step that updates state (`p + u`) does it in place, and the `Sharded` values that it was given
-    become unusable. With `compile`, inductor makes kernels of what is computed between collectives, once for equal
-    layers: the same step up to rounding, whose first call takes longer; `compile="graph"` has CUDA launch all of that
-    and its collectives at once, as a graph (docs/compile.md). `passes` replaces the default ones, each a function of a
-    `Program` to a `Program`.
+    * `stage`: 3 gathers each layer's parameters for each use; 2 keeps them from the first to the last use; 1 keeps full
+      gradients too.
+    * `donate`: a step that updates state (`p + u`) writes the new state over the old. The `Sharded` values that the
+      step was called with become unusable.
+    * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
+      to rounding, and its first call takes longer. With "graph" CUDA also launches the whole step, collectives
+      included, as one graph (docs/compile.md).
+    * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
+      step then takes it as `pass_state` and returns `(results, new pass_state)`.
+    * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
+      "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
-    A pass may keep state of its own: then the step takes it as `pass_state` and returns `(results, new pass_state)`.
-
-    `data` names the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
-    "replica" and "fsdp", and the only axis of a mesh, need no `data`.
-
-    The step is traced at its first call and again when shapes, dtypes, structure or constants change, which the logger
+    The step is traced at its first call, and again when shapes, dtypes, structure or constants change, which the logger
     "fzero" reports.
 
     Raises:
-        FzeroError: for a mesh without devices, another value of an option, "graph" where there cannot be one, or a mesh
-            axis that is not a data axis.
+        FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
+            possible, for a mesh axis that is not a data axis.
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
@@ -74,6 +74,8 @@ def shard(
 
 
 class _Compiled(NamedTuple):
+    """A linked program. Ranks compare `number`, a hash of `lines`, before each call; `lines` say where they differ."""
+
     program: Program
     run: Runner
     returned: Returned
@@ -83,7 +85,7 @@ class _Compiled(NamedTuple):
 
 
 class Step:
-    """A sharded step. Call it as the function it was made of; `trace` gives its `Program` without running it."""
+    """A sharded step. Call it like the function it comes from; `trace` returns its `Program` without running it."""
 
     def __init__(self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Mode) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -102,12 +104,12 @@ class Step:
         return self._pipeline.program(args)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
-        """The state that the step's passes keep, as it begins, for a step with these arguments: a dict by path, empty
-        where the passes keep none. Give it to the first call as `pass_state`. No collective."""
-        return create_pass_state(self._pipeline.made(*tree.flatten(args)).program, self._on)
+        """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
+        empty where the passes keep none. Give it to the first call as `pass_state`. No collective."""
+        return create_pass_state(self._pipeline.prepare(*tree.flatten(args)).program, self._on)
 
     def __call__(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Any:
-        compiled, values, tensors = self._take(args, pass_state)
+        compiled, values, tensors = self._prepare(args, pass_state)
         graph = compiled.run if isinstance(compiled.run, Captured) else None
         moved = graph is not None and graph.is_elsewhere(tensors)
         moved = agree(self._on.members, compiled.number, compiled.lines, vote=moved)
@@ -118,31 +120,33 @@ class Step:
         return compiled.returned(compiled.run(tensors))
 
     def calibrate(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Rates:
-        """Measure how fast the ranks compute and communicate, and schedule by that from the next call on. All ranks
-        call it together, with arguments as the step takes them, which stay as they are.
+        """Measure how fast the ranks compute and communicate, and schedule the step by that from its next call on.
 
-        Runs the program twice, one operation after the other, on a copy of what it would overwrite, and takes the time
-        of each of the second time. Returns the mean over ranks, the same on all; `step.trace(*args).timeline()` shows
-        the schedule. Nothing of the step's results changes.
+        All ranks call it together, with the arguments of a step, which stay as they are. Runs the program twice, one
+        operation after the other, on copies of the arguments that it overwrites, and times each operation of the second
+        run. Returns the mean over ranks, the same on all of them. `step.trace(*args).timeline()` shows the new
+        schedule. The results of the step do not change.
 
         Raises:
             FzeroError: as the step does.
         """
-        compiled, _, tensors = self._take(args, pass_state)
+        compiled, _, tensors = self._prepare(args, pass_state)
         agree(self._on.members, compiled.number, compiled.lines)
         rates = calibrate(self._on, compiled.program, tensors)
-        self._pipeline.remake(rates)
+        self._pipeline.reschedule(rates)
         return rates
 
-    def _take(
+    def _prepare(
         self, args: tuple[Any, ...], pass_state: Mapping[str, Any] | None
     ) -> tuple[_Compiled, list[Any], list[Tensor]]:
-        """What a call with these arguments runs, its tensors and `Sharded`, and their memory. An error is told to all
-        ranks."""
+        """The compiled program for these arguments, the arguments that are tensors or `Sharded`, and their memory.
+
+        All ranks learn of an error here, so that none waits for this one.
+        """
         leaves, treedef = tree.flatten(args)
         values = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
         try:
-            compiled = self._pipeline.made(leaves, treedef)
+            compiled = self._pipeline.prepare(leaves, treedef)
             if pass_state is not None or compiled.program.pass_state:
                 values += order_pass_state(compiled.program, pass_state, self._on)
             return compiled, values, _copy_aliases(values, compiled.donated)
@@ -152,7 +156,11 @@ class Step:
 
 
 def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:
-    """What runs a program. No method of `Step`, so that a step ends, and its graphs, with the last reference to it."""
+    """Link a program, compiled by `mode`.
+
+    A function and no method of `Step`: a cycle of references would keep a step and its CUDA graphs alive after
+    `del step`.
+    """
     if mode == "graph":
         check_program(program, on.device.type)
     lines = [f"compile: {mode}", *program.lines()]
@@ -163,11 +171,12 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
 
 
 def _copy_aliases(values: Sequence[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
-    """The memory of arguments: copies of what is donated where another shares it."""
+    """The tensors of arguments, with a copy of each donated tensor that lies where another argument does: the step
+    would overwrite the other argument as well."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:
         return tensors
-    pointers = [tensor.data_ptr() for tensor in tensors]  # 0 where there is no element
+    pointers = [tensor.data_ptr() for tensor in tensors]  # 0 for a tensor without elements
     if len(set(pointers) - {0}) < len(pointers) - pointers.count(0):
         taken = set(donated)
         seen = {pointer for i, pointer in enumerate(pointers) if i not in taken}

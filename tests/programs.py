@@ -22,7 +22,7 @@ import fzero
 from fzero import grad, optim, tree, value_and_grad
 from fzero.base.mesh import VirtualMesh
 from fzero.execution import lockstep
-from fzero.passes.order import find_derived
+from fzero.passes.order import find_origins
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
@@ -126,7 +126,7 @@ def most_gathered(program: Program) -> int:
     """How many gathered buckets are alive at once, at most: from the all-gather to the last use of what it gave."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     last: dict[fx.Node, int] = {}
-    for node, start in find_derived(program.graph, "gathered").items():
+    for node, start in find_origins(program.graph, "gathered").items():
         last[start] = max([last.get(start, 0), *(position[user] for user in node.users)])
     return max(sum(position[start] <= at <= end for start, end in last.items()) for at in position.values())
 

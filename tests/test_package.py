@@ -1,8 +1,10 @@
-"""The shape of the package: rooms and the arrows between them, the public names, the length of files."""
+"""The laws of the house: rooms and the arrows between them, names, homes of operations, private names of torch."""
 
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -14,8 +16,10 @@ import fzero
 
 PACKAGE = Path(fzero.__file__).parent
 MAX_LINES = 400
+MAX_LINES_OF_VARIANT = 60
+MAX_PUBLIC = 45
 
-ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero"
+ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero | variants"
 """The rooms, from the bottom, a level between bars: folders of the package, and the modules beside them, "fzero"."""
 
 LEVELS = [level.split() for level in ROOMS.split("|")]
@@ -28,11 +32,16 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+VARIANTS = [name for name in MODULES if name.startswith("variants.")]
+
+
+def parse(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
 
 
 def imports(name: str, *, typing: bool = True) -> Iterator[str]:
     """The modules of fzero that a module imports, anywhere in its file; with `typing` those for annotations too."""
-    tree = ast.parse(MODULES[name].read_text())
+    tree = parse(name)
     if not typing:
         tree.body = [
             node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
@@ -93,7 +102,7 @@ def test_arrows_point_downwards(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({room(name) for name in MODULES} - {"fzero"}))
 def test_a_room_says_what_lives_there(name: str) -> None:
-    doc = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+    doc = ast.get_docstring(parse(name))
     assert doc and len(doc.splitlines()) <= 8, f"fzero/{name}/__init__.py says in at most eight lines what lives there"
 
 
@@ -128,3 +137,201 @@ def is_public(name: str, value: object) -> bool:
 def test_files_are_short(name: str) -> None:
     lines = len(MODULES[name].read_text().splitlines())
     assert lines <= MAX_LINES, f"{MODULES[name].name} has {lines} lines: it is usually two files (limit {MAX_LINES})"
+
+
+def test_public_names_are_few() -> None:
+    count = len(fzero.__all__)
+    assert count <= MAX_PUBLIC, f"{count} names at the top (limit {MAX_PUBLIC}): put a new one in a subpackage"
+
+
+# names of functions
+
+IRREGULAR = frozenset(
+    "begun bound built chosen dealt done drawn found given gone held kept known left lost made meant met seen sent "
+    "shown spent taken told understood won written".split()
+)
+"""Participles without -ed. Those that are verbs as well (cut, put, read, run, split, spread) are not among them."""
+PUBLIC_PARTICIPLES = {
+    "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
+}
+NOT_PARTICIPLES = frozenset("bed embed feed need red seed shed speed".split())
+
+
+def is_participle(name: str) -> bool:
+    """Whether a function's name ends in a participle: "calibrated", "_plan_made". Predicates may: "is_sharded"."""
+    words = name.strip("_").split("_")
+    if words[0] in ("is", "has", "are"):
+        return False
+    return words[-1] in IRREGULAR or (words[-1].endswith("ed") and words[-1] not in NOT_PARTICIPLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {"fitted": True, "_agreed": True, "told": True, "is_fitted": False, "_has_sharded": False, "seed": False,
+     "split": False, "feed": False, "fused_adamw_": False, "find_origins": False, "_copy_donated": True}.items(),
+)  # fmt: skip
+def test_participles_are_recognized(name: str, expected: bool) -> None:
+    assert is_participle(name) is expected
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_functions_are_verbs(name: str) -> None:
+    functions = [node.name for node in parse(name).body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    found = [each for each in functions if is_participle(each) and f"{name}.{each}" not in PUBLIC_PARTICIPLES]
+    assert not found, f"fzero.{name}: name {found} after what they do (calibrate, plan_header), not after what was done"
+
+
+# homes of operations
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Identifiers of a file's code and the strings in it, but for docstrings. `a.b` is there as "b" and as "a.b"."""
+    names: set[str] = set()
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Attribute(value=value, attr=name):
+                names |= {name, f"{value.id}.{name}"} if isinstance(value, ast.Name) else {name}
+            case ast.alias(name=name) | ast.keyword(arg=str(name)):
+                names.add(name)
+            case ast.Constant(value=str(text)) if id(node) not in docs:
+                names.add(text)
+    return names
+
+
+def files_that_name(pattern: str) -> list[str]:
+    """The modules outside of `ranks` whose code has a name or string that the pattern is found in."""
+    search = re.compile(pattern).search
+    return [name for name in MODULES if room(name) != "ranks" and any(map(search, names_in(parse(name))))]
+
+
+def test_collectives_are_named_in_few_files() -> None:
+    found = files_that_name(r"(?<![a-z])(all_gather|reduce_scatter)(?![a-z])")
+    advice = "read the operation's record (starts, waits, moves) instead of its name"
+    assert len(found) <= 8, f"{len(found)} files name all_gather or reduce_scatter (limit 8): {found}; {advice}"
+
+
+def test_the_kernel_of_adamw_is_named_in_few_files() -> None:
+    found = files_that_name(r"(^|_)adamw_|^ops\.adamw$|^adamw\b(?!$)")
+    advice = "read the operation's record (in_place, replaces, gradients) instead of its name"
+    assert len(found) <= 5, f"{len(found)} files name AdamW's kernel (limit 5): {found}; {advice}"
+
+
+def test_names_are_found_in_code_and_not_in_docstrings() -> None:
+    tree = ast.parse('"""all_gather"""\nfrom m import a\ndef f(b, c=1):\n    """d"""\n    return ops.g(x="y", h=1)\n')
+    assert names_in(tree) == {"a", "f", "b", "c", "ops", "g", "ops.g", "x", "y", "h"}
+
+
+# private names of torch
+
+PRIVATE_HOME = "base.torch_private"
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """The private names of torch that a file uses: imported, or as an attribute of what it imports from torch.
+
+    Names of operators are not among them: `torch.ops.aten._to_copy`, `torch._foreach_add`.
+    """
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    yield from [alias.name] * is_private(alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield from [f"{node.module}.{alias.name}"] * is_private(f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            name = f"{bound.get(root, '')}.{rest}"
+            if root in bound and re.fullmatch(r"[\w.]+", name) and is_private(name):
+                yield name
+
+
+def is_private(name: str) -> bool:
+    is_operator = name.startswith("torch.ops.") or name.startswith("torch._foreach_")
+    return not is_operator and any(re.match(r"_(?!_)", part) for part in name.split("."))
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != PRIVATE_HOME])
+def test_private_names_of_torch_stand_in_one_file(name: str) -> None:
+    found = sorted(set(private_names(parse(name))))
+    assert not found, f"fzero.{name} uses {found}: put a function into fzero/base/torch_private.py that says what it is"
+
+
+def test_private_names_are_seen() -> None:
+    code = """
+import torch, torch.utils._pytree
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._to_copy, torch._foreach_add, x._y
+"""
+    assert sorted(set(private_names(ast.parse(code)))) == [
+        "torch.Tensor._make", "torch._C", "torch._C._jit", "torch._C._jit.f", "torch._subclasses.FakeTensor",
+        "torch.distributed._get", "torch.utils._pytree",
+    ]  # fmt: skip
+
+
+# types
+
+CENTRAL = ("on", "program", "layout", "mesh")
+MESH_OF_THE_USER = (
+    "base.mesh", "ranks.live", "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
+    "transform",
+)  # fmt: skip
+"""Modules that take a user's mesh, a `VirtualMesh` or torch's `DeviceMesh`. torch.distributed, whose class that is, is
+an optional part of torch, so `mesh` may be `Any` there."""
+
+
+def untyped(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """`(line, name)` of the arguments and attributes of central names that are `Any`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(arg=name, annotation=annotation) if annotation is not None:
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name), annotation=annotation):
+                pass
+            case _:
+                continue
+        if name in CENTRAL and re.search(r"\bAny\b", re.sub(r"\[.*\]", "", ast.unparse(annotation))):
+            yield node.lineno, name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_central_objects_are_typed(name: str) -> None:
+    found = [(line, each) for line, each in untyped(parse(name)) if each != "mesh" or name not in MESH_OF_THE_USER]
+    assert not found, f"fzero.{name} has `Any` for {found}: give the class, or a small Protocol where rooms forbid it"
+
+
+# variants
+
+
+def test_nothing_imports_a_variant() -> None:
+    found = [name for name in MODULES if room(name) != "variants" and "variants" in map(room, imports(name))]
+    assert not found, f"{found} import a variant: move what they share into a room, variants are for users"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_use_public_names_only(name: str) -> None:
+    inner = {other for other in imports(name) if not other.startswith("variants.")} - {"", *fzero.__all__}
+    assert not inner, f"fzero.{name} imports {sorted(inner)}: a variant uses `from fzero import ...` and fzero.variants"
+    roots = {
+        module.split(".")[0]
+        for node in ast.walk(parse(name)) if isinstance(node, (ast.Import, ast.ImportFrom))
+        for module in ([absolute(name, node)] if isinstance(node, ast.ImportFrom) else [x.name for x in node.names])
+    }  # fmt: skip
+    others = roots - {"fzero", "torch", *sys.stdlib_module_names}
+    assert not others, f"fzero.{name} imports {sorted(others)}: a variant needs torch and the standard library only"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_short(name: str) -> None:
+    lines = len(MODULES[name].read_text().splitlines())
+    advice = "share a helper with other variants, or generalize fzero.ops"
+    assert lines <= MAX_LINES_OF_VARIANT, f"fzero.{name} has {lines} lines (limit {MAX_LINES_OF_VARIANT}): {advice}"

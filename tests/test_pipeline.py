@@ -35,7 +35,7 @@ def pipeline(step: Any = double) -> Pipeline[Program]:
 
 
 def made(given: Pipeline[Program], *args: Any) -> Program:
-    return given.made(*tree.flatten(args))
+    return given.prepare(*tree.flatten(args))
 
 
 def test_arguments_of_one_signature_have_one_program() -> None:

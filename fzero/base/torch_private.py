@@ -18,7 +18,7 @@ import torch.utils._mode_utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
 from einops import _backends
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 # for ranks: process groups
 
@@ -180,7 +180,36 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-# for program
+# for program and passes: operations, graphs
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 """Call operations without autograd within a block. Public replacement: such a context beside `torch.library.impl`."""
+
+
+def schema_of(operation: Any) -> Any:
+    """The schema of an operation of torch, None for any other function. Public replacement: `schema` on it."""
+    return getattr(operation, "_schema", None)
+
+
+def find_root(graph: fx.Graph) -> Any:
+    """The node in front of a graph's first node, to append nodes to. Public replacement: `Graph.inserting_before()`
+    that takes nodes of the graph."""
+    return graph._root
+
+
+# for execution: the profiler, inductor
+
+
+def is_profiling() -> bool:
+    """Whether a profile is being taken. Public replacement: a predicate in `torch.profiler`."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def compile_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph of aten operations by inductor. Public replacement: `torch.compile` without its tracing.
+
+    The import of inductor takes a second, so it waits for the first fragment.
+    """
+    import torch._inductor
+
+    return torch._inductor.compile(module, inputs)

@@ -1,4 +1,4 @@
-"""A `Program` runs: on this rank (codegen), on all ranks in one process (lockstep), compiled, as a CUDA graph, timed.
+"""Run a `Program`: on this rank (codegen), on all ranks in one process (lockstep), compiled, as a CUDA graph, timed.
 
-In: a program and a place among ranks. Out: a function of tensors.
+In: a program and a rank. Out: a function of the program's tensor arguments that returns its tensor results.
 """

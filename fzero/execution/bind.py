@@ -1,4 +1,4 @@
-"""Binding: the operation of a node to one rank of a live mesh, with its layout looked up once."""
+"""Binding: a node's operation as a function for one rank of a live mesh, with its layout looked up once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from fzero.ranks.transports import Pending
 
 
 class Call(NamedTuple):
-    """`run` does on one rank what a node does, given the values of its arguments. A profile calls that `label`, ""
-    where it has no name. `starts`: the result has to be waited for; `waits`: `run` waits for one."""
+    """A node's operation on one rank: `run` takes the values of the node's arguments and returns its value.
+
+    `label` is the name of the operation in a profile, "" for none. `starts`: `run` returns a `Pending`, for another
+    node to wait for. `waits`: `run` waits for a `Pending`.
+    """
 
     run: Callable[..., Any]
     label: str
@@ -25,7 +28,7 @@ class Call(NamedTuple):
 
 
 def bind(program: Program, node: Node, on: Live) -> Call:
-    """What runs for a node whose operation is not aten's."""
+    """The `Call` of a node whose operation has `perform`, as every operation has that is not aten's."""
     operation = record(node)
     assert operation.perform is not None  # the caller asks for no other
     run = operation.perform(program, node, on)
@@ -38,12 +41,12 @@ def bind(program: Program, node: Node, on: Live) -> Call:
 
 
 def _start(on: Live, steps_of: Callable[..., Steps], *args: Any, **kwargs: Any) -> Pending:
-    """Start the first exchange of an operation; what follows on it is done when it is waited for."""
+    """Start the first exchange of an operation. The rest of the operation runs in the wait."""
     steps = steps_of(*args, **kwargs)
     pending = on.begin(next(steps))
     return Pending(pending.attempt, [], lambda: complete(steps, pending.wait(), on.begin))
 
 
 def _finish(on: Live, steps_of: Callable[..., Steps], *args: Any, **kwargs: Any) -> Any:
-    """Run an operation to its end."""
+    """Run an operation that communicates to its end."""
     return complete(steps_of(*args, **kwargs), None, on.begin)

@@ -1,4 +1,4 @@
-"""Calibration: how fast ranks compute and communicate, from one step that is run and timed node by node."""
+"""Calibration: measure how fast ranks compute and communicate, by running one step node by node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
 from fzero.program.comm import comm_of
-from fzero.program.memory import last_uses
+from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.rates import Rates, bus_bytes
@@ -25,24 +25,25 @@ from fzero.ranks.agreement import agree
 from fzero.ranks.live import Live
 
 SMALL = 1 << 16
-"""An operation that touches fewer bytes is all launch."""
+"""Bytes below which the time of an operation is all launch."""
 
 Seconds = Mapping[Node, float]
 
 
 def calibrate(on: Live, program: Program, tensors: Sequence[Tensor]) -> Rates:
-    """The rates of the ranks of a mesh, which call this together: the mean over them, the same on all.
+    """The mean of the rates of all ranks of a mesh, the same on every rank. Collective: all ranks call it together.
 
-    Runs the program twice, on a copy of the arguments that are donated. Collective.
+    Runs the program twice, on copies of the donated arguments.
     """
     align = partial(agree, on.members, 0, [])
-    for _ in range(2):  # the first time memory is new, and connections are
-        seconds = time_nodes(program, on, _copy_donated(program, tensors), align)
+    for _ in range(2):  # the first run allocates memory and opens connections, so its seconds are dropped
+        seconds = time_nodes(program, on, _copy_arguments(program, tensors), align)
     return average_rates(fit_rates(program, seconds), on.all_reduce, program.mesh.names, on.device)
 
 
-def _copy_donated(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, with copies of those that are donated; what shares memory does so in the copy."""
+def _copy_arguments(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with copies in the place of those that are donated. Tensors that share memory share it as copies
+    too."""
     donated = [i for i, argument in enumerate(program.arguments) if argument.donated]
     copies = dict(zip(donated, copy.deepcopy([tensors[i].detach() for i in donated])))
     return [copies.get(i, tensor) for i, tensor in enumerate(tensors)]
@@ -50,13 +51,13 @@ def _copy_donated(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def time_nodes(program: Program, on: Live, tensors: Sequence[Tensor], align: Callable[[], object]) -> dict[Node, float]:
-    """Run a program one node after the other: the seconds of each. Writes to the arguments that are donated.
+    """The seconds of each node, one node running after the other. Writes to the donated arguments.
 
-    A collective is waited for at once, and its wait takes none. `align` is called before each, for ranks to start it
-    together. torch's default CPU generator stays as it was.
+    A collective takes its time where it starts, and its wait takes none. `align` is called before each collective, to
+    let all ranks start it together. torch's default CPU generator stays as it was.
     """
     values: dict[Node, Any] = dict(zip(program.placeholders, tensors, strict=True))
-    dying, clock = last_uses(program.graph), _Clock(tensors)
+    dying, clock = find_last_uses(program.graph), _Clock(tensors)
     spans: dict[Node, tuple[Any, Any]] = {}
     state = torch.get_rng_state()
     with step_seed() as seed:
@@ -82,7 +83,7 @@ def time_nodes(program: Program, on: Live, tensors: Sequence[Tensor], align: Cal
 
 
 def _bind_at_once(node: Node, program: Program, on: Live, seed: int) -> Callable[..., Any]:
-    """What a node calls, where what is started is waited for at once."""
+    """The function that a node calls, with collectives that are waited for where they start."""
     operation = record(node)
     if operation.perform is None:
         return node.target
@@ -95,13 +96,13 @@ def _bind_at_once(node: Node, program: Program, on: Live, seed: int) -> Callable
 
 
 class _Clock:
-    """Marks in the order of what the device does: times of this process, or events on a GPU's stream."""
+    """Points in time: of this process, or for CUDA tensors of the current stream."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.is_cuda = any(tensor.is_cuda for tensor in tensors)
 
     def mark(self) -> Any:
-        """This moment."""
+        """A point in time: now, or when the stream gets there."""
         if not self.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -109,24 +110,24 @@ class _Clock:
         return event
 
     def finish(self) -> None:
-        """Return when everything is done."""
+        """Wait until the device has nothing left to do."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds."""
+        """The seconds between two points in time."""
         return begin.elapsed_time(end) / 1000 if self.is_cuda else end - begin
 
 
 def fit_rates(program: Program, seconds: Seconds) -> Rates:
-    """The rates by which a program's nodes take as long in all as they did; `program.rates` where it does too little.
+    """The rates with which a program's nodes take as long, all together, as they did. A rate for which the program does
+    too little is that of `program.rates`.
 
-    An operation takes as long to launch as the median of small ones. A collective's latency is what the shortest took.
+    The launch of an operation is the median of small operations. The latency is the seconds of the shortest collective.
     """
-    guess, sent = program.rates, {node: _count_sent(program, node) for node in seconds}
-    works = {
-        node: work(node) for node in seconds if not sent[node]
-    }  # what is cast or packed to be sent is not timed apart
+    guess, sent = program.rates, {node: _count_bus_bytes(program, node) for node in seconds}
+    # The seconds of a collective include casting and packing what it sends, so its work is left out.
+    works = {node: work(node) for node in seconds if not sent[node]}
     small = [seconds[node] for node, done in works.items() if any(done) and not done.flops and done.nbytes < SMALL]
     launch = median(small) if small else guess.launch
     products = {node: done.flops for node, done in works.items() if done.flops}
@@ -134,22 +135,22 @@ def fit_rates(program: Program, seconds: Seconds) -> Rates:
     sent = {node: nbytes for node, nbytes in sent.items() if nbytes}
     latency = min((seconds[node] for node in sent), default=guess.latency)
     return Rates(
-        flops=_rate(products, seconds, launch) or guess.flops,
-        memory=_rate(moves, seconds, launch) or guess.memory,
-        wire=_rate(sent, seconds, latency) or guess.wire,
+        flops=_fit_rate(products, seconds, launch) or guess.flops,
+        memory=_fit_rate(moves, seconds, launch) or guess.memory,
+        wire=_fit_rate(sent, seconds, latency) or guess.wire,
         launch=launch,
         latency=latency,
     )
 
 
-def _count_sent(program: Program, node: Node) -> float:
-    """Bytes that each rank sends in the collectives that a node starts."""
+def _count_bus_bytes(program: Program, node: Node) -> float:
+    """The bytes that each rank sends in the collectives of a node."""
     entries = [entry for entry in comm_of(program, node) if program.mesh.size(entry.axis) > 1]
     return sum(bus_bytes(entry, program.mesh) for entry in entries)
 
 
-def _rate(amounts: Mapping[Node, float], seconds: Seconds, each: float) -> float:
-    """How much is done in a second besides the seconds that `each` costs; 0.0 where that cannot be told."""
+def _fit_rate(amounts: Mapping[Node, float], seconds: Seconds, each: float) -> float:
+    """The amount done in a second, where each node takes `each` seconds besides. 0.0 where no time is left to tell."""
     spent = sum(max(seconds[node] - each, 0.0) for node in amounts)
     return sum(amounts.values()) / spent if spent else 0.0
 
@@ -157,9 +158,10 @@ def _rate(amounts: Mapping[Node, float], seconds: Seconds, each: float) -> float
 def average_rates(
     rates: Rates, all_reduce: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any
 ) -> Rates:
-    """The mean of all ranks' rates, the same on all of them to the last bit."""
+    """The mean of the rates of all ranks, the same on all of them to the last bit: ranks that schedule by other rates
+    would make other programs."""
     values = torch.tensor(rates, dtype=torch.float64, device=device)
-    for op in ("avg", "max"):  # ranks may round a mean differently
+    for op in ("avg", "max"):  # backends may round a mean differently on each rank; the maximum of the means is one
         for axis in axes:
             values = all_reduce(values, op, axis)
     return Rates(*values.tolist())

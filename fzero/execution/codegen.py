@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.randomness import step_seed
+from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call, bind
 from fzero.execution.outline import Fragment
-from fzero.execution.profiling import is_profiling, name_calls
+from fzero.execution.profiling import name_calls
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_writes, record
@@ -24,12 +25,13 @@ Compile = Callable[[Fragment], Callable[..., Any]]
 
 
 def link(program: Program, on: Live, compile: Compile = lambda fragment: fragment) -> Runner:
-    """A function of the program's arguments, on the rank `on`, that returns its tensor results.
+    """A function of the program's tensor arguments that runs the program on the rank `on` and returns its tensor
+    results.
 
-    An operation of aten runs as it is. Every other operation is bound once, to the rank and to the layout that its node
-    names. The rank settles before memory is overwritten, and last, since others may still read what it sent. The code
-    is generated once, and lets go of every value at its last use. A program that draws advances torch's default CPU
-    generator by one draw a call. `compile` says what runs in the place of a fragment, and is asked once for equal ones.
+    The function is generated once, as Python code that drops each value at its last use. An aten operation runs as it
+    is. Every other operation is bound once, to the rank and to the layout that its node names. A program that draws
+    random numbers advances torch's default CPU generator by one draw a call. `compile(fragment)` returns the function
+    that runs for a `Fragment`; it is called once for equal fragments.
     """
     graph = fx.Graph()
     values: dict[Node, Node] = {}
@@ -37,7 +39,7 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
     calls: dict[str, Call] = {}
     fragments: dict[Fragment, str] = {}
     for node in program.graph.nodes:
-        if node.op == "output" or find_writes(node):
+        if node.op == "output" or find_writes(node):  # other ranks may still read memory that this rank has sent
             graph.call_method("settle", (receiver,))
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if isinstance(node.target, Fragment):
@@ -52,6 +54,7 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
             values[node] = graph.node_copy(node, values.__getitem__)
     forward = fx.GraphModule(program.constants, graph, class_name=program.name).forward
     compiled = {name: compile(fragment) for fragment, name in fragments.items()}
+    # Methods of a receiver, not globals of the generated code: one forward serves both sets of calls.
     plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in calls.items()})
     named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(calls))
     draws = program.draws

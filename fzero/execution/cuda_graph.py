@@ -1,4 +1,4 @@
-"""Capture: a step as one CUDA graph, which the host launches whole."""
+"""CUDA graphs: a step as one graph of kernels and collectives, which the host launches in one call."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ from fzero.ranks.transports import Alone, Native
 
 Run = Callable[[], Sequence[Tensor]]
 Recorder = Callable[[Run], tuple[Callable[[], None], Sequence[Tensor]]]
-"""Given a run, what does it again, and its results, which are overwritten each time. Nothing is done yet."""
+"""Records a run without running it. Returns a function that replays the run, and the run's results, which each replay
+overwrites."""
 
 WAY_OUT = "give compile=True"
 _log = logging.getLogger("fzero")
 
 
 def cuda_graph(run: Run) -> tuple[Callable[[], None], Sequence[Tensor]]:
-    """The `Recorder` of CUDA. Other threads, such as that in which NCCL's watchdog lives, may call CUDA meanwhile."""
+    """The `Recorder` of CUDA."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
+        # By default a CUDA call of any thread fails the capture, and the thread of NCCL's watchdog queries events.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = run()
     finally:
-        torch.cuda.set_stream(stream)  # which a failed capture leaves behind
+        torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream current
     return graph.replay, results
 
 
 class Captured:
-    """A linked program as one graph: a `Runner` like the one that it is made of, called behind `prepare`.
+    """A linked program as one CUDA graph: a `Runner`. Call `prepare` before each call.
 
-    A graph reads and writes fixed memory. State has its own, where steps update it in place; the batch is copied into
-    the graph's and results that are not state out of it. The first call with state at other addresses than before runs
-    the program as it is, which also warms up what must be there before a capture; the next one captures it. NCCL waits
-    for the end of graphs before it ends: one ends with its `Captured`, or with Python.
+    A graph reads and writes fixed addresses. State stays where it is, because steps update it in place. The batch is
+    copied to where the graph reads it, and results that are not state are copied out. The first call with state at new
+    addresses runs the program without a graph, which also initializes what a capture may not (libraries, connections);
+    the next call captures the graph. `destroy_process_group` waits until graphs that hold NCCL's collectives are gone:
+    a graph goes with its `Captured`, or at the exit of Python.
     """
 
     def __init__(self, program: Program, run: Runner, record: Recorder = cuda_graph) -> None:
@@ -54,28 +57,30 @@ class Captured:
         self._batch = [i for i, argument in enumerate(program.arguments) if argument.bucket is None]
         number = {node: i for i, node in enumerate(program.placeholders)}
         self._given = [number.get(node) for node in program.output.args[0]]  # results that are arguments
-        self._places: list[int] | None = None  # where state lay at the last call
+        self._addresses: list[int] | None = None  # of state at the last call
         self._replay: Any = None
         self._inputs: list[Tensor] = []
         self._results: Sequence[Tensor] = ()
         _alive.add(self)
 
     def is_elsewhere(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether state lies where it did not at the last call."""
-        return self._places_of(tensors) != self._places
+        """Whether state lies at other addresses than at the last call."""
+        return self._find_addresses(tensors) != self._addresses
 
     def prepare(self, tensors: Sequence[Tensor], as_it_is: bool) -> None:
-        """Get ready for a call with these tensors, `as_it_is` where some rank's state lies elsewhere: all ranks capture
-        at the same call. Nothing is computed yet.
+        """Prepare a call with these tensors: capture the graph, or with `as_it_is` drop it and run without one.
+
+        `as_it_is` is the same on all ranks, and true where the state of some rank lies elsewhere, so that all ranks
+        capture at the same call. Computes nothing.
 
         Raises:
             FzeroError: where CUDA cannot capture the program.
         """
         if as_it_is:
-            if self._places is not None:
+            if self._addresses is not None:
                 _log.warning("%s: state lies elsewhere than at the last call: this one is no CUDA graph", self.name)
             self.forget()
-            self._places = self._places_of(tensors)
+            self._addresses = self._find_addresses(tensors)
         elif self._replay is None:
             self._capture(tensors)
 
@@ -89,10 +94,10 @@ class Captured:
         return [x.clone() if i is None else tensors[i] for i, x in zip(self._given, self._results)]
 
     def forget(self) -> None:
-        """Let go of the graph and its memory."""
+        """Free the graph and its memory."""
         self._replay, self._inputs, self._results = None, [], ()
 
-    def _places_of(self, tensors: Sequence[Tensor]) -> list[int]:
+    def _find_addresses(self, tensors: Sequence[Tensor]) -> list[int]:
         return [tensors[i].data_ptr() for i in self._state]
 
     @torch.no_grad()
@@ -109,7 +114,8 @@ class Captured:
 
 
 def _find_first_cause(error: BaseException) -> BaseException:
-    """What came before an error: to end a capture fails too where what was captured did."""
+    """The error that came first. Where an operation fails in a capture, ending the capture fails as well, and hides
+    it."""
     return _find_first_cause(error.__context__) if error.__context__ is not None else error
 
 
@@ -118,7 +124,7 @@ _alive: WeakSet[Captured] = WeakSet()
 
 @atexit.register
 def _forget_all() -> None:
-    """Before process groups end, which would wait for graphs for ever."""
+    """Free all graphs at exit: process groups, which end later, would wait for the graphs for ever."""
     for each in list(_alive):
         each.forget()
 
@@ -139,27 +145,28 @@ def check_mesh(on: Live) -> None:
 
 
 def check_program(program: Program, device_type: str) -> None:
-    """Refuse a program that a graph would not repeat: one that draws, or is not all on one device. One that waits for
-    values there is not, as it cannot be traced.
+    """Refuse a program that a graph would not repeat: one that draws random numbers, or has tensors on several devices.
+
+    A program that waits for values of the device (`x.item()`) does not come here: tracing refuses it.
 
     Raises:
         FzeroError: with the reason and, where it has one, the user's line.
     """
     paths = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     for node in program.graph.nodes:
-        reason = _obstacle(node, device_type)
+        reason = _find_obstacle(node, device_type)
         if reason:
             what = paths.get(node) or name_of(node)
             raise FzeroError("compile", f"is 'graph', and {what} {reason}{line_of(node)}", WAY_OUT)
 
 
-def _obstacle(node: Node, device_type: str) -> str:
-    """Why a node cannot be in a graph, "" where it can."""
+def _find_obstacle(node: Node, device_type: str) -> str:
+    """The reason why a node cannot be part of a graph, "" where it can."""
     if node.op == "call_function" and record(node).draws:
         return "draws random numbers: a graph would draw the same in each step"
     value = node.meta.get("val")
     values = [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
     if node.op == "get_attr" and values[0].ndim == 0:
-        return ""  # a number that the step captured
+        return ""  # a 0-d tensor that the step captured: CUDA kernels take it as a number
     others = [x.device for x in values if x.device.type != device_type]
     return f"is on {others[0]}, not on {device_type}" if others else ""

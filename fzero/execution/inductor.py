@@ -8,30 +8,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private import FakeTensorMode, compile_graph
 from fzero.execution.outline import Fragment
 
 
 @torch.no_grad()
 def compile_fragment(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
-    """A function that does what the fragment does, up to rounding. Takes seconds; writes to inductor's cache on disk.
+    """A function that equals the fragment up to rounding. Takes seconds, and writes to inductor's cache on disk.
 
     Raises:
         FzeroError: where there is no C++ compiler, or where inductor fails.
     """
-    import torch._inductor  # takes a second, so not before someone compiles
-
-    module = fx.GraphModule({}, copy.deepcopy(fragment.graph))  # which inductor changes
+    module = fx.GraphModule({}, copy.deepcopy(fragment.graph))  # inductor changes the graph that it is given
     with FakeTensorMode():
         given: list[Any] = [
             torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device) for x in fragment.inputs
         ]
     try:
-        function = torch._inductor.compile(module, given)
+        function = compile_graph(module, given)
     except Exception as error:
-        raise _refusal(fragment, error) from error
+        raise _refuse(fragment, error) from error
     strides = [x.strides for x in fragment.inputs]
 
     def call(*tensors: Tensor) -> Sequence[Tensor]:
@@ -41,13 +39,14 @@ def compile_fragment(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
 
 
 def _restride(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor with these strides: a collective may give others than were traced."""
+    """`x` with these strides, a copy where it has others. Inductor relies on the strides that were traced, and a
+    collective may return other ones."""
     return (
         x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
     )
 
 
-def _refusal(fragment: Fragment, error: Exception) -> FzeroError:
+def _refuse(fragment: Fragment, error: Exception) -> FzeroError:
     if "InvalidCxxCompiler" in str(error):
         return FzeroError("compile", "inductor finds no C++ compiler", "install g++, or leave compile=True out")
     names = ", ".join(dict.fromkeys(str(node.target) for node in fragment.graph.nodes if node.op == "call_function"))

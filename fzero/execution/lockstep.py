@@ -1,4 +1,5 @@
-"""Lockstep: a program for every rank of its mesh at once, node by node, exchanges computed across the ranks."""
+"""Lockstep: run a program for every rank of its mesh in one process, node by node, with exchanges computed across the
+ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
-from fzero.program.memory import last_uses
+from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
 from fzero.program.records import record
@@ -25,7 +26,7 @@ Watch = Callable[[Node, list[dict[Node, Any]]], None]
 
 
 class Seat(NamedTuple):
-    """One rank of a mesh: its position along each axis, and its number among all, row by row."""
+    """One virtual rank: its position along each axis of a mesh, and its number among all ranks, row by row."""
 
     mesh: VirtualMesh
     position: tuple[int, ...]
@@ -49,15 +50,16 @@ def seats(mesh: VirtualMesh) -> list[Seat]:
 
 @torch.no_grad()
 def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | None = None) -> list[Values]:
-    """The tensors that each rank's program returns, given each rank's arguments, which are written to where they are
-    donated. `watch(node, values of each rank)` is called after each node, before values die. A program that draws
-    advances torch's default CPU generator by one draw.
+    """The tensor results of each rank, given the tensor arguments of each rank. Writes to donated arguments.
+
+    `watch(node, values of each rank)` is called after each node, before values are dropped. A program that draws random
+    numbers advances torch's default CPU generator by one draw.
 
     Raises:
         FzeroError: where a node writes to memory that a collective is sending.
     """
     alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
-    dying = last_uses(program.graph)
+    dying = find_last_uses(program.graph)
     with step_seed() if program.draws else nullcontext() as seed:
         ranks = _Ranks(program, seed)
         for node in program.graph.nodes:
@@ -70,7 +72,7 @@ def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | 
 
 
 def _step(node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, Any]]) -> None:
-    """Note what a node gives on each rank."""
+    """Run one node on all ranks, and store its value on each."""
     if node.op == "get_attr":
         results = [program.constants[node.target] for _ in alive]
     elif node.op == "call_function":
@@ -82,7 +84,7 @@ def _step(node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, An
 
 
 class _Started(NamedTuple):
-    """What a rank has started: its result, and what it sends, which nothing may write to until it is waited for."""
+    """A started collective of one rank: its result, and the tensors that it sends with their versions at the start."""
 
     rank: int
     result: Tensor
@@ -90,26 +92,26 @@ class _Started(NamedTuple):
     versions: list[int]
 
     def wait(self) -> Tensor:
-        """The result. Raises where what was sent has been written to."""
+        """The result. Raises where a node has written to the tensors that are being sent."""
         if [x._version for x in self.sent] != self.versions:
             raise FzeroError(f"rank {self.rank}", "memory that a collective is sending was written to", PASS_BUG)
         return self.result
 
 
 class _Ranks:
-    """All ranks of a program's mesh.
+    """All ranks of a program's mesh, to run nodes on.
 
-    Memory is shared where it is on a live mesh: what one rank gathers alone is a view of its slices. Means are taken in
-    the order of ranks, as the transports of CPU ranks take them.
+    Values share memory where they do on a live mesh: a rank that is alone on an axis gathers a view of its slices.
+    Means are taken in rank order, as the transports of CPU ranks take them, so that both agree bit for bit.
     """
 
     def __init__(self, program: Program, seed: int | None) -> None:
         self.program, self.seats = program, seats(program.mesh)
         self.seed = {"seed": seed}
-        self.rows = {axis: _rows(self.seats, program.mesh, axis) for axis in program.mesh.names}
+        self.rows = {axis: _group_rows(self.seats, program.mesh, axis) for axis in program.mesh.names}
 
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
-        """What a node gives on each rank, called with each rank's arguments."""
+        """The values of a node on all ranks, given each rank's arguments."""
         operation = record(node)
         if operation.perform is None:
             return [node.target(*args, **kwargs) for args, kwargs in calls]
@@ -119,20 +121,20 @@ class _Ranks:
         return results if operation.moves is None else self._communicate(operation, results)
 
     def _communicate(self, operation: Operation, ranks: list[Steps]) -> Values:
-        """Run an operation to its end on each rank, exchange by exchange."""
+        """Run an operation that communicates to its end on all ranks, exchange by exchange."""
         asked, results = _advance(ranks, [None] * len(ranks))
         first = asked
         while asked:
             asked, results = _advance(ranks, self._exchange(operation, asked))
         if not operation.starts:
             return results
-        is_alone = self.program.mesh.size(first[0].axis) == 1  # what one rank sends is what it gets
+        is_alone = self.program.mesh.size(first[0].axis) == 1  # one rank gets the memory that it sends
         sent = [[result] if is_alone else list(each.sent) for each, result in zip(first, results)]
         versions = [[x._version for x in each] for each in sent]
         return [_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)]
 
     def _exchange(self, operation: Operation, asked: Sequence[Exchange]) -> Values:
-        """What each rank gets."""
+        """The results of one exchange, for each rank."""
         kinds = {(type(each), each.axis) for each in asked}
         if len(asked) != len(self.seats) or len(kinds) > 1:
             problem = "ranks ask for different exchanges, and would wait for each other for ever"
@@ -147,7 +149,7 @@ class _Ranks:
 
 
 def _advance(ranks: Sequence[Steps], answers: Sequence[Any]) -> tuple[list[Exchange], Values]:
-    """Give each rank its answer: the exchanges that ranks ask for next, and the results of those that have ended."""
+    """Send each rank its answer. Returns the exchanges that ranks ask for next, and the results of ranks that ended."""
     asked, results = list[Exchange](), list[Any]()
     for steps, answer in zip(ranks, answers):
         try:
@@ -157,8 +159,8 @@ def _advance(ranks: Sequence[Steps], answers: Sequence[Any]) -> tuple[list[Excha
     return asked, results
 
 
-def _rows(ranks: list[Seat], mesh: VirtualMesh, axis: str) -> list[list[int]]:
-    """The numbers of the ranks that communicate along an axis: those whose other positions are equal."""
+def _group_rows(ranks: list[Seat], mesh: VirtualMesh, axis: str) -> list[list[int]]:
+    """The rows of ranks that communicate along an axis, by number: ranks of a row differ in this position only."""
     along = mesh.names.index(axis)
     rows: dict[tuple[int, ...], list[int]] = {}
     for seat in ranks:

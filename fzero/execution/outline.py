@@ -1,4 +1,5 @@
-"""Fragments: what a program computes between its collectives, as functions of tensors; equal ones are one function."""
+"""Fragments: the computations between a program's collectives as functions of tensors, to compile. Equal fragments are
+one function."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ from fzero.program.records import find_writes, is_call, is_random, name_of, shar
 from fzero.values.regions import DOTS
 
 LEAST = 2
-"""A fragment has as many operations that may be fused: with less there is nothing to gain."""
+"""The number of operations that can be fused from which on a fragment is worth compiling."""
 
 _PASSED_OVER = (ops.whole, ops.part, operator.getitem)
 _ACCUMULATE = frozenset({"embedding_dense_backward", "index_put", "index_add", "scatter_add", "scatter_reduce"})
-"""Inductor makes these of additions that threads do in any order: a step would not repeat bit for bit."""
+"""Operations that inductor compiles to additions in the order of threads, so that a step would not repeat bit for
+bit."""
 
 
 class Value(NamedTuple):
-    """What of a tensor decides how it is computed with."""
+    """The properties of a tensor that compiled code depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,10 +40,10 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragment:
-    """A function of tensors that gives a tuple of tensors: the plain operations of `graph`.
+    """A function of tensors that returns a tuple of tensors, by the aten operations of `graph`.
 
-    It writes to nothing, and no result shares memory with another, or with an input. `code`, and what `inputs` are,
-    are all that there is to it: fragments that have both in common are equal.
+    It writes to no input, and its results share no memory with each other or with an input. Fragments of equal `code`
+    and `inputs` are equal.
     """
 
     __name__: ClassVar[str] = "fragment"
@@ -50,7 +52,7 @@ class Fragment:
     graph: fx.Graph = field(compare=False, repr=False)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Operation by operation."""
+        """Run operation by operation."""
         return self._forward(*tensors)
 
     @cached_property
@@ -59,23 +61,23 @@ class Fragment:
 
 
 def outline(program: Program) -> Program:
-    """Put a call of a `Fragment` in the place of each run of plain operations in which there is something to fuse.
+    """Replace each run of plain operations in which something can be fused by a call of a `Fragment`.
 
-    Same results, bit for bit, where fragments run as they are. A run ends at what is more than a computation: at
-    collectives, draws and writes, and at what is computed from slices, whose sizes differ between ranks. It also ends
-    where leaves of another bucket are used, so that layers stay apart where no collective parts them. Views of what a
-    fragment takes, or gives, are made outside of it.
+    A run ends at collectives, at random draws, at writes, and at values computed from slices, whose sizes differ
+    between ranks. A run also ends where the program begins to use another bucket, so that equal layers give equal
+    fragments. Views of a fragment's inputs and results are taken outside of the fragment. Same results, bit for bit,
+    where fragments run operation by operation.
     """
     program = program.copy()
     for item in program.graph.find_nodes(op="call_function", target=operator.getitem):
-        item.args[0].append(item)  # so that no run ends between them
-    for run in list(_runs(program)):
+        item.args[0].append(item)  # items stand right behind their list, so that no run ends between them
+    for run in list(_find_runs(program)):
         _outline(program.graph, run)
     return program
 
 
-def _runs(program: Program) -> Iterator[list[Node]]:
-    """The runs, with the views that are passed over."""
+def _find_runs(program: Program) -> Iterator[list[Node]]:
+    """The runs of plain operations, with the views of buffers among them, which do not end a run."""
     kinds, bucket_of, bucket, run = infer(program), dict[Node, str](), "", list[Node]()
     for node in program.graph.nodes:
         used = [bucket_of[source] for source in node.all_input_nodes if source in bucket_of]
@@ -94,7 +96,7 @@ def _runs(program: Program) -> Iterator[list[Node]]:
 
 
 def _is_plain(node: Node, kinds: dict[Node, Kind]) -> bool:
-    """Whether a node only computes, from and to tensors of the same sizes on all ranks."""
+    """Whether a node only computes, and its operands and results have the same sizes on all ranks."""
     if node.op != "call_function" or getattr(node.target, "namespace", "") != "aten":
         return False
     if find_writes(node) or is_random(node) or name_of(node) in _ACCUMULATE:
@@ -104,23 +106,23 @@ def _is_plain(node: Node, kinds: dict[Node, Kind]) -> bool:
 
 
 def _is_ordinary(node: Node) -> bool:
-    """Whether a node's value is of tensors that shape, strides, dtype and device describe."""
-    return all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_complex() for x in _tensors(node))
+    """Whether all tensors of a node's value are described by a `Value`: strided, and not complex."""
+    return all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_complex() for x in _list_tensors(node))
 
 
-def _tensors(node: Node) -> list[Any]:
-    """A node's value, or those of its values that are there."""
+def _list_tensors(node: Node) -> list[Any]:
+    """The tensors of a node's value, without the Nones of a list."""
     value = node.meta.get("val")
     return [x for x in value if x is not None] if isinstance(value, (list, tuple)) else [value]
 
 
 def _outline(graph: fx.Graph, run: Sequence[Node]) -> None:
-    """Put a call behind a run, and what is a view of its results behind that; the run's own nodes go."""
-    inside = _inside(run)
+    """Replace the nodes of a run by a call behind the run, and views of the call's results behind the call."""
+    inside = _select_inside(run)
     if sum(map(_may_fuse, inside)) < LEAST:
         return
-    outputs, views = _find_needed(inside)
-    fragment, inputs = _fragment(inside, outputs)
+    outputs, views = _find_outputs(inside)
+    fragment, inputs = _make_fragment(inside, outputs)
     with graph.inserting_after(run[-1]):
         call = last = graph.call_function(fragment, tuple(inputs))
     call.meta["val"] = tuple(output.meta["val"] for output in outputs)
@@ -137,8 +139,8 @@ def _outline(graph: fx.Graph, run: Sequence[Node]) -> None:
             graph.erase_node(node)
 
 
-def _inside(run: Sequence[Node]) -> list[Node]:
-    """What a run computes, with views of that, but not the views of what was there before."""
+def _select_inside(run: Sequence[Node]) -> list[Node]:
+    """The nodes that a run computes, and views of these, without views of earlier values."""
     inside: dict[Node, None] = {}
     for node in run:
         if node.op == "call_function" and (not shares_memory(node) or node.all_input_nodes[0] in inside):
@@ -147,14 +149,15 @@ def _inside(run: Sequence[Node]) -> list[Node]:
 
 
 def _may_fuse(node: Node) -> bool:
-    """Whether a node is worth compiling with another: not a view, a matrix product, or of numbers only."""
+    """Whether fusing a node with another saves time: not for views, matrix products and operations on 0-d tensors."""
     if shares_memory(node) or name_of(node) in DOTS:
         return False
-    return any(x.ndim for source in node.all_input_nodes for x in _tensors(source))
+    return any(x.ndim for source in node.all_input_nodes for x in _list_tensors(source))
 
 
-def _find_needed(inside: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """What others need of it: tensors that it has to give, and views of those, which are made outside. In order."""
+def _find_outputs(inside: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """The nodes inside that nodes outside use, in order: first tensors, which the fragment returns, then views of
+    these, which are taken outside of it."""
     outputs, views, own = list[Node](), list[Node](), set(inside)
     for node in reversed(inside):
         if any(user not in own for user in node.users):
@@ -165,12 +168,12 @@ def _find_needed(inside: Sequence[Node]) -> tuple[list[Node], list[Node]]:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether a node's value shares memory with that of another; an item of several results is a result itself."""
+    """Whether a node's value is a view of another node's. An item of several results is a result, and no view."""
     return shares_memory(node.args[0] if is_call(node, operator.getitem) else node)
 
 
-def _fragment(inside: Sequence[Node], outputs: Sequence[Node]) -> tuple[Fragment, list[Node]]:
-    """What computes these outputs, and the nodes that it takes."""
+def _make_fragment(inside: Sequence[Node], outputs: Sequence[Node]) -> tuple[Fragment, list[Node]]:
+    """The fragment that computes `outputs`, and the nodes that are its inputs."""
     needed = set(outputs)
     for node in reversed(inside):
         if node in needed:

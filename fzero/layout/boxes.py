@@ -46,16 +46,16 @@ def _largest(shape: tuple[int, ...], position: int, stop: int) -> tuple[int, ...
 
     The box takes as many steps as fit along the outermost dimension of which one step fits.
     """
-    for dim, (whole, stride) in enumerate(zip(shape, _strides(shape))):
+    for dim, (size, stride) in enumerate(zip(shape, _strides(shape))):
         if position % stride == 0 and position + stride <= stop:
-            steps = min((stop - position) // stride, whole - position // stride % whole)
+            steps = min((stop - position) // stride, size - position // stride % size)
             return (*(1,) * dim, steps, *shape[dim + 1 :])
     return ()
 
 
 def _index(shape: tuple[int, ...], position: int) -> tuple[int, ...]:
     """The coordinates of the element at a row-major position."""
-    return tuple(position // stride % whole for whole, stride in zip(shape, _strides(shape)))
+    return tuple(position // stride % size for size, stride in zip(shape, _strides(shape)))
 
 
 @lru_cache(2**12)

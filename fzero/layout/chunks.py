@@ -48,11 +48,11 @@ def overlaps(layout: Layout, leaf: int, chunk: range) -> Iterator[Overlap]:
     Raises:
         FzeroError: for a chunk that reaches outside the leaf.
     """
-    whole = layout.leaf_ranges[leaf]
-    if chunk.start < 0 or chunk.stop > len(whole):
-        problem = f"a chunk is {chunk}, of {len(whole)} elements"
+    span = layout.leaf_ranges[leaf]
+    if chunk.start < 0 or chunk.stop > len(span):
+        problem = f"a chunk is {chunk}, of {len(span)} elements"
         raise FzeroError(layout.leaves[leaf].path, problem, "take chunks from fzero.layout.chunks.chunks")
-    return (_overlap(layout, leaf, chunk, rank) for rank in _owners(layout, shift(chunk, whole.start)))
+    return (_overlap(layout, leaf, chunk, rank) for rank in _owners(layout, shift(chunk, span.start)))
 
 
 def rank_overlaps(layout: Layout, leaf: int, rank: int | None, size: int) -> Iterator[Overlap]:

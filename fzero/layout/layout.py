@@ -112,8 +112,8 @@ class Layout:
 
     def part(self, leaf: int, rank: int | None) -> range:
         """The elements of a leaf that `rank` owns, counted from the leaf's start. May be empty."""
-        whole = self.leaf_ranges[leaf]
-        return shift(intersect(whole, self.rank_range(rank)), -whole.start)
+        span = self.leaf_ranges[leaf]
+        return shift(intersect(span, self.rank_range(rank)), -span.start)
 
     def slot(self, leaf: int, rank: int | None) -> range:
         """The place of this part in the rank's slice, counted from the slice's start."""
@@ -202,10 +202,10 @@ class Wire:
 
     def is_joined(self, position: int) -> bool:
         """Whether the leaf at `position` of `leaves` is empty or one contiguous piece of the buffer."""
-        whole = self.layout.leaf_ranges[self.leaves[position]]
-        if self.is_complete or not whole:
+        span = self.layout.leaf_ranges[self.leaves[position]]
+        if self.is_complete or not span:
             return True
-        first, last = whole.start // self.layout.shard, (whole.stop - 1) // self.layout.shard
+        first, last = span.start // self.layout.shard, (span.stop - 1) // self.layout.shard
         before = [rank for rank in self.layout.representative_ranks(self.leaves) if first <= rank < last]
         return all(self.block(rank)[position].stop == self.stride for rank in before)
 
@@ -213,8 +213,8 @@ class Wire:
     def pieces(self, position: int) -> tuple[range, ...]:
         """The ranges of the buffer that hold the leaf at `position` of `leaves`, none empty or adjoining."""
         if self.is_complete:
-            whole = self.layout.leaf_ranges[self.leaves[position]]
-            return (whole,) if whole else ()
+            span = self.layout.leaf_ranges[self.leaves[position]]
+            return (span,) if span else ()
         joined: list[range] = []
         for rank in range(self.layout.world):
             piece = shift(self.block(rank)[position], rank * self.stride)

@@ -1,7 +1,7 @@
-"""Passes: each a function of a `Program` to a `Program`, one file a pass, its guarantee in its docstring.
+"""Passes: functions of a `Program` to a `Program`. One file a pass; the pass's docstring states its guarantee.
 
-In: what the tracer wrote down, every gather at its use, one leaf each. Out: the program that ranks run. `defaults`
-lists the passes of a stage, `insert` puts another one among them; docs/passes.md shows how to write one.
+In: a traced program, which gathers each leaf where the step uses the leaf. Out: the program that ranks run.
+`defaults` lists the passes of a stage, `insert` puts another pass among them; docs/passes.md shows how to write one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ __all__ = [
 
 
 def defaults(*, stage: int, in_place: bool = True) -> tuple[Pass, ...]:
-    """The passes of `shard` at a stage, in order. `in_place` updates state in place. `resolve` comes before all."""
+    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place.
+
+    `resolve` runs before these passes, also before those that a user gives.
+    """
     first = (accumulate,) if stage == 1 else ()
     last = (donate,) if in_place else ()
     return (
-        rematerialize,
+        rematerialize,  # before release, which decides whether the copies in the backward pass gather again
         *first,
         bucket,
         coalesce,
         partial(release, stage=stage),
         fuse,
-        split,
-        prefetch,
-        *last,
+        split,  # cuts the calls of fuse, by the order of the nodes so far
+        prefetch,  # schedules by the costs of nodes, so behind the passes that change nodes
+        *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
         partial(verify, stage=stage),
     )

@@ -1,4 +1,4 @@
-"""The accumulate pass: gradients are summed whole and scattered once. Stage 1."""
+"""The accumulate pass of stage 1: add up full gradients of microbatches, and scatter each leaf's sum once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SCALINGS = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Sca
 
 
 def accumulate(program: Program) -> Program:
-    """Sums and multiples of scattered gradients of one leaf become the scatter of the sum: k microbatches cost the
+    """Turn sums and multiples of scattered gradients of one leaf into the scatter of the sum: k microbatches cost the
     communication of one.
 
-    Same results up to rounding, since sums over microbatches and means over ranks change places. Whole gradients stay
-    alive from the first microbatch to the last.
+    Same results up to rounding, because sums over microbatches and means over ranks change places. Full gradients
+    stay alive from the first microbatch to the last.
     """
     program = program.copy()
     for node in list(program.graph.nodes):
@@ -33,7 +33,7 @@ def accumulate(program: Program) -> Program:
 
 
 def _is_linear(node: Node, scatters: list[Node]) -> bool:
-    """Whether a node takes slices of one leaf's gradient, and numbers, to another such slice, and alone uses them."""
+    """Whether a node is a sum or a multiple of scattered gradients of one leaf, and the only user of these."""
     if node.op != "call_function" or len(scatters) != len(node.all_input_nodes):
         return False
     if any(len(scatter.users) > 1 for scatter in scatters):
@@ -46,11 +46,11 @@ def _is_linear(node: Node, scatters: list[Node]) -> bool:
 
 
 def _swap(program: Program, node: Node, scatter: Node) -> None:
-    """`op(scatter(x), ...)` to `scatter(op(x, ...))`."""
+    """Replace `op(scatter(x), ...)` by `scatter(op(x, ...))`."""
     with program.graph.inserting_before(node):
         args = [arg.args[0] if _is_scatter(arg) else arg for arg in node.args]
-        whole = program.emit(node.target, *args, **node.kwargs)
-        program.substitute(node, program.emit(ops.scatter, whole, *scatter.args[1:]))
+        full = program.emit(node.target, *args, **node.kwargs)
+        program.substitute(node, program.emit(ops.scatter, full, *scatter.args[1:]))
 
 
 def _is_scatter(arg: Any) -> bool:

@@ -1,10 +1,10 @@
-"""The coalesce pass: small reductions travel together."""
+"""The coalesce pass: one collective for small all-reduces."""
 
 from __future__ import annotations
 
 import operator
 
-from fzero.passes.order import hops, restore_order
+from fzero.passes.order import count_depths, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -12,14 +12,15 @@ from fzero.program.records import find_writes, is_call, storage
 
 
 def coalesce(program: Program) -> Program:
-    """All-reduces of one operation, axis and dtype that do not depend on each other become one, where the last of their
-    operands is ready. Left alone are operands that the step overwrites.
+    """Turn independent all-reduces of one operation, axis and dtype into one, where the last of their operands is
+    ready.
 
-    Same results, bit for bit where the backend reduces each element alike whatever its position, as two ranks always
-    do. The sums of squares behind a global norm cost one collective, not one a leaf.
+    The sums of squares behind a global norm then cost one collective, not one for each leaf. All-reduces of operands
+    that the step overwrites stay as they are. Same results, bit for bit where the backend reduces elements alike at
+    all positions; with two ranks every backend does.
     """
     program = program.copy()
-    depth = hops(program.graph, lambda node: is_call(node, ops.all_reduce))
+    depth = count_depths(program.graph, lambda node: is_call(node, ops.all_reduce))
     groups: dict[tuple[object, ...], list[Node]] = {}
     changed = {storage(written) for node in program.graph.nodes for written in find_writes(node)}
     for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):

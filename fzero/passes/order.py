@@ -1,4 +1,4 @@
-"""The order of a graph's nodes: gathers at their first use, everything else as written. A helper of the passes."""
+"""The order of a graph's nodes: gathers at their first use, everything else as traced. Helpers of the passes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 
 from torch import fx
 
+from fzero.base.torch_private import find_root
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, record, starts, storage
 
 
-def find_derived(graph: fx.Graph, direction: str) -> dict[Node, Node]:
-    """Each node that starts a "gathered" (or "scattered") buffer, and each node cheaply derived from one alone -> the
-    node that starts it."""
+def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
+    """Node -> the node that starts the buffer that it comes from, for "gathered" or for "scattered" buffers.
+
+    Covers the starting nodes themselves, and every node that is cheaply derived (`Operation.is_derived`) from one such
+    buffer alone and whose memory nothing writes to.
+    """
     origin: dict[Node, Node] = {}
     changed = {storage(written) for node in graph.nodes for written in find_writes(node)}
     for node in graph.nodes:
@@ -32,9 +36,9 @@ def _is_derived(node: Node) -> bool:
 
 
 def sink_gathers(graph: fx.Graph) -> None:
-    """Move each all-gather, with what is derived from it, to its first use. Drops what has no use."""
+    """Move each all-gather, and the nodes derived from its buffer, to the first use. Erases nodes without a use."""
     restore_order(graph)
-    lazy = find_derived(graph, "gathered")
+    lazy = find_origins(graph, "gathered")
     order: dict[Node, None] = {}
     for root in graph.nodes:
         stack = [] if root in lazy else [root]
@@ -48,7 +52,10 @@ def sink_gathers(graph: fx.Graph) -> None:
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Move each node that stands before one of its inputs to just behind the last of them. Drops what has no use."""
+    """Move each node that stands before one of its inputs behind the last of them. Erases nodes without a use.
+
+    Nodes that stand behind their inputs keep their order: the heap yields the ready node that was first in the graph.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
     followers = _find_followers(graph)
     missing = {node: len(node.all_input_nodes) for node in position}
@@ -69,7 +76,8 @@ def restore_order(graph: fx.Graph) -> None:
 
 
 def _find_followers(graph: fx.Graph) -> dict[Node, list[Node]]:
-    """Node -> nodes that must stay behind it although they do not take its value: both touch memory that is changed."""
+    """Node -> the nodes that must stay behind it without using its value, because both touch memory that some node
+    overwrites."""
     changed = {storage(written) for node in graph.nodes for written in find_writes(node)}
     last: dict[Any, Node] = {}
     followers: dict[Node, list[Node]] = {}
@@ -83,15 +91,17 @@ def _find_followers(graph: fx.Graph) -> dict[Node, list[Node]]:
 
 def rearrange(graph: fx.Graph, order: list[Node]) -> None:
     """Put the graph's nodes into this order; the output stays last."""
-    anchor = graph._root
+    anchor = find_root(graph)
     for node in order:
         anchor.append(node)
         anchor = node
 
 
-def hops(graph: fx.Graph, counted: Callable[[Node], bool]) -> dict[Node, int]:
-    """For each node the most counted nodes on a path that ends in it: equal counts of two counted nodes mean that
-    neither depends on the other."""
+def count_depths(graph: fx.Graph, counted: Callable[[Node], bool]) -> dict[Node, int]:
+    """Node -> the largest number of counted nodes on a path that ends in the node.
+
+    Two counted nodes of equal depth do not depend on each other.
+    """
     depth: dict[Node, int] = {}
     for node in graph.nodes:
         below = max((depth[n] for n in node.all_input_nodes), default=0)

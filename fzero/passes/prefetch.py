@@ -1,4 +1,4 @@
-"""The prefetch pass: communication starts early and is waited for late, as the program's own costs say."""
+"""The prefetch pass: start communication early and wait for it late, by the program's own costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from fzero.passes.order import find_derived, rearrange
+from fzero.passes.order import find_origins, rearrange
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import starts
@@ -18,35 +18,39 @@ SLACK = 2.0
 
 
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
-    """Start each all-gather as far in front of its use as there is compute to hide it, and no further; wait for each
+    """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Wait for each
     reduce-scatter where its result is used, or where another one starts and it is done.
 
-    Seconds are those of `program.rates`. Same results, bit for bit; each kind of collective stays in its order. No more
-    than `memory` bytes of gathered buffers await their first use at once, and no more of gradients are on their way: by
-    default twice the largest bucket. The peak grows by no more than both.
+    `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, and
+    at most `memory` bytes of gradients are being sent; by default twice the largest bucket. The peak grows by at most
+    the sum of both. Same results, bit for bit. All-gathers keep their order, and so do reduce-scatters.
     """
     program = program.copy()
     costs = program.costs()
-    memory = 2 * _largest(program.graph) if memory is None else memory
+    memory = 2 * _find_largest(program.graph) if memory is None else memory
     rearrange(program.graph, _start_early(list(program.graph.nodes), costs, memory))
     rearrange(program.graph, _wait_late(program, costs, memory))
     return program
 
 
-def _largest(graph: fx.Graph) -> int:
-    """Bytes of the largest buffer that is gathered."""
+def _find_largest(graph: fx.Graph) -> int:
+    """Bytes of the largest gathered buffer."""
     gathers = (node for node in graph.nodes if starts(node) == "gathered")
     return max((nbytes(node.meta["val"]) for node in gathers), default=0)
 
 
 def _start_early(nodes: list[Node], costs: Costs, memory: int) -> list[Node]:
-    """The nodes with each all-gather further in front, in the order of use."""
+    """The nodes in their new order: all-gathers move forward, and stay in the order of their uses.
+
+    Each all-gather starts from its place at the first use and moves towards its best start, as long as the bytes that
+    await their use leave room for it.
+    """
     position = {node: index for index, node in enumerate(nodes)}
     gathers = [node for node in nodes if starts(node) == "gathered"]
     wanted = _find_best_starts(nodes, position, gathers, costs)
-    waiting = [0] * len(nodes)  # bytes that are gathered by then and not used yet
+    waiting = [0] * len(nodes)  # at each node: bytes that are gathered and not used yet
     before: list[list[Node]] = [[] for _ in nodes]
-    at = sum(node.op == "placeholder" for node in nodes)
+    at = sum(node.op == "placeholder" for node in nodes)  # no all-gather starts before the arguments, or the last one
     for start in gathers:
         earliest = max([at, wanted[start], *(position[source] + 1 for source in start.all_input_nodes)])
         at, size = position[start], nbytes(start.meta["val"])
@@ -61,23 +65,28 @@ def _start_early(nodes: list[Node], costs: Costs, memory: int) -> list[Node]:
 def _find_best_starts(
     nodes: list[Node], position: dict[Node, int], gathers: list[Node], costs: Costs
 ) -> dict[Node, int]:
-    """In front of which node each all-gather should start, so that what is computed until its use hides it."""
-    clock = list(accumulate((costs[node].seconds for node in nodes), initial=0.0))  # in front of each node
+    """All-gather -> the position of the node in front of which it should start, to be hidden by the compute between
+    there and its use."""
+    clock = list(accumulate((costs[node].seconds for node in nodes), initial=0.0))  # seconds in front of each node
     wanted, at = dict[Node, int](), len(nodes)
-    for start in reversed(gathers):
+    for start in reversed(gathers):  # from the last on, because none may start later than the one behind it
         latest = bisect_right(clock, clock[position[start]] - SLACK * costs[start].comms[0][1]) - 1
         wanted[start] = at = min(latest, at)
     return wanted
 
 
 def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
-    """The nodes with each wait for a reduce-scatter, and what is derived from it alone, further behind."""
-    origin = find_derived(program.graph, "scattered")
+    """The nodes in their new order: waits for reduce-scatters, and the nodes derived from their results, move back.
+
+    The wait for a reduce-scatter comes at the first of these: its result is used; another reduce-scatter starts and
+    this one is done by then; the bytes that are being sent would exceed `memory`.
+    """
+    origin = find_origins(program.graph, "scattered")
     derived: dict[Node, list[Node]] = {}
     for node, start in origin.items():
         derived.setdefault(start, []).append(node)
     lanes, order = Lanes(costs), list[Node]()
-    sending: dict[Node, int] = {}  # bytes of what is on its way, oldest first
+    sending: dict[Node, int] = {}  # reduce-scatter that nothing has waited for -> its bytes, oldest first
 
     def perform(nodes: list[Node]) -> None:
         lanes.run(nodes)
@@ -85,7 +94,7 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
 
     def finish(start: Node) -> None:
         del sending[start]
-        perform(derived[start][1:])
+        perform(derived[start][1:])  # the first is the start itself
 
     for node in program.graph.nodes:
         if node in origin and origin[node] is not node:
@@ -95,7 +104,7 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
                 finish(origin[source])
         if starts(node) == "scattered":
             size = _count_sending(program, node)
-            for start in [start for start in sending if lanes.there[start] <= lanes.now]:
+            for start in [start for start in sending if lanes.done_at[start] <= lanes.now]:
                 finish(start)
             while sending and sum(sending.values()) + size > memory:
                 finish(next(iter(sending)))
@@ -107,6 +116,7 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
 
 
 def _count_sending(program: Program, start: Node) -> int:
-    """Bytes that a reduce-scatter keeps alive until it is waited for: what it sends, and receives from others."""
+    """Bytes that a reduce-scatter keeps alive until its wait: N blocks that it sends, N - 2 that it receives beside its
+    result."""
     world = program.layout_of(start).world
     return nbytes(start.meta["val"]) * (world + max(world - 2, 0))

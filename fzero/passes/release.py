@@ -1,4 +1,4 @@
-"""The release pass: how long a gathered bucket lives, and when gradients are scattered. The stages of ZeRO."""
+"""The release pass: the stages of ZeRO, which say how long a gathered bucket lives and when gradients are scattered."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from itertools import pairwise
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_derived, rearrange, sink_gathers
+from fzero.passes.order import find_origins, rearrange, sink_gathers
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import starts
 
 
 def release(program: Program, *, stage: int) -> Program:
-    """Stage 3: drop each gathered bucket when another one is used and gather it again for its next use.
-    Stage 2: gather once and keep to the last use. Stage 1: also keep whole gradients and scatter all at the end.
+    """Set how long gathered buckets and full gradients live.
 
-    Same results, bit for bit. Comm grows from 2P at stages 1 and 2 to at most 3P where the backward pass uses each
-    bucket once more, and live gathered bytes fall from P to the two largest neighbouring buckets.
+    * Stage 3: drop a gathered bucket when another bucket is used, and gather it again for its next use.
+    * Stage 2: gather each bucket once, and keep it until its last use.
+    * Stage 1: as 2; keep full gradients too, and scatter all of them at the end.
+
+    Same results, bit for bit. Of P bytes of parameters, stages 1 and 2 move 2P and gather up to P at once. Stage 3
+    moves at most 3P, where the backward pass uses each bucket once more, and gathers the two largest neighbouring
+    buckets at once.
 
     Raises:
         FzeroError: for a stage other than 1, 2 or 3.
@@ -35,16 +39,18 @@ def release(program: Program, *, stage: int) -> Program:
 
 
 def _regather(program: Program) -> None:
-    origin = find_derived(program.graph, "gathered")
+    """Give each run of uses of a bucket an all-gather of its own."""
+    origin = find_origins(program.graph, "gathered")
     uses = [(node, {origin[n] for n in node.all_input_nodes if n in origin}) for node in program.graph.nodes]
     uses = [(node, buckets) for node, buckets in uses if buckets and node not in origin]
-    for bucket, span in _later_spans(uses):
+    for bucket, span in _find_later_spans(uses):
         _gather_again(program, bucket, span, origin)
     sink_gathers(program.graph)
 
 
-def _later_spans(uses: list[tuple[Node, set[Node]]]) -> Iterator[tuple[Node, list[Node]]]:
-    """Each all-gather with each run of its uses that a use of only other buckets parts from an earlier one."""
+def _find_later_spans(uses: list[tuple[Node, set[Node]]]) -> Iterator[tuple[Node, list[Node]]]:
+    """Each all-gather with each later run of its uses. A run ends where a node uses other buckets only; the first run
+    keeps the all-gather that there is."""
     positions: dict[Node, list[int]] = {}
     for position, (_, buckets) in enumerate(uses):
         for bucket in buckets:
@@ -60,7 +66,7 @@ def _later_spans(uses: list[tuple[Node, set[Node]]]) -> Iterator[tuple[Node, lis
 
 
 def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dict[Node, Node]) -> None:
-    """Give these users their own copy of an all-gather and of what they use that is derived from it."""
+    """Give these users a copy of an all-gather, and of the nodes derived from its buffer that they use."""
     copies: dict[Node, Node] = {}
 
     def copy(node: Node) -> Node:
@@ -81,7 +87,7 @@ def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dic
 
 
 def _scatter_last(program: Program) -> None:
-    """Move every reduce-scatter, and what needs one, behind everything that needs none."""
+    """Move every reduce-scatter, and the nodes that depend on one, behind all other nodes."""
     late: set[Node] = set()
     for node in program.graph.nodes:
         if starts(node) == "scattered" or any(n in late for n in node.all_input_nodes):

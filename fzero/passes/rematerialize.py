@@ -1,4 +1,4 @@
-"""The rematerialize pass: what `remat` has marked is computed again in the backward pass, not kept for it."""
+"""The rematerialize pass: compute the values of `remat` regions again in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ from fzero.values.regions import Region, get_mark, set_mark
 
 
 def rematerialize(program: Program) -> Program:
-    """Values of a region of `remat` that the backward pass uses, other than those that are kept, are computed again in
-    front of their first use there: once a region, all of them. Nested regions are so within what is computed again.
+    """Compute the values of a `remat` region that the backward pass uses again, together, once, before their first use
+    there. Nested regions likewise, within the values that are computed again.
 
-    Same results, bit for bit. No collective is repeated here: a gather gets more uses, for `release` to part. Kept are
-    a region's inputs and whatever of it the forward pass uses, what its policy keeps, results of collectives, and
-    memory that is written to from outside the region. Without regions it is `program` itself.
+    Same results, bit for bit. A region keeps, and does not compute again:
+
+    * its inputs, and its values that the forward pass uses outside of the region;
+    * the values that its policy keeps;
+    * the results of collectives: a gather gets another use, and `release` decides whether to gather again;
+    * values in memory that is written to from outside the region.
+
+    Returns `program` itself where there is no region.
     """
-    if not _outermost(program.graph):
+    if not _find_outermost(program.graph):
         return program
     program = program.copy()
-    while regions := _outermost(program.graph):
-        writers = _writers(program.graph)
+    while regions := _find_outermost(program.graph):
+        writers = _find_writers(program.graph)
         for region, members in regions.items():
             _recompute(program, region, members, writers)
     program.graph.eliminate_dead_code()
     return program
 
 
-def _outermost(graph: fx.Graph) -> dict[Region, list[Node]]:
-    """The nodes of each region that is in no other, in order."""
+def _find_outermost(graph: fx.Graph) -> dict[Region, list[Node]]:
+    """Region -> its nodes in order, for each region that lies in no other."""
     regions: dict[Region, list[Node]] = {}
     for node in graph.nodes:
         for region in get_mark(node).regions[:1]:
@@ -41,8 +46,8 @@ def _outermost(graph: fx.Graph) -> dict[Region, list[Node]]:
     return regions
 
 
-def _writers(graph: fx.Graph) -> dict[Any, list[Node]]:
-    """Memory that is written to -> the nodes that do."""
+def _find_writers(graph: fx.Graph) -> dict[Any, list[Node]]:
+    """Memory -> the nodes that write to it."""
     writers: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         for written in find_writes(node):
@@ -51,14 +56,14 @@ def _writers(graph: fx.Graph) -> dict[Any, list[Node]]:
 
 
 def _recompute(program: Program, region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> None:
-    """Give the backward pass its own copies of what it uses of a region. Unmarks the region."""
-    lost = set(members) - _kept(region, members, writers)
+    """Give the backward pass copies of the values of a region that it uses. Takes the region out of all marks."""
+    lost = set(members) - _find_residuals(region, members, writers)
     users = {user for node in lost for user in node.users if not _is_inside(user, region)}
     used = lost.intersection(node for user in users for node in user.all_input_nodes)
-    needed = _find_needed(used, lost, writers)
+    needed = _find_dependencies(used, lost, writers)
     if users:
         with program.graph.inserting_before(min(users)):
-            copies = _copies(program, [node for node in members if node in needed])
+            copies = _copy_nodes(program, [node for node in members if node in needed])
         for user in users:
             for node in used.intersection(user.all_input_nodes):
                 user.replace_input_with(node, copies[node])
@@ -76,21 +81,21 @@ def _is_backward(node: Node, region: Region) -> bool:
     return get_mark(node).in_backward and not region.in_backward
 
 
-def _kept(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> set[Node]:
-    """The nodes of a region that are not computed again: kept values, and views of them and of the region's inputs,
-    which cost nothing; and what could not be, since the memory that it reads or is in has changed meanwhile."""
+def _find_residuals(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> set[Node]:
+    """The nodes of a region that are not computed again: values that the region keeps, views of these and of the
+    region's inputs, which cost nothing, and values whose memory or operands have changed by then."""
     kept = {node for node in members if _is_used_forward(node, region) or _is_chosen(node, region)}
     inputs = {source for node in members for source in node.all_input_nodes if not _is_inside(source, region)}
-    held = {storage(node) for node in kept | inputs}
-    held |= {memory for memory, nodes in writers.items() if not all(_is_inside(node, region) for node in nodes)}
+    alive = {storage(node) for node in kept | inputs}
+    alive |= {memory for memory, nodes in writers.items() if not all(_is_inside(node, region) for node in nodes)}
     while further := [
         node
         for node in members
         if node not in kept
-        and (storage(node) in held or any(storage(x) in held and storage(x) in writers for x in node.all_input_nodes))
+        and (storage(node) in alive or any(storage(x) in alive and storage(x) in writers for x in node.all_input_nodes))
     ]:
         kept.update(further)
-        held.update(map(storage, further))
+        alive.update(map(storage, further))
     return kept
 
 
@@ -99,7 +104,7 @@ def _is_used_forward(node: Node, region: Region) -> bool:
 
 
 def _is_chosen(node: Node, region: Region) -> bool:
-    """Whether a node's value is the result of a collective, or one that the region's policy keeps."""
+    """Whether a node's value is the result of a collective, or a value that the region's policy keeps."""
     if node.op != "call_function" or record(node).moves is not None:
         return True
     value = node.meta.get("val")
@@ -107,8 +112,8 @@ def _is_chosen(node: Node, region: Region) -> bool:
     return isinstance(value, Tensor) and region.keeps(name_of(named), value)
 
 
-def _find_needed(values: Iterable[Node], lost: set[Node], writers: dict[Any, list[Node]]) -> set[Node]:
-    """What of `lost` it takes to compute these values: what they are computed from, and what writes to that memory."""
+def _find_dependencies(values: Iterable[Node], lost: set[Node], writers: dict[Any, list[Node]]) -> set[Node]:
+    """The nodes of `lost` that these values depend on: their operands, and the nodes that write to the same memory."""
     needed: set[Node] = set()
     stack = list(values)
     while stack:
@@ -120,8 +125,8 @@ def _find_needed(values: Iterable[Node], lost: set[Node], writers: dict[Any, lis
     return needed
 
 
-def _copies(program: Program, nodes: list[Node]) -> dict[Node, Node]:
-    """Copies of these nodes, at the graph's insert point, in the regions that are in the outermost."""
+def _copy_nodes(program: Program, nodes: list[Node]) -> dict[Node, Node]:
+    """Node -> its copy, at the graph's insert point. The mark of a copy lacks the outermost region of its node."""
     copies: dict[Node, Node] = {}
     for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))

@@ -1,4 +1,4 @@
-"""The resolve pass: kinds are checked, and used. The first of all."""
+"""The resolve pass, the first of all: check the kinds of a traced program, and average its per-rank results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from fzero.program.records import is_call
 
 
 def resolve(program: Program) -> Program:
-    """`program` as the meaning of a sharded step has it: floating 0-d results of per-rank data become means over the
-    mesh, the mean of a value that is uniform is dropped, and so are the `beside` marks. Each result learns along which
-    axes it varies.
+    """Give a traced program the meaning of a sharded step.
+
+    * A floating 0-d result that is computed from per-rank data becomes its mean over the mesh.
+    * The mean of a value that is the same on all ranks is that value: the all-reduce goes.
+    * The `beside` marks go: only inference reads them.
+    * Each result notes the axes along which it varies (`Result.varies`).
 
     Raises:
         FzeroError: where a per-rank value meets a slice or is returned as state, or where the step writes into its
@@ -28,7 +31,7 @@ def resolve(program: Program) -> Program:
     kinds = infer(program)
     check_results(program, kinds)
     _average_results(program, kinds)
-    program = _with_axes(program, kinds)
+    program = _note_axes(program, kinds)
     for node in list(program.graph.nodes):
         if is_call(node, ops.beside) or _is_needless_mean(node, kinds):
             program.substitute(node, node.args[0])
@@ -37,12 +40,12 @@ def resolve(program: Program) -> Program:
 
 
 def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:
-    """Whether a node averages (or takes the extreme of) a value along an axis on which it does not differ."""
+    """Whether a node takes the mean, maximum or minimum of a value along an axis along which the value is the same."""
     return is_call(node, ops.all_reduce) and node.args[1] != "sum" and node.args[2] not in kinds[node.args[0]]
 
 
 def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
-    """Floating 0-d results that differ between ranks become their mean over the axes along which they do."""
+    """Replace each floating 0-d result that differs between ranks by its mean over the axes along which it differs."""
     returned = list(program.output.args[0])
     for position, result in enumerate(program.tensor_results):
         value = returned[position].meta["val"]
@@ -54,13 +57,14 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
     program.output.args = (returned,)
 
 
-def _with_axes(program: Program, kinds: dict[Node, Kind]) -> Program:
+def _note_axes(program: Program, kinds: dict[Node, Kind]) -> Program:
+    """The program with the axes along which each result varies."""
     nodes = iter(program.output.args[0])
 
-    def noted(result: Any) -> Any:
+    def note(result: Any) -> Any:
         if result.is_constant:
             return result
         kind = kinds[next(nodes)]
         return replace(result, varies=axes_of(program, kind)) if result.bucket is None else result
 
-    return replace(program, results=tuple(map(noted, program.results)))
+    return replace(program, results=tuple(map(note, program.results)))

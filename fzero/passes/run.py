@@ -1,4 +1,4 @@
-"""Running passes one after the other, with the mistakes of those that are not fzero's own named."""
+"""Run passes one after the other, and name the pass where one from outside of fzero makes a mistake."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _log = logging.getLogger("fzero")
 def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     """`program`, rewritten by each pass in turn.
 
-    A pass from outside of fzero is checked as soon as it returns. Where such passes raise the peak above that of the
-    other passes alone, apart from the state that they add, the logger "fzero" warns.
+    The result of a pass from outside of fzero is verified at once. The logger "fzero" warns where such passes raise the
+    peak above the peak of fzero's passes alone; the state that they add does not count.
 
     Raises:
-        FzeroError: for a pass that returns no program or one that `verify` refuses, naming the pass.
+        FzeroError: naming the pass, where a pass returns no `Program` or a program that `verify` refuses.
     """
     result = program
     for rewrite in passes:
@@ -36,7 +36,7 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
 
 
 def insert(passes: Sequence[Pass], new: Pass, *, before: str) -> tuple[Pass, ...]:
-    """`passes` with one more in front of the pass of this name: `insert(defaults(stage=3), mine, before="prefetch")`.
+    """`passes` with `new` in front of the pass named `before`: `insert(defaults(stage=3), mine, before="prefetch")`.
 
     Raises:
         FzeroError: where no pass has the name.
@@ -49,13 +49,13 @@ def insert(passes: Sequence[Pass], new: Pass, *, before: str) -> tuple[Pass, ...
 
 
 def name_of_pass(rewrite: Pass) -> str:
-    """The name of the function that a pass is, or was made of by `functools.partial`."""
+    """The name of a pass's function, also behind `functools.partial`."""
     function = _unwrap(rewrite)
     return getattr(function, "__name__", type(function).__name__)
 
 
 def is_foreign(rewrite: Pass) -> bool:
-    """Whether a pass is not one of `fzero.passes`."""
+    """Whether a pass is defined outside of `fzero.passes`."""
     return not (getattr(_unwrap(rewrite), "__module__", None) or "").startswith("fzero.passes.")
 
 
@@ -66,14 +66,15 @@ def _unwrap(rewrite: Pass) -> Callable[..., Program]:
 
 
 def _run(rewrite: Pass, program: Program) -> Program:
+    """The verified result of a pass from outside of fzero."""
     where = f"pass {name_of_pass(rewrite)!r}"
     result: object = rewrite(program)
     if not isinstance(result, Program):
         problem = f"returns {'None' if result is None else f'a {type(result).__name__}'}, not a Program"
         raise FzeroError(where, problem, "change program.copy() and return that")
-    given, taken = len(result.arguments), len(result.placeholders)
-    if given != taken:
-        problem = f"leaves {taken} placeholders for {given} arguments"
+    arguments, placeholders = len(result.arguments), len(result.placeholders)
+    if arguments != placeholders:
+        problem = f"leaves {placeholders} placeholders for {arguments} arguments"
         raise FzeroError(where, problem, "add state with program.add_state, which keeps both in step")
     try:
         return verify(result)
@@ -82,6 +83,7 @@ def _run(rewrite: Pass, program: Program) -> Program:
 
 
 def _warn_of_peak(program: Program, without: Program, foreign: Sequence[str]) -> None:
+    """Warn where the `foreign` passes raise the peak above that of the program `without` them."""
     count = len(program.pass_state)
     state = sum(nbytes(node.meta["val"]) for node in program.placeholders[-count:]) if count else 0
     peak, other = program.memory().peak, without.memory().peak

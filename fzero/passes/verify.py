@@ -1,11 +1,11 @@
-"""The verify pass: a program in which ranks cannot drift apart, wait for each other for ever, or read padding."""
+"""The verify pass: refuse a program in which ranks could drift apart, wait for each other for ever, or read padding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_derived
+from fzero.passes.order import find_origins
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, kind_of_state
@@ -16,19 +16,18 @@ from fzero.program.refusals import PASS_BUG, advise_mean, describe_kind, line_of
 
 
 def verify(program: Program, *, stage: int | None = None) -> Program:
-    """`program` itself, when it keeps these rules:
+    """Check a program. Returns `program` itself where all of this holds:
 
-    * the kinds of `inference` hold for every value, so that padding reaches none, and state results have the kind of
-      their leaf: they depend on per-rank data through collectives only;
-    * collectives stand in one order, the same on all ranks since ranks run one program; each that is started is waited
-      for once, later, by one node, names leaves, sizes and axes of the program's layouts and mesh, and nothing writes
-      to what it sends before that;
-    * only donated arguments and temporaries are written to;
+    * every value has a kind (`inference`), so that no value is computed from padding;
+    * a state result has the kind of its leaf, so that it depends on per-rank data through collectives only;
+    * a collective names leaves, sizes and axes that the program's layouts and mesh have;
+    * a started collective has exactly one wait, behind its start, and nothing writes to its operands before the wait;
+    * nodes write to donated arguments and to temporaries only;
     * at `stage` 3 a gathered bucket is not kept while others are used.
 
-    Taken for true are the shapes and the memory that nodes say they have; that one kernel gives the same bits on every
-    rank; and that what the step captured is the same there. Not seen is what is wrong on all ranks alike: a sum for a
-    mean, one tree of a layout for another.
+    Ranks start collectives in one order, because all ranks run one program. `verify` believes the shapes and the memory
+    that nodes claim, that a kernel gives the same bits on every rank, and that captured tensors are the same on every
+    rank. It does not see a mistake that all ranks make alike: a sum for a mean, or another tree of the same layout.
 
     Raises:
         FzeroError: naming the leaf or bucket, the node and, where it has one, the user's line.
@@ -39,12 +38,12 @@ def verify(program: Program, *, stage: int | None = None) -> Program:
     check_results(program, kinds)
     check_writes(program)
     if stage == 3:
-        _check_released(program)
+        _check_releases(program)
     return program
 
 
 def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
-    """Refuse results that are state and not of the kind of their leaf, and buffers."""
+    """Refuse a state result that has not the kind of its leaf, and a result that is a buffer with padding."""
     returned = program.output.args[0]
     if len(returned) != len(program.tensor_results):
         problem = f"returns {len(returned)} tensors for {len(program.tensor_results)} results"
@@ -63,8 +62,8 @@ def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
 
 
 def check_writes(program: Program) -> None:
-    """Refuse operations that write into an argument that is not donated, a gathered leaf or a captured constant, or
-    into what a collective is sending."""
+    """Refuse operations that write into an argument that is not donated, into a gathered leaf, into a captured
+    constant, or into memory that a collective is sending."""
     given = {
         storage(node): program.path_of(argument)
         for argument, node in zip(program.arguments, program.placeholders)
@@ -119,10 +118,10 @@ def _check_collectives(program: Program) -> None:
                 raise refuse_node(program, node, problem, "wait for a collective once")
 
 
-def _check_released(program: Program) -> None:
-    """Refuse a gathered buffer with a use of only other buckets between two of its own."""
+def _check_releases(program: Program) -> None:
+    """Refuse a gathered buffer that is used before and after a node that uses other buckets only."""
     last: dict[Node, tuple[int, Node]] = {}
-    for at, (node, buckets) in enumerate(_uses(program)):
+    for at, (node, buckets) in enumerate(_list_uses(program)):
         for start in buckets:
             if start in last and last[start][0] != at - 1:
                 raise refuse_node(
@@ -132,9 +131,9 @@ def _check_released(program: Program) -> None:
             last[start] = (at, node)
 
 
-def _uses(program: Program) -> Iterator[tuple[Node, set[Node]]]:
-    """Each node that uses gathered leaves, with the all-gathers that they come from."""
-    origin = find_derived(program.graph, "gathered")
+def _list_uses(program: Program) -> Iterator[tuple[Node, set[Node]]]:
+    """Each node that uses gathered leaves, with the all-gathers that these leaves come from."""
+    origin = find_origins(program.graph, "gathered")
     for node in program.graph.nodes:
         buckets = {origin[source] for source in node.all_input_nodes if source in origin}
         if buckets and node not in origin:

@@ -1,6 +1,6 @@
-"""Aten: the record of an operation of torch, read off its schema and tags, and the tables that correct those.
+"""Aten: the record of an operation of torch, from its schema and tags, with tables that correct these.
 
-A table stands here where a schema or a tag does not tell, with the reason.
+A table stands here where schema and tags do not say enough; its docstring gives the reason.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fzero.base.torch_private import schema_of
 from fzero.program.kinds import RAGGED, UNIFORM, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
 
@@ -26,16 +27,16 @@ _VIEWS = frozenset(
     real
     """.split()
 )
-"""Operations of one tensor whose result shares its memory."""
+"""Operations of one tensor whose result is a view of the tensor. `_unsafe_view` is one, though its schema denies it."""
 _CHEAP_COPIES = frozenset({"_to_copy", "clone"})
-"""Copies so cheap that they are made again rather than keeping a gathered leaf alive for them."""
+"""Copies that are cheaper to make again than to keep a gathered leaf alive for."""
 _QUIET = frozenset(
     """
     view t transpose permute detach alias unsqueeze squeeze expand slice select _unsafe_view as_strided split ones_like
     zeros_like
     """.split()
 )
-"""Operations that take no time worth a word in a listing."""
+"""Operations that take too little time to be named in a listing."""
 _ELEMENTWISE = frozenset(
     """
     alias detach lift_fresh_copy _to_copy copy_ fill fill_ zero_ masked_fill masked_fill_
@@ -44,20 +45,20 @@ _ELEMENTWISE = frozenset(
     leaky_relu_backward log_sigmoid_backward mish_backward softplus_backward softshrink_backward threshold_backward
     """.split()
 )
-"""Elementwise operations that torch does not tag as pointwise, or did not in 2.11."""
+"""Elementwise operations without torch's tag `pointwise`, in 2.13 or in 2.11."""
 _REDUCING_LISTS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum"})
-"""Operations on lists that are not elementwise at each position."""
+"""List operations whose result at a position is not elementwise in the operand at the position."""
 _SET = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-"""Operations that make a tensor, whose elements are set or are what was in that memory before."""
+"""Operations that make a tensor: elements are set by `_SET`, and are whatever was in the memory for `_UNSET`."""
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
-"""Operations in place that leave nothing of what was there."""
+"""In-place operations that overwrite every element without reading it."""
 _LOCAL_SIZE = frozenset({"mean", "var", "var_mean", "std", "std_mean"})
-"""Reductions that divide by the number of elements: for a slice that is not the leaf's number."""
+"""Reductions that divide by the number of elements, which is another number for a slice than for its leaf."""
 _OF_SOME = frozenset({"amax", "amin", "aminmax", "argmax", "argmin", "max", "median", "min"})
-"""Reductions that fail where there is no element, as in some rank's slice."""
+"""Reductions that fail on a tensor without elements, which the slice of some rank may be."""
 _OF_SOME_ROWS = frozenset({"embedding", "index", "index_select", "gather", "slice", "select"})
-"""Operations that read of their first operand no more than they return."""
+"""Operations that read only the elements of their first operand that they return."""
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, k.shape, v.shape
@@ -66,13 +67,13 @@ _FLOPS: dict[Any, Callable[..., int]] = {
         sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
 }
-"""Operation -> its flops, of its operands: those that torch's table does not have."""
+"""Operation -> a function of its operands that counts its flops, for operations that torch's table lacks."""
 
 
 def describe(target: Any) -> Operation:
-    """The record of an operation of torch; of any other function one that assumes nothing."""
+    """The record of an operation of torch. For any other function a record that assumes nothing."""
     name = getattr(target, "__name__", str(target)).partition(".")[0]
-    schema, tags = getattr(target, "_schema", None), getattr(target, "tags", ())
+    schema, tags = schema_of(target), getattr(target, "tags", ())
     views = name == "_unsafe_view" or (schema is not None and any(result.alias_info for result in schema.returns))
     random = torch.Tag.nondeterministic_seeded in tags
     return Operation(
@@ -95,8 +96,9 @@ def _is_aten(target: Any) -> bool:
 
 
 def _find_writes(node: Node) -> list[Node]:
-    """The operands that a schema says are written to, lists item by item."""
-    given = (find_operand(node, i, arg) for i, arg in enumerate(node.target._schema.arguments) if _is_written(arg))
+    """The operands that an operation writes to, by its schema; lists item by item."""
+    arguments = schema_of(node.target).arguments
+    given = (find_operand(node, i, arg) for i, arg in enumerate(arguments) if _is_written(arg))
     return [x for arg in given for x in (arg if isinstance(arg, (list, tuple)) else [arg]) if x is not None]
 
 
@@ -105,27 +107,30 @@ def _is_written(argument: Any) -> bool:
 
 
 def find_operand(node: Node, position: int, argument: Any) -> Any:
-    """What a node gives for an argument of its operation's schema."""
+    """The value that a node passes for an argument of its operation's schema: the default where it passes none."""
     default = node.args[position] if position < len(node.args) else argument.default_value
     return node.kwargs.get(argument.name, default)
 
 
 def _draws(node: Node) -> bool:
-    """Whether a random operation of aten really draws: attention without dropout does not."""
-    given = {arg.name: find_operand(node, i, arg) for i, arg in enumerate(node.target._schema.arguments)}
+    """Whether a node of a random aten operation draws: attention without dropout does not."""
+    given = {arg.name: find_operand(node, i, arg) for i, arg in enumerate(schema_of(node.target).arguments)}
     return given.get("dropout_p") != 0
 
 
 def estimate_work(node: Node) -> Work:
-    """Flops as `torch.utils.flop_counter` counts them (matrix products, convolutions and attention, which counts in
-    full where it is causal). Every operation reads its operands and writes its result, once. Views are no work."""
-    name = node.target.__name__.partition(".")[0]
-    views = any(x.alias_info for x in node.target._schema.returns) if hasattr(node.target, "_schema") else False
-    written = _find_writes(node) if hasattr(node.target, "_schema") else []
+    """The flops and bytes of a node.
+
+    Flops are those of `torch.utils.flop_counter`: matrix products, convolutions, and attention, where causal attention
+    counts in full. Every operation reads its operands and writes its result once. Views do no work.
+    """
+    name, schema = node.target.__name__.partition(".")[0], schema_of(node.target)
+    views = schema is not None and any(x.alias_info for x in schema.returns)
+    written = _find_writes(node) if schema is not None else []
     if name in _UNSET or ((views or name in ("_unsafe_view", "getitem")) and not written):
         return NO_WORK
     result = values_of(written) if written else node.meta.get("val")
-    return Work(_count_flops(node), _count_read(node, name) + nbytes(result))
+    return Work(_count_flops(node), _count_bytes_read(node, name) + nbytes(result))
 
 
 def _count_flops(node: Node) -> int:
@@ -136,7 +141,7 @@ def _count_flops(node: Node) -> int:
     return flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]) if packet in flop_registry else 0
 
 
-def _count_read(node: Node, name: str) -> int:
+def _count_bytes_read(node: Node, name: str) -> int:
     given = [nbytes(values_of(source)) for source in node.all_input_nodes]
     if name in _OF_SOME_ROWS and given:
         given[0] = min(given[0], nbytes(node.meta["val"]))
@@ -147,15 +152,15 @@ def _count_read(node: Node, name: str) -> int:
 
 
 def infer(walk: Walk, node: Node) -> Kind:
-    """The kind of what an operation of aten gives.
+    """The kind of the result of an aten operation.
 
     Raises:
-        FzeroError: where a slice meets a value that differs between ranks, a slice of another leaf or a whole tensor,
-            or where the operation means something else of a slice than of the leaf.
+        FzeroError: where a slice meets a value that differs between ranks, a slice of another leaf or a full tensor;
+            where the operation gives another result for slices than for their leaf, as a mean does.
     """
     name, given = walk.name_of(node), node.all_input_nodes
     if walk.record(node).is_random(node) or "c10d" in getattr(node.target, "namespace", ""):
-        return walk.per_rank  # of a collective of torch itself nothing is known here
+        return walk.per_rank  # nothing is known of the collectives of torch itself
     if name in _SET or name in _UNSET:
         return _infer_new(walk, node, name)
     if name.startswith("_foreach_"):
@@ -171,7 +176,7 @@ def infer(walk: Walk, node: Node) -> Kind:
 
 
 def _infer_new(walk: Walk, node: Node, name: str) -> Kind:
-    """The kind of a new tensor, which has nothing but shape and dtype from its operand."""
+    """The kind of a new tensor, which takes only shape and dtype from its operand."""
     kind = walk.per_rank if name in _UNSET else UNIFORM
     like = walk.of(node.args[0]) if name.endswith("_like") else UNIFORM
     if isinstance(like, Slice):
@@ -180,7 +185,7 @@ def _infer_new(walk: Walk, node: Node, name: str) -> Kind:
 
 
 def _may_be_empty(walk: Walk, node: Node) -> bool:
-    """Whether some rank may hold no element of a value: of slices, and of what is made of slices alone."""
+    """Whether some rank may hold no element of a value: of a slice, and of a value computed from slices alone."""
     kind = walk.of(node)
     of_slices = isinstance(kind, Slice) or RAGGED in kind
     joined = walk.name_of(node) == "cat" and not all(_may_be_empty(walk, part) for part in node.all_input_nodes)
@@ -188,12 +193,13 @@ def _may_be_empty(walk: Walk, node: Node) -> bool:
 
 
 def _fills_its_memory(node: Node) -> bool:
+    """Whether a value covers its whole storage, so that overwriting the value leaves nothing of the old contents."""
     value = node.meta["val"]
     return value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
 def infer_lists(walk: Walk, node: Node) -> Kind:
-    """The kinds of an operation on lists: one a position."""
+    """The kinds of the results of a list operation, one for each position."""
     args = [*node.args, *node.kwargs.values()]
     columns = [arg for arg in args if isinstance(arg, Sequence) and any(isinstance(x, fx.Node) for x in arg)]
     rows = [[x for x in row if isinstance(x, fx.Node)] for row in zip(*columns)]
@@ -203,7 +209,7 @@ def infer_lists(walk: Walk, node: Node) -> Kind:
 
 
 def infer_item(walk: Walk, node: Node) -> Kind:
-    """The kind of one result of several: that of its position where the operation returned a list of leaves."""
+    """The kind of an item of several results: the kind at its position, where each position has its own."""
     source, index = node.args
     kind = walk.of(source)
     return kind[index] if isinstance(kind, list) and not isinstance(node.meta["val"], (list, tuple)) else kind

@@ -1,4 +1,4 @@
-"""Comm: the collectives of a program, read off its graph before anything runs."""
+"""Comm: the collectives of a program, from its graph, before anything runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Comm(NamedTuple):
-    """One collective: `nbytes` is the size of the full buffer, what every rank's part adds up to, padding included."""
+    """One collective. `nbytes` is the size of the full buffer: the parts of all ranks together, padding included."""
 
-    op: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
+    op: str  # the name of the collective, as of torch.distributed's: "all_gather", "all_to_all"
     axis: str
     bucket: str | None
     dtype: torch.dtype

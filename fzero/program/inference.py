@@ -1,7 +1,7 @@
-"""Inference: the kind of every value of a program, found by walking its graph once.
+"""Inference: the kind of every value of a program, by one walk over its graph.
 
-The record of each operation says what the operation takes and gives. What would let ranks drift apart, mix slices of
-different leaves, or let padding into a value, is refused.
+The record of each operation has the rule for its kinds. The walk refuses a program that would let ranks drift apart,
+mix slices of different leaves, or compute a value from padding.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fzero.program.refusals import PASS_BUG, describe_kind, path_of, refuse_drif
 
 
 class Walk:
-    """One walk over a program: the kinds found so far."""
+    """One walk over a program, with the kinds of the values so far. The rule of an operation gets it as `walk`."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.per_rank = frozenset(program.mesh.names)
-        """The kind of what differs between all ranks."""
+        """The kind of a value that differs between all ranks."""
         self.of_slices = frozenset({program.mesh.shard_axis, RAGGED})
-        """The kind of what is computed from slices and is none."""
+        """The kind of a value that is computed from slices and is no slice itself."""
         self._kinds: dict[Node, Kind] = {}
         self._written: dict[Any, frozenset[str]] = {}
-        """Memory -> the axes along which what was written into it differs."""
+        """Memory -> the axes along which the values that were written into it differ."""
         self._slices: dict[Any, Slice] = {}
-        """Memory -> a slice that is in it."""
+        """Memory -> the slice that lies in it."""
 
     def run(self) -> dict[Node, Kind]:
         """The kind of each node."""
@@ -48,7 +48,8 @@ class Walk:
         return {node: self.of(node) for node in self._kinds}
 
     def of(self, given: Any) -> Kind:
-        """The kind of an argument, with what has been written into its memory by now."""
+        """The kind of an argument of a node, including the values that nodes have written into its memory by now. An
+        argument that is no node is the same on all ranks."""
         if not isinstance(given, fx.Node):
             return UNIFORM
         kind = self._kinds[given]
@@ -56,7 +57,7 @@ class Walk:
 
     def _infer(self, node: Node) -> Kind:
         operation = record(node)
-        if not operation.waits and operation.names != "position":
+        if not operation.waits and operation.names != "position":  # these take a buffer, and check it in their rules
             self._refuse_buffers(node)
         kind = operation.kind(self, node)
         return self._check(node, operation, kind) if operation.is_foreign else kind
@@ -68,7 +69,8 @@ class Walk:
                 raise self.refuse(node, problem, "take leaves of it")
 
     def _check(self, node: Node, operation: Operation, kind: Any) -> Kind:
-        """Refuse what a wrong rule of an operation gives: no kind, or a slice of another size than its leaf's."""
+        """Refuse a result of a wrong rule: an object that is no kind, an unknown axis or leaf, a slice of another size
+        than its leaf's. Returns `kind`."""
         if isinstance(kind, list):
             return [self._check(node, operation, item) for item in kind]
         problem = None
@@ -92,21 +94,22 @@ class Walk:
         return kind
 
     def _find_wrong_size(self, node: Node, layout: Layout, kind: Slice) -> str | None:
-        value, held = node.meta.get("val"), len(layout.part(kind.leaf, RANK))
-        if not isinstance(value, Tensor) or value.numel() == held:
+        value, size = node.meta.get("val"), len(layout.part(kind.leaf, RANK))
+        if not isinstance(value, Tensor) or value.numel() == size:
             return None
-        return f"a slice of {path_of(self.program, kind)} of {value.numel()} elements, where rank {RANK} holds {held}"
+        return f"a slice of {path_of(self.program, kind)} of {value.numel()} elements, where rank {RANK} holds {size}"
 
     def _note(self, node: Node, kind: Kind) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not value.ndim and isinstance(kind, frozenset):
-            kind -= {RAGGED}
+            kind -= {RAGGED}  # a 0-d value has the same shape on all ranks, also the sum of a slice
         if isinstance(kind, Slice):
             self._slices[storage(node)] = kind
         self._kinds[node] = kind
 
     def _write(self, node: Node) -> None:
-        """What shares memory with what a node overwrites now differs along the axes along which that does."""
+        """Note that the memory that a node writes to differs, from here on, along the axes along which the written
+        value differs. Every view of that memory differs with it."""
         kind = self._kinds[node]
         for position, written in enumerate(find_writes(node)):
             new, memory = kind[position % len(kind)] if isinstance(kind, list) else kind, storage(written)
@@ -114,23 +117,26 @@ class Walk:
                 raise refuse_drift(self.program, node, new, self._slices[memory])
             self._written[memory] = self._written.get(memory, UNIFORM) | axes_of(self.program, new)
 
-    # what the rules of operations ask
+    # for the rules of operations
 
     def name_of(self, node: Node) -> str:
-        """The name of what a node calls."""
+        """The name of the operation that a node calls."""
         return name_of(node)
 
     def record(self, node: Node) -> Operation:
-        """The record of what a node calls."""
+        """The record of the operation that a node calls."""
         return record(node)
 
     def refuse(self, node: Node, problem: str, way_out: str = PASS_BUG) -> FzeroError:
-        """The error of a node that does with its operands what their kinds do not allow."""
+        """The error of a node whose operands have the wrong kinds."""
         return refuse_node(self.program, node, problem, way_out)
 
     def join(self, node: Node, given: Sequence[Node], pointwise: bool, beside: Sequence[Node] = ()) -> Kind:
-        """The kind of a result that depends on these values, and on numbers `beside` them. What is computed from slices
-        and is none differs between the ranks that hold different slices."""
+        """The kind of a result that depends on the values `given`, and on 0-d values `beside` them.
+
+        A pointwise result of slices of one leaf is a slice of that leaf. Any other result of slices differs between
+        ranks that hold different slices.
+        """
         kinds = [kind for x in (*given, *beside) for kind in _flatten(self.of(x))]
         slices = {kind for kind in kinds if isinstance(kind, Slice)}
         varies = UNIFORM.union(*(kind for kind in kinds if isinstance(kind, frozenset)))
@@ -148,33 +154,34 @@ class Walk:
         return found
 
     def expect(self, node: Node, given: Node, expected: Kind) -> None:
-        """Refuse an operand of another kind."""
+        """Refuse an operand that is not of the expected kind."""
         kind = self.of(given)
         if kind != expected:
             takes = f"takes {describe_kind(self.program, kind)} for {describe_kind(self.program, expected)}"
             raise self.refuse(node, takes)
 
-    def expect_whole(self, node: Node, given: Node) -> None:
-        """Refuse an operand of which ranks have different numbers of elements."""
+    def expect_full(self, node: Node, given: Node) -> None:
+        """Refuse an operand that is a slice, a buffer, or of different sizes on different ranks."""
         kind = self.of(given)
         if not isinstance(kind, frozenset) or RAGGED in kind:
             takes = f"takes {describe_kind(self.program, kind)} for a whole value"
             raise self.refuse(node, takes, "gather it first")
 
     def expect_leaf(self, node: Node, given: Node, bucket: str, leaf: int) -> None:
-        """Refuse an operand that is not whole, or has another shape than a leaf."""
-        self.expect_whole(node, given)
+        """Refuse an operand that is no full tensor of a leaf's shape."""
+        self.expect_full(node, given)
         self.expect_shape(node, given.meta["val"].shape, bucket, leaf)
 
     def expect_shape(self, node: Node, shape: Sequence[int], bucket: str, leaf: int) -> None:
-        """Refuse another shape than a leaf's."""
+        """Refuse a shape that is not the leaf's."""
         expected = self.program.layouts[bucket].leaves[leaf]
         if tuple(shape) != expected.shape:
             problem = f"has shape {list(shape)} where {expected.path} has {list(expected.shape)}"
             raise self.refuse(node, problem)
 
     def expect_uniform(self, node: Node, use: Node | None = None) -> None:
-        """Refuse a first operand that differs between ranks. `use` is the node that it is prepared for."""
+        """Refuse a first operand that differs between ranks. `use` is the node of the user's code that a `take` or
+        `beside` prepares the operand for."""
         kind = self.of(node.args[0])
         if not isinstance(kind, frozenset):
             takes = f"takes {describe_kind(self.program, kind)} for a uniform value"
@@ -184,12 +191,12 @@ class Walk:
 
 
 def infer(program: Program) -> dict[Node, Kind]:
-    """The kind of each node.
+    """Node -> its kind.
 
     Raises:
-        FzeroError: where a value that differs between ranks, or the slice of another leaf, meets a slice; where a
-            buffer's padding would be read; where a collective is given another leaf than it names, or values of
-            different sizes. With the leaf, the operation and the user's line.
+        FzeroError: with the leaf, the operation and the user's line, where a slice meets the slice of another leaf or a
+            value that differs between ranks; where a node would read the padding of a buffer; where a collective gets
+            another leaf than it names, or values of different sizes.
     """
     return Walk(program).run()
 

@@ -1,12 +1,12 @@
-"""Kinds: what a value of a program is, seen across ranks.
+"""Kinds: how the values of a program relate across ranks.
 
-    Slice(bucket, leaf)    sharded: one global value of which this rank holds a slice
+    Slice(bucket, leaf)    sharded: one global value, of which each rank holds a slice
     a frozenset            the mesh axes along which the value differs between ranks
-                           uniform, the same everywhere: no axis
-                           per-rank, as the batch, random draws and what is computed from them: all axes
-                           with RAGGED among them the shape differs too, as that of slices does
-    Buffer(...)            what a collective moves for some leaves of a bucket: there is padding in it
-    a list of kinds        a list of leaves, position by position
+                           empty: uniform, the same on all ranks
+                           all axes: per-rank, as the batch, random draws, and values computed from these
+                           with RAGGED: the shape differs between ranks too, as the shape of slices does
+    Buffer(...)            the buffer that a collective moves for some leaves of a bucket, with padding
+    a list of kinds        the kinds of a list of values, position by position
 
 After the varying and invariant values of JAX's shard_map. `inference` finds the kinds of a program's values.
 """
@@ -34,8 +34,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer of leaves of a bucket, padding included: gathered, or a block of their scattered mean. `done`: something
-    has waited for the buffer."""
+    """A buffer of leaves of a bucket with padding: the gathered leaves, or this rank's block of their scattered mean.
+    `done`: a node has waited for the buffer."""
 
     gathered: bool
     bucket: str

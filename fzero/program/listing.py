@@ -1,4 +1,4 @@
-"""Listing: a program as one reads it, like the pseudo-code of ZeRO-3: gather, compute, release, scatter, update."""
+"""Listing: a program as text, like the pseudo-code of ZeRO-3: gather, compute, release, scatter, update."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from fzero.program.program import Program
 
 LONGEST = 64
-"""Lines of a turn that is looked for among equal layers."""
+"""The most lines of a turn: the lines that equal layers repeat. Longer turns are not found."""
 LEAST_TURNS, LEAST_SAVED = 3, 6
-"""Turns, and lines that they save, from which on they are listed once: short programs are listed in full."""
+"""Equal turns are listed once from so many turns on, and where that saves so many lines: short programs stay whole."""
 _NUMBER = re.compile(r"\d+$")
 
 
 class Line(NamedTuple):
-    """A line of a listing: `text` with a gap for the name of a bucket, which ends in the number `layer`."""
+    """A line of a listing: `text` with a gap for the name of a bucket. `layer` is the number at the end of the name."""
 
     text: str
     name: str = ""
@@ -33,15 +33,15 @@ class Line(NamedTuple):
 
 
 def list_program(program: Program) -> str:
-    """One line for each collective, release and update, one for what is computed between them. Turns that differ only
-    in the number of a layer are listed once."""
+    """A line for each collective, release and update, and a line for the computations between two of these. Turns that
+    differ only in the number of a layer are listed once."""
     total = Counter[str]()
     for entry in list_comm(program):
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
     peak = format_size(program.memory().peak)
     head = f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
-    return "\n".join([head, *(f"  {line}" for line in _fold(list(_lines(program))))])
+    return "\n".join([head, *(f"  {line}" for line in _fold(list(_list_lines(program))))])
 
 
 def format_size(nbytes: int) -> str:
@@ -52,11 +52,11 @@ def format_size(nbytes: int) -> str:
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def _lines(program: Program) -> Iterator[Line]:
+def _list_lines(program: Program) -> Iterator[Line]:
     releases = _find_releases(program)
     computed: Counter[str] = Counter()
     for node in program.graph.nodes:
-        line = _line(program, node)
+        line = _describe_node(program, node)
         if line is None and node.op == "call_function" and not record(node).is_quiet:
             computed[name_of(node)] += 1
         if computed and (line is not None or node in releases or node.op == "output"):
@@ -65,22 +65,23 @@ def _lines(program: Program) -> Iterator[Line]:
         if line is not None:
             yield line
         for bucket in releases.get(node, ()):
-            yield _line_of_bucket("release         {}", bucket)
+            yield _name_layer("release         {}", bucket)
 
 
-def _line(program: Program, node: Node) -> Line | None:
-    """The node's own line, None where it is part of what is computed."""
+def _describe_node(program: Program, node: Node) -> Line | None:
+    """The line of a node of its own; None where the node is part of a "compute" line."""
     entry = next(iter(comm_of(program, node)), None)
     if entry is not None:
         values = node.args[0]
         what = entry.bucket or f"{len(values) if isinstance(values, (list, tuple)) else 1} values"
         size, dtype = format_size(entry.nbytes), str(entry.dtype).removeprefix("torch.")
-        return _line_of_bucket(f"{entry.op:<15} {{:<24}} {size:>10} {dtype}", what)
+        return _name_layer(f"{entry.op:<15} {{:<24}} {size:>10} {dtype}", what)
     line = record(node).line if node.op == "call_function" else None
-    return None if line is None else Line(line(program, node).replace("{", "{{").replace("}", "}}"))
+    return None if line is None else Line(line(program, node).replace("{", "{{").replace("}", "}}"))  # not a gap
 
 
-def _line_of_bucket(text: str, bucket: str) -> Line:
+def _name_layer(text: str, bucket: str) -> Line:
+    """A line about a bucket, with the number of its layer apart from the rest of its name."""
     number = _NUMBER.search(bucket)
     return Line(text, bucket) if number is None else Line(text, bucket[: number.start()], int(number[0]))
 
@@ -91,7 +92,7 @@ def _summarize(computed: Counter[str]) -> str:
 
 
 def _find_releases(program: Program) -> dict[Node, list[str]]:
-    """Node -> buckets whose gathered buffer nothing reads after it."""
+    """Node -> the buckets whose gathered buffer has its last use there."""
     bucket: dict[Node, Node] = {}
     last: dict[Node, Node] = {}
     for node in program.graph.nodes:
@@ -109,11 +110,11 @@ def _find_releases(program: Program) -> dict[Node, list[str]]:
 
 
 def _fold(lines: Sequence[Line]) -> Iterator[str]:
-    """The lines, with turns over equal layers listed once: the run of turns that saves most lines, again and again."""
+    """The lines, with turns over equal layers listed once. Greedy: at each line it folds the run that saves most."""
     at = 0
     while at < len(lines):
-        turns, size, step = max((_count_turns(lines, at, size) for size in range(1, LONGEST)), key=_saved)
-        if turns < LEAST_TURNS or _saved((turns, size, step)) < LEAST_SAVED:
+        turns, size, step = max((_count_turns(lines, at, size) for size in range(1, LONGEST)), key=_count_saved_lines)
+        if turns < LEAST_TURNS or _count_saved_lines((turns, size, step)) < LEAST_SAVED:
             yield str(lines[at])
             at += 1
             continue
@@ -122,13 +123,13 @@ def _fold(lines: Sequence[Line]) -> Iterator[str]:
         at += turns * size
 
 
-def _saved(run: tuple[int, int, int]) -> int:
+def _count_saved_lines(run: tuple[int, int, int]) -> int:
     turns, size, _ = run
-    return (turns - 1) * size - 1
+    return (turns - 1) * size - 1  # one line says how often the turn repeats
 
 
 def _count_turns(lines: Sequence[Line], at: int, size: int) -> tuple[int, int, int]:
-    """`(turns, size, step)`: how often the `size` lines from `at` on come again, each time `step` layers further."""
+    """`(turns, size, step)`: how often the `size` lines from `at` on repeat, each time `step` layers further."""
     best = (1, size, 1)
     for step in (1, -1):
         turns = 1
@@ -139,7 +140,7 @@ def _count_turns(lines: Sequence[Line], at: int, size: int) -> tuple[int, int, i
 
 
 def _is_turn(first: Sequence[Line], other: Sequence[Line], by: int) -> bool:
-    """Whether the lines are those of the first turn, with the numbers of layers shifted."""
+    """Whether `other` has the lines of the first turn, with the numbers of layers shifted `by`."""
     if len(other) < len(first) or all(line.layer is None for line in first):
         return False
     return all(

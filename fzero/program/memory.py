@@ -1,4 +1,4 @@
-"""Memory: how many bytes of tensors a program keeps alive, read off its graph before anything runs."""
+"""Memory: the bytes of tensors that a program keeps alive, from its graph, before anything runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Bytes of tensors alive on the rank that has most: `peak`, at node `at`; `timeline` has them behind each node.
+    """Bytes of live tensors on the rank whose peak is largest: the `peak`, the node `at` which it is reached, and the
+    bytes that are alive after each node (`timeline`).
 
-    Ranks differ in their slices of a leaf, and so in what is computed from slices.
+    Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
 
     peak: int
@@ -31,17 +32,18 @@ class Memory(NamedTuple):
 
 
 def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memory:
-    """Walk the graph as generated code runs it: a value dies at its last use, arguments and results do not.
+    """Walk the graph as generated code runs it: values die at their last use, arguments and results live on.
 
-    Slices lie as `partition` puts them, those of a bucket in one block with its padding. Counts what a kernel returns
-    and what a collective needs between start and wait, not a kernel's own scratch. The result is that of the rank which
-    has most among `ranks`, by default all: of ranks that hold as much of each leaf the first is looked at, so that
-    thousands of ranks cost as much as a few.
+    The slices of a bucket lie in one block with its padding, as `partition` puts them. Counted are the results of
+    kernels and the buffers of collectives between start and wait; the scratch memory of kernels is not.
+
+    The result is that of the rank with the largest peak among `ranks`, by default among all ranks. Of ranks that hold
+    equal numbers of elements of every leaf only the first is computed, so thousands of ranks cost as much as a few.
     """
-    held = Held(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
-    nodes, changes = list(program.graph.nodes), list(_changes(program.graph, held.keys))
-    rank = int(_peaks(changes, held).argmax())
-    nbytes = {key: size if isinstance(size, int) else int(size[rank]) for key, size in held.nbytes.items()}
+    allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
+    nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
+    rank = int(_find_peaks(changes, allocator).argmax())
+    nbytes = {key: size if isinstance(size, int) else int(size[rank]) for key, size in allocator.nbytes.items()}
     timeline, behind = [], 0
     for made, freed in changes:
         during = behind + sum(nbytes[key] for key in made)
@@ -56,22 +58,22 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
     return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
-def _peaks(changes: Iterable[tuple[list[Key], list[Key]]], held: Held) -> Tensor:
-    """The most bytes alive on each rank."""
-    live: Any = torch.zeros(len(held.ranks), dtype=torch.int64)
+def _find_peaks(changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
+    """[R] the peak of each rank."""
+    live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64)
     peak = live
     for made, freed in changes:
         if made:
-            live = live + sum(held.nbytes[key] for key in made)
+            live = live + sum(allocator.nbytes[key] for key in made)
             peak = torch.maximum(peak, live)
         if freed:
-            live = live - sum(held.nbytes[key] for key in freed)
+            live = live - sum(allocator.nbytes[key] for key in freed)
     return peak
 
 
-def _changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
-    """The storages that each node makes, and those that nothing needs behind it."""
-    dying, users = last_uses(graph), Counter[Key]()
+def _list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
+    """For each node the storages that it allocates, and the storages that nothing uses after it."""
+    dying, users = find_last_uses(graph), Counter[Key]()
     for node in graph.nodes:
         made = [key for key in keys[node] if not users[key]]
         users.update(keys[node])
@@ -82,8 +84,8 @@ def _changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tu
         yield made, freed
 
 
-def last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
-    """Node -> the values that nothing needs after it. Arguments and results belong to the caller: never among them."""
+def find_last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
+    """Node -> the values whose last use it is. Arguments and results belong to the caller and are never among them."""
     last: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -100,36 +102,43 @@ def last_uses(graph: fx.Graph) -> dict[Node, list[Node]]:
 
 
 Key = Any
-"""What stands for a storage."""
+"""Names a storage: a node, or a tuple of a node and a word."""
 
 
-class At(NamedTuple):
-    """A tensor in memory: its storage, how many of its elements each rank has, and where they begin there."""
+class Location(NamedTuple):
+    """Where a tensor lies: its storage, the number of its elements on each rank, and the first of them in the storage.
+
+    Counts and starts are [R], or one number for all R ranks.
+    """
 
     key: Key
     counts: Tensor | int
-    starts: Tensor | int | None = None  # None: somewhere
+    starts: Tensor | int | None = None  # None: unknown
 
 
-class Held:
-    """The memory of every value of a program, on some ranks along the axis that state is partitioned over.
+class Allocator:
+    """Allocates the values of a program on some ranks along the shard axis: which storage each value lies in, and the
+    bytes of each storage on each rank.
 
-    The graph shows the sizes of one rank's slices. What is computed from a slice elementwise is as long as the slice.
+    The graph shows the sizes of one rank's slices. A value that is computed elementwise from a slice has, on each rank,
+    as many elements as the slice. The `memory` rule of an operation gets the allocator.
     """
 
     def __init__(self, program: Program, ranks: Sequence[int]) -> None:
         self.program, self.ranks = program, torch.tensor(ranks)
-        self._known: dict[tuple[range, int], Tensor] = {}  # where a leaf lies, elements of a shard -> counts
+        self._counts: dict[tuple[range, int], Tensor] = {}  # range of a leaf, elements of a shard -> counts
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
-        self._at: dict[Node, Any] = {}  # an At, a list of them, or None
+        self._at: dict[Node, Any] = {}  # a Location, a list of them, or None
         self._place_arguments()
         for node in program.graph.nodes:
             if node not in self._at:
-                self._at[node], *beside = self._find(node)
+                self._at[node], *beside = self._locate(node)
                 self.keys[node] = tuple(dict.fromkeys([*(at.key for at in _flatten(self._at[node])), *beside]))
 
     def _place_arguments(self) -> None:
+        """Group state arguments as `partition` does: one block for each bucket, dtype and tree of state. A leaf that
+        comes again begins the next tree."""
         groups: dict[Key, dict[Node, int]] = {}
         seen = Counter[Key]()
         for node, argument in zip(self.program.placeholders, self.program.arguments):
@@ -141,16 +150,16 @@ class Held:
             self._place_block(self.program.layouts[bucket], dtype, members)
 
     def _place_block(self, layout: Layout, dtype: torch.dtype, members: dict[Node, int]) -> None:
-        """The slices of some leaves of a bucket as `partition` puts them: one behind the other in one block."""
+        """Place the slices of some leaves of a bucket one behind the other in one block, as `partition` does."""
         order = sorted(members, key=members.__getitem__)
         along, block = wire(layout, tuple(members[node] for node in order)), ("block", *members)
-        for node, leaf, start in zip(order, along.leaves, self._starts(along)):
-            self._at[node], self.keys[node] = At(block, self.count(layout, leaf), start), (block,)
+        for node, leaf, start in zip(order, along.leaves, self._find_starts(along)):
+            self._at[node], self.keys[node] = Location(block, self.count(layout, leaf), start), (block,)
         filled = layout.shard if along.is_complete else sum(self._at[node].counts for node in order)
         self.nbytes[block] = filled * dtype.itemsize
 
-    def _starts(self, along: Wire) -> list[Tensor | int]:
-        """Where each leaf's part begins in each rank's block of a wire."""
+    def _find_starts(self, along: Wire) -> list[Tensor | int]:
+        """The first element of each leaf's part in each rank's block of a wire."""
         layout = along.layout
         if along.has_gaps:
             begins = self.ranks * layout.shard
@@ -158,91 +167,101 @@ class Held:
         return list(itertools.accumulate((self.count(layout, leaf) for leaf in along.leaves[:-1]), initial=0))
 
     def count(self, layout: Layout, leaf: int) -> Tensor | int:
-        """Elements of a leaf that each rank holds."""
+        """[R] the number of elements of a leaf that each rank holds; one number for a replicated leaf."""
         if layout.replicated:
             return layout.leaves[leaf].numel
         where, size = layout.leaf_ranges[leaf], layout.shard
-        if (where, size) not in self._known:
+        if (where, size) not in self._counts:
             begins = self.ranks * size
             counts = (begins + size).clamp(max=where.stop) - begins.clamp(min=where.start)
-            self._known[where, size] = counts.clamp(min=0)
-        return self._known[where, size]
+            self._counts[where, size] = counts.clamp(min=0)
+        return self._counts[where, size]
 
-    def _find(self, node: Node) -> tuple[Any, ...]:
-        """Where a node's value lies, and other storages that it keeps alive."""
+    def _locate(self, node: Node) -> tuple[Any, ...]:
+        """The location of a node's value, then other storages that the value keeps alive."""
         value = node.meta.get("val")
         if node.op == "get_attr":
             return (self.new(("constant", node.target), value),)
         if node.op != "call_function":
-            return (self._make(node, value, None),)
+            return (self._allocate(node, value, None),)
         operation = record(node)
         if operation.memory is not None:
             return operation.memory(self, node)
         if not shares_memory(node):
-            return (self._make(node, value, self._count_like(node)),)
+            return (self._allocate(node, value, self._count_like(node)),)
         same = self._at[node.args[0]]
         if node.target is operator.getitem:
             return (same[node.args[1]] if isinstance(same, list) else same,)
         return ([same] * len(value) if isinstance(value, (list, tuple)) else same,)
 
-    # what the rules of operations ask
+    # for the rules of operations
 
     def at(self, node: Node) -> Any:
-        """Where a node's value lies."""
+        """The location of a node's value: a `Location`, or a list of them."""
         return self._at[node]
 
-    def view(self, node: Node) -> At:
-        """Where a part of a node's first operand lies: a copy of the operand, where that is not in one piece."""
+    def view(self, node: Node) -> Location:
+        """The location of a flat view of a node's first operand. An operand that is not contiguous is copied first."""
         given = node.args[0].meta["val"]
         return (self._at[node.args[0]] if given.is_contiguous() else self.new(node, given))._replace(starts=None)
 
-    def new(self, key: Key, value: Tensor, numel: int | None = None) -> At:
-        """New memory of the same size on all ranks: that of a fake tensor's storage, or of `numel` elements."""
+    def new(self, key: Key, value: Tensor, numel: int | None = None) -> Location:
+        """Allocate a value with as many bytes on all ranks: those of the fake tensor's storage, or of `numel`
+        elements."""
         self.nbytes[key] = value.untyped_storage().nbytes() if numel is None else numel * value.element_size()
-        return At(key, value.numel(), 0)
+        return Location(key, value.numel(), 0)
 
     def keep(self, key: Key, nbytes: int) -> Key:
-        """New memory of so many bytes, which a node keeps alive beside its result."""
+        """Allocate a storage of `nbytes`, for a node to keep alive beside its result."""
         self.nbytes[key] = nbytes
         return key
 
-    def _make(self, key: Key, value: Any, counts: Any) -> Any:
-        """New memory for a value: each of a list, with the counts of its position."""
+    def _allocate(self, key: Key, value: Any, counts: Any) -> Any:
+        """Allocate a value, or each item of a list with the counts at its position."""
         if isinstance(value, (list, tuple)):
             is_nested = any(isinstance(item, (list, tuple)) for item in value)
             given = [counts] * len(value) if is_nested or counts is None else counts
-            return [self._make((key, i), item, count) for i, (item, count) in enumerate(zip(value, given, strict=True))]
+            return [
+                self._allocate((key, i), item, count) for i, (item, count) in enumerate(zip(value, given, strict=True))
+            ]
         if not isinstance(value, Tensor):
             return None
         if counts is None:
             return self.new(key, value)
         self.nbytes[key] = counts * value.element_size()
-        return At(key, counts, 0)
+        return Location(key, counts, 0)
 
     def _count_like(self, node: Node) -> Any:
-        """Elements on each rank of what is computed from slices, None where that is of one size: as those of the
-        same shape, of lists position by position, or all together where they are joined."""
+        """[R] the elements of a node's result on each rank, where the result is computed from slices. None where it has
+        the same size on all ranks.
+
+        The result has the counts of an operand of the same shape, for lists position by position. The result of `cat`
+        has the sum of its operands' counts.
+        """
         lists = [arg for arg in node.args if isinstance(arg, (list, tuple)) and any(map(self._is_slice, arg))]
         value = node.meta.get("val")
         if name_of(node) == "cat" and lists:
             return sum(self._at[x].counts for x in lists[0])
         if isinstance(value, (list, tuple)) and lists:
             return [next((self._at[x].counts for x in row if self._is_slice(x)), None) for row in zip(*lists)]
-        like = [x for x in node.all_input_nodes if self._is_slice(x) and x.meta["val"].shape == _shape(value)]
+        like = [x for x in node.all_input_nodes if self._is_slice(x) and x.meta["val"].shape == _shape_of(value)]
         return self._at[like[0]].counts if like else None
 
     def _is_slice(self, x: Any) -> bool:
         """Whether this is the node of a value whose size may differ between ranks."""
         at = self._at.get(x) if isinstance(x, fx.Node) else None
-        return isinstance(at, At) and isinstance(at.counts, Tensor)
+        return isinstance(at, Location) and isinstance(at.counts, Tensor)
 
-    def find_views_sent(self, node: Node, along: Wire) -> list[At]:
-        """The first slices of what an all-gather sends from where it lies, on ranks where slices adjoin. On the others
-        they are packed in the place that they have in the result."""
+    def find_views_sent(self, node: Node, along: Wire) -> list[Location]:
+        """The slices, the first of each block, whose storage an all-gather sends without a copy.
+
+        That is on ranks whose slices lie in one storage as they do in the wire. Other ranks pack their slices into the
+        place of their block in the result, which takes no further memory.
+        """
         slices, size = [self._at[x] for x in node.args[0]], node.meta["val"].element_size()
-        begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._starts(along))]
+        begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._find_starts(along))]
         storages = list(dict.fromkeys(at.key for at in slices))
-        counts, begin, stored, storage = map(self._rows, (  # [S, R]  S slices, R ranks
+        counts, begin, stored, storage = map(self._stack_rows, (  # [S, R]  S slices, R ranks
             [at.counts for at in slices], begins, [self.nbytes[at.key] for at in slices],
             [storages.index(at.key) for at in slices],
         ))  # fmt: skip
@@ -253,17 +272,17 @@ class Held:
         adjoin &= (~filled | ((begin == base) & (storage == home))).all(0)
         return [slices[i] for i in first[adjoin].unique().tolist()]
 
-    def _rows(self, values: Sequence[Tensor | int]) -> Tensor:
-        """A row for each value, with what it is on each rank."""
+    def _stack_rows(self, values: Sequence[Tensor | int]) -> Tensor:
+        """[V, R] the values on each rank."""
         return torch.stack([torch.as_tensor(value).expand(len(self.ranks)) for value in values])
 
 
-def _shape(value: Any) -> torch.Size | None:
+def _shape_of(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
 
 
-def _flatten(at: Any) -> Iterator[At]:
-    if isinstance(at, At):
+def _flatten(at: Any) -> Iterator[Location]:
+    if isinstance(at, Location):
         yield at
     elif isinstance(at, (list, tuple)):
         for item in at:

@@ -1,8 +1,8 @@
-"""Operation: everything that is known of one operation, in one record.
+"""Operation: one record with everything that fzero knows about an operation.
 
-A walk over a program (kinds, collectives, memory, work, timeline, listing, code generation, lockstep, calibration)
-reads records. The records of fzero's own operations stand in `ops`; an operation of aten has the record that its schema
-gives, with the corrections of `aten`. `define` makes a record for an operation from outside of the package.
+Walks over a program (kinds, collectives, memory, work, timeline, listing, code generation, lockstep, calibration) read
+records. The records of fzero's own operations are in `ops`. The record of an aten operation comes from its schema, with
+the corrections of `aten`. `define` adds the record of an operation from outside of the package.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch import Tensor, fx
 if TYPE_CHECKING:
     from fzero.program.comm import Comm
     from fzero.program.inference import Walk
-    from fzero.program.memory import Held
+    from fzero.program.memory import Allocator
     from fzero.program.program import Program
+    from fzero.ranks.exchanges import Rank
 
 Node = Any
-"""A `torch.fx.Node`, whose arguments are typed as a union of twenty types that no call site can tell apart."""
+"""A `torch.fx.Node`. `Any`, because fx types a node's arguments as a union of twenty types: each use needs a cast."""
 
 
 class Work(NamedTuple):
-    """Floating-point operations, of which a multiply-add is two, and bytes read and written."""
+    """The work of an operation: floating-point operations, where a multiply-add counts as two, and bytes read and
+    written."""
 
     flops: int
     nbytes: int
@@ -34,14 +36,14 @@ NO_WORK = Work(0, 0)
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of a fake tensor's elements, or of all tensors of a list."""
+    """Bytes of the elements of a tensor, or of all tensors of a list."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(nbytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def values_of(given: Any) -> Any:
-    """A node's arguments, with the fake value in the place of each node."""
+    """`given`, a node or a structure of nodes such as `node.args`, with each node replaced by its fake value."""
     return fx.map_arg(given, lambda node: node.meta.get("val"))
 
 
@@ -57,62 +59,65 @@ def _no_alias(node: Node, position: int) -> None:
     return None
 
 
-def _unchecked(program: Program, node: Node) -> None:
+def _accept(program: Program, node: Node) -> None:
     pass
 
 
 def read_and_write(node: Node) -> Work:
-    """The work of an operation that reads its operands and writes its result, once each, and multiplies nothing."""
+    """The work of an operation without flops that counts: it reads its operands and writes its result, once each."""
     return Work(0, nbytes(values_of(node.all_input_nodes)) + nbytes(node.meta.get("val")))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Operation:
-    """What is known of an operation that nodes of a program call by `target`.
+    """The record of an operation, which nodes of a program call by `target`.
 
-    * `fake(*args)`: the result for fake tensors, views as views.
-    * `kind(walk, node)`: the kind of the result, from those of the operands; raises where they do not fit.
+    * `fake(*args)`: the result for fake tensors. A view is a view of its fake operand.
+    * `kind(walk, node)`: the kind of the result, from the kinds of the operands; raises where these do not fit.
     * `check(program, node)`: raises where the node's other arguments (bucket, leaves, axis, sizes) do not fit.
-    * `perform(program, node, rank)`: a function of the node's arguments, for one rank, made once for a linked program.
-      Where the operation communicates the function is a generator: it yields exchanges (`fzero.ranks`) and is sent
-      their results. None: `target` itself runs.
+    * `perform(program, node, rank)`: a function of the node's arguments that runs on one rank. Called once for a node.
+      Where the operation communicates, the function is a generator: it yields exchanges (`fzero.ranks.exchanges`) and
+      is sent their results. None: `target` itself runs.
     * `moves(program, node)`: the collectives, in order. None: the operation does not communicate.
-    * `starts`: what the operation returns has to be waited for, and is then a buffer of leaves: "gathered", or this
-      rank's block of their "scattered" mean.
-    * `waits`: the operation waits for what its operand started.
-    * `shares(node)`: whether the result is memory of an operand.
-    * `alias_at(node, position)`: for an operation that starts: the operand whose memory the leaf at a position may be,
-      on one rank; None where the leaf is always new memory.
+    * `starts`: the operation starts a collective for another node to wait for. The waited-for buffer holds the
+      "gathered" leaves, or this rank's block of the "scattered" mean.
+    * `waits`: the operation waits for the collective that its operand started.
+    * `shares(node)`: whether the result is a view of an operand.
+    * `alias_at(node, position)`: for an operation that starts, the operand whose memory the leaf at `position` has on a
+      mesh of one rank; None where the leaf is always new memory.
     * `writes(node)`: the operands that the operation writes into.
-    * `memory(held, node)`: where the result lies, then what else the result keeps alive. None: by `shares`, else new.
-    * `work(node)`: flops and bytes of this rank, besides communication.
-    * `line(program, node)`: the node's line in a listing; None: by `moves`, else a part of a "compute" line.
-    * `label(program, node)`: what a profile calls the operation. None: no name of its own.
-    * `names`: how the node's arguments 1 to 3 name what the operation is about: a bucket and one "leaf", a bucket and
-      "leaves", or a bucket, leaves and a "position" among them.
-    * `is_quiet`: not worth a word in a listing.
-    * `is_derived`: so cheap that the operation is done again rather than keeping a gathered leaf alive for it.
-    * `is_pointwise`: each element of the result depends on the elements at its position.
-    * `is_random(node)`: whether the operation draws from a generator.
+    * `memory(allocator, node)`: the location of the result, then further storages that the result keeps alive. None: by
+      `shares` the operand's, else new memory.
+    * `work(node)`: the flops and bytes of this rank, besides communication.
+    * `line(program, node)`: the node's line in a listing. None: by `moves`, else part of a "compute" line.
+    * `label(program, node)`: the name of the operation in a profile. None: no name.
+    * `names`: what the node's arguments from the second on name: a bucket and one "leaf", a bucket and "leaves", or a
+      bucket, leaves and a "position" among these leaves.
+    * `is_quiet`: a listing does not name the operation.
+    * `is_derived`: passes repeat the operation rather than keep a gathered leaf alive for it, because it is so cheap.
+    * `is_pointwise`: each element of the result depends only on the elements at its position.
+    * `is_random(node)`: whether the operation draws from a generator of torch.
     * `draws`: the operation is called with the step's seed, as the keyword `seed`.
-    * `in_place`: the target that computes the same, and writes results over the operands that they replace.
-    * `replaces`: for each list of results, the argument that has the list of operands that they replace.
-    * `is_foreign`: the operation was defined outside of fzero, so that its rules are checked as programs are.
+    * `in_place`: the target that computes the same results and writes them over operands.
+    * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
+    * `gradients`: for an update of many leaves, the position among the arguments of the list of gradients. All lists of
+      arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
+    * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
     """
 
     name: str
     target: Any
     kind: Callable[[Walk, Node], Any]
     fake: Callable[..., Any]
-    check: Callable[[Program, Node], None] = _unchecked
-    perform: Callable[[Program, Node, Any], Callable[..., Any]] | None = None
+    check: Callable[[Program, Node], None] = _accept
+    perform: Callable[[Program, Node, Rank], Callable[..., Any]] | None = None
     moves: Callable[[Program, Node], Iterable[Comm]] | None = None
     starts: Literal["gathered", "scattered"] | None = None
     waits: bool = False
     shares: Callable[[Node], bool] = _never
     alias_at: Callable[[Node, int], Node | None] = _no_alias
     writes: Callable[[Node], list[Node]] = _no_operands
-    memory: Callable[[Held, Node], tuple[Any, ...]] | None = None
+    memory: Callable[[Allocator, Node], tuple[Any, ...]] | None = None
     work: Callable[[Node], Work] = read_and_write
     line: Callable[[Program, Node], str] | None = None
     label: Callable[[Program, Node], str] | None = None
@@ -124,4 +129,5 @@ class Operation:
     draws: bool = False
     in_place: Any = None
     replaces: tuple[int, ...] = ()
+    gradients: int | None = None
     is_foreign: bool = False

@@ -1,4 +1,4 @@
-"""Program: a flat graph of aten operations and communication, with what its arguments and results are."""
+"""Program: a flat graph of aten operations and communication, with a description of its arguments and results."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from fzero.program.memory import Memory, measure_memory
 from fzero.program.operation import Node
 from fzero.program.rates import Rates, guess_rates
 from fzero.program.records import record, shares_memory
-from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_lanes
+from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
 from fzero.program.work import find_device_type
 
 RANK = 0
-"""The rank whose slice sizes a graph shows. No node depends on these sizes: one program serves all ranks."""
+"""The rank whose slice sizes a graph shows. No node depends on these sizes, so one program serves all ranks."""
 _INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor argument: its path among the step's arguments and, for state, its bucket and leaf; None for the batch.
+    """A tensor argument. `path` is its path among the step's arguments. State has a `bucket` and a `leaf` of its
+    layout; the bucket of a batch argument is None.
 
-    One that is `donated` is updated in place and gone for the caller.
+    The step updates a `donated` argument in place, and the caller cannot use it afterwards.
     """
 
     path: str
@@ -46,9 +47,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Result:
-    """A leaf of what the step returns: state (`bucket`, `leaf`), a tensor (`bucket` None), or a `constant`.
+    """A leaf of the tree that the step returns: state (`bucket`, `leaf`), another tensor (`bucket` None), or a
+    `constant`.
 
-    `varies` names the mesh axes along which it differs between ranks, its slices apart.
+    `varies` names the mesh axes along which a tensor that is no state differs between ranks.
     """
 
     path: str
@@ -61,10 +63,10 @@ class Result:
 
 @dataclass(frozen=True)
 class PassState:
-    """State that a pass has added to a step: an error-feedback buffer, a second copy.
+    """State that a pass added to a step, such as an error-feedback buffer or a second copy of parameters.
 
-    `path` names the state for the user, who holds and saves it; `bucket` and `leaf` say where it lies. It begins as
-    `initial` everywhere.
+    `path` is its name for the user, who holds and saves the state. `bucket` and `leaf` name its layout. Every element
+    is `initial` before the first step.
     """
 
     path: str
@@ -78,9 +80,11 @@ class PassState:
 class Program:
     """A step as one graph that every rank of `mesh` runs. Passes take a program and return another.
 
-    `graph` is a `torch.fx.Graph` whose placeholders are `arguments` in order and whose output is a list of the
-    tensors among `results`. `layouts` says what a bucket's name means in it. `measured` is how fast the machine is,
-    where that is known. The last arguments and results are `pass_state`, which `out_tree` does not have.
+    * `graph` is a `torch.fx.Graph`. Its placeholders are `arguments`, in order. Its output is a list of the tensors
+      among `results`, in order.
+    * `layouts` maps the bucket names that nodes use to layouts.
+    * `measured` are the rates of the machine, None where no one has measured them.
+    * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     """
 
     name: str
@@ -96,7 +100,7 @@ class Program:
     pass_state: tuple[PassState, ...] = ()
 
     def copy(self) -> Program:
-        """A program with a graph of its own, for a pass to change."""
+        """A copy of the program with a graph of its own, for a pass to change."""
         graph = fx.Graph()
         output = graph.graph_copy(self.graph, {}, return_output_node=True)
         assert output is not None  # every traced graph has an output
@@ -113,12 +117,12 @@ class Program:
 
     @property
     def tensor_results(self) -> list[Result]:
-        """The results that the output node lists, in its order."""
+        """The results that are tensors, in the order of the output node's list."""
         return [result for result in self.results if not result.is_constant]
 
     @property
     def output(self) -> Node:
-        """The node whose first argument lists the results that are tensors."""
+        """The output node. Its first argument lists the results that are tensors."""
         return next(iter(reversed(self.graph.nodes)))
 
     @property
@@ -127,68 +131,70 @@ class Program:
         return any(node.op == "call_function" and record(node).draws for node in self.graph.nodes)
 
     def lines(self) -> list[str]:
-        """What all ranks must have in common: arguments, buckets, constants and nodes, a line each. No local size is
-        in it, nor which of its GPUs a rank uses."""
+        """Everything that must be the same on all ranks: arguments, buckets, constants and nodes, one line each.
+
+        The sizes of slices and the index of a rank's GPU differ between ranks, and are left out.
+        """
         values = [node.meta["val"] for node in self.placeholders]
         return [
-            *(f"argument {given.path}: {self._described(given, x)}" for given, x in zip(self.arguments, values)),
-            *(f"bucket {name}: {_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
-            *(f"constant {name}: {_typed(value)} {_contents(value)}" for name, value in self.constants.items()),
+            *(f"argument {given.path}: {self._describe(given, x)}" for given, x in zip(self.arguments, values)),
+            *(f"bucket {name}: {_list_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
+            *(f"constant {name}: {_format_type(x)} {_format_contents(x)}" for name, x in self.constants.items()),
             *(_INDEX.sub(r"\1", f"node {node.name}: {node.format_node()}") for node in self.graph.nodes),
         ]
 
-    def _described(self, argument: Argument, value: Tensor) -> str:
+    def _describe(self, argument: Argument, value: Tensor) -> str:
         if argument.bucket is None:
-            return _typed(value)
+            return _format_type(value)
         shape = self.layouts[argument.bucket].leaves[argument.leaf].shape
-        return f"{_typed(value, shape)} of {argument.bucket}"
+        return f"{_format_type(value, shape)} of {argument.bucket}"
 
     def comm(self) -> list[Comm]:
-        """Every collective, in the order in which all ranks start them."""
+        """All collectives, in the order in which every rank starts them."""
         return list_comm(self)
 
     def memory(self) -> Memory:
-        """Bytes of tensors that are alive on the rank that has most, arguments included, node by node."""
+        """Bytes of live tensors after each node, arguments included, on the rank whose peak is largest."""
         return measure_memory(self)
 
     @property
     def rates(self) -> Rates:
-        """How fast the machine is: as measured, or else a guess from the type of device."""
+        """The rates of the machine: measured, or else guessed from the type of device."""
         return self.measured or guess_rates(find_device_type(self.graph))
 
     def costs(self) -> Costs:
-        """Seconds of each node, and of the collectives that it starts, by `rates`."""
+        """The seconds of each node, and of the collectives that it starts, by `rates`."""
         return cost_nodes(self, self.rates)
 
     def timeline(self, rates: Rates | None = None) -> Timeline:
-        """When a step computes and communicates, simulated before anything runs: by these rates, or the program's."""
-        return simulate_lanes(self, rates or self.rates)
+        """When a step computes and communicates, simulated before anything runs, by `rates` or else `self.rates`."""
+        return simulate_timeline(self, rates or self.rates)
 
     def __str__(self) -> str:
         return list_program(self)
 
     def layout_of(self, node: Node) -> Layout:
-        """The layout of the bucket that a node of `ops` names."""
+        """The layout of the bucket that a node of an operation of `ops` names."""
         return self.layouts[node.args[1]]
 
     def wire_of(self, node: Node) -> Wire:
-        """The buffer of the leaves that a node of `ops` names, in which they move together."""
+        """The buffer in which the leaves that a node of an operation of `ops` names move together."""
         leaves = node.args[2]
         return wire(self.layouts[node.args[1]], (leaves,) if isinstance(leaves, int) else tuple(leaves))
 
     def path_of(self, value: Argument | Result) -> str:
-        """A state value's path in the tree that was partitioned, else the value's own."""
+        """For state, the path of its leaf in the tree that was partitioned; for other values their own path."""
         leaf = self.layouts[value.bucket].leaves[value.leaf].path if value.bucket is not None else ""
         return leaf or value.path
 
     def add_state(
         self, path: str, shape: Sequence[int], dtype: torch.dtype, *, initial: float = 0.0, whole: bool = False
     ) -> tuple[Program, Node]:
-        """`(program, node)`: this program with one more state, and the node that has its value.
+        """`(program, node)`: a program with one more state, and the node of its value. Changes this program's graph.
 
-        Each rank holds one slice of `shape`, counted over all ranks, or with `whole` all of it. The step returns the
-        state unchanged until `return_state` says otherwise. Users hold it: they give it to each call of the step, which
-        returns the new one beside its results (`step.init_pass_state`).
+        `shape` is the shape over all ranks. Each rank holds one slice of it, or with `whole` all of it. The step
+        returns the state unchanged, unless the pass calls `return_state`. The user holds the state: the first value
+        comes from `step.init_pass_state`, every call takes the state and returns the new one beside its results.
 
         Raises:
             FzeroError: for a path that an argument has already.
@@ -197,11 +203,11 @@ class Program:
             raise FzeroError(path, "the step has an argument of this name", "name a pass's state after the pass")
         leaf = Leaf(path, tuple(shape))
         layout = replicated_layout(shape, self.mesh) if whole else Layout(path, (leaf,), self.mesh)
-        held = tuple(shape) if whole else (len(layout.part(0, RANK)),)
+        local = tuple(shape) if whole else (len(layout.part(0, RANK)),)
         device = torch.device(find_device_type(self.graph))
         with self.graph.inserting_after(self.placeholders[-1]) if self.placeholders else nullcontext(), self.fake_mode:
             node = self.graph.placeholder(re.sub(r"\W", "_", path))
-            node.meta["val"] = torch.empty(held, dtype=dtype, device=device)
+            node.meta["val"] = torch.empty(local, dtype=dtype, device=device)
         self.output.args = ([*self.output.args[0], node],)
         return replace(
             self,
@@ -212,20 +218,20 @@ class Program:
         ), node
 
     def return_state(self, path: str, node: Node) -> None:
-        """Let the step return this node's value as the new value of a state that a pass added."""
+        """Let the step return the value of `node` as the new value of the state `path`, which a pass added."""
         paths = [result.path for result in self.tensor_results]
         returned = list(self.output.args[0])
-        returned[paths.index(path, len(paths) - len(self.pass_state))] = node
+        returned[paths.index(path, len(paths) - len(self.pass_state))] = node  # a result of the step may have the path
         self.output.args = (returned,)
 
     def substitute(self, old: Node, new: Node) -> None:
-        """Give every user of `old` the node `new`, and erase `old`; what shares its memory learns whose that now is."""
+        """Replace `old` by `new` in all its users, and erase `old`. Views of `old` become views of `new`."""
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
         self.refresh([new])
 
     def substitute_all(self, news: Mapping[Node, Node]) -> None:
-        """`substitute` each key by its value, all at once: an operation may take a list of as many as there are."""
+        """`substitute` each key by its value, all at once: one by one would rewrite a list of n operands n times."""
         for user in dict.fromkeys(user for old in news for user in old.users):
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: news.get(node, node))
         for old in news:
@@ -233,7 +239,10 @@ class Program:
         self.refresh(news.values())
 
     def refresh(self, nodes: Iterable[Node]) -> None:
-        """Let what shares memory with nodes that it has been given in place of others learn whose that now is."""
+        """Compute the fake values of all views of these nodes again, so that a view has the memory of its operand.
+
+        Fake values carry memory: `storage` and `verify` compare it. Call this where nodes took the place of others.
+        """
         stale = list(nodes)
         while stale:
             for user in stale.pop().users:
@@ -242,7 +251,7 @@ class Program:
                     stale.append(user)
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A new node, at the graph's insert point, that knows its fake result."""
+        """A new node at the graph's insert point, with its fake result. `target` is an operation of torch or `ops`."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = self._fake(target, args, kwargs)
         return node
@@ -253,16 +262,16 @@ class Program:
             return record(target).fake(*args, **kwargs)
 
 
-def _typed(value: Tensor, shape: Sequence[int] | None = None) -> str:
+def _format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape if shape is None else shape)}"
 
 
-def _shapes(layout: Layout) -> list[list[int]]:
+def _list_shapes(layout: Layout) -> list[list[int]]:
     return [list(leaf.shape) for leaf in layout.leaves]
 
 
-def _contents(value: Tensor) -> str:
-    """The elements of a tensor, a hash of their bytes where they are many."""
+def _format_contents(value: Tensor) -> str:
+    """The elements of a tensor, or where there are more than 16 a hash of their bytes."""
     flat = value.detach().cpu().reshape(-1).contiguous()
     if flat.numel() <= 16:
         return str(flat.tolist())

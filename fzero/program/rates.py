@@ -1,4 +1,4 @@
-"""Rates: how fast a machine computes and communicates, to turn work and bytes into seconds."""
+"""Rates: how fast a machine computes and communicates. They turn work and bytes into seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fzero.program.work import Work
 
 
 class Rates(NamedTuple):
-    """What one rank does in a second, and what each operation and each collective costs besides."""
+    """The speed of one rank, and the seconds that each operation and each collective costs besides."""
 
     flops: float  # of matrix products, a second
     memory: float  # bytes read or written a second
@@ -19,20 +19,20 @@ class Rates(NamedTuple):
     latency: float  # seconds a collective
 
     def compute(self, work: Work) -> float:
-        """Seconds of an operation: it is bound by arithmetic or by memory, as in the roofline model (Williams,
-        Waterman and Patterson 2009). What does no work takes none."""
+        """Seconds of an operation, which arithmetic or memory bounds: the roofline model (Williams, Waterman and
+        Patterson 2009). An operation without work, such as a view, takes no time."""
         return self.launch + max(work.flops / self.flops, work.nbytes / self.memory) if any(work) else 0.0
 
     def communicate(self, comm: Comm, mesh: VirtualMesh) -> float:
-        """Seconds of a collective that has the wire to itself: none on one rank."""
+        """Seconds of a collective that has the wire to itself. On one rank it takes no time."""
         sent = bus_bytes(comm, mesh)
         return self.latency + sent / self.wire if mesh.size(comm.axis) > 1 else 0.0
 
 
 def bus_bytes(comm: Comm, mesh: VirtualMesh) -> float:
-    """Bytes that each rank sends: the buffer but for its own part of N, twice for an all-reduce.
+    """Bytes that each of N ranks sends: (N - 1) / N of the buffer, and twice that for an all-reduce.
 
-    The convention of nccl-tests, doc/PERFORMANCE.md; ring and direct exchanges move as much.
+    This is the convention of nccl-tests (doc/PERFORMANCE.md). Rings and direct exchanges both send as much.
     """
     size = mesh.size(comm.axis)
     return comm.nbytes * (size - 1) / size * (2 if comm.op == "all_reduce" else 1)
@@ -42,11 +42,14 @@ GUESSES = {
     "cpu": Rates(flops=1e11, memory=1e10, wire=1.5e9, launch=5e-6, latency=1e-4),
     "cuda": Rates(flops=4e14, memory=2e12, wire=5e10, launch=5e-6, latency=3e-5),
 }
-"""Rates by type of device, to plan with where nothing was measured. Guesses: one CPU core with AVX-512 in fp32 and
-gloo within one machine; a GPU of Hopper's generation in bf16 with one 400 Gb/s port. Rather fast at computing and slow
-at communicating, so that what is scheduled by them starts too early and not too late."""
+"""Rates by type of device, to plan with before anyone has measured.
+
+Guesses: one CPU core with AVX-512 in fp32, and gloo within one machine; a GPU of Hopper's generation in bf16, with one
+400 Gb/s port. They err towards fast compute and slow communication, so that collectives start too early and not too
+late.
+"""
 
 
 def guess_rates(device_type: str) -> Rates:
-    """The guess for a type of device, that for "cuda" where there is none."""
+    """The guess for a type of device; the guess for "cuda" where there is none."""
     return GUESSES.get(device_type, GUESSES["cuda"])

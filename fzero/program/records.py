@@ -1,7 +1,7 @@
-"""Records: the operation that a node calls, and the way to define a new one.
+"""Records: the record of the operation that a node calls, and the way to define a new operation.
 
-record(node)            everything that is known of what the node calls
-define("name", ...)     a new operation, known to every walk from then on
+record(node)            the `Operation` that the node calls
+define("name", ...)     a new operation, which every walk can read from then on
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import keyword
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import below_autograd
+from fzero.base.torch_private import below_autograd, storage_key
 from fzero.program import aten
 from fzero.program.operation import Node, Operation
+
+if TYPE_CHECKING:
+    from fzero.program.memory import Allocator
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _RECORDS: dict[Any, Operation] = {}
@@ -26,21 +29,21 @@ _describe = lru_cache(maxsize=None)(aten.describe)
 
 
 def record(called: Any) -> Operation:
-    """The record of what a node calls, or of a target."""
+    """The record of the operation that a node calls, or of a target."""
     target = getattr(called, "target", called)
     known = _RECORDS.get(target)
     return _describe(target) if known is None else known
 
 
 def register(operation: Operation) -> Any:
-    """Let every walk know an operation. Returns its target."""
+    """Add the record of an operation to the table that walks read. Returns the operation's target."""
     _RECORDS[operation.target] = operation
     _NAMES.add(operation.name)
     return operation.target
 
 
-def register_traced(schema: str, fake: Callable[..., Any], **known: Any) -> Any:
-    """Register an operation that steps call while they are traced: a node is written down, nothing is computed."""
+def register_for_tracing(schema: str, fake: Callable[..., Any], **known: Any) -> Any:
+    """Register an operation of `torch.ops.fzero` that steps may call: tracing records a node and computes nothing."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
@@ -51,20 +54,20 @@ def register_traced(schema: str, fake: Callable[..., Any], **known: Any) -> Any:
 def define(
     name: str, *, like: Any = None, schema: str | None = None, fake: Callable[..., Any] | None = None, **known: Any
 ) -> Any:
-    """Define an operation, to be traced, checked, costed, simulated, run and printed like fzero's own.
+    """Define an operation that is traced, checked, costed, simulated, run and printed like fzero's own.
 
-    Returns the target, which nodes call: a pass emits one with `program.emit(target, *args)`. With a `schema`, such as
-    `"(Tensor x, float p) -> Tensor"`, a step may also call the target; it has no derivative then.
+    Returns the target that nodes call: a pass emits a node with `program.emit(target, *args)`. With a `schema`, such as
+    `"(Tensor x, float p) -> Tensor"`, a step may call the target too; the operation has no derivative.
 
-    `like`, the target of a known operation, gives every field that is not given here; where `perform` is given, not
-    those that say how the known one is performed. The other keywords are the fields of `fzero.ops.Operation`. An
-    operation without `like` needs at least `kind` and `fake`. `perform(program, node,
-    rank)` returns a function of the node's arguments; where it communicates that is a generator of exchanges, and
-    `moves` says what they are.
+    The other keywords are the fields of `fzero.ops.Operation`. An operation needs at least `kind` and `fake`.
+    `perform(program, node, rank)` returns a function of the node's arguments; where the operation communicates the
+    function is a generator of exchanges, and `moves` lists the collectives. `like`, the target of a known operation,
+    fills the fields that are not given. With `perform`, `like` does not fill `memory`, `work`, `alias_at` and `label`,
+    because these fields say how the known operation is performed.
 
     Raises:
-        FzeroError: for a name that is taken or is no name in Python; without a rule for kinds or a fake result; for an
-            unknown field; for an operation that moves something, or starts, and has nothing that performs it.
+        FzeroError: for a name that another operation has or that is no name in Python; without a rule for kinds or a
+            fake result; for an unknown field; for an operation that communicates and has no `perform`.
     """
     where = f"operation {name!r}"
     if not name.isidentifier() or keyword.iskeyword(name):
@@ -88,18 +91,18 @@ def define(
     assert fake is not None
     known["is_foreign"] = True
     if known.get("starts") and not known.get("memory"):
-        known["memory"] = _hold_moved
+        known["memory"] = _hold_transfers
     if known.get("moves") and not known.get("label"):
         known["label"] = lambda program, node: f"{name} {node.args[1]}"
     if schema is not None:
-        target = register_traced(name + schema, fake, **known)
+        target = register_for_tracing(name + schema, fake, **known)
         _LIBRARY.impl(name, _refuse_derivative(where, target), "Autograd")
         return target
-    return register(Operation(name=name, target=_named(name, fake), fake=fake, **known))
+    return register(Operation(name=name, target=_make_target(name, fake), fake=fake, **known))
 
 
 _OF_PERFORMANCE = {"memory", "work", "alias_at", "label"}
-"""Fields that say how an operation is performed: one that is performed in another way does not inherit them."""
+"""Fields that say how an operation is performed. An operation with a `perform` of its own does not inherit them."""
 
 
 def _inherit(base: Operation, performs: bool) -> dict[str, Any]:
@@ -107,14 +110,14 @@ def _inherit(base: Operation, performs: bool) -> dict[str, Any]:
     return {field: getattr(base, field) for field in fields - (_OF_PERFORMANCE if performs else set())}
 
 
-def _hold_moved(held: Any, node: Node) -> tuple[Any, ...]:
-    """New memory for what an operation starts, and for what it moves until it is waited for."""
-    moved = sum(entry.nbytes for entry in record(node).moves(held.program, node))  # type: ignore[misc]  # it starts
-    return held.new(node, node.meta["val"]), held.keep((node, "moved"), moved)
+def _hold_transfers(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """The memory of an operation that starts: new memory for its result, and the bytes that it moves until the wait."""
+    moved = sum(entry.nbytes for entry in record(node).moves(allocator.program, node))  # type: ignore[misc]  # it starts
+    return allocator.new(node, node.meta["val"]), allocator.keep((node, "moved"), moved)
 
 
-def _named(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this name, for nodes to call: it has no kernel, and gives the fake result."""
+def _make_target(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this name for nodes to call. It has no kernel, and returns the fake result."""
 
     def target(*args: Any, **kwargs: Any) -> Any:
         return fake(*args, **kwargs)
@@ -124,8 +127,8 @@ def _named(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_derivative(where: str, target: Callable[..., Any]) -> Callable[..., Any]:
-    """What autograd calls for an operation without a derivative: the operation, or a refusal where a derivative of its
-    result might be taken. torch's own refusal comes later, and in other words under torch.func."""
+    """The autograd kernel of an operation without a derivative: it refuses operands that require a gradient, and runs
+    the operation on others. torch's own refusal comes later, and in other words under torch.func."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -144,24 +147,24 @@ def is_call(node: Node, *targets: Any) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """The name of what a node calls, without its overload: "mm", "all_gather"; of a draw what it draws with,
-    "bernoulli"; of its target where the node calls nothing."""
+    """The name of the operation that a node calls, without its overload: "mm", "all_reduce". For a random draw the
+    operation that draws: "bernoulli". For a node that calls nothing its target."""
     target = node.args[1] if record(node).draws else node.target
     return getattr(target, "__name__", str(target)).partition(".")[0]
 
 
 def shares_memory(node: Node) -> bool:
-    """Whether a node's result is a view of an operand, an item of one, or an operand itself, overwritten."""
+    """Whether a node's result has the memory of an operand: a view, an item of a list, or an operand written to."""
     return node.op == "call_function" and record(node).shares(node)
 
 
 def find_writes(node: Node) -> list[Node]:
-    """The operands of a node whose memory it writes into."""
+    """The operands that a node writes into."""
     return record(node).writes(node) if node.op == "call_function" else []
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node calls an operation of aten that draws from a generator."""
+    """Whether a node draws from a generator of torch."""
     return node.op == "call_function" and record(node).is_random(node)
 
 
@@ -171,7 +174,7 @@ def starts(node: Node) -> str | None:
 
 
 def leaves_of(node: Node) -> Sequence[int]:
-    """The leaves of its bucket that a node of `ops` is about."""
+    """The leaves that a node of an operation of `ops` names, as indices into its bucket's layout."""
     named = node.args[2]
     if record(node).names == "position":
         return [named[node.args[3]]]
@@ -179,6 +182,6 @@ def leaves_of(node: Node) -> Sequence[int]:
 
 
 def storage(node: Node) -> Any:
-    """What stands for the memory of a node's value, equal for its views; the node itself where it is no tensor."""
+    """The key of the memory of a node's value, equal for all views of it; the node itself where it has no tensor."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
+    return storage_key(value) if isinstance(value, Tensor) else node

@@ -1,4 +1,4 @@
-"""Refusals: how an error speaks of a program's nodes and kinds."""
+"""Refusals: the errors about a program's nodes and kinds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ PASS_BUG = "a bug in the last pass: please report it, or remove the pass to conf
 
 
 def refuse_node(program: Program, node: Node, problem: str, way_out: str) -> FzeroError:
-    """The error of a node that does something with its operands that their kinds do not allow."""
+    """The error of a node, at the leaf nearest to the node and with the user's line."""
     return FzeroError(leaf_near(program, node), f"{node.name} {problem}{line_of(node)}", way_out)
 
 
 def refuse_drift(
     program: Program, node: Node, axes: frozenset[str], leaf: Slice | None = None, use: Node | None = None
 ) -> FzeroError:
-    """The error of a node where a value that differs along these axes meets a slice, that of `leaf` where known.
+    """The error of a node where a value that differs along these axes meets a slice of `leaf`, by default of the leaf
+    nearest to the node.
 
-    `use` is the node that the user wrote, where `node` only prepares an operand for it.
+    `use` is the node of the user's code, where `node` only prepares an operand for it.
     """
     use = node if use is None else use
     met = name_of(use if use.op == "call_function" else node)
@@ -35,23 +36,23 @@ def refuse_drift(
 
 
 def advise_mean(axes: frozenset[str]) -> str:
-    """The way out for a value that differs along these axes."""
+    """The way out for a value that differs along these axes: the calls of `fzero.pmean` that make it uniform."""
     means = " and ".join(f"fzero.pmean(x, {axis!r})" for axis in sorted(axes - {RAGGED}))
     return f"make it the same on every rank first, with {means}"
 
 
 def line_of(node: Node) -> str:
-    """` (the user's line)` of a node, "" where the node has none."""
+    """The line of the user's code behind a node, in parentheses and with a blank in front; "" where there is none."""
     return f" ({node.stack_trace})" if node.stack_trace else ""
 
 
 def describe_kind(program: Program, kind: Kind) -> str:
-    """A kind in words."""
+    """A kind in words, for an error."""
     if isinstance(kind, Slice):
         return f"a slice of {path_of(program, kind)}"
     if isinstance(kind, Buffer):
-        held = "gathered" if kind.gathered else "scattered"
-        return f"a {held} buffer of leaves {list(kind.leaves)} of {kind.bucket!r}{'' if kind.done else ' on its way'}"
+        state = "gathered" if kind.gathered else "scattered"
+        return f"a {state} buffer of leaves {list(kind.leaves)} of {kind.bucket!r}{'' if kind.done else ' on its way'}"
     if isinstance(kind, list):
         return "a list"
     ragged = ", in shape too" if RAGGED in kind else ""
@@ -59,13 +60,13 @@ def describe_kind(program: Program, kind: Kind) -> str:
 
 
 def path_of(program: Program, kind: Slice) -> str:
-    """The path of a slice's leaf."""
+    """The path of the leaf that a slice belongs to, or its bucket where the leaf has no path."""
     return program.layouts[kind.bucket].leaves[kind.leaf].path or kind.bucket
 
 
 def leaf_near(program: Program, node: Node) -> str:
-    """The path of the leaf that a node works on, or its bucket: what the node names, or else the nearest state argument
-    behind it."""
+    """The path of the leaf or bucket that a node names. For a node that names none, the path of the nearest state
+    argument: breadth first over the inputs of the node and of its users. The node's own name where there is none."""
     if node.op == "call_function" and record(node).names and node.args[1] in program.layouts:
         return _name_leaf(program, node)
     given = zip(program.placeholders, program.arguments)
@@ -81,6 +82,7 @@ def leaf_near(program: Program, node: Node) -> str:
 
 
 def _name_leaf(program: Program, node: Node) -> str:
+    """The path of the one leaf that a node names; its bucket where the node names several, or a leaf out of range."""
     layout = program.layout_of(node)
     if record(node).names == "position" and node.args[3] not in range(len(node.args[2])):
         return layout.bucket

@@ -1,4 +1,4 @@
-"""Timeline: when a program computes and communicates, simulated on two lanes from what its nodes cost."""
+"""Timeline: when a program computes and communicates, simulated on two lanes from the costs of its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """Something is computed from `start` to `end`, in seconds from the beginning of the step."""
+    """An operation computes from `start` to `end`, in seconds since the beginning of the step."""
 
     name: str
     start: float
@@ -27,9 +27,9 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective has the wire from `start` to `end`, in seconds. For `exposed` of them nothing is computed.
+    """A collective occupies the wire from `start` to `end`, in seconds. For `exposed` of these seconds compute waits.
 
-    `is_ahead`: the collective is started first and waited for later, as all-gathers and reduce-scatters are.
+    `is_ahead`: the program starts the collective and waits for it later, as for all-gathers and reduce-scatters.
     """
 
     comm: Comm
@@ -40,23 +40,23 @@ class Transfer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`"all_gather layers.0"`, or with its axis where it has no bucket."""
+        """The collective with its bucket, "all_gather layers.0", or where it has none with its axis."""
         return f"{self.comm.op} {self.comm.bucket or self.comm.axis}"
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """The duration."""
         return self.end - self.start
 
     @property
     def hidden(self) -> float:
-        """For how many seconds of it something is computed."""
+        """The seconds during which something is computed."""
         return self.seconds - self.exposed
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A program's schedule, which takes `seconds`. Prints as a table; `export_chrome_trace` writes it for a viewer."""
+    """A program's schedule, which takes `seconds`. Prints as a table; `export_chrome_trace` writes a file to view."""
 
     name: str
     spans: tuple[Span, ...]
@@ -65,17 +65,20 @@ class Timeline:
 
     @property
     def compute(self) -> float:
-        """Seconds for which something is computed."""
+        """The seconds during which something is computed."""
         return sum(span.end - span.start for span in self.spans)
 
     @property
     def exposed(self) -> float:
-        """Seconds for which nothing is computed, as a collective is waited for: the rest."""
+        """The seconds during which compute waits for a collective: the rest of the step."""
         return sum(transfer.exposed for transfer in self.transfers)
 
     def hidden(self, *names: str) -> float:
-        """The part of its time for which communication is hidden behind compute, from 0 to 1: of the collectives of
-        these names, or of all that are started ahead of their wait. 1 where nothing is moved."""
+        """The fraction, from 0 to 1, of the time of collectives that is hidden behind compute. 1 where there are none.
+
+        Counts the collectives of these `names`, such as "all_reduce". Without names it counts those that are started
+        ahead of their wait.
+        """
         chosen = [each for each in self.transfers if (each.comm.op in names if names else each.is_ahead)]
         total = sum(transfer.seconds for transfer in chosen)
         return sum(transfer.hidden for transfer in chosen) / total if total else 1.0
@@ -84,31 +87,31 @@ class Timeline:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        waits = f"{_ms(self.compute)} ms of compute and {_ms(self.exposed)} ms of waiting"
-        yield f"{self.name}: {_ms(self.seconds)} ms, {waits}; {self.hidden():.1%} of gathers and scatters are hidden"
+        waits = f"{_to_ms(self.compute)} ms of compute and {_to_ms(self.exposed)} ms of waiting"
+        yield f"{self.name}: {_to_ms(self.seconds)} ms, {waits}; {self.hidden():.1%} of gathers and scatters are hidden"
         yield f"  {'collective':<32}{'start':>10}{'end':>10}{'hidden':>10}{'exposed':>10}  ms"
         for transfer in self.transfers:
             times = transfer.start, transfer.end, transfer.hidden, transfer.exposed
-            yield f"  {transfer.name:<32}" + "".join(f"{_ms(seconds):>10}" for seconds in times)
+            yield f"  {transfer.name:<32}" + "".join(f"{_to_ms(seconds):>10}" for seconds in times)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The schedule in the Trace Event Format, a thread for each lane. Times are in microseconds there."""
+        """The schedule in the Trace Event Format, with a thread for each lane. The format counts in microseconds."""
         lanes: dict[str, Sequence[Span | Transfer]] = {"compute": self.spans, "communication": self.transfers}
         events: list[dict[str, Any]] = []
         for lane, (name, entries) in enumerate(lanes.items()):
             where = {"pid": 0, "tid": lane}
             events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": name}})
-            events.extend(_event(entry) | where for entry in entries)
+            events.extend(_describe_event(entry) | where for entry in entries)
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def export_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write `chrome_trace` to a file, for ui.perfetto.dev or chrome://tracing."""
+        """Write `chrome_trace` to a JSON file, for ui.perfetto.dev or chrome://tracing."""
         with open(path, "w") as file:
             json.dump(self.chrome_trace(), file)
 
 
 class Cost(NamedTuple):
-    """A node computes for `seconds`, and starts collectives that take so many each."""
+    """The seconds that a node computes, and the collectives that it starts, with the seconds of each."""
 
     seconds: float
     comms: tuple[tuple[Comm, float], ...]
@@ -118,7 +121,7 @@ Costs = Mapping[Node, Cost]
 
 
 def cost_nodes(program: Program, rates: Rates) -> Costs:
-    """What each node costs."""
+    """Node -> its cost, by these rates."""
 
     def cost(node: Node) -> Cost:
         comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
@@ -127,11 +130,12 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
     return {node: cost(node) for node in program.graph.nodes}
 
 
-def simulate_lanes(program: Program, rates: Rates) -> Timeline:
-    """Run a program's nodes in order on one lane, its collectives in the order in which they start on another.
+def simulate_timeline(program: Program, rates: Rates) -> Timeline:
+    """The timeline of a program: nodes compute on one lane in order, collectives use the other in the order of their
+    starts.
 
-    What a node starts is under way until its wait, which holds up compute until it is there; any other collective is
-    waited for at once. A lane is as fast as if the other one were idle.
+    A wait holds up compute until its collective is done. A collective without a wait holds up compute at once. The
+    lanes do not slow each other down.
     """
     lanes = Lanes(cost_nodes(program, rates))
     lanes.run(program.graph.nodes)
@@ -139,32 +143,33 @@ def simulate_lanes(program: Program, rates: Rates) -> Timeline:
 
 
 class Lanes:
-    """Two lanes as nodes are run on them: what was computed so far is done at `now`, what was sent at `free`."""
+    """The clocks of the two lanes, compute and communication, which `run` advances node by node. Times in seconds."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.now = self.free = 0.0
-        self.there: dict[Node, float] = {}
-        """A node that starts a collective -> when that is done."""
+        self.now = 0.0  # when compute has done the nodes so far
+        self.free = 0.0  # when the wire has moved the collectives so far
+        self.done_at: dict[Node, float] = {}
+        """Node that starts a collective -> when the collective is done."""
         self.waited: dict[Node, float] = {}
-        """Node -> seconds for which it held up compute, where it did."""
+        """Node -> the seconds for which compute waited there."""
         self.spans: list[Span] = []
         self._sent: list[tuple[Comm, float, float, bool]] = []
         self._idle: list[tuple[float, float]] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
-        """Advance by some nodes, in this order."""
+        """Advance the clocks by these nodes, in this order."""
         for node in nodes:
             self._compute(node)
             comms = self.costs[node].comms
             if starts(node):
-                self.there[node] = self._send(*comms[0], is_ahead=True)
+                self.done_at[node] = self._send(*comms[0], is_ahead=True)
             elif node.op == "call_function" and record(node).waits:
                 (start,) = node.all_input_nodes
-                self._wait(node, self.there[start])
-                self._at_once(node, self.costs[start].comms[1:])
+                self._wait(node, self.done_at[start])
+                self._wait_at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
             else:
-                self._at_once(node, comms)
+                self._wait_at_once(node, comms)
 
     def _compute(self, node: Node) -> None:
         if seconds := self.costs[node].seconds:
@@ -172,13 +177,13 @@ class Lanes:
             self.now += seconds
 
     def _send(self, comm: Comm, seconds: float, is_ahead: bool = False) -> float:
-        """Send behind all that has been. When that is done."""
+        """Put a collective on the wire, behind all earlier ones. Returns the time at which it is done."""
         start = max(self.now, self.free)
         self.free = start + seconds
         self._sent.append((comm, start, self.free, is_ahead))
         return self.free
 
-    def _at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
+    def _wait_at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
         for comm, seconds in comms:
             self._wait(node, self._send(comm, seconds))
 
@@ -189,7 +194,8 @@ class Lanes:
             self.now = until
 
     def transfers(self) -> Iterator[Transfer]:
-        """What was sent. Both lists are in order of time, and while compute is idle something is being sent."""
+        """The collectives in order, with the seconds for which compute waited during each."""
+        # One pass over both lists: both are in order of time, and compute is idle only while the wire is busy.
         first = 0
         for comm, start, end, is_ahead in self._sent:
             while first < len(self._idle) and self._idle[first][1] <= start:
@@ -201,12 +207,12 @@ class Lanes:
             yield Transfer(comm, start, end, exposed, is_ahead)
 
 
-def _event(entry: Span | Transfer) -> dict[str, Any]:
+def _describe_event(entry: Span | Transfer) -> dict[str, Any]:
     times = {"ph": "X", "name": entry.name, "ts": 1e6 * entry.start, "dur": 1e6 * (entry.end - entry.start)}
     if isinstance(entry, Span):
         return times
     return times | {"args": {"nbytes": entry.comm.nbytes, "exposed": 1e6 * entry.exposed}}
 
 
-def _ms(seconds: float) -> str:
+def _to_ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f}"

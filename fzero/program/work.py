@@ -1,4 +1,4 @@
-"""Work: what one node computes and the memory that it touches, read off its fake values."""
+"""Work: the flops of one node, and the bytes that it reads and writes, from its fake values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Work", "find_device_type", "work"]
 
 
 def work(node: Node) -> Work:
-    """What the rank whose slices the graph shows does for a node besides communication."""
+    """The work of a node besides communication, on the rank whose slices the graph shows."""
     return record(node).work(node) if node.op == "call_function" else NO_WORK
 
 
 def find_device_type(graph: fx.Graph) -> str:
-    """The type of device that a graph's tensors are on: "cuda", "cpu" where there is no tensor."""
+    """The type of device of a graph's first tensor, such as "cuda"; "cpu" where there is no tensor."""
     values = (node.meta.get("val") for node in graph.nodes)
     return next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")

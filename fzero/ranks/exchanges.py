@@ -27,6 +27,21 @@ from fzero.ranks.transports import Pending, Transport
 from fzero.ranks.transports.reduction import JOINS
 
 
+class Rank(Protocol):
+    """One rank of a mesh, for the operations that it performs: of a live mesh, or a virtual one."""
+
+    @property
+    def rank(self) -> int:
+        """The rank's position along the shard axis."""
+
+    @property
+    def number(self) -> int:
+        """The rank's number among all ranks of the mesh, row by row."""
+
+    def along(self, axis: str) -> int:
+        """The rank's position along an axis."""
+
+
 class Exchange(Protocol):
     """What one rank gives to the ranks along a mesh axis."""
 
@@ -153,7 +168,7 @@ def gather_leaves(
     full = slices[0].new_empty(along.numel, dtype=dtype)  # slices are packed, or cast, where they lie in the result
     mine = buffers.fill_block(full[rank * along.stride :][: along.stride], slices, along, rank)
     asked = [AllGather(what, axis, mine, into=full)]
-    del slices, block, full, mine  # else this generator would keep them alive until the result is waited for
+    del slices, block, full, mine  # a generator keeps its local variables alive, this one until the wait
     return (yield asked.pop())
 
 
@@ -161,7 +176,7 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
     """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh."""
     bucket, mesh = along.layout.bucket, along.layout.mesh
     asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
-    del fulls  # else this generator would keep them alive until the result is waited for
+    del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
     for axis in mesh.names:
         if axis != mesh.shard_axis and mesh.size(axis) > 1:

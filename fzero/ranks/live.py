@@ -67,9 +67,9 @@ class Live:
     def row(self, rank: int) -> list[int]:
         """The global ranks in line with global rank `rank` along the shard axis. They hold one copy of all state."""
         number, axes = self.ranks.index(rank), [name for name in self.mesh.names if name != self.mesh.shard_axis]
-        place = [self.mesh.position(number, axis) for axis in axes]
+        position = [self.mesh.position(number, axis) for axis in axes]
         others = ([self.mesh.position(other, axis) for axis in axes] for other in range(len(self.ranks)))
-        return [rank for rank, where in zip(self.ranks, others) if where == place]
+        return [rank for rank, where in zip(self.ranks, others) if where == position]
 
     def settle(self) -> None:
         """Wait until no other rank reads this rank's memory. Call before memory that was sent is overwritten."""

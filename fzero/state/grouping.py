@@ -34,8 +34,8 @@ def plan_leaves(
     found = _match_params(keys, leaves, like, mesh)
     for i, leaf in enumerate(leaves):
         if i not in found and leaf.shape.numel() <= persist:
-            whole = Leaf(tree.dotted(keys[i]), tuple(leaf.shape))
-            found[i] = (Layout(bucket_of(keys[i]), (whole,), mesh, replicated=True), 0)
+            own = Leaf(tree.dotted(keys[i]), tuple(leaf.shape))
+            found[i] = (Layout(bucket_of(keys[i]), (own,), mesh, replicated=True), 0)
     rest = [i for i in range(len(leaves)) if i not in found]
     for layout, members in plan_buckets([keys[i] for i in rest], [leaves[i] for i in rest], mesh, layers, granularity):
         found.update((rest[position], (layout, index)) for index, position in enumerate(members))

@@ -1,9 +1,9 @@
-"""Weights travel as block-wise int8: the quantized all-gather of ZeRO++ (qwZ; Wang et al., 2023, arXiv:2306.10209).
+"""Weights as block-wise int8: the quantized all-gather of ZeRO++ (qwZ; Wang et al., 2023, arXiv:2306.10209).
 
     step = fzero.shard(train_step, mesh, passes=passes.insert(passes.defaults(stage=3), int8_gather, before="prefetch"))
 
-A gather moves 1 + 4/256 bytes an element instead of 4. Every rank computes with the same rounded weights, its own among
-them; each rank updates its slices in full precision.
+A gather moves 1 + 4/256 bytes for each element instead of 4. All ranks compute with the same rounded weights, also with
+those of their own slices. Each rank updates its slices in full precision.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fzero.variants.quantization import count_bytes, dequantize, quantize
 
 
 def int8_gather(program: Program) -> Program:
-    """Gather every floating bucket as block-wise int8 with a scale for 256 elements. Stages stay as they are.
+    """Gather every floating bucket as block-wise int8, with one scale for 256 elements. The stage stays as it is.
 
-    Results change by the rounding of weights: no element by more than 1/254 of the largest in its block.
+    Weights are rounded: no element changes by more than 1/254 of the largest element in its block.
 
     Raises:
         FzeroError: where nothing floating is gathered.

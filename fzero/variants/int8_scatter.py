@@ -1,7 +1,4 @@
-"""Gradients travel as block-wise int8 with error feedback: an all-to-all, then each rank's own mean in float32.
-
-After ZeRO++ (arXiv:2306.10209) and 1-bit Adam (arXiv:2102.02888): what rounding takes is added to the next gradient.
-"""
+"""Gradients as block-wise int8 with error feedback: ZeRO++ (arXiv:2306.10209) and 1-bit Adam (arXiv:2102.02888)."""
 
 from functools import partial
 from operator import getitem
@@ -14,7 +11,9 @@ from fzero.variants.quantization import count_bytes, dequantize, quantize
 
 
 def int8_scatter(program: Program) -> Program:
-    """Scatter every gradient as int8, and keep what each rank's rounding leaves as state of the step.
+    """Scatter every gradient as int8, by an all-to-all, and take the mean in float32 on each rank.
+
+    Each rank keeps its rounding error as state of the step, and adds it to its next gradient.
 
     Raises:
         FzeroError: on a mesh of several axes, and where nothing is scattered.
@@ -47,18 +46,15 @@ def _exchange(program: Program, packed: Any, bucket: str, leaves: Any, numel: in
     return dequantize(received.view(-1, count_bytes(numel)), numel).mean(0).to(dtype)
 
 
-def _pack(fulls: Any, bucket: str, leaves: Any, error: Any, numel: int) -> list[Any]:  # for fake tensors
-    return [error.new_empty(error.numel() // numel * count_bytes(numel), dtype=torch.uint8), torch.empty_like(error)]
-
-
 add_error = ops.define(
     "int8_add_error", names="leaves", perform=lambda program, node, rank: partial(_add_error, program, node),
-    kind=lambda walk, node: [walk.per_rank, walk.of(node.args[3])], fake=_pack,
+    fake=lambda fulls, bucket, leaves, error, numel: [quantize(error.view(-1, numel)).view(-1), error.clone()],
+    kind=lambda walk, node: [walk.per_rank, walk.of(node.args[3])],
 )  # fmt: skip
 exchange = ops.define(
     "int8_reduce_scatter", like=ops.reduce_scatter, perform=lambda program, node, rank: partial(_exchange, program),
-    kind=lambda walk, node: ops.Buffer(False, node.args[1], tuple(node.args[2])), check=lambda program, node: None,
     fake=lambda packed, bucket, leaves, numel, dtype: packed.new_empty(numel, dtype=dtype),
+    kind=lambda walk, node: ops.Buffer(False, node.args[1], tuple(node.args[2])), check=lambda program, node: None,
     moves=lambda program, node: [ops.Comm("all_to_all", program.mesh.shard_axis, node.args[1], torch.uint8,
                                           program.mesh.size() * count_bytes(node.args[3]))],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Block-wise int8: 256 elements share one fp32 scale, so that an element takes 1 + 4/256 bytes."""
+"""Block-wise int8: 256 elements share one float32 scale, so that an element takes 1 + 4/256 bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ BLOCK = 256
 
 
 def count_bytes(numel: int) -> int:
-    """Bytes of a row of so many elements: a code each, and a scale for each block, of which the last may be shorter."""
+    """Bytes of a row of `numel` elements: a code for each element, a scale for each block. The last block may be
+    shorter."""
     return numel + 4 * -(-numel // BLOCK)
 
 
 def quantize(rows: Tensor) -> Tensor:
-    """[R, S] of any floating dtype -> [R, count_bytes(S)] uint8: the codes of a row, then its scales.
+    """[R, S] of any floating dtype -> [R, count_bytes(S)] uint8: the codes of each row, then its scales.
 
-    A block's largest element, `amax`, becomes 127 or -127: no element is off by more than `amax / 254`, and zeros stay.
+    The largest element of a block, `amax` in absolute value, has the code 127 or -127. No element changes by more than
+    `amax / 254`, and zeros stay zeros.
     """
     count, size = rows.shape
     blocks = torch.nn.functional.pad(rows.float(), (0, -size % BLOCK)).view(count, -1, BLOCK)

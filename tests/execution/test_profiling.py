@@ -17,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fzero
 from fzero import optim, tree
+from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call
-from fzero.execution.profiling import is_profiling, name_calls
+from fzero.execution.profiling import name_calls
 
 train_step = training(optim.adamw(0.1))
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fzero import tree
 from fzero.passes import bucket, defaults
-from fzero.passes.order import find_derived, hops, rearrange, restore_order, sink_gathers
+from fzero.passes.order import count_depths, find_origins, rearrange, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
@@ -54,7 +54,7 @@ def order(graph: fx.Graph) -> str:
 def test_hops_count_along_the_longest_path() -> None:
     graph, nodes = graph_of(x="", a="x", b="a", far="b", near="x", out="near far a")
     counted = {"a", "far", "near"}
-    depth = hops(graph, lambda node: node.name in counted)
+    depth = count_depths(graph, lambda node: node.name in counted)
     assert {name: depth[node] for name, node in nodes.items()} == {
         "x": 0, "a": 1, "b": 1, "far": 2, "near": 1, "out": 2
     }  # fmt: skip
@@ -100,7 +100,7 @@ def test_what_is_derived_from_one_gather_is_known_by_it() -> None:
         return first.t().to(torch.float64) @ second.double(), second.sin(), torch.cat([first, second])
 
     program = traced(step)
-    origin = find_derived(program.graph, "gathered")
+    origin = find_origins(program.graph, "gathered")
     first, second = calls(program, ops.all_gather)
     assert [sorted(node.name for node, start in origin.items() if start is each) for each in (first, second)] == [
         ["_to_copy", "all_gather", "t", "wait", "whole"],
@@ -110,7 +110,7 @@ def test_what_is_derived_from_one_gather_is_known_by_it() -> None:
 
 def test_what_is_derived_from_one_scatter_is_known_by_it() -> None:
     program = bucket(differentiated(loss, layers(2), MESH).trace())
-    origin = find_derived(program.graph, "scattered")
+    origin = find_origins(program.graph, "scattered")
     for start in calls(program, ops.reduce_scatter):
         derived = [name_of(node) for node, each in origin.items() if each is start]
         assert derived == ["reduce_scatter", "wait", "part", "part"]
@@ -123,7 +123,7 @@ def test_what_is_overwritten_is_no_copy_of_a_gathered_leaf() -> None:
         return copy.mul_(2) @ x.T
 
     program = traced(step)
-    assert {name_of(node) for node in find_derived(program.graph, "gathered")} == {"all_gather", "wait", "whole"}
+    assert {name_of(node) for node in find_origins(program.graph, "gathered")} == {"all_gather", "wait", "whole"}
 
 
 def test_gathers_sink_to_their_first_use_with_what_is_derived_from_them() -> None:

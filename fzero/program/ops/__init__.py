@@ -1,7 +1,7 @@
-"""The operations of a program that are not aten's, each with its record, a file for a family.
+"""The operations of a program that are not aten's, each with its record. One file for each family.
 
-A target here (`ops.gather`, `ops.wait`) is what nodes call. `ops.record(node)` gives what is known of it, and
-`ops.define(...)` adds an operation from outside of the package (docs/passes.md).
+Nodes call the targets `ops.gather`, `ops.wait` and so on. `ops.record(node)` is the record of the operation that a node
+calls. `ops.define(...)` adds an operation from outside of the package (docs/passes.md).
 """
 
 from fzero.layout.buffers import block_of as pack_slices

@@ -1,9 +1,9 @@
-"""Operations on some leaves of a bucket at once, which passes make.
+"""Operations on several leaves of a bucket at once. Passes emit them.
 
-    all_gather, wait, whole      slices of leaves -> their buffer -> one leaf, a view of the buffer
-    reduce_scatter, wait, part   leaves in full -> this rank's block of their mean -> one leaf's slice, a view
+    all_gather, wait, whole      slices of leaves -> buffer of the leaves -> one leaf, a view of the buffer
+    reduce_scatter, wait, part   full leaves -> this rank's block of their mean -> one leaf's slice, a view of the block
 
-An operation that starts returns something to wait for; `wait` gives the buffer.
+`all_gather` and `reduce_scatter` start a collective; `wait` returns its buffer.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from fzero.program.kinds import UNIFORM, Buffer, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
 from fzero.program.records import leaves_of, record, register
 from fzero.program.refusals import refuse_node
-from fzero.ranks.exchanges import Steps, average_leaves, gather_leaves
+from fzero.ranks.exchanges import Rank, Steps, average_leaves, gather_leaves
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
-    from fzero.program.memory import Held
+    from fzero.program.memory import Allocator
     from fzero.program.program import Program
 
 
-# what nodes call: plain functions, of which the name and the result for fake tensors matter
+# targets: plain functions that give the name of the operation and the result for fake tensors
 
 
 def all_gather(
     slices: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Start gathering these leaves of a bucket, cast to `dtype` where one is given. Wait for a buffer of `numel`
-    elements."""
+    """Start gathering these leaves of a bucket, cast to `dtype` where it is given. The wait returns a buffer of `numel`
+    elements, padding included."""
     return slices[0].new_empty(numel, dtype=dtype)
 
 
 def reduce_scatter(fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Tensor:
-    """Start scattering the mean of these leaves. Wait for this rank's block of `numel` elements."""
+    """Start scattering the mean of these leaves over all ranks. The wait returns this rank's block of `numel`
+    elements."""
     return fulls[0].new_empty(numel)
 
 
 def wait(pending: Tensor) -> Tensor:
-    """The buffer of what was started."""
+    """The buffer of a started collective."""
     return pending
 
 
 def whole(buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
-    """The leaf at `position` of `leaves`, in its shape."""
+    """The leaf at `position` among `leaves`, in its shape: a view of a gathered buffer."""
     return buffer[: torch.Size(shape).numel()].view(shape)
 
 
 def part(block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
-    """This rank's slice of the leaf at `position` of `leaves`."""
+    """This rank's slice of the leaf at `position` among `leaves`: a view of a scattered block."""
     return block[:numel]
 
 
@@ -65,7 +66,7 @@ def part(block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel
 
 
 def check_leaves(program: Program, node: Node, leaves: Sequence[int]) -> None:
-    """Refuse a bucket that the program does not have, and leaves that the bucket does not have in this order."""
+    """Refuse a bucket that the program does not have, and leaves that the bucket does not have or not in order."""
     layout = program.layouts.get(node.args[1])
     if layout is None:
         known = sorted(map(str, program.layouts))
@@ -76,7 +77,7 @@ def check_leaves(program: Program, node: Node, leaves: Sequence[int]) -> None:
 
 
 def check_dtypes(program: Program, node: Node, values: Sequence[Node]) -> None:
-    """Refuse values of several dtypes: one buffer holds values of one."""
+    """Refuse values of several dtypes: the values of a buffer have one."""
     dtypes = sorted({str(value.meta["val"].dtype).removeprefix("torch.") for value in values})
     if len(dtypes) > 1:
         problem = f"moves {' and '.join(dtypes)} in one buffer"
@@ -84,7 +85,7 @@ def check_dtypes(program: Program, node: Node, values: Sequence[Node]) -> None:
 
 
 def _check_start(program: Program, node: Node) -> None:
-    """Refuse leaves, dtypes and sizes that are not those of the bucket's layout."""
+    """Refuse leaves, dtypes and sizes that differ from the bucket's layout."""
     values, bucket, leaves, numel = node.args
     check_leaves(program, node, leaves)
     if len(values) != len(leaves):
@@ -133,7 +134,7 @@ def _part_kind(walk: Walk, node: Node) -> Kind:
 
 
 def _expect_buffer(walk: Walk, node: Node, *, gathered: bool) -> int:
-    """The leaf that a node takes out of a buffer. Refuses another buffer than the node names."""
+    """The leaf that a node takes from its buffer. Refuses a buffer of other leaves than the node names."""
     buffer, bucket, leaves, position, _ = node.args
     walk.expect(node, buffer, Buffer(gathered, bucket, tuple(leaves), done=True))
     if not 0 <= position < len(leaves):
@@ -145,14 +146,15 @@ def _expect_buffer(walk: Walk, node: Node, *, gathered: bool) -> int:
 
 
 def list_gather(program: Program, node: Node) -> Iterator[Comm]:
-    """One all-gather of the leaves that a node names."""
+    """The collective of a gather: one all-gather of the leaves that a node names."""
     value = node.meta["val"]
     size = program.wire_of(node).numel * value.element_size()
     yield Comm("all_gather", program.mesh.shard_axis, node.args[1], value.dtype, size)
 
 
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
-    """One reduce-scatter of the leaves that a node names, and an all-reduce of the block over each other axis."""
+    """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then an all-reduce of the block
+    over each mesh axis but the shard axis."""
     value, along, mesh = node.meta["val"], program.wire_of(node), program.mesh
     size = along.sent * value.element_size()
     yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], value.dtype, size)
@@ -162,21 +164,21 @@ def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
             yield Comm("all_reduce", axis, node.args[1], value.dtype, nbytes_of_block)
 
 
-def _all_gather(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     along, dtype, axis = program.wire_of(node), node.kwargs.get("dtype"), program.mesh.shard_axis
     return lambda slices, *_, **__: gather_leaves(slices, along, rank.rank, axis, dtype)
 
 
-def _reduce_scatter(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     along = program.wire_of(node)
     return lambda fulls, *_: average_leaves(fulls, along)
 
 
-def _wait(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
+def _wait(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     return lambda pending: pending.wait()
 
 
-def _whole(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
+def _whole(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     along, position, shape = program.wire_of(node), node.args[3], list(node.args[4])
     pieces = along.pieces(position)
     if len(pieces) != 1:
@@ -185,7 +187,7 @@ def _whole(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
     return lambda buffer, *_: buffer.narrow(0, start, size).view(shape)
 
 
-def _part(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
+def _part(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     where = program.wire_of(node).block(rank.rank)[node.args[3]]
     start, size = where.start, len(where)
     return lambda block, *_: block.narrow(0, start, size)
@@ -194,57 +196,61 @@ def _part(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
 # memory and work
 
 
-def _all_gather_memory(held: Held, node: Node) -> tuple[Any, ...]:
-    along = held.program.wire_of(node)
-    views = [] if node.kwargs.get("dtype") else held.find_views_sent(node, along)
-    alone = along.layout.world == 1 and views  # one rank: what it gets is what it sends
-    return (views[0],) if alone else (held.new(node, node.meta["val"]), *(at.key for at in views))
+def _all_gather_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    along = allocator.program.wire_of(node)
+    views = [] if node.kwargs.get("dtype") else allocator.find_views_sent(node, along)
+    alone = along.layout.world == 1 and views  # one rank receives the memory that it sends
+    return (views[0],) if alone else (allocator.new(node, node.meta["val"]), *(at.key for at in views))
 
 
-def _reduce_scatter_memory(held: Held, node: Node) -> tuple[Any, ...]:
-    value, along = node.meta["val"], held.program.wire_of(node)
-    sent = _find_sent(held, node, along)
+def _reduce_scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    value, along = node.meta["val"], allocator.program.wire_of(node)
+    sent = _place_sent_leaves(allocator, node, along)
     if along.layout.mesh.size() == 1:
         return (sent[0],)
-    received = held.keep((node, "received"), max(along.layout.world - 2, 0) * nbytes(value))  # from ranks beyond one
-    return held.new(node, value), received, *(at.key for at in sent)
+    # The block of the first other rank becomes the result; the blocks of the N - 2 others need memory of their own.
+    received = allocator.keep((node, "received"), max(along.layout.world - 2, 0) * nbytes(value))
+    return allocator.new(node, value), received, *(at.key for at in sent)
 
 
-def _find_sent(held: Held, node: Node, along: Wire) -> list[Any]:
-    """What a reduce-scatter sends: on CPU the leaves as they lie, if that is in order; else a packed copy, unless it is
-    one leaf that fills the buffer."""
+def _place_sent_leaves(allocator: Allocator, node: Node, along: Wire) -> list[Any]:
+    """The locations of the tensors that a reduce-scatter sends.
+
+    CPU ranks send the leaves from where they lie, after a copy of those that are not contiguous. NCCL sends a packed
+    copy of all leaves, or the leaf itself where one leaf fills the buffer.
+    """
     given = [x.meta["val"] for x in node.args[0]]
     if given[0].device.type == "cpu" and along.layout.mesh.size() > 1:
         return [
-            held.at(x) if full.is_contiguous() else held.new((node, i), full)
+            allocator.at(x) if full.is_contiguous() else allocator.new((node, i), full)
             for i, (x, full) in enumerate(zip(node.args[0], given))
         ]
     alone = len(given) == 1 == len(along.layout.leaves) and given[0].numel() == along.numel
     if alone and given[0].is_contiguous():
-        return [held.at(node.args[0][0])]
-    return [held.new((node, "packed"), given[0], along.numel)]
+        return [allocator.at(node.args[0][0])]
+    return [allocator.new((node, "packed"), given[0], along.numel)]
 
 
-def _whole_memory(held: Held, node: Node) -> tuple[Any, ...]:
+def _whole_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     value = node.meta["val"]
-    if held.program.wire_of(node).is_joined(node.args[3]):
-        return (held.at(node.args[0]),)
-    return (held.new(node, value, value.numel()),)  # in pieces, which are copied together
+    if allocator.program.wire_of(node).is_joined(node.args[3]):
+        return (allocator.at(node.args[0]),)
+    return (allocator.new(node, value, value.numel()),)  # the leaf lies in pieces, which are copied together
 
 
-def _part_memory(held: Held, node: Node) -> tuple[Any, ...]:
+def _part_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     (leaf,) = leaves_of(node)
-    return (held.view(node)._replace(counts=held.count(held.program.layout_of(node), leaf)),)
+    return (allocator.view(node)._replace(counts=allocator.count(allocator.program.layout_of(node), leaf)),)
 
 
 def _all_gather_work(node: Node) -> Work:
-    """Slices are cast to be sent. That others may have to be packed is left out: arguments lie as they are sent."""
+    """The work of casting slices. Packing slices is left out: arguments usually lie as they are sent."""
     dtype, slices = node.kwargs.get("dtype"), values_of(node.args[0])
     return NO_WORK if dtype is None else Work(0, sum(nbytes(x) + x.numel() * dtype.itemsize for x in slices))
 
 
 def _reduce_scatter_work(node: Node) -> Work:
-    """Several leaves are copied together to be scattered, but on CPU sent as they lie."""
+    """The work of packing leaves: none for a single leaf, and none on CPU, which sends leaves from where they lie."""
     fulls = values_of(node.args[0])
     return NO_WORK if len(fulls) == 1 or fulls[0].device.type == "cpu" else Work(0, 2 * nbytes(fulls))
 

@@ -1,4 +1,4 @@
-"""Random draws: what a random operation of aten draws is a function of the step's seed, the rank and its number."""
+"""Random draws: a random aten operation draws by the step's seed, the rank's number and the operation's own number."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from fzero.program.records import register
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
     from fzero.program.program import Program
+    from fzero.ranks.exchanges import Rank
 
 
 def draw(number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`target(*args, **kwargs)`, a random operation of aten. Calls with one number in one step on one rank draw the
-    same. Nothing else uses a value that the call writes into."""
+    """`target(*args, **kwargs)` for a random aten operation.
+
+    Calls with the same `number` draw the same, in one step on one rank: `rematerialize` relies on that. Nothing else
+    uses an operand that the call writes into.
+    """
     return target(*args, **kwargs)
 
 
@@ -26,7 +30,7 @@ def _draw_kind(walk: Walk, node: Node) -> Kind:
     return walk.per_rank | walk.join(node, node.all_input_nodes, pointwise=False)
 
 
-def _draw(program: Program, node: Node, rank: Any) -> Callable[..., Any]:
+def _draw(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     def run(number: int, target: Callable[..., Any], *args: Any, seed: int, **kwargs: Any) -> Any:
         return draw_from(fold(seed, rank.number, number), target, *args, **kwargs)
 

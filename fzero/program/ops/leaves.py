@@ -1,12 +1,12 @@
-"""Operations on one leaf, as a step is traced.
+"""Operations on one leaf. Tracing a step emits them.
 
-    gather   sharded -> uniform   the leaf, whole
+    gather   sharded -> uniform   the full leaf
     scatter  any -> sharded       this rank's slice of the mean over ranks
     take     uniform -> sharded   this rank's slice, a view: no communication
-    beside   uniform -> uniform   the identity, on a 0-d value that is about to meet a slice
+    beside   uniform -> uniform   the identity, a mark on a 0-d value that a pointwise operation combines with a slice
     spread   uniform -> sharded   a 0-d value, repeated over a slice
 
-`bucket` is a key of the program's table of layouts, `leaf` an index into that layout.
+`bucket` is a key of the program's `layouts`, `leaf` an index into the layout's leaves.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fzero.layout import buffers
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import NO_WORK, Node
 from fzero.program.ops.buckets import check_leaves, list_gather, list_scatter
-from fzero.program.records import register_traced
-from fzero.ranks.exchanges import Steps, average_leaves, gather_leaves
+from fzero.program.records import register_for_tracing
+from fzero.ranks.exchanges import Rank, Steps, average_leaves, gather_leaves
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
-    from fzero.program.memory import Held
+    from fzero.program.memory import Allocator
     from fzero.program.program import Program
 
 
@@ -48,11 +48,11 @@ def _gather_kind(walk: Walk, node: Node) -> Kind:
     return UNIFORM
 
 
-def _gather_memory(held: Held, node: Node) -> tuple[Any, ...]:
-    return (held.new(node, node.meta["val"], held.program.wire_of(node).numel),)
+def _gather_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    return (allocator.new(node, node.meta["val"], allocator.program.wire_of(node).numel),)
 
 
-def _gather(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     along, axis = program.wire_of(node), program.mesh.shard_axis
 
     def run(x: Tensor, bucket: str, leaf: int, shape: list[int]) -> Steps:
@@ -62,7 +62,7 @@ def _gather(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
     return run
 
 
-gather = register_traced(
+gather = register_for_tracing(
     "gather(Tensor x, str bucket, int leaf, int[] shape) -> Tensor",
     lambda x, bucket, leaf, shape: x.new_empty(shape),
     names="leaf",
@@ -83,12 +83,12 @@ def _scatter_kind(walk: Walk, node: Node) -> Kind:
     return Slice(*node.args[1:3])
 
 
-def _scatter_memory(held: Held, node: Node) -> tuple[Any, ...]:
-    counts = held.count(held.program.layout_of(node), node.args[2])
-    return (held.new(node, node.meta["val"], held.program.wire_of(node).stride)._replace(counts=counts),)
+def _scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    counts = allocator.count(allocator.program.layout_of(node), node.args[2])
+    return (allocator.new(node, node.meta["val"], allocator.program.wire_of(node).stride)._replace(counts=counts),)
 
 
-def _scatter(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     along = program.wire_of(node)
 
     def run(x: Tensor, bucket: str, leaf: int, numel: int) -> Steps:
@@ -98,7 +98,7 @@ def _scatter(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
     return run
 
 
-scatter = register_traced(
+scatter = register_for_tracing(
     "scatter(Tensor x, str bucket, int leaf, int numel) -> Tensor",
     lambda x, bucket, leaf, numel: x.new_empty(numel),
     names="leaf",
@@ -120,16 +120,16 @@ def _take_kind(walk: Walk, node: Node) -> Kind:
     return Slice(*node.args[1:3])
 
 
-def _take_memory(held: Held, node: Node) -> tuple[Any, ...]:
-    return (held.view(node)._replace(counts=held.count(held.program.layout_of(node), node.args[2])),)
+def _take_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    return (allocator.view(node)._replace(counts=allocator.count(allocator.program.layout_of(node), node.args[2])),)
 
 
-def _take(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
+def _take(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     part = program.layout_of(node).part(node.args[2], rank.rank)
     return lambda x, *_: x.reshape(-1)[part.start : part.stop]
 
 
-take = register_traced(
+take = register_for_tracing(
     "take(Tensor x, str bucket, int leaf, int numel) -> Tensor",
     lambda x, bucket, leaf, numel: x.reshape(-1)[:numel],
     names="leaf",
@@ -154,14 +154,14 @@ def _spread_kind(walk: Walk, node: Node) -> Kind:
     return walk.join(node, node.all_input_nodes, pointwise=True)
 
 
-beside = register_traced(
+beside = register_for_tracing(
     "beside(Tensor x) -> Tensor",
     lambda x: torch.empty_like(x),
     kind=_beside_kind,
     perform=lambda program, node, rank: torch.clone,
     is_quiet=True,
 )
-spread = register_traced(
+spread = register_for_tracing(
     "spread(Tensor x, Tensor like) -> Tensor",
     lambda x, like: torch.empty_like(like, dtype=x.dtype),
     kind=_spread_kind,

@@ -1,7 +1,7 @@
-"""Reductions over a mesh axis by name, and a rank's place along one.
+"""Reductions over a mesh axis by name, and a rank's position along one.
 
 all_reduce       any -> uniform   "sum", "avg", "max" or "min" over a mesh axis
-all_reduce_list  any -> uniform   the same of several values of one dtype, in one collective; made by a pass
+all_reduce_list  any -> uniform   the same for several values of one dtype, in one collective; `coalesce` emits it
 axis_index       -> per-rank      this rank's position along a mesh axis, a 0-d int64
 """
 
@@ -17,13 +17,13 @@ from fzero.program.comm import Comm
 from fzero.program.kinds import Kind
 from fzero.program.operation import NO_WORK, Node, Operation, nbytes
 from fzero.program.ops.buckets import check_dtypes
-from fzero.program.records import register, register_traced
+from fzero.program.records import register, register_for_tracing
 from fzero.program.refusals import refuse_node
-from fzero.ranks.exchanges import AllReduce, Steps
+from fzero.ranks.exchanges import AllReduce, Rank, Steps
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
-    from fzero.program.memory import Held
+    from fzero.program.memory import Allocator
     from fzero.program.program import Program
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
@@ -49,13 +49,13 @@ def _check_reduction(program: Program, node: Node) -> None:
 
 
 def _all_reduce_kind(walk: Walk, node: Node) -> Kind:
-    walk.expect_whole(node, node.args[0])
+    walk.expect_full(node, node.args[0])
     return walk.of(node.args[0]) - {node.args[2]}
 
 
 def _all_reduce_list_kind(walk: Walk, node: Node) -> Kind:
     for value in node.args[0]:
-        walk.expect_whole(node, value)
+        walk.expect_full(node, value)
     return [walk.of(value) - {node.args[2]} for value in node.args[0]]
 
 
@@ -65,7 +65,7 @@ def _list_reduction(program: Program, node: Node) -> Iterator[Comm]:
     yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(value))
 
 
-def _all_reduce(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _all_reduce(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     op, axis = node.args[1:]
 
     def run(x: Tensor, *_: str) -> Steps:
@@ -74,7 +74,7 @@ def _all_reduce(program: Program, node: Node, rank: Any) -> Callable[..., Steps]
     return run
 
 
-def _all_reduce_list(program: Program, node: Node, rank: Any) -> Callable[..., Steps]:
+def _all_reduce_list(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     op, axis = node.args[1:]
     what = f"all_reduce over {axis}"
 
@@ -88,10 +88,10 @@ def _all_reduce_list(program: Program, node: Node, rank: Any) -> Callable[..., S
     return run
 
 
-def _list_memory(held: Held, node: Node) -> tuple[Any, ...]:
-    """The results are views of the one buffer that was reduced: each keeps all of them alive."""
+def _list_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """One buffer for all results, which are views of the reduced buffer: each result keeps all of it alive."""
     values = node.meta["val"]
-    buffer = held.new(node, values[0], sum(value.numel() for value in values))
+    buffer = allocator.new(node, values[0], sum(value.numel() for value in values))
     return ([buffer._replace(counts=value.numel()) for value in values],)
 
 
@@ -99,8 +99,8 @@ def _label(program: Program, node: Node) -> str:
     return f"all_reduce {node.args[2]}"
 
 
-def _axis_index(program: Program, node: Node, rank: Any) -> Callable[..., Tensor]:
-    position = rank.along(node.args[0])  # filled in on the device: a copy from the host would not be captured
+def _axis_index(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
+    position = rank.along(node.args[0])  # `full` fills on the device: a CUDA graph does not capture a copy from host
     return lambda axis, device: torch.full((), position, device=device)
 
 
@@ -110,7 +110,7 @@ _REDUCTION: dict[str, Any] = {
     "work": lambda node: NO_WORK,
     "label": _label,
 }
-all_reduce = register_traced(
+all_reduce = register_for_tracing(
     "all_reduce(Tensor x, str op, str axis) -> Tensor",
     lambda x, op, axis: torch.empty_like(x),
     kind=_all_reduce_kind,
@@ -128,7 +128,7 @@ register(
         **_REDUCTION,
     )
 )
-axis_index = register_traced(
+axis_index = register_for_tracing(
     "axis_index(str axis, Device device) -> Tensor",
     lambda axis, device: torch.empty((), dtype=torch.int64, device=device),
     kind=lambda walk, node: frozenset({node.args[0]}),

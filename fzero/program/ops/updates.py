@@ -1,10 +1,10 @@
-"""Updates: an optimizer's step of many leaves in one call.
+"""Updates: the step of an optimizer for many leaves in one call.
 
-    scale_by_adam    Adam's running means and the scaled gradients, as `fzero.optim` traces them
-    adamw, adamw_    an AdamW step, which the `fuse` pass makes; the second writes over its operands
+    scale_by_adam    Adam's running means and scaled gradients; `fzero.optim` calls it
+    adamw, adamw_    an AdamW step; the `fuse` pass emits `adamw`, the `donate` pass `adamw_`, which works in place
 
-aten's own `_fused_adamw` does not serve instead of `adamw`: it returns copies of the gradients too, and `_fused_adamw_`
-says in its schema that it writes into them. Both want a step count for each leaf.
+aten's own `_fused_adamw` does not serve as `adamw`: it also returns copies of the gradients, and needs a step count for
+each leaf. The schema of `_fused_adamw_` says that the kernel writes into the gradients as well.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fzero.program.records import register
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
+    from fzero.ranks.exchanges import Rank
 
 Lists = Sequence[Tensor]
 
@@ -29,17 +30,17 @@ Lists = Sequence[Tensor]
 def adamw(
     params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
 ) -> tuple[list[Tensor], ...]:
-    """New parameters, first and second moments. `hyperparameters` are b1, b2, eps and the weight decay."""
+    """The new parameters, first moments and second moments. `hyperparameters` are b1, b2, eps and the weight decay."""
     return tuple([torch.empty_like(x) for x in column] for column in (params, mu, nu))
 
 
 def adamw_(
     params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
 ) -> None:
-    """`adamw` that writes over the lists that it is given."""
+    """`adamw` in place: writes the results over `params`, `mu` and `nu`."""
 
 
-def _adamw(program: Program, node: Node, rank: Any) -> Callable[..., Any]:
+def _adamw(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     def run(params: Lists, grads: Lists, mu: Lists, nu: Lists, *rest: Any) -> tuple[list[Tensor], ...]:
         new = [[x.clone() for x in column] for column in (params, mu, nu)]
         fused_adamw_(new[0], grads, new[1], new[2], *rest)
@@ -71,6 +72,7 @@ register(
         label=_label,
         in_place=adamw_,
         replaces=(0, 2, 3),
+        gradients=1,
     )
 )
 register(

@@ -55,7 +55,7 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return run(_find_deferred((args, kwargs))[0].allocation.store, func, args, kwargs or {})
+        return run(_find_deferred_tensors((args, kwargs))[0].allocation.store, func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferred:
         copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
@@ -103,7 +103,7 @@ def read(value: Deferred, part: range, out: Tensor, chunk: int) -> None:
 
 def run(store: Store, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation; its arguments may be `Deferred`."""
-    given = _find_deferred((args, kwargs))
+    given = _find_deferred_tensors((args, kwargs))
     for value in given:
         if value.allocation.store.is_closed:
             raise closed_error(value.shape, value.dtype)
@@ -190,7 +190,7 @@ def _adopt(store: Store, func: Any, out: Tensor) -> Tensor:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a view operation: its result shares the allocation. Needs no values."""
-    allocation = _find_deferred((args, kwargs))[0].allocation
+    allocation = _find_deferred_tensors((args, kwargs))[0].allocation
     stand_ins, named = map_pytree_only(Deferred, _make_stand_in, (args, kwargs))
     views = func(*stand_ins, **named)
     return map_pytree_only(Tensor, lambda view: Deferred(allocation, _check_plain(func, view)), views)
@@ -249,7 +249,7 @@ def _overwrites(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operation writes all of its first argument's allocation and reads none of it."""
     if func.overloadpacket not in _OVERWRITES or not isinstance(args[0], Deferred):
         return False
-    others = _find_deferred(args[1:])
+    others = _find_deferred_tensors(args[1:])
     return _is_all(args[0]) and all(other.allocation is not args[0].allocation for other in others)
 
 
@@ -271,7 +271,7 @@ def _check_plain(func: Any, out: Tensor) -> Tensor:
     return out
 
 
-def _find_deferred(tree: Any) -> list[Deferred]:
+def _find_deferred_tensors(tree: Any) -> list[Deferred]:
     return [x for x in pytree_leaves(tree) if isinstance(x, Deferred)]
 
 

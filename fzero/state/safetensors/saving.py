@@ -206,11 +206,11 @@ def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Live
 
 def _choose_part(value: Sharded | Source, on: Live | None) -> range | None:
     """The elements of a leaf that this process writes; None where other ranks write the leaf."""
-    whole = range(value.shape.numel())
+    everything = range(value.shape.numel())
     if on is None:
-        return whole
+        return everything
     if not isinstance(value, Sharded) or value.layout.replicated:
-        return whole if on.number == 0 else None
+        return everything if on.number == 0 else None
     copies = (axis for axis in on.mesh.names if axis != on.mesh.shard_axis)
     return None if any(on.transports[axis].rank for axis in copies) else value.part
 
