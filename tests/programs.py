@@ -54,13 +54,13 @@ class Case(NamedTuple):
     def trace_as_written(self) -> Program:
         """The step's program, its kinds not looked at."""
         leaves, treedef = tree.flatten(self.args)
-        args = tree.unflatten(treedef, self.simulation._of_rank(0, treedef, leaves))
+        args = tree.unflatten(treedef, self.simulation._select_rank(0, treedef, leaves))
         return trace.trace(self.step, args, self.mesh)
 
     def arguments(self) -> Outputs:
         """The tensors that each rank's program takes, fresh copies."""
         leaves, treedef = tree.flatten(self.args)
-        return self.simulation._arguments(treedef, leaves)
+        return self.simulation._place_arguments(treedef, leaves)
 
     def run(self, program: Program, watch: lockstep.Watch | None = None) -> Outputs:
         """What each rank's `program` returns."""
