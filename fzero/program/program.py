@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import TreeDef
-from fzero.layout.layout import Layout, Leaf, Wire, replicated_layout, wire
+from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
@@ -196,7 +196,7 @@ class Program:
         if path in [argument.path for argument in self.arguments] or path in self.layouts:
             raise FzeroError(path, "the step has an argument of this name", "name a pass's state after the pass")
         leaf = Leaf(path, tuple(shape))
-        layout = replicated_layout(shape, self.mesh) if whole else Layout(path, (leaf,), self.mesh)
+        layout = Layout(path, (leaf,), self.mesh, replicated=whole)
         held = tuple(shape) if whole else (len(layout.part(0, RANK)),)
         device = torch.device(find_device_type(self.graph))
         with self.graph.inserting_after(self.placeholders[-1]) if self.placeholders else nullcontext(), self.fake_mode:
