@@ -19,7 +19,7 @@ from fzero.passes.run import Pass
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.tracing.trace import trace
-from fzero.values.sharded import Sharded
+from fzero.values.sharded import Form, Sharded
 
 T = TypeVar("T")
 _log = logging.getLogger("fzero")
@@ -53,12 +53,9 @@ class Pipeline(Generic[T]):
     def made(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
         """What was made for arguments of this signature, or is now. Raises as `program`.
 
-        Signatures are compared, not hashed: those of state are the very ones that `Returned` gave it.
+        Signatures are compared, not hashed: the forms of state that `Returned` made are the same objects at each call.
         """
-        signature = (
-            treedef,
-            [(leaf._signature or leaf.signature) if leaf.__class__ is Sharded else _signature(leaf) for leaf in leaves],
-        )
+        signature = treedef, [leaf.form if leaf.__class__ is Sharded else _signature(leaf) for leaf in leaves]
         for known, made in self._made:
             if known == signature:
                 return made
@@ -88,23 +85,20 @@ class Returned:
     state beside them."""
 
     def __init__(self, program: Program, on: Any) -> None:
-        self._out_tree, self._on = program.out_tree, on
+        self._out_tree = program.out_tree
         self._constants = [(i, result.constant) for i, result in enumerate(program.results) if result.is_constant]
+        values = [node.meta["val"] for node in program.output.args[0]]
         self._state = [
-            (i, program.layouts[result.bucket], result.leaf)
-            for i, result in enumerate(program.tensor_results)
+            (i, Form(program.layouts[result.bucket], result.leaf, on, value.dtype, value.device))
+            for i, (result, value) in enumerate(zip(program.tensor_results, values))
             if result.bucket is not None
         ]
-        self._signatures: list[Any] = [None] * len(self._state)  # of what is returned first, and so of all
         self._added = [state.path for state in program.pass_state]
 
     def __call__(self, outputs: Sequence[Tensor]) -> Any:
         leaves: list[Any] = list(outputs)
-        for (i, layout, leaf), signature in zip(self._state, self._signatures):
-            leaves[i] = value = Sharded(leaves[i], layout, leaf, self._on)
-            value._signature = signature
-        if None in self._signatures:
-            self._signatures = [leaves[i].signature for i, _, _ in self._state]
+        for i, form in self._state:
+            leaves[i] = Sharded.of_form(leaves[i], form)
         own = len(leaves) - len(self._added)
         added, leaves = leaves[own:], leaves[:own]
         for i, constant in self._constants:

@@ -83,7 +83,7 @@ def test_each_signature_has_its_own(other: Any) -> None:
     assert made(given, state(), torch.ones(2, 3), 1) is first and made(given, *other()) is second
 
 
-def test_what_a_step_returns_has_the_signature_of_what_it_was_given() -> None:
+def test_what_a_step_returns_has_the_form_of_what_it_was_given() -> None:
     given, params = pipeline(), state()
     program = made(given, params)
     returned = Returned(program, ON)
@@ -91,16 +91,8 @@ def test_what_a_step_returns_has_the_signature_of_what_it_was_given() -> None:
         params = returned([leaf.local * 2 for leaf in tree.leaves(params)])
         assert made(given, params) is program
         for leaf in tree.leaves(params):
-            assert leaf.signature == Sharded(leaf.local, leaf.layout, leaf.index, leaf.on).signature
+            assert leaf.form == Sharded(leaf.local, leaf.layout, leaf.index, leaf.on).form
     assert tree.leaves(params)[0].local.tolist() == [8.0] * 5
-
-
-def test_state_that_was_given_up_is_refused_though_its_signature_is_known() -> None:
-    given, params = pipeline(), state()
-    made(given, params)
-    params["w"].give_up()
-    with pytest.raises(FzeroError, match="^w: this value was donated"):
-        made(given, params)
 
 
 def test_state_of_another_mesh_is_refused_though_its_layout_is_known() -> None:

@@ -178,3 +178,9 @@ def storage_key(tensor: Tensor) -> int:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The dict of a module's own buffers, which may be assigned to. Public name once torch has one: `own_buffers`."""
     return module._buffers
+
+
+# for program
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
+"""Call operations without autograd within a block. Public replacement: such a context beside `torch.library.impl`."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import keyword
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private import below_autograd
 from fzero.program import aten
 from fzero.program.operation import Node, Operation
 
@@ -92,7 +93,7 @@ def define(
         known["label"] = lambda program, node: f"{name} {node.args[1]}"
     if schema is not None:
         target = register_traced(name + schema, fake, **known)
-        torch.library.register_autograd(f"fzero::{name}", _refuse_derivative(where), lib=_LIBRARY)
+        _LIBRARY.impl(name, _refuse_derivative(where, target), "Autograd")
         return target
     return register(Operation(name=name, target=_named(name, fake), fake=fake, **known))
 
@@ -122,11 +123,19 @@ def _named(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     return target
 
 
-def _refuse_derivative(where: str) -> Callable[..., NoReturn]:
-    def backward(context: Any, *cotangents: Any) -> NoReturn:
-        raise FzeroError(where, "has no derivative", "call it outside the differentiated function")
+def _refuse_derivative(where: str, target: Callable[..., Any]) -> Callable[..., Any]:
+    """What autograd calls for an operation without a derivative: the operation, or a refusal where a derivative of its
+    result might be taken. torch's own refusal comes later, and in other words under torch.func."""
 
-    return backward
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            way_out = "detach its operands, or call it in the forward of a torch.autograd.Function that has a backward"
+            raise FzeroError(where, "has no derivative", way_out)
+        with below_autograd():
+            return target(*args, **kwargs)
+
+    return call
 
 
 def is_call(node: Node, *targets: Any) -> bool:

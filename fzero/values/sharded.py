@@ -29,6 +29,16 @@ from fzero.values import rules
 from fzero.values.moves import UNPARTITION_FIRST, Beside, Gather, MovePerformer, Take, UseReplicated
 
 
+class Form(NamedTuple):
+    """All of a `Sharded` but its elements. A program that was traced for a value fits every value of an equal form."""
+
+    layout: Layout
+    leaf: int
+    on: MovePerformer
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Sharded:
     """A value of global `shape`, of which this rank holds the slice `local`.
 
@@ -36,14 +46,39 @@ class Sharded:
     the full value, in its shape. `on` performs the moves of the value. A `Sharded` is immutable: write `p = p - g`.
     """
 
-    __slots__ = ("_full", "_level", "_local", "_signature", "index", "layout", "on")
+    __slots__ = ("_full", "_level", "_local", "form")
 
     def __init__(self, local: Tensor, layout: Layout, index: int, on: MovePerformer) -> None:
+        self._set(local, Form(layout, index, on, local.dtype, local.device))
+
+    @classmethod
+    def of_form(cls, local: Tensor, form: Form) -> Sharded:
+        """A value of a known form. Steps return their state so: equal forms are then the same object, and comparing the
+        arguments of the next call takes no time."""
+        value = cls.__new__(cls)
+        value._set(local, form)
+        return value
+
+    def _set(self, local: Tensor, form: Form) -> None:
         self._local: Tensor | None = local
-        self._signature: tuple[Any, ...] | None = None
-        self.layout, self.index, self.on = layout, index, on
+        self.form = form
         self._full: Tensor | None = None
-        self._level = torch_private.depth() if on.is_tracing else 0
+        self._level = torch_private.depth() if form.on.is_tracing else 0
+
+    @property
+    def layout(self) -> Layout:
+        """Where the leaves of the value's bucket lie."""
+        return self.form.layout
+
+    @property
+    def index(self) -> int:
+        """The position of the value's leaf among the leaves of `layout`."""
+        return self.form.leaf
+
+    @property
+    def on(self) -> MovePerformer:
+        """What performs the moves of the value."""
+        return self.form.on
 
     @property
     def local(self) -> Tensor:
@@ -60,20 +95,9 @@ class Sharded:
             )
         return self._local
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Equal for two values exactly where a program traced for one fits the other. Cached.
-
-        Raises:
-            FzeroError: as `local`.
-        """
-        if self._signature is None:
-            self._signature = self.layout, self.index, self.on, self.local.dtype, self.local.device
-        return self._signature
-
     def give_up(self) -> None:
         """Drop the slice, because a step reuses its memory. This value cannot be used afterwards."""
-        self._local = self._signature = None
+        self._local = None
 
     @property
     def leaf(self) -> Leaf:

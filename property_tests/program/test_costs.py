@@ -15,9 +15,9 @@ from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
 from fzero.passes import bucket, donate, release, resolve
 from fzero.program import ops
-from fzero.program.comm import Comm, nbytes
+from fzero.program.comm import Comm
 from fzero.program.memory import measure_memory
-from fzero.program.operation import Node
+from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import is_call
 from fzero.ranks.virtual import virtual

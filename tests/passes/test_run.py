@@ -1,0 +1,204 @@
+"""Running passes: those from outside of the package are checked, and may keep state."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from programs import layers, loss, training
+from torch import Tensor
+
+import fzero
+from fzero import FzeroError, Program, ops, optim, passes, tree
+from fzero.passes.run import is_foreign, name_of_pass
+
+MESH = fzero.VirtualMesh(fsdp=2)
+SGD = optim.sgd(0.1)
+
+
+def returns_nothing(program: Program) -> None:
+    program.copy()
+
+
+def returns_a_graph(program: Program) -> Any:
+    return program.graph
+
+
+def stands_before_its_input(program: Program) -> Program:
+    program = program.copy()
+    node = next(node for node in program.graph.nodes if node.op == "call_function" and node.all_input_nodes)
+    source = next(iter(reversed([n for n in program.graph.nodes if n.op == "call_function"]))).all_input_nodes[0]
+    source.append(node)
+    first = program.placeholders[-1]
+    first.append(source)
+    return program
+
+
+def adds_a_placeholder(program: Program) -> Program:
+    program = program.copy()
+    with program.graph.inserting_after(program.placeholders[-1]):
+        node = program.graph.placeholder("extra")
+    node.meta["val"] = program.placeholders[0].meta["val"]
+    return program
+
+
+def drops_a_result(program: Program) -> Program:
+    program = program.copy()
+    program.output.args = (program.output.args[0][1:],)
+    return program
+
+
+def reduces_by_median(program: Program) -> Program:
+    program = program.copy()
+    for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
+        node.args = (node.args[0], "median", node.args[2])
+    return program
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "message"),
+    [
+        (
+            returns_nothing,
+            r"pass 'returns_nothing': returns None, not a Program; change program.copy\(\) and return that",
+        ),
+        (returns_a_graph, "pass 'returns_a_graph': returns a Graph, not a Program"),
+        (stands_before_its_input, "pass 'stands_before_its_input': .* stands before its input"),
+        (adds_a_placeholder, "pass 'adds_a_placeholder': leaves 4 placeholders for 3 arguments; add state with"),
+        (drops_a_result, "pass 'drops_a_result': .*: returns 2 tensors for 3 results"),
+        (reduces_by_median, "pass 'reduces_by_median': .* reduces by 'median'"),
+    ],
+)
+@pytest.mark.parametrize("before", ["rematerialize", "bucket", "prefetch", "verify"])
+def test_a_mistake_in_a_pass_is_named(rewrite: Any, message: str, before: str) -> None:
+    step = fzero.simulate(training(SGD), MESH, passes=passes.insert(passes.defaults(stage=3), rewrite, before=before))
+    params = fzero.partition(layers(1), MESH)
+    with pytest.raises(FzeroError, match=message):
+        step(params, SGD.init(params), torch.ones(4, 5))
+
+
+def test_a_pass_in_a_wrong_place_is_refused() -> None:
+    with pytest.raises(FzeroError, match="pass 'prefech': is not among the passes; there are rematerialize, bucket,"):
+        passes.insert(passes.defaults(stage=3), returns_nothing, before="prefech")
+
+
+def test_passes_of_fzero_are_not_foreign() -> None:
+    assert not any(map(is_foreign, passes.defaults(stage=1)))
+    assert [name_of_pass(each) for each in passes.defaults(stage=3)][-1] == "verify"
+    assert is_foreign(returns_nothing) and is_foreign(lambda program: program)
+
+
+def keeps_copies(program: Program) -> Program:
+    """Keeps something as large as each gathered leaf to the end of the step."""
+    program, copies = program.copy(), []
+    for node in program.graph.find_nodes(op="call_function", target=ops.whole):
+        with program.graph.inserting_after(node):
+            copies.append(program.emit(torch.ops.aten.neg.default, node))
+    with program.graph.inserting_before(program.output):
+        program.emit(torch.ops.aten._foreach_norm.Scalar, copies)
+    return program
+
+
+def test_a_pass_that_raises_the_peak_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    params = fzero.partition(layers(6), MESH)
+    chosen = passes.insert(passes.defaults(stage=3), keeps_copies, before="verify")
+    with caplog.at_level(logging.WARNING, "fzero"):
+        fzero.simulate(fzero.grad(loss), MESH, passes=passes.defaults(stage=3)).trace(params, torch.ones(4, 5))
+        assert not caplog.records
+        fzero.simulate(fzero.grad(loss), MESH, passes=chosen).trace(params, torch.ones(4, 5))
+    (record,) = caplog.records
+    assert "without the passes keeps_copies it is" in record.getMessage()
+
+
+# state
+
+
+def counts_steps(program: Program) -> Program:
+    """Counts the steps in state of its own."""
+    program, count = program.copy().add_state("counts_steps.count", (), torch.float32, initial=5.0, whole=True)
+    with program.graph.inserting_before(program.output):
+        new = program.emit(torch.ops.aten.add.Tensor, count, 1)
+    program.return_state("counts_steps.count", new)
+    return program
+
+
+def adds_up_gradients(program: Program) -> Program:
+    """Keeps the sum of each gradient's slice."""
+    program = program.copy()
+    parts = program.graph.find_nodes(op="call_function", target=ops.part)
+    for part in parts:
+        leaf = program.layout_of(part).leaves[part.args[2][part.args[3]]]
+        path = f"total.{leaf.path}"
+        program, total = program.add_state(path, leaf.shape, part.meta["val"].dtype)
+        del total
+    return program
+
+
+def pass_state_of(*rewrites: passes.Pass, donate: bool = True) -> Any:
+    chosen = passes.defaults(stage=3, in_place=donate)
+    for rewrite in rewrites:
+        chosen = passes.insert(chosen, rewrite, before="prefetch")
+    return fzero.simulate(training(SGD), MESH, passes=chosen)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_pass_keeps_state(donate: bool) -> None:
+    plain, step = pass_state_of(donate=donate), pass_state_of(counts_steps, donate=donate)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    ours = theirs = (fzero.partition(layers(1), MESH), SGD.init(fzero.partition(layers(1), MESH)))
+    kept = step.init_pass_state(*ours, x)
+    assert kept["counts_steps.count"].full_tensor().item() == 5
+    for number in range(3):
+        if donate:
+            theirs = tree.map(lambda leaf: leaf.with_local(leaf.local.clone()), theirs)
+        (*ours, value), kept = step(*ours, x, pass_state=kept)
+        *theirs, expected = plain(*theirs, x)
+        assert kept["counts_steps.count"].full_tensor().item() == 6 + number
+        assert torch.equal(value, expected)
+    for mine, other in zip(tree.leaves(ours), tree.leaves(theirs)):
+        assert torch.equal(mine.full_tensor(), other.full_tensor())
+
+
+def test_sharded_state_lies_as_slices_and_comes_back_as_it_was() -> None:
+    step = pass_state_of(adds_up_gradients)
+    params, x = fzero.partition(layers(1), MESH), torch.ones(4, 5)
+    kept = step.init_pass_state(params, SGD.init(params), x)
+    assert {path: tuple(value.shape) for path, value in kept.items()} == {
+        f"total.{leaf.path}": tuple(leaf.shape) for leaf in tree.leaves(params)
+    }
+    _, after = step(params, SGD.init(params), x, pass_state=kept)
+    assert after.keys() == kept.keys() and all(not value.full_tensor().any() for value in after.values())
+
+
+def test_two_states_of_one_name_are_refused() -> None:
+    with pytest.raises(FzeroError, match=r"counts_steps\.count: the step has an argument of this name"):
+        params = fzero.partition(layers(1), MESH)
+        pass_state_of(counts_steps, counts_steps).trace(params, SGD.init(params), torch.ones(4, 5))
+
+
+def test_state_of_a_pass_must_be_given() -> None:
+    step, params, x = pass_state_of(counts_steps), fzero.partition(layers(1), MESH), torch.ones(4, 5)
+    args = params, SGD.init(params), x
+    missing = (
+        r"pass_state 'counts_steps.count': a pass of this step keeps this state, and it is not given; give pass_st"
+    )
+    with pytest.raises(FzeroError, match=missing):
+        step(*args)
+    with pytest.raises(FzeroError, match="pass_state 'other': no pass keeps this state"):
+        step(*args, pass_state={**step.init_pass_state(*args), "other": 1})
+    with pytest.raises(FzeroError, match="is not the state that this step's passes keep on its mesh"):
+        step(*args, pass_state={"counts_steps.count": torch.zeros(())})
+    with pytest.raises(FzeroError, match="pass_state 'x': no pass keeps this state"):
+        pass_state_of()(*args, pass_state={"x": 1})
+
+
+def a_tensor(x: Tensor) -> Tensor:
+    return x
+
+
+def test_a_step_without_state_of_passes_has_none() -> None:
+    step = fzero.simulate(a_tensor, MESH)
+    assert step.init_pass_state(torch.ones(2)) == {}
+    assert step(torch.ones(2), pass_state={}).tolist() == [1, 1]
