@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run
+from test_package import LEVELS
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
@@ -403,3 +404,34 @@ def resolves(parts: list[str]) -> bool:
                 return False
         value = getattr(value, part)
     return True
+
+
+# docs/architecture.md
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_picture_has_the_rooms_on_their_levels() -> None:
+    (picture,) = blocks(ARCHITECTURE, "text")
+    floors = [
+        [line.split()[0] for line in floor.splitlines() if line] for floor in re.split(r"^-+$", picture, flags=re.M)
+    ]
+    assert [sorted(floor) for floor in floors] == [sorted(level) for level in reversed(LEVELS)]
+    assert all(len(line.split()) > 1 for line in picture.splitlines() if not line.startswith("-"))
+
+
+def test_every_file_in_the_tables_exists() -> None:
+    named = re.findall(r"`(fzero/[\w/]*(?:\.py)?)`", ARCHITECTURE)
+    assert len(named) > 40 and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_journey_visits_the_stops_in_order() -> None:
+    stops = [stop for stop, _, _ in rows(ARCHITECTURE, "stop ")]
+    assert [word for stop in stops for word in re.findall(r"`(\w+)`", stop)] == [
+        "Sharded", "all_gather", "wait", "whole", "mm", "reduce_scatter", "part",
+    ]  # fmt: skip
+
+
+def test_the_page_lists_every_public_name_once() -> None:
+    named = [name for _, names in rows(ARCHITECTURE, "family ") for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(named) == sorted(fzero.__all__)

@@ -15,7 +15,7 @@ import fzero
 PACKAGE = Path(fzero.__file__).parent
 MAX_LINES = 400
 
-ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero"
+ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero | variants"
 """The rooms, from the bottom, a level between bars: folders of the package, and the modules beside them, "fzero"."""
 
 LEVELS = [level.split() for level in ROOMS.split("|")]
