@@ -50,9 +50,9 @@ class Outcome(NamedTuple):
         return fmean(self.losses[-LAST:])
 
 
-def train(variant: Pass | None, ranks: int, steps: int, stage: int, text: Tensor) -> Outcome:
+def train(variant: Pass | None, ranks: int, steps: int, stage: int, seed: int, text: Tensor) -> Outcome:
     """Train the GPT for some steps on virtual ranks, with a variant among the default passes or without."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     mesh = fzero.VirtualMesh(fsdp=ranks)
     params, apply = fzero.lower(GPT(CONFIG))
     rate = fzero.optim.warmup_cosine_decay_schedule(0.0, RATE, steps // 10, steps, RATE / 10)
@@ -71,12 +71,12 @@ def train(variant: Pass | None, ranks: int, steps: int, stage: int, text: Tensor
     step = fzero.simulate(train_step, mesh, passes=rewrites)
     params = fzero.partition(params, mesh)
     opt_state, cut, losses = optimizer.init(params), corpus.Cut(WINDOWS, CONFIG.seq), []
-    first = corpus.train_batch(text, cut, seed=0, step=0)
+    first = corpus.train_batch(text, cut, seed=seed, step=0)
     state, moved = step.init_pass_state(params, opt_state, first), Counter[str]()
     for comm in step.trace(params, opt_state, first).comm():
         moved[comm.op] += comm.nbytes
     for index in range(steps):
-        batch = corpus.train_batch(text, cut, seed=0, step=index)
+        batch = corpus.train_batch(text, cut, seed=seed, step=index)
         result = step(params, opt_state, batch, pass_state=state)
         (params, opt_state, loss), state = result if state else (result, state)
         losses.append(loss.item())
@@ -89,13 +89,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     text, outcomes = corpus.stdlib().train, dict[str, Outcome]()
     print(f"{'':<14}{'loss':>10}{'gap':>10}   KiB a step")
     for name, variant in VARIANTS.items():
-        outcomes[name] = found = train(variant, flags.ranks, flags.steps, flags.stage, text)
+        outcomes[name] = found = train(variant, flags.ranks, flags.steps, flags.stage, flags.seed, text)
         gap = found.loss / outcomes["exact"].loss - 1
         moved = ", ".join(f"{op} {nbytes / 1024:.1f}" for op, nbytes in found.moved.items())
         print(f"{name:<14}{found.loss:>10.5f}{gap:>+10.3%}   {moved}", flush=True)

@@ -27,7 +27,8 @@ PASSES = (ROOT / "docs" / "passes.md").read_text()
 
 def blocks(text: str, language: str) -> list[str]:
     """The code blocks of a page, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [block for name, block in fences if name == language]
 
 
 def rows(text: str, head: str) -> list[list[str]]:
@@ -435,3 +436,45 @@ def test_the_journey_visits_the_stops_in_order() -> None:
 def test_the_page_lists_every_public_name_once() -> None:
     named = [name for _, names in rows(ARCHITECTURE, "family ") for name in re.findall(r"`(\w+)`", names)]
     assert sorted(named) == sorted(fzero.__all__)
+
+
+# README.md
+
+README = (ROOT / "README.md").read_text()
+
+
+def on_the_readme(mesh: DeviceMesh) -> tuple[float, str]:
+    """Run the README's code on real ranks: the loss, and how the program is printed."""
+    first, step = blocks(README, "python")
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
+    tokens = torch.arange(12).view(2, 6) % 11
+    batch = {"inputs": tokens, "targets": (tokens + 1) % 11}
+    names = {"model": model, "world_size": mesh.size(), "batch": batch, "torch": torch, "fzero": fzero}
+    exec(step, names)
+    exec(first, names)
+    return names["loss"].item(), str(names["step"].trace(names["params"], names["opt_state"], batch))
+
+
+def test_the_code_of_the_readme_runs() -> None:
+    for loss, listing in run(2, on_the_readme):
+        assert 0 < loss < 10 and listing.startswith("train_step on VirtualMesh(fsdp=2)")
+
+
+def test_the_readme_names_the_default_passes_in_order() -> None:
+    (line,) = (line for line in README.splitlines() if line.strip().startswith("Program --passes-->"))
+    assert line.partition(": ")[2].split(", ") == [name_of_pass(rewrite) for rewrite in passes.defaults(stage=3)]
+
+
+def test_the_listing_of_the_readme_adds_up() -> None:
+    """Of the main job with two layers: what its head says is the sum of its lines."""
+    (listing,) = (block for block in blocks(README, "") if "blocks.1" in block and block.startswith("train_step"))
+    head, *lines = listing.splitlines()
+    unit = {"B": 1, "KiB": 1024, "MiB": 1024**2}
+    total = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
+    for line in lines:
+        op, *rest = line.split()
+        if op in total:
+            total[op] += float(rest[-3]) * unit[rest[-2]]
+    for op, nbytes in total.items():
+        number, size = re.search(rf"{op} ([\d.]+) (\w+)", head).groups()  # type: ignore[union-attr]
+        assert nbytes == pytest.approx(float(number) * unit[size], rel=0.05)
