@@ -88,9 +88,14 @@ def assert_close(got: tree.Tree, expected: tree.Tree) -> None:
 # the examples of docs/passes.md
 
 
+def shown(listing: str) -> list[str]:
+    """A listing without what depends on the version of torch: the number of nodes, and what kernels are called."""
+    return [re.sub(r"\d+ nodes", "", line) for line in listing.splitlines() if not line.startswith("  compute ")]
+
+
 def test_the_listing_is_the_one_that_is_printed(page: Page) -> None:
     (listing,) = blocks(PASSES, "text")
-    assert page.printed.startswith(listing)
+    assert shown(page.printed)[: len(shown(listing))] == shown(listing)
 
 
 def test_half_the_bytes_of_gathers_move(page: Page) -> None:

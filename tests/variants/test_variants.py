@@ -29,6 +29,14 @@ def program_of(variant: str | None, stage: int, world: int = WORLD) -> Program:
     return on_virtual(variant, stage, world).trace()
 
 
+@functools.lru_cache
+def trained(variant: str | None, stage: int) -> tuple[list[Tensor], Tensor]:
+    """Whole parameters after training on virtual ranks, and the losses."""
+    run = on_virtual(variant, stage, WORLD)
+    held, losses = run.train(run.begin())
+    return tree.leaves(fzero.unpartition(held.params)), losses
+
+
 def shard_of(bucket: str, world: int = WORLD) -> int:
     """Elements of a rank's slice of a bucket: an equal part, rounded up to 16."""
     return -(-BUCKETS[bucket] // world // 16) * 16
@@ -174,15 +182,12 @@ def test_stage_3_gathers_again_as_int8() -> None:
     assert str(program).count("uint8") == 4
 
 
-def test_stages_give_the_same_bits() -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_give_the_same_bits(variant: str) -> None:
     """The order of collectives differs between stages, not what they move."""
-    for variant in VARIANTS:
-        results = [run.train(run.begin()) for run in (on_virtual(variant, stage, WORLD) for stage in STAGES)]
-        (first, losses), *others = results
-        for held, other in others:
-            assert torch.equal(other, losses)
-            got, expected = (tree.leaves(fzero.unpartition(each.params)) for each in (held, first))
-            assert all(map(torch.equal, got, expected))
+    (params, losses), *others = (trained(variant, stage) for stage in STAGES)
+    for other, other_losses in others:
+        assert torch.equal(other_losses, losses) and all(map(torch.equal, other, params))
 
 
 # losses
@@ -191,8 +196,7 @@ def test_stages_give_the_same_bits() -> None:
 @EACH
 def test_losses_are_near_those_of_the_exact_step(variant: str, stage: int) -> None:
     """Of 5 steps with a rate of 1e-2, which move each of the first weights by half of its size."""
-    runs = on_virtual(variant, stage, WORLD), on_virtual(None, stage, WORLD)
-    losses, exact = (run.train(run.begin())[1] for run in runs)
+    (_, losses), (_, exact) = trained(variant, stage), trained(None, stage)
     assert len(losses) == STEPS and losses.isfinite().all()
     torch.testing.assert_close(losses, exact, rtol=2e-3, atol=0)
     assert not torch.equal(losses, exact)  # it is a variant
