@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from worker import start
 
-from fzero.layout.layout import Layout, Leaf
+from fzero.layout.layout import Layout, Leaf, wire
+from fzero.ranks.exchanges import AllGather, ReduceScatter
 from fzero.ranks.live import live
 
 MIB = 2**20
@@ -44,6 +45,7 @@ def main(given: dict[str, Any], out: Path) -> None:
 def calls(mesh: DeviceMesh, numel: int, device: torch.device) -> dict[str, Call]:
     """Name -> a collective on a full buffer of so many fp32 elements, started and waited for."""
     on, ranks = live(mesh), mesh.size()
+    axis = on.mesh.shard_axis
     layout = Layout("bandwidth", (Leaf("", (numel,)),), on.mesh)
     numel = layout.padded
     full, block = torch.randn(numel, device=device), torch.randn(numel // ranks, device=device)
@@ -52,9 +54,9 @@ def calls(mesh: DeviceMesh, numel: int, device: torch.device) -> dict[str, Call]
         collective(given.new_empty(size), given)
 
     return {
-        "fzero all_gather": lambda: on.all_gather([block], layout, (0,)).wait(),
+        "fzero all_gather": lambda: on.begin(AllGather("bandwidth", axis, block)).wait(),
         "torch all_gather_into_tensor": partial(into_new, dist.all_gather_into_tensor, numel, block),
-        "fzero reduce_scatter": lambda: on.reduce_scatter([full], layout, (0,)).wait(),
+        "fzero reduce_scatter": lambda: on.begin(ReduceScatter("bandwidth", axis, [full], wire(layout, (0,)))).wait(),
         "torch reduce_scatter_tensor": partial(into_new, dist.reduce_scatter_tensor, numel // ranks, full),
         "torch all_to_all_single": partial(into_new, dist.all_to_all_single, numel, full),
         "torch all_reduce": partial(dist.all_reduce, full),

@@ -36,6 +36,10 @@ class Counting:
         self._add("reduce_scatter", wire.sent * fulls[0].element_size())
         return self.inner.reduce_scatter(fulls, wire, attempt)
 
+    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+        self._add("all_to_all", blocks.nbytes)
+        return self.inner.all_to_all(blocks, attempt)
+
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         self._add("all_reduce", x.nbytes)
         return self.inner.all_reduce(x, op, attempt)

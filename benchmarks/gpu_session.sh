@@ -22,7 +22,7 @@ part() { # NAME SECONDS COMMAND...
 [ -d .whl ] && part wheels 30 "$python" -m pip install --quiet --no-index --no-deps .whl/*.whl
 size=(--tiny)
 [ "$device" = cuda ] && size=(--sizes 0.4B,1.5B)
-part tests 60 "$python" -m pytest -q -p no:cacheprovider tests/test_capture.py tests/test_lowering.py -k "gpu or cuda"
+part tests 60 "$python" -m pytest -q -p no:cacheprovider tests/execution/test_cuda_graph.py tests/values/test_lowering.py -k "gpu or cuda"
 part gpu 360 "$python" benchmarks/gpu.py --device "$device" "${size[@]}" --json "$out/gpu.json"
 part two-ranks 90 "$python" benchmarks/gpu.py --device "$device" --tiny --two-ranks --json "$out/gpu-two-ranks.json"
 part overhead 40 "$python" benchmarks/overhead.py --device "$device" --size M --ranks 1 --contenders fzero-3

@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fzero_steps import ADAMW, training_step
@@ -27,13 +29,13 @@ from torch import Tensor
 import fzero
 from fzero.execution.calibration import fit_rates, time_nodes
 from fzero.execution.codegen import link
-from fzero.layout import buffers
-from fzero.layout.layout import Layout, wire
+from fzero.layout.layout import Layout
 from fzero.passes import defaults
 from fzero.program.comm import Comm
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.live import Live
+from fzero.ranks.transports import Pending
 from fzero.state.fill import copy_slices
 from fzero.state.grouping import group_by_layout
 
@@ -43,34 +45,22 @@ from gpt import GPT, GPTConfig
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-class Late(NamedTuple):
-    """A collective whose result is there at a time of `time.perf_counter`."""
+class Wire:
+    """The transport of one rank without others: each collective takes the seconds that `rates` say, one by one."""
 
-    on: OneRank
-    until: float
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        """The result, then."""
-        self.on.idle(self.until)
-        return self.result
-
-
-class OneRank(Live):
-    """The first rank of a mesh that has no others: its collectives take the seconds that `rates` say."""
+    rank = 0
 
     def __init__(self, mesh: fzero.VirtualMesh, rates: Rates) -> None:
-        self.mesh, self.rates = mesh, rates
-        self.rank = self.number = 0
+        self.mesh, self.rates, self.world = mesh, rates, mesh.size()
         self.free = self.waited = self.sent = 0.0
         self.known: dict[Any, Tensor] = {}  # what collectives gave at first, so that they cost no core
 
-    def send(self, op: str, axis: str, nbytes: int) -> float:
-        """Start a collective behind all that has been. When it is done."""
-        seconds = self.rates.communicate(Comm(op, axis, None, torch.float32, nbytes), self.mesh)
+    def send(self, op: str, nbytes: int, result: Tensor) -> Pending:
+        """Start a collective behind all that has been."""
+        seconds = self.rates.communicate(Comm(op, self.mesh.shard_axis, None, torch.float32, nbytes), self.mesh)
         self.free = max(self.free, time.perf_counter()) + seconds
         self.sent += seconds
-        return self.free
+        return Pending(nullcontext(), [partial(self.idle, self.free)], lambda: result)
 
     def idle(self, until: float) -> None:
         """Wait. That a busy machine wakes this process later is no communication."""
@@ -79,28 +69,33 @@ class OneRank(Live):
             self.waited += until - begin
             time.sleep(until - begin)
 
-    def all_gather(self, slices: Any, layout: Layout, leaves: tuple[int, ...], cast: torch.dtype | None = None) -> Any:
-        along, dtype = wire(layout, leaves), cast or slices[0].dtype
-        block = buffers.block_of(slices, along, 0, cast)
-        if (along, dtype) not in self.known:
-            self.known[along, dtype] = block.repeat(layout.world)
-        full = self.known[along, dtype]
-        return Late(self, self.send("all_gather", self.mesh.shard_axis, full.nbytes), full)
+    def all_gather(self, block: Tensor, attempt: Any, into: Tensor | None = None) -> Pending:
+        key = block.numel(), block.dtype
+        if key not in self.known:
+            self.known[key] = block.repeat(self.world)
+        return self.send("all_gather", self.known[key].nbytes, self.known[key])
 
-    def reduce_scatter(self, fulls: Any, layout: Layout, leaves: tuple[int, ...]) -> Any:
-        along, dtype = wire(layout, leaves), fulls[0].dtype
-        if (along, dtype, "mean") not in self.known:
-            self.known[along, dtype, "mean"] = torch.full((along.stride,), 1e-3, dtype=dtype)
-        nbytes = along.sent * fulls[0].element_size()
-        done = self.send("reduce_scatter", self.mesh.shard_axis, nbytes)
-        return Late(self, done, self.known[along, dtype, "mean"])
+    def reduce_scatter(self, fulls: Any, wire: Any, attempt: Any) -> Pending:
+        key = wire, fulls[0].dtype
+        if key not in self.known:
+            self.known[key] = torch.full((wire.stride,), 1e-3, dtype=fulls[0].dtype)
+        return self.send("reduce_scatter", wire.sent * fulls[0].element_size(), self.known[key])
+
+    def all_reduce(self, x: Tensor, op: str, attempt: Any) -> Tensor:
+        return self.send("all_reduce", x.nbytes, x.clone()).wait()
+
+
+class OneRank(Live):
+    """The first rank of a mesh that has no others, on a `Wire`."""
+
+    def __init__(self, mesh: fzero.VirtualMesh, rates: Rates) -> None:
+        self.mesh, self.rank, self.number, self.wire = mesh, 0, 0, Wire(mesh, rates)
+
+    def begin(self, exchange: Any) -> Pending:
+        return exchange.start(self.wire, nullcontext())
 
     def settle(self) -> None:
         """Nobody reads this rank's memory."""
-
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
-        self.idle(self.send("all_reduce", axis, x.nbytes))
-        return x.clone()
 
 
 def traced(size: Size, ranks: int, clip: bool) -> Program:
@@ -152,12 +147,13 @@ def measured(program: Program, on: OneRank, tensors: list[Tensor], steps: int) -
     """Seconds of a step, the median of some, and the part of communication that was hidden in all of them."""
     run, seconds = link(program, on), []
     run(tensors)
-    on.waited = on.sent = 0.0
+    wire = on.wire
+    wire.waited = wire.sent = 0.0
     for _ in range(steps):
         begin = time.perf_counter()
         run(tensors)
         seconds.append(time.perf_counter() - begin)
-    return median(seconds), 1 - on.waited / on.sent if on.sent else 1.0
+    return median(seconds), 1 - wire.waited / wire.sent if wire.sent else 1.0
 
 
 def main(flags: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ from fzero.passes import defaults
 from fzero.pipeline import Pass, Pipeline, Returned
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
-from fzero.transform import _unaliased
+from fzero.transform import _copy_aliases
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -105,7 +105,7 @@ def recognition(leaves: int, calls: int = 200) -> Row:
         watch = Watch()
         given, treedef = watch.of("flatten", fzero.tree.flatten, (state,))
         returned = watch.of("recognize", pipeline.made, given, treedef)
-        tensors = watch.of("take", _unaliased, given, range(leaves))
+        tensors = watch.of("take", _copy_aliases, given, range(leaves))
         (state,) = watch.of("return", returned, tensors)
         for name, seconds in watch.seconds.items():
             taken.setdefault(name, []).append(seconds)

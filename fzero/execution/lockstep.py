@@ -121,12 +121,14 @@ class _Ranks:
     def _communicate(self, operation: Operation, ranks: list[Steps]) -> Values:
         """Run an operation to its end on each rank, exchange by exchange."""
         asked, results = _advance(ranks, [None] * len(ranks))
-        sent = [list(each.sent) for each in asked]
-        versions = [[x._version for x in each] for each in sent]
+        first = asked
         while asked:
             asked, results = _advance(ranks, self._exchange(operation, asked))
         if not operation.starts:
             return results
+        is_alone = self.program.mesh.size(first[0].axis) == 1  # what one rank sends is what it gets
+        sent = [[result] if is_alone else list(each.sent) for each, result in zip(first, results)]
+        versions = [[x._version for x in each] for each in sent]
         return [_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)]
 
     def _exchange(self, operation: Operation, asked: Sequence[Exchange]) -> Values:

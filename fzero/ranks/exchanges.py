@@ -152,13 +152,17 @@ def gather_leaves(
         return (yield AllGather(what, axis, block, slices=slices))
     full = slices[0].new_empty(along.numel, dtype=dtype)  # slices are packed, or cast, where they lie in the result
     mine = buffers.fill_block(full[rank * along.stride :][: along.stride], slices, along, rank)
-    return (yield AllGather(what, axis, mine, into=full))
+    asked = [AllGather(what, axis, mine, into=full)]
+    del slices, block, full, mine  # else this generator would keep them alive until the result is waited for
+    return (yield asked.pop())
 
 
 def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
     """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh."""
     bucket, mesh = along.layout.bucket, along.layout.mesh
-    block = yield ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)
+    asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
+    del fulls  # else this generator would keep them alive until the result is waited for
+    block = yield asked.pop()
     for axis in mesh.names:
         if axis != mesh.shard_axis and mesh.size(axis) > 1:
             block = yield AllReduce(f"all_reduce of {bucket} over {axis}", axis, block, "avg")

@@ -34,14 +34,17 @@ RAGGED = Step(VirtualMesh(fsdp=3), (Op("dense", through=("gated", "gated", "tanh
 """Of its matrix rank 1 has more than rank 0, and so of all that is computed from it."""
 
 
-def counted(node: Node, result: Any, mesh: VirtualMesh) -> Iterator[Comm]:
+def counted(program: Program, node: Node, result: Any) -> Iterator[Comm]:
     """The collectives that a node has started on one rank, by the tensors that it gets."""
+    mesh = program.mesh
     axis, others = mesh.shard_axis, [name for name in mesh.names if name != mesh.shard_axis]
     if is_call(node, ops.all_gather):
         yield Comm("all_gather", axis, node.args[1], result.result.dtype, nbytes(result.result))
     elif is_call(node, ops.reduce_scatter):
-        block = result.result
-        yield Comm("reduce_scatter", axis, node.args[1], result.sent[0].dtype, nbytes(block) * mesh.size(axis))
+        block, fulls = result.result, node.args[0]
+        whole = sum(full.meta["val"].numel() for full in fulls) * block.element_size()
+        size = nbytes(block) * mesh.size(axis) if program.wire_of(node).is_complete else whole  # some leaves alone travel without padding
+        yield Comm("reduce_scatter", axis, node.args[1], block.dtype, size)
         yield from (Comm("all_reduce", other, node.args[1], block.dtype, nbytes(block)) for other in others)
     elif is_call(node, ops.all_reduce, ops.all_reduce_list):
         first = result[0] if isinstance(result, list) else result
@@ -58,7 +61,7 @@ def test_predicted_comm_is_what_each_rank_exchanges(step: Step) -> None:
     def watch(node: Node, ranks: Values) -> None:
         if node.op == "call_function":
             for entries, values in zip(exchanged, ranks):
-                entries.extend(counted(node, values[node], step.mesh))
+                entries.extend(counted(running.program, node, values[node]))
 
     running.outputs(watch=watch)
     assert all(entries == running.program.comm() for entries in exchanged)

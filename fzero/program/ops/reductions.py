@@ -23,6 +23,7 @@ from fzero.ranks.exchanges import AllReduce, Steps
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
+    from fzero.program.memory import Held
     from fzero.program.program import Program
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
@@ -87,6 +88,13 @@ def _all_reduce_list(program: Program, node: Node, rank: Any) -> Callable[..., S
     return run
 
 
+def _list_memory(held: Held, node: Node) -> tuple[Any, ...]:
+    """The results are views of the one buffer that was reduced: each keeps all of them alive."""
+    values = node.meta["val"]
+    buffer = held.new(node, values[0], sum(value.numel() for value in values))
+    return ([buffer._replace(counts=value.numel()) for value in values],)
+
+
 def _label(program: Program, node: Node) -> str:
     return f"all_reduce {node.args[2]}"
 
@@ -116,6 +124,7 @@ register(
         fake=all_reduce_list,
         kind=_all_reduce_list_kind,
         perform=_all_reduce_list,
+        memory=_list_memory,
         **_REDUCTION,
     )
 )
