@@ -431,6 +431,11 @@ def test_every_file_in_the_tables_exists() -> None:
     assert len(named) > 40 and not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_functions_that_are_named_with_their_file_are_there() -> None:
+    named = re.findall(r"`(\w+)` in `(fzero/[\w/]+\.py)`", ARCHITECTURE)
+    assert named and all(f"def {name}(" in (ROOT / path).read_text() for name, path in named)
+
+
 def test_the_journey_visits_the_stops_in_order() -> None:
     stops = [stop for stop, _, _ in rows(ARCHITECTURE, "stop ")]
     assert [word for stop in stops for word in re.findall(r"`(\w+)`", stop)] == [

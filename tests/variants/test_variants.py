@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +236,11 @@ def test_a_scatter_wants_gradients_and_one_axis() -> None:
         held = Run(fzero.simulate(train_step, mesh), mesh).begin()
         with pytest.raises(FzeroError, match="pass 'int8_scatter': finds . reduce-scatters on VirtualMesh"):
             step.trace(held.params, held.opt_state, *Run(step, mesh).batch(0))
+
+
+def test_variants_use_public_names_only() -> None:
+    for path in Path(fzero.__file__).parent.joinpath("variants").glob("*.py"):
+        for origin, names in re.findall(r"^from (fzero[\w.]*) import (.*)$", path.read_text(), re.MULTILINE):
+            assert origin.startswith("fzero.variants.") or set(names.split(", ")) <= set(fzero.__all__), path.name
+        used = set(re.findall(r"\bops\.(\w+)", path.read_text()))
+        assert used <= set(ops.__all__) and "import fzero" not in path.read_text(), path.name
