@@ -2,10 +2,10 @@
 
 python benchmarks/variants.py --json benchmarks/results/variants.json
 
-All runs have the same batches and optimizer, and the same initial weights but for the control. The control is exact, and
-begins with weights that are off by a hundredth, which is about what int8 rounding takes: its gap says how far apart two
-exact runs end. The table has the mean loss of the last 20 steps, its gap to that of the exact run, and the bytes that a
-step moves.
+All runs have the same batches and optimizer, and the same initial weights but for the control. The control is exact,
+and begins with weights that are off by a hundredth, which is about what int8 rounding takes: its gap says how far apart
+two exact runs end. The table has the mean loss of the last 20 steps, its gap to that of the exact run, and the bytes
+that a step moves.
 """
 
 from __future__ import annotations
