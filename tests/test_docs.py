@@ -161,8 +161,8 @@ def test_state_of_any_shape_is_saved_and_loaded(page: Page, tmp_path: Path) -> N
 
     def add_all(program: Program) -> Program:
         program = program.copy()
-        for path, (shape, whole) in shapes.items():
-            program, _ = program.add_state(path, shape, torch.float32, initial=2.0, whole=whole)
+        for path, (shape, replicated) in shapes.items():
+            program, _ = program.add_state(path, shape, torch.float32, initial=2.0, replicated=replicated)
         return program
 
     step = page.step(add_all)
