@@ -211,6 +211,10 @@ class Allocator:
         self.nbytes[key] = value.untyped_storage().nbytes() if numel is None else numel * value.element_size()
         return Location(key, value.numel(), 0)
 
+    def keys_of(self, nodes: Iterable[Node]) -> list[Key]:
+        """The storages of these nodes' values."""
+        return [location.key for node in nodes for location in _flatten(self._at[node])]
+
     def keep(self, key: Key, nbytes: int) -> Key:
         """Allocate a storage of `nbytes`, for a node to keep alive beside its result."""
         self.nbytes[key] = nbytes

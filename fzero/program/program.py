@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import TreeDef
-from fzero.layout.layout import Layout, Leaf, Wire, replicated_layout, wire
+from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
@@ -188,11 +188,11 @@ class Program:
         return leaf or value.path
 
     def add_state(
-        self, path: str, shape: Sequence[int], dtype: torch.dtype, *, initial: float = 0.0, whole: bool = False
+        self, path: str, shape: Sequence[int], dtype: torch.dtype, *, initial: float = 0.0, replicated: bool = False
     ) -> tuple[Program, Node]:
         """`(program, node)`: a program with one more state, and the node of its value. Changes this program's graph.
 
-        `shape` is the shape over all ranks. Each rank holds one slice of it, or with `whole` all of it. The step
+        `shape` is the shape over all ranks. Each rank holds one slice of it, or with `replicated` all of it. The step
         returns the state unchanged, unless the pass calls `return_state`. The user holds the state: the first value
         comes from `step.init_pass_state`, every call takes the state and returns the new one beside its results.
 
@@ -202,8 +202,8 @@ class Program:
         if path in [argument.path for argument in self.arguments] or path in self.layouts:
             raise FzeroError(path, "the step has an argument of this name", "name a pass's state after the pass")
         leaf = Leaf(path, tuple(shape))
-        layout = replicated_layout(shape, self.mesh) if whole else Layout(path, (leaf,), self.mesh)
-        local = tuple(shape) if whole else (len(layout.part(0, RANK)),)
+        layout = Layout(path, (leaf,), self.mesh, replicated=replicated)
+        local = tuple(shape) if replicated else (len(layout.part(0, RANK)),)
         device = torch.device(find_device_type(self.graph))
         with self.graph.inserting_after(self.placeholders[-1]) if self.placeholders else nullcontext(), self.fake_mode:
             node = self.graph.placeholder(re.sub(r"\W", "_", path))

@@ -111,9 +111,11 @@ def _inherit(base: Operation, performs: bool) -> dict[str, Any]:
 
 
 def _hold_transfers(allocator: Allocator, node: Node) -> tuple[Any, ...]:
-    """The memory of an operation that starts: new memory for its result, and the bytes that it moves until the wait."""
+    """The memory of an operation that starts: new memory for the result and, until the wait, the operands, which are
+    sent, and as many bytes as the operation moves, which arrive."""
     moved = sum(entry.nbytes for entry in record(node).moves(allocator.program, node))  # type: ignore[misc]  # it starts
-    return allocator.new(node, node.meta["val"]), allocator.keep((node, "moved"), moved)
+    arriving = allocator.keep((node, "moved"), moved)
+    return allocator.new(node, node.meta["val"]), arriving, *allocator.keys_of(node.all_input_nodes)
 
 
 def _make_target(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:

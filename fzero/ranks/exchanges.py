@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
@@ -150,11 +151,19 @@ class AllToAll:
         return [self.blocks]
 
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
+        self._check(transport.world)
         return transport.all_to_all(self.blocks, attempt)
 
     def join(self, row: Sequence[AllToAll]) -> list[Tensor]:
+        self._check(len(row))
         rows = [each.blocks.view(len(row), -1) for each in row]
         return [torch.cat([given[rank] for given in rows]) for rank in range(len(row))]
+
+    def _check(self, world: int) -> None:
+        numel = self.blocks.numel()
+        if numel % world:
+            problem = f"exchanges {numel} elements, which do not divide by {world} ranks"
+            raise FzeroError(self.what, problem, "pad to blocks of equal size, one for each rank")
 
 
 def gather_leaves(

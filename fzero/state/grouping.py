@@ -90,7 +90,7 @@ def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mes
     known = {param.path: param for param in tree.leaves(like) if is_sharded(param)}
     found = {}
     for position, (key, leaf) in enumerate(zip(keys, leaves)):
-        ends = (known.get(tree.dotted(key[start:])) for start in range(1, len(key) + 1))
+        ends = (known.get(tree.dotted(key[start:])) for start in range(len(key) + 1))
         param = next((param for param in ends if param is not None and param.shape == leaf.shape), None)
         if param is not None:
             found[position] = (param.layout, param.index)

@@ -29,6 +29,6 @@ def quantize(rows: Tensor) -> Tensor:
 
 def dequantize(packed: Tensor, size: int) -> Tensor:
     """[R, count_bytes(S)] uint8 -> [R, S] float32: the inverse of `quantize`, up to rounding."""
-    codes = torch.nn.functional.pad(packed[:, :size].view(torch.int8), (0, -size % BLOCK))
-    scales = packed[:, size:].contiguous().view(torch.float32)
-    return (codes.view(len(packed), -1, BLOCK) * scales[..., None]).view(len(packed), -1)[:, :size]
+    codes = torch.nn.functional.pad(packed[:, :size].view(torch.int8), (0, -size % BLOCK)).view(len(packed), -1, BLOCK)
+    scales = packed[:, size:].clone(memory_format=torch.contiguous_format).view(-1)  # aligned: they may lie anywhere
+    return (codes * scales.view(torch.float32).view(len(packed), -1, 1)).view(len(packed), -1)[:, :size]

@@ -66,7 +66,7 @@ def test_a_pass_that_raises_the_peak_is_told(caplog: pytest.LogCaptureFixture) -
 
 def counts_steps(program: Program) -> Program:
     """Counts the steps in state of its own."""
-    program, count = program.copy().add_state("counts_steps.count", (), torch.float32, initial=5.0, whole=True)
+    program, count = program.copy().add_state("counts_steps.count", (), torch.float32, initial=5.0, replicated=True)
     with program.graph.inserting_before(program.output):
         new = program.emit(torch.ops.aten.add.Tensor, count, 1)
     program.return_state("counts_steps.count", new)

@@ -177,6 +177,25 @@ def test_ranks_that_ask_for_different_exchanges_are_named() -> None:
         fzero.simulate(lambda x: lonely(x), MESH)(torch.ones(3))
 
 
+def test_blocks_that_do_not_divide_by_the_ranks_are_named() -> None:
+    def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
+        def run(x: Tensor) -> Any:
+            return (yield ops.AllToAll("an exchange", "fsdp", x))
+
+        return run
+
+    uneven = ops.define(
+        "test_uneven",
+        schema="(Tensor x) -> Tensor",
+        fake=torch.empty_like,
+        kind=lambda walk, node: walk.per_rank,
+        perform=perform,
+        moves=lambda program, node: [ops.Comm("all_to_all", "fsdp", None, torch.float32, 16)],
+    )
+    with pytest.raises(FzeroError, match="an exchange: exchanges 4 elements, which do not divide by 3 ranks; pad to"):
+        fzero.simulate(lambda x: uneven(x), MESH)(torch.ones(12))
+
+
 def test_an_operation_performed_in_another_way_does_not_inherit_how() -> None:
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         raise NotImplementedError

@@ -52,6 +52,7 @@ class Native:
         return Pending(attempt, [work.wait], lambda: out)
 
     def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+        blocks = buffers.flatten(blocks)
         out = torch.empty_like(blocks)
         with attempt:
             work = dist.all_to_all_single(out, blocks, group=self.scatters, async_op=True)

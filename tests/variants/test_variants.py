@@ -1,0 +1,246 @@
+"""The variants, on four virtual ranks and on two real ones: bits, bytes, memory, schedule and losses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlp import STEPS, VARIANTS, Run, on_real, on_virtual, rewrites, tensors, train_step
+from processes import Outcome, run_cases, values
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero
+from fzero import FzeroError, Program, ops, passes, tree
+from fzero.program.operation import Node
+from fzero.variants.int8_gather import int8_all_gather, int8_gather
+from fzero.variants.int8_scatter import int8_scatter
+
+WORLD = 4
+STAGES = (1, 2, 3)
+BUCKETS = {"0": 24 * 70 + 70, "1": 70 * 70 + 70, "2": 70 * 5 + 5}
+EACH = pytest.mark.parametrize(("variant", "stage"), [(variant, stage) for variant in VARIANTS for stage in STAGES])
+
+
+@functools.lru_cache
+def program_of(variant: str | None, stage: int, world: int = WORLD) -> Program:
+    return on_virtual(variant, stage, world).trace()
+
+
+@functools.lru_cache
+def trained(variant: str | None, stage: int) -> tuple[list[Tensor], Tensor]:
+    """Whole parameters after training on virtual ranks, and the losses."""
+    run = on_virtual(variant, stage, WORLD)
+    held, losses = run.train(run.begin())
+    return tree.leaves(fzero.unpartition(held.params)), losses
+
+
+def shard_of(bucket: str, world: int = WORLD) -> int:
+    """Elements of a rank's slice of a bucket: an equal part, rounded up to 16."""
+    return -(-BUCKETS[bucket] // world // 16) * 16
+
+
+# bits
+
+
+def real_and_virtual(mesh: DeviceMesh, variant: str, stage: int) -> tuple[Any, Any]:
+    def outcome(run: Run) -> Any:
+        held, losses = run.train(run.begin())
+        return [fzero.unpartition(part) for part in held], losses
+
+    return outcome(on_real(variant, stage, mesh)), outcome(on_virtual(variant, stage, mesh.size()))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[str, list[Outcome]]:
+    cases = {f"{v} {s}": functools.partial(real_and_virtual, variant=v, stage=s) for v in VARIANTS for s in STAGES}
+    return run_cases(2, cases)
+
+
+@EACH
+def test_two_real_ranks_and_two_virtual_ones_hold_the_same_bits(
+    ranks: dict[str, list[Outcome]], variant: str, stage: int
+) -> None:
+    """Parameters, optimizer state, what rounding left, and losses: sums of two are the same in either order."""
+    for real, virtual in values(ranks[f"{variant} {stage}"]):
+        (held, losses), (expected, expected_losses) = real, virtual
+        assert torch.equal(losses, expected_losses)
+        assert tree.paths(held) == tree.paths(expected)
+        for path, a, b in zip(tree.paths(held), tree.leaves(held), tree.leaves(expected)):
+            assert torch.equal(a, b), path
+        assert len(held[2]) == (len(BUCKETS) if variant == "int8_scatter" else 0)
+
+
+# bytes
+
+
+def moved(program: Program, op: str) -> list[tuple[str | None, torch.dtype, int]]:
+    return sorted((entry.bucket, entry.dtype, entry.nbytes) for entry in program.comm() if entry.op == op)
+
+
+def scaled(world: int) -> dict[str, int]:
+    """Bucket -> bytes of its int8 buffer: of each rank a byte an element and 4 for each 256, padding included."""
+    shards = {bucket: shard_of(bucket, world) for bucket in BUCKETS}
+    return {bucket: world * (shard + 4 * -(-shard // 256)) for bucket, shard in shards.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gather_moves_a_byte_an_element_and_a_scale_a_block(stage: int, world: int) -> None:
+    program, exact = program_of("int8_gather", stage, world), program_of(None, stage, world)
+    gathered = [bucket for bucket, _, _ in moved(exact, "all_gather")]
+    assert gathered == (["0", "1", "1", "2"] if stage == 3 else ["0", "1", "2"])
+    assert moved(program, "all_gather") == [(bucket, torch.uint8, scaled(world)[bucket]) for bucket in gathered]
+    for op in ("reduce_scatter", "all_reduce"):
+        assert moved(program, op) == moved(exact, op)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_scatter_moves_a_byte_an_element_and_a_scale_a_block(stage: int, world: int) -> None:
+    program, exact = program_of("int8_scatter", stage, world), program_of(None, stage, world)
+    assert moved(program, "all_to_all") == [(bucket, torch.uint8, scaled(world)[bucket]) for bucket in BUCKETS]
+    assert moved(program, "reduce_scatter") == []
+    for op in ("all_gather", "all_reduce"):
+        assert moved(program, op) == moved(exact, op)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_virtual_ranks_exchange_what_comm_says(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, sent = ops.AllGather if variant == "int8_gather" else ops.AllToAll, list[tuple[torch.dtype, int]]()
+    join = exchange.join
+
+    def count(self: Any, row: Any) -> Any:
+        given = [each.block if variant == "int8_gather" else each.blocks for each in row]
+        nbytes = [x.nbytes for x in given]
+        sent.append((given[0].dtype, sum(nbytes) if variant == "int8_gather" else nbytes[0]))
+        return join(self, row)
+
+    monkeypatch.setattr(exchange, "join", count)
+    run = on_virtual(variant, 3, WORLD)
+    run.train(run.begin(), range(1))
+    op = "all_gather" if variant == "int8_gather" else "all_to_all"
+    assert sent == [(entry.dtype, entry.nbytes) for entry in program_of(variant, 3).comm() if entry.op == op]
+
+
+# memory
+
+
+def in_flight(program: Program, node: Node, value: Any) -> int:
+    """Bytes on their way that a real rank holds and a virtual one has no need of: what arrives as int8, and what a
+    reduce-scatter receives from other ranks than one."""
+    (entry,) = ops.record(node).moves(program, node)
+    if entry.dtype == torch.uint8:
+        return entry.nbytes
+    received = max(WORLD - 2, 0) * value.result.nbytes
+    return received if entry.op == "reduce_scatter" else 0
+
+
+@EACH
+def test_the_predicted_peak_covers_virtual_ranks_and_is_near_what_real_ones_hold(variant: str, stage: int) -> None:
+    run, virtual, real = on_virtual(variant, stage, WORLD), [0] * WORLD, [0] * WORLD
+    program = run.trace()
+
+    def watch(node: Node, ranks: list[dict[Node, Any]]) -> None:
+        for rank, held in enumerate(ranks):
+            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(held.values())}
+            flying = [(node, value) for node, value in held.items() if node.op != "placeholder"]
+            flying = [(node, value) for node, value in flying if ops.record(node).starts]
+            virtual[rank] = max(virtual[rank], sum(storages.values()))
+            real[rank] = max(real[rank], sum(storages.values()) + sum(in_flight(program, *each) for each in flying))
+
+    run.train(run.begin(), range(1), watch=watch)
+    peak = program.memory().peak
+    assert max(virtual) <= peak
+    assert peak == pytest.approx(max(real), rel=0.05)
+
+
+# the schedule, the stages, the checks
+
+
+@EACH
+def test_the_timeline_has_each_collective(variant: str, stage: int) -> None:
+    program = program_of(variant, stage)
+    timeline = program.timeline()
+    assert [transfer.comm for transfer in timeline.transfers] == program.comm()
+    assert all(transfer.is_ahead for transfer in timeline.transfers if transfer.comm.dtype == torch.uint8)
+    assert f"{'all_gather' if variant == 'int8_gather' else 'all_to_all'} 1 " in str(timeline)
+
+
+@EACH
+def test_the_program_is_verified_at_its_stage(variant: str, stage: int) -> None:
+    program = program_of(variant, stage)
+    assert passes.verify(program, stage=stage) is program
+
+
+def test_stage_3_gathers_again_as_int8() -> None:
+    program = program_of("int8_gather", 3)
+    targets = [node.target for node in program.graph.nodes if ops.is_call(node, ops.all_gather, int8_all_gather)]
+    assert targets == [int8_all_gather] * 4
+    assert str(program).count("uint8") == 4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_give_the_same_bits(variant: str) -> None:
+    """The order of collectives differs between stages, not what they move."""
+    (params, losses), *others = (trained(variant, stage) for stage in STAGES)
+    for other, other_losses in others:
+        assert torch.equal(other_losses, losses) and all(map(torch.equal, other, params))
+
+
+# losses
+
+
+@EACH
+def test_losses_are_near_those_of_the_exact_step(variant: str, stage: int) -> None:
+    """Of 5 steps with a rate of 1e-2, which move each of the first weights by half of its size."""
+    (_, losses), (_, exact) = trained(variant, stage), trained(None, stage)
+    assert len(losses) == STEPS and losses.isfinite().all()
+    torch.testing.assert_close(losses, exact, rtol=2e-3, atol=0)
+    assert not torch.equal(losses, exact)  # it is a variant
+
+
+def test_slices_stay_in_full_precision() -> None:
+    """Weights are rounded on their way, not where they are kept: a rate of zero leaves them as they were."""
+    still = fzero.optim.sgd(0.0)
+
+    def step(params: tree.Tree, x: Tensor) -> Any:
+        grads = fzero.grad(lambda params: (x @ params["w"]).sin().sum())(params)
+        return fzero.optim.apply_updates(params, still.update(grads, still.init(params), params)[0])
+
+    params, mesh = {"w": torch.randn(300, 3, generator=torch.Generator().manual_seed(0))}, fzero.VirtualMesh(fsdp=2)
+    run = fzero.simulate(step, mesh, passes=rewrites("int8_gather", 3))
+    after = run(fzero.partition(params, mesh), torch.ones(4, 300))
+    assert torch.equal(fzero.unpartition(after)["w"], params["w"])
+
+
+# refusals
+
+
+def test_a_gather_wants_something_floating_that_is_gathered() -> None:
+    mesh = fzero.VirtualMesh(fsdp=2)
+    step = fzero.simulate(lambda params: tree.map(lambda x: x * 2, params), mesh, passes=[int8_gather])
+    with pytest.raises(FzeroError, match=r"pass 'int8_gather': finds no floating leaf that is gathered; put it behind"):
+        step.trace(fzero.partition({"w": torch.ones(8)}, mesh))
+
+
+def test_a_scatter_wants_gradients_and_one_axis() -> None:
+    for mesh in (fzero.VirtualMesh(replica=2, fsdp=2), fzero.VirtualMesh(fsdp=2)):
+        before = passes.insert(passes.defaults(stage=3), int8_scatter, before="bucket")
+        behind = rewrites("int8_scatter", 3)
+        step = fzero.simulate(train_step, mesh, passes=behind if len(mesh.names) > 1 else before)
+        held = Run(fzero.simulate(train_step, mesh), mesh).begin()
+        with pytest.raises(FzeroError, match="pass 'int8_scatter': finds . reduce-scatters on VirtualMesh"):
+            step.trace(held.params, held.opt_state, *Run(step, mesh).batch(0))
+
+
+def test_variants_use_public_names_only() -> None:
+    for path in Path(fzero.__file__).parent.joinpath("variants").glob("*.py"):
+        for origin, names in re.findall(r"^from (fzero[\w.]*) import (.*)$", path.read_text(), re.MULTILINE):
+            assert origin.startswith("fzero.variants.") or set(names.split(", ")) <= set(fzero.__all__), path.name
+        used = set(re.findall(r"\bops\.(\w+)", path.read_text()))
+        assert used <= set(ops.__all__) and "import fzero" not in path.read_text(), path.name
