@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._ops
 import torch._subclasses.fake_tensor
 import torch.distributed as dist
 import torch.utils._mode_utils
@@ -181,6 +182,9 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 # for program and passes: operations, graphs
+
+OpOverload = torch._ops.OpOverload
+"""The class of torch's operations, one for each overload. Public replacement: the same name in `torch.library`."""
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 """Call operations without autograd within a block. Public replacement: such a context beside `torch.library.impl`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,16 +75,19 @@ def describe(target: Any) -> Operation:
     """The record of an operation of torch. For any other function a record that assumes nothing."""
     name = getattr(target, "__name__", str(target)).partition(".")[0]
     schema, tags = schema_of(target), getattr(target, "tags", ())
-    views = name == "_unsafe_view" or (schema is not None and any(result.alias_info for result in schema.returns))
+    views = name in ("_unsafe_view", "getitem") or (schema is not None and any(x.alias_info for x in schema.returns))
+    writes = schema is not None and any(map(_is_written, schema.arguments))
     random = torch.Tag.nondeterministic_seeded in tags
     return Operation(
         name=name,
         target=target,
         fake=target,
         kind=infer_item if target is operator.getitem else infer,
-        shares=(lambda node: True) if views or target is operator.getitem else (lambda node: False),
-        writes=_find_writes if schema is not None else (lambda node: []),
-        work=estimate_work,
+        shares=(lambda node: True) if views else (lambda node: False),
+        writes=_find_writes if writes else (lambda node: []),
+        work=(lambda node: NO_WORK)
+        if name in _UNSET or (views and not writes)
+        else partial(_estimate_work, name, writes),
         is_quiet=name in _QUIET or target is operator.getitem,
         is_derived=_is_aten(target) and name in _VIEWS | _CHEAP_COPIES,
         is_pointwise=torch.Tag.pointwise in tags or name in _ELEMENTWISE,
@@ -118,27 +122,25 @@ def _draws(node: Node) -> bool:
     return given.get("dropout_p") != 0
 
 
-def estimate_work(node: Node) -> Work:
-    """The flops and bytes of a node.
+def _estimate_work(name: str, writes: bool, node: Node) -> Work:
+    """The flops and bytes of a node whose operation has this name, and writes into operands or not.
 
     Flops are those of `torch.utils.flop_counter`: matrix products, convolutions, and attention, where causal attention
     counts in full. Every operation reads its operands and writes its result once. Views do no work.
     """
-    name, schema = node.target.__name__.partition(".")[0], schema_of(node.target)
-    views = schema is not None and any(x.alias_info for x in schema.returns)
-    written = _find_writes(node) if schema is not None else []
-    if name in _UNSET or ((views or name in ("_unsafe_view", "getitem")) and not written):
-        return NO_WORK
+    written = _find_writes(node) if writes else []
     result = values_of(written) if written else node.meta.get("val")
     return Work(_count_flops(node), _count_bytes_read(node, name) + nbytes(result))
 
 
 def _count_flops(node: Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
+    if packet not in _FLOPS and packet not in flop_registry:
+        return 0
     args, kwargs = values_of((node.args, node.kwargs))
     if packet in _FLOPS:
         return _FLOPS[packet](*args, **kwargs)
-    return flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]) if packet in flop_registry else 0
+    return flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])
 
 
 def _count_bytes_read(node: Node, name: str) -> int:

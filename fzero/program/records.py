@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import below_autograd, storage_key
+from fzero.base.torch_private import OpOverload, below_autograd, storage_key
 from fzero.program import aten
 from fzero.program.operation import Node, Operation
 
@@ -23,21 +23,25 @@ if TYPE_CHECKING:
     from fzero.program.memory import Allocator
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-_RECORDS: dict[Any, Operation] = {}
+_RECORDS: dict[int, Operation] = {}
+"""`id` of a target -> its record, which keeps the target alive. torch's operators hash slowly, and walks ask often."""
 _NAMES: set[str] = set()
-_describe = lru_cache(maxsize=None)(aten.describe)
 
 
 def record(called: Any) -> Operation:
     """The record of the operation that a node calls, or of a target."""
-    target = getattr(called, "target", called)
-    known = _RECORDS.get(target)
-    return _describe(target) if known is None else known
+    target = called.target if isinstance(called, fx.Node) else called
+    known = _RECORDS.get(id(target))
+    if known is None:
+        known = aten.describe(target)
+        if isinstance(target, (OpOverload, BuiltinFunctionType)):  # only so many; each program has fragments of its own
+            _RECORDS[id(target)] = known
+    return known
 
 
 def register(operation: Operation) -> Any:
     """Add the record of an operation to the table that walks read. Returns the operation's target."""
-    _RECORDS[operation.target] = operation
+    _RECORDS[id(operation.target)] = operation
     _NAMES.add(operation.name)
     return operation.target
 

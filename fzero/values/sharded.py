@@ -35,8 +35,8 @@ class Form(NamedTuple):
     layout: Layout
     leaf: int
     on: MovePerformer
-    dtype: torch.dtype
-    device: torch.device
+    dtype: torch.dtype | None
+    device: torch.device | None
 
 
 class Sharded:
@@ -49,21 +49,19 @@ class Sharded:
     __slots__ = ("_full", "_level", "_local", "form")
 
     def __init__(self, local: Tensor, layout: Layout, index: int, on: MovePerformer) -> None:
-        self._set(local, Form(layout, index, on, local.dtype, local.device))
+        self._local: Tensor | None = local
+        self.form = Form(layout, index, on, local.dtype, local.device)
+        self._full: Tensor | None = None
+        self._level = torch_private.depth() if on.is_tracing else 0
 
     @classmethod
     def of_form(cls, local: Tensor, form: Form) -> Sharded:
         """A value of a known form. Steps return their state so: equal forms are then the same object, and comparing the
         arguments of the next call takes no time."""
         value = cls.__new__(cls)
-        value._set(local, form)
+        value._local, value.form, value._full = local, form, None
+        value._level = torch_private.depth() if form.on.is_tracing else 0
         return value
-
-    def _set(self, local: Tensor, form: Form) -> None:
-        self._local: Tensor | None = local
-        self.form = form
-        self._full: Tensor | None = None
-        self._level = torch_private.depth() if form.on.is_tracing else 0
 
     @property
     def layout(self) -> Layout:
@@ -249,9 +247,11 @@ def _unflatten(slices: Iterable[Any], context: _Context) -> Sharded:
         FzeroError: for a slice of another shape than the rank holds: a batch of slices, or a slice of a slice.
     """
     (local,) = slices
+    if not isinstance(local, Tensor):  # torch.func also builds trees of dimensions, one for each slice
+        return Sharded.of_form(local, Form(*context, dtype=None, device=None))
     value = Sharded(local, *context)
     held = value.shape if value.layout.replicated else torch.Size([len(value.part)])
-    if isinstance(local, Tensor) and local.shape != held:
+    if local.shape != held:
         raise FzeroError(
             value.path,
             f"a transform maps over this leaf, to slices of {list(local.shape)} where a rank holds {list(held)}: "
