@@ -45,6 +45,8 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
         if isinstance(node.target, Fragment):
             name = fragments.setdefault(node.target, f"fragment_{len(fragments)}")
             values[node] = graph.call_method(name, (receiver, *args))
+        elif (span := _find_span(program, node, on)) is not None:
+            values[node] = _take_view(graph, args[0], span, node)
         elif node.op == "call_function" and record(node).perform is not None:
             name = f"{record(node).name}_{len(calls)}"
             calls[name] = bind(program, node, on)
@@ -65,3 +67,15 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
             return forward(named if is_profiling() else plain, seed, *tensors)
 
     return run
+
+
+def _find_span(program: Program, node: Node, on: Live) -> range | None:
+    """The elements of a node's first operand that its result is, where the result is a view in one piece."""
+    span = record(node).span if node.op == "call_function" else None
+    return None if span is None else span(program, node, on)
+
+
+def _take_view(graph: fx.Graph, buffer: Node, span: range, node: Node) -> Node:
+    """These elements of a buffer, in the shape of the node's value."""
+    flat, shape = graph.call_method("narrow", (buffer, 0, span.start, len(span))), tuple(node.meta["val"].shape)
+    return flat if len(shape) == 1 else graph.call_method("view", (flat, shape))

@@ -78,6 +78,8 @@ class Operation:
     * `perform(program, node, rank)`: a function of the node's arguments that runs on one rank. Called once for a node.
       Where the operation communicates, the function is a generator: it yields exchanges (`fzero.ranks.exchanges`) and
       is sent their results. None: `target` itself runs.
+    * `span(program, node, rank)`: for a view of the flat first operand, the elements that the result is; None where the
+      result is in several pieces. Generated code takes such a view by itself: a step has one for each leaf.
     * `moves(program, node)`: the collectives, in order. None: the operation does not communicate.
     * `starts`: the operation starts a collective for another node to wait for. The waited-for buffer holds the
       "gathered" leaves, or this rank's block of the "scattered" mean.
@@ -111,6 +113,7 @@ class Operation:
     fake: Callable[..., Any]
     check: Callable[[Program, Node], None] = _accept
     perform: Callable[[Program, Node, Rank], Callable[..., Any]] | None = None
+    span: Callable[[Program, Node, Rank], range | None] | None = None
     moves: Callable[[Program, Node], Iterable[Comm]] | None = None
     starts: Literal["gathered", "scattered"] | None = None
     waits: bool = False

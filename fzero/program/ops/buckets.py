@@ -180,17 +180,21 @@ def _wait(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
 
 def _whole(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     along, position, shape = program.wire_of(node), node.args[3], list(node.args[4])
-    pieces = along.pieces(position)
-    if len(pieces) != 1:
-        return lambda buffer, *_: buffers.join_leaf(buffer, along, position, shape)
-    start, size = pieces[0].start, len(pieces[0])
-    return lambda buffer, *_: buffer.narrow(0, start, size).view(shape)
+    return lambda buffer, *_: buffers.join_leaf(buffer, along, position, shape)
+
+
+def _whole_span(program: Program, node: Node, rank: Rank) -> range | None:
+    pieces = program.wire_of(node).pieces(node.args[3])
+    return pieces[0] if len(pieces) == 1 else None
 
 
 def _part(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
-    where = program.wire_of(node).block(rank.rank)[node.args[3]]
-    start, size = where.start, len(where)
-    return lambda block, *_: block.narrow(0, start, size)
+    where = _part_span(program, node, rank)
+    return lambda block, *_: block[where.start : where.stop]
+
+
+def _part_span(program: Program, node: Node, rank: Rank) -> range:
+    return program.wire_of(node).block(rank.rank)[node.args[3]]
 
 
 # memory and work
@@ -309,6 +313,7 @@ register(
         kind=_whole_kind,
         memory=_whole_memory,
         perform=_whole,
+        span=_whole_span,
         **_VIEW,
     )
 )
@@ -321,6 +326,7 @@ register(
         kind=_part_kind,
         memory=_part_memory,
         perform=_part,
+        span=_part_span,
         **_VIEW,
     )
 )
