@@ -134,7 +134,7 @@ def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Perf
     """The values of the state that passes added, in the order of the program's arguments.
 
     Raises:
-        FzeroError: for state that is missing, that no pass keeps, or that has another layout or mesh.
+        FzeroError: for state that is missing, that no pass keeps, or that has another layout, dtype or mesh.
     """
     wanted, given = [state.path for state in program.pass_state], given or {}
     missing, surplus = [x for x in wanted if x not in given], [x for x in given if x not in wanted]
@@ -145,8 +145,9 @@ def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Perf
         raise FzeroError(f"pass_state {path!r}", problem, way_out)
     for state in program.pass_state:
         value = given[state.path]
-        if not isinstance(value, Sharded) or value.on is not on or value.layout != program.layouts[state.bucket]:
-            problem = "is not the state that this step's passes keep on its mesh"
+        wanted_form = program.layouts[state.bucket], state.leaf, on, state.dtype
+        if not isinstance(value, Sharded) or value.form[:-1] != wanted_form:
+            problem = "is not the state that this step's passes keep on its mesh, in layout and dtype"
             raise FzeroError(f"pass_state {state.path!r}", problem, "make it with step.init_pass_state(*args)")
     return [given[path] for path in wanted]
 

@@ -74,7 +74,9 @@ class Simulation:
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""
-        return create_pass_state(self.trace(*args), self._pipeline.on)
+        leaves, treedef = tree.flatten(args)
+        program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
+        return create_pass_state(program, self._pipeline.on)
 
     def __call__(self, *args: Any, watch: Watch | None = None, pass_state: Mapping[str, Any] | None = None) -> Any:
         """Run the step. `watch(node, values)` is called with the values of each rank after each node of the program.

@@ -139,6 +139,11 @@ def test_state_of_a_pass_must_be_given() -> None:
         step(*args, pass_state={**step.init_pass_state(*args), "other": 1})
     with pytest.raises(FzeroError, match="is not the state that this step's passes keep on its mesh"):
         step(*args, pass_state={"counts_steps.count": torch.zeros(())})
+    halves = tree.map(lambda value: value.to(torch.float16), step.init_pass_state(*args))
+    with pytest.raises(
+        FzeroError, match="is not the state that this step's passes keep on its mesh, in layout and dtype"
+    ):
+        step(*args, pass_state=halves)
     with pytest.raises(FzeroError, match="pass_state 'x': no pass keeps this state"):
         pass_state_of()(*args, pass_state={"x": 1})
 
