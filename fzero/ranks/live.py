@@ -75,6 +75,9 @@ class Live:
         """Wait until no other rank reads this rank's memory. Call before memory that was sent is overwritten."""
         self._sharding.settle()
 
+    def varies(self, x: Tensor) -> bool:
+        return False
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         along = wire(layout, (leaf,))
         buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)

@@ -25,6 +25,9 @@ class Virtual:
     def __init__(self, mesh: VirtualMesh) -> None:
         self.mesh = mesh
 
+    def varies(self, x: Tensor) -> bool:
+        return False
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return x.view(layout.leaves[leaf].shape)
 

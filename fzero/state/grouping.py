@@ -93,7 +93,7 @@ def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mes
         ends = (known.get(tree.dotted(key[start:])) for start in range(len(key) + 1))
         param = next((param for param in ends if param is not None and param.shape == leaf.shape), None)
         if param is not None:
-            found[position] = (param.layout, param.index)
+            found[position] = (param.form.layout, param.index)
         elif not leaf.shape:
             found[position] = (replicated_layout(leaf.shape, mesh), 0)
     return found

@@ -112,7 +112,7 @@ def _open_leaf(path: str, leaf: Any) -> Source:
     if is_sharded(leaf):
         raise FzeroError(
             path,
-            f"is partitioned already, over {leaf.layout.world} ranks in bucket {leaf.layout.bucket!r}",
+            f"is partitioned already, over {leaf.form.layout.world} ranks in bucket {leaf.form.layout.bucket!r}",
             "partition a tree once; fzero.unpartition gives full tensors again",
         )
     if isinstance(leaf, Tensor) and leaf.is_meta:

@@ -64,6 +64,9 @@ class MovePerformer(Protocol):
     def rank(self) -> int | None:
         """This rank's position along the mesh's shard axis; None for all ranks together."""
 
+    def varies(self, x: Tensor) -> bool:
+        """Whether the plain tensor `x` may differ between ranks. Only a trace knows: elsewhere, no."""
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """The full leaf, in its shape, from the 1-d slices `x` of all ranks."""
 
