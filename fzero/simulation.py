@@ -124,9 +124,7 @@ class Simulation:
 
     def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
         values = {
-            i: part.clone()
-            for i, part in enumerate(self._select_rank(seat.number, treedef, leaves))
-            if _is_batch(part)
+            i: part.clone() for i, part in enumerate(self._select_rank(seat.number, treedef, leaves)) if _is_batch(part)
         }
         for layout, members in groups:
             full = {index: leaves[i].local for i, index in members.items()}

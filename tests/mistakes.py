@@ -114,9 +114,7 @@ IN_A_STEP: dict[str, WrongStep] = {
     "a count of the batch": WrongStep(lambda state, x: state.n + (x > 0).sum(), "n", "add"),
     "a sum of the batch": WrongStep(lambda state, x: state.n + x.sum(), "n", "add"),
     "the rank as state": WrongStep(lambda state, x: state.n + fzero.axis_index("fsdp"), "n", "add"),
-    "what was added to zeros": WrongStep(
-        lambda state, x: state.n + torch.zeros(5).add_(x.sum(0)).sum(), "n", "add"
-    ),
+    "what was added to zeros": WrongStep(lambda state, x: state.n + torch.zeros(5).add_(x.sum(0)).sum(), "n", "add"),
     "what was added through a view": WrongStep(lambda state, x: state.n + through_a_view(x), "n", "add"),
 }
 CAPTURED = torch.ones(5)

@@ -70,7 +70,9 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     layout = _reshape(old, tuple(new.shape))
     at = {paths[i]: i for i in range(len(paths))}
     prefix = path.removesuffix(old.path)
-    family = {index: at[prefix + leaf.path] for index, leaf in enumerate(old.form.layout.leaves) if prefix + leaf.path in at}
+    family = {
+        index: at[prefix + leaf.path] for index, leaf in enumerate(old.form.layout.leaves) if prefix + leaf.path in at
+    }
     shapes = {index: new if i == at[path] else leaves[i] for index, i in family.items()}
     slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device)
     for index, i in family.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.program.operation import Node
 from fzero.program.refusals import refuse_state
 from fzero.tracing.kinds import Kinds
 from fzero.values.sharded import Sharded
@@ -94,14 +95,14 @@ def _fits(place: Place, state: Place, results: list[Any], leaves: list[Any], is_
     if treedef != state[0]:
         return False
     ours, theirs = results[place[1] :][: treedef.num_leaves], leaves[state[1] :][: treedef.num_leaves]
-    if treedef.is_leaf() and not (is_top and getattr(theirs[0], "ndim", 0)):
+    if treedef.is_leaf() and not (is_top and getattr(theirs[0], "ndim", None)):
         return False
     return all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in zip(ours, theirs))
 
 
 def _refuse(kinds: Kinds, like: Sharded, path: str, result: Tensor) -> FzeroError:
     """The error of a result that varies, at the last node where a value that varies met one that does not."""
-    last = kinds.node_of(result)
+    last: Node = kinds.node_of(result)
     pending = [last]
     for node in pending:  # breadth first: the list grows while it is read
         varying = [source for source in node.all_input_nodes if kinds.node_varies(source)]

@@ -15,7 +15,6 @@ slice, so that torch.func differentiates the slice.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -49,10 +48,9 @@ class Sharded(Tensor):
     To torch a `Sharded` is a tensor without memory of its own. Its functions come to `__torch_function__`.
     """
 
-    __slots__ = ("_full", "_level", "_local", "form")
-
     _local: Tensor | None
     _full: Tensor | None
+    _level: int
     form: Form
 
     def __new__(cls, local: Tensor, layout: Layout, index: int, on: MovePerformer) -> Sharded:
@@ -72,7 +70,7 @@ class Sharded(Tensor):
         return value
 
     @property
-    def index(self) -> int:
+    def index(self) -> int:  # type: ignore[override]
         """The position of the value's leaf among the leaves of `form.layout`."""
         return self.form.leaf
 
@@ -187,13 +185,15 @@ class Sharded(Tensor):
         return _apply(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Refuse a kernel of torch: a function that does not look at `__torch_function__` called it."""
         given = torch_private.pytree_leaves((args, kwargs), is_leaf=is_sharded)
         path = next(x.path for x in given if is_sharded(x))
         raise FzeroError(path, f"{func} got this leaf, which has no memory of its own", "give leaf.full_tensor()")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:  # type: ignore[override]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         return self.with_local(self.local.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -340,10 +340,10 @@ def _find_anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | Non
     * a 0-d leaf meets a plain 0-d tensor and one of them is differentiated, as a weight meets this rank's own loss.
     """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    values = [x for x in operands if is_sharded(x)]
+    values = [x for x in operands if isinstance(x, Sharded)]
     if not values:
         return None
-    anchor: Sharded = max(values, key=lambda x: (x.ndim > 0, not x.is_replicated))
+    anchor = max(values, key=lambda x: (x.ndim > 0, not x.is_replicated))
     if not all(x.ndim == 0 or tuple(x.shape) == tuple(anchor.shape) for x in operands):
         return None
     plain = [x for x in operands if not is_sharded(x)]

@@ -57,7 +57,8 @@ def cut(placed: tree.Tree) -> list[Sharded]:
 def test_slices_of_all_ranks_are_the_leaf(shape: tree.Tree, mesh: VirtualMesh, granularity: Granularity | None) -> None:
     for leaf in cut(fzero.partition(filled(shape), mesh, granularity=granularity)):
         slices = [
-            copy_slices({leaf.index: leaf.local}, leaf.form.layout, rank)[leaf.index] for rank in range(leaf.form.layout.world)
+            copy_slices({leaf.index: leaf.local}, leaf.form.layout, rank)[leaf.index]
+            for rank in range(leaf.form.layout.world)
         ]
         assert all(len(x) == len(leaf.form.layout.part(leaf.index, rank)) for rank, x in enumerate(slices))
         assert torch.equal(torch.cat(slices), leaf.local)

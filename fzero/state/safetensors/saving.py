@@ -228,7 +228,8 @@ def _find_live(leaves: list[Any]) -> Live | None:
                 leaf.path, "is saved inside of a step, where it has no values", "save what the step returns"
             )
         if leaf.on is not sharded[0].on:
-            problem = f"lies on {leaf.form.layout.mesh}, {sharded[0].path} on {sharded[0].form.layout.mesh}: other process groups"
+            first = sharded[0]
+            problem = f"lies on {leaf.on.mesh}, {first.path} on {first.on.mesh}: other process groups"
             raise FzeroError(leaf.path, problem, "save the leaves of one mesh in one file")
     on = sharded[0].on if sharded else None
     return on if isinstance(on, Live) else None
