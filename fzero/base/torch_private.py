@@ -180,6 +180,18 @@ class TraceGraph:
             following = following.next
 
 
+def has_known_value(x: Any) -> bool:
+    """Whether torch remembers the value of a fake tensor, and computes with it at trace time.
+
+    Public replacement: an option of make_fx to remember no values.
+    """
+    if x.constant is not None:
+        return True
+    mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
+    slot = None if mode is None else torch.fx.experimental.proxy_tensor.get_proxy_slot(x, mode.tracer, None)
+    return slot is not None and slot.constant is not None
+
+
 def overload_name(operation: Any) -> str:
     """The overload of an aten operation: "Tensor" for `aten.add.Tensor`. Public replacement: `overload_name` on it."""
     return operation._overloadname

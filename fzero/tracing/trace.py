@@ -12,21 +12,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    TraceGraph,
-)
+from fzero.base.torch_private import FakeTensorMode, TraceGraph
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
+from fzero.tracing.call_mode import CallMode
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
-from fzero.tracing.user_line import user_line_of_error
+from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
 from fzero.values.sharded import Sharded
 
@@ -115,7 +111,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
         tracer.kinds = Kinds(describe(traced.graph, {}), traced)
-        with TraceMode():
+        with TraceMode(), CallMode():
             out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         results.extend(
@@ -124,7 +120,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in out_leaves if _is_tensor(leaf)]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with bind_axes(tracer), fake_mode, _RefuseDataDependence(fn):
+    with bind_axes(tracer), fake_mode, NameErrors(fn):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = describe(traced.graph, constants)
@@ -200,21 +196,3 @@ def _emit_draw(program: Program, number: int, node: Node) -> Node:
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
     clone = emit(_aten.clone.default, first)
     return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, clone, *rest, **node.kwargs))
-
-
-class _RefuseDataDependence:
-    """A context that turns torch's errors for Python that depends on data into an `FzeroError` with the user's line."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            raise FzeroError(
-                user_line_of_error(tb) or getattr(self.fn, "__name__", "step"),
-                "Python needs a value, or a shape, that is only known when the step runs",
-                "choose with torch.where, or return the tensor and look at it outside the step",
-            ) from error

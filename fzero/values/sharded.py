@@ -131,11 +131,11 @@ class Sharded(Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.local.dtype
+        return self.form.dtype  # type: ignore[return-value]  # None only while torch.func builds trees of dimensions
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.local.device
+        return self.form.device  # type: ignore[return-value]
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
