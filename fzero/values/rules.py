@@ -49,7 +49,7 @@ LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": to
 
 METADATA = frozenset(
     """
-    layout names itemsize nbytes is_leaf grad grad_fn retains_grad output_nr _version _base _backward_hooks is_sparse
+    layout names itemsize nbytes is_leaf grad_fn retains_grad output_nr _version _base _backward_hooks is_sparse
     is_sparse_csr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_vulkan
     is_xla is_xpu shape ndim dtype device dim ndimension size numel nelement stride storage_offset element_size
     get_device is_contiguous is_complex is_floating_point is_signed is_conj is_neg is_inference is_shared has_names

@@ -141,6 +141,10 @@ class Sharded(Tensor):
     def requires_grad(self) -> bool:  # type: ignore[override]
         return self.local.requires_grad
 
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        """None: gradients are what `fzero.value_and_grad` returns."""
+
     def full_tensor(self) -> Tensor:
         """The full value, a plain tensor, the same on every rank. The transpose scatters the cotangent.
 
