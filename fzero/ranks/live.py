@@ -26,6 +26,7 @@ class Live:
     """
 
     is_tracing = False
+    writes = 0
 
     def __init__(
         self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str, ranks: tuple[int, ...]
@@ -77,6 +78,15 @@ class Live:
 
     def varies(self, x: Tensor) -> bool:
         return False
+
+    def may_write(self, x: Tensor) -> bool:
+        return False
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        pass
+
+    def note_write(self) -> None:
+        raise NotImplementedError  # nothing may write
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         along = wire(layout, (leaf,))

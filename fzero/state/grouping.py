@@ -11,7 +11,7 @@ import torch
 from fzero.base import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf, replicated_layout
-from fzero.values.sharded import is_sharded
+from fzero.values.functions import is_sharded
 
 Keys = Sequence[tuple[str | int, ...]]
 Layers = Callable[[str], str | None]

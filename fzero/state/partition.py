@@ -20,7 +20,8 @@ from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, group_by_layout, plan_leaves
 from fzero.state.send import Feed
 from fzero.state.sources import Source, source_of
-from fzero.values.sharded import Sharded, is_sharded
+from fzero.values.functions import is_sharded
+from fzero.values.sharded import Sharded
 
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
 

@@ -17,7 +17,8 @@ from fzero.ranks.live import Live
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource
-from fzero.values.sharded import Sharded, is_sharded
+from fzero.values.functions import is_sharded
+from fzero.values.sharded import Sharded
 
 
 def unpartition(params: tree.Tree, *, rank: int | None = None) -> tree.Tree:

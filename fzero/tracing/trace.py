@@ -43,6 +43,7 @@ class Tracer:
         self.layouts: dict[str | None, Layout] = {}
         self.kinds: Kinds | None = None  # while the step runs
         self._names: dict[Layout, str] = {}
+        self.writes = 0
 
     def name(self, layout: Layout) -> str:
         """The key of a layout in the program's table: the bucket's name, numbered where two layouts share a name."""
@@ -54,6 +55,16 @@ class Tracer:
 
     def varies(self, x: Tensor) -> bool:
         return self.kinds is not None and self.kinds.varies(x)
+
+    def may_write(self, x: Tensor) -> bool:
+        return self.kinds is not None and self.kinds.may_write(x)
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        if self.kinds is not None:
+            self.kinds.note_result(x, full, result)
+
+    def note_write(self) -> None:
+        self.writes += 1
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return ops.gather(x, self.name(layout), leaf, list(layout.leaves[leaf].shape))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.values.functions import is_sharded
 from fzero.values.moves import AllReduce, Extreme, MovePerformer
-from fzero.values.sharded import is_sharded
 
 _current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)
 

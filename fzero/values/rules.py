@@ -38,6 +38,9 @@ copysign, nextafter, logit and sgn are missing: their derivatives create tensors
 between ranks, but one program serves all ranks.
 """
 
+FILLS = frozenset({"copy", "fill", "zero"})
+"""Names, without their underscore, of elementwise functions that only exist in place."""
+
 LIST_OPS = frozenset({"scale_by_adam"})
 """Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
 
@@ -85,7 +88,7 @@ _WRITERS = frozenset(
 def name_of(func: Callable[..., Any]) -> str:
     """The name of a function in these tables: `add` for `Tensor.__add__`, `T` for the getter of `Tensor.T`."""
     name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")
-    if name in _ACCESSORS:
+    if is_accessor(func):
         name = func.__self__.__name__  # type: ignore[attr-defined]  # of the attribute
     if name.startswith("__") and name not in _CONVERSIONS:
         name = name.strip("_")
@@ -97,6 +100,11 @@ def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name in _WRITERS or (name.endswith("_") and not name.startswith("__"))
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def is_accessor(func: Callable[..., Any]) -> bool:
+    """Whether a function reads, sets or deletes an attribute."""
+    return getattr(func, "__name__", "") in _ACCESSORS
 
 
 def _sum(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,13 +1,4 @@
-"""Sharded: one global value of which each rank holds a flat slice. Torch functions follow these rules on it:
-
-* An elementwise function stays sharded. Its other operands are sharded values of the same layout, scalars, or uniform
-  tensors of the same shape.
-* A reduction of all elements (`sum`, `mean`, `norm`, `max`, `min`, `all`, `any`) takes one collective and returns a
-  plain 0-d tensor.
-* A list function (`torch._foreach_*`) is elementwise at each position of its lists.
-* Any other function gathers the value and runs on the full tensor.
-
-Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slices: its sharded operands are gathered.
+"""Sharded: one global value of which each rank holds a flat slice. `functions` says what torch's functions do to it.
 
 A `Sharded` is a leaf to optree, so that `fzero.tree.map` sees one value. To torch.func it is a node with one child, its
 slice, so that torch.func differentiates the slice.
@@ -24,8 +15,9 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout, Leaf, replicated_layout
-from fzero.values import rules
-from fzero.values.moves import UNPARTITION_FIRST, Beside, Gather, MovePerformer, Take, UseReplicated
+from fzero.values import functions
+from fzero.values.functions import is_sharded
+from fzero.values.moves import UNPARTITION_FIRST, Gather, MovePerformer, Take, UseReplicated
 
 
 class Form(NamedTuple):
@@ -49,7 +41,7 @@ class Sharded(Tensor):
     """
 
     _local: Tensor | None
-    _full: Tensor | None
+    _full: tuple[Tensor, int] | None  # and the number of writes to values before it was gathered
     _level: int
     form: Form
 
@@ -151,15 +143,15 @@ class Sharded(Tensor):
         In a trace, all uses within one torch.func transform share one gather. So autograd sums the cotangents of all
         uses, and the sum is scattered once.
         """
-        if self._full is not None:
-            return self._full
+        if self._full is not None and self._full[1] == self.on.writes:
+            return self._full[0]
         if self.is_replicated:
             full = UseReplicated.apply(self.local, self.on, self.path)
         else:
             full = Gather.apply(self.local, self.on, self.form.layout, self.index)
         # A gather under no_grad or of an inner transform has no cotangent for later uses: do not share it.
         if self.on.is_tracing and torch.is_grad_enabled() and self._level == torch_private.depth():
-            self._full = full
+            self._full = full, self.on.writes
         return full
 
     def with_local(self, local: Tensor) -> Sharded:
@@ -171,7 +163,7 @@ class Sharded(Tensor):
         if self.is_replicated:
             return self.with_local(full)
         value = self.with_local(Take.apply(full, self.on, self.form.layout, self.index))
-        value._full = full if self.on.is_tracing and torch.is_grad_enabled() else None
+        value._full = (full, self.on.writes) if self.on.is_tracing and torch.is_grad_enabled() else None
         return value
 
     def new_zeros(self, *shape: Any, **options: Any) -> Tensor:
@@ -186,7 +178,7 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _apply(func, args, kwargs or {})
+        return functions.apply(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -269,155 +261,3 @@ def _unflatten(children: Iterable[Any], context: _Context) -> Any:
 
 
 torch_private.register_pytree_node(Sharded, _flatten, _unflatten, serialized_type_name="fzero.Sharded")
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether `value` is a `Sharded`."""
-    return isinstance(value, Sharded)
-
-
-def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)` by its rule in `rules`; without a rule, the function of the gathered values."""
-    name = rules.name_of(func)
-    if name in rules.METADATA:
-        with torch.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if name in rules.REFUSED:
-        raise FzeroError(_find_path((args, kwargs)), f"{name} is no function of a Sharded", rules.REFUSED[name])
-    if rules.is_in_place(func, kwargs):
-        _check_written(name, kwargs.get("out", args[0] if args else None))
-        return _apply_to_gathered(func, args, kwargs)
-    if name in rules.LIST_REDUCTIONS:
-        return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
-    if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.GATHERED_LIST_OPS):
-        return _apply_to_lists(func, args, kwargs)
-    if name in rules.ELEMENTWISE and kwargs.get("memory_format") in rules.MEMORY_FORMATS:
-        anchor = _find_anchor(args, kwargs)
-        if anchor is not None:
-            kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-            return _apply_elementwise(func, anchor, args, kwargs)
-    if name in rules.REDUCTIONS and args and is_sharded(args[0]):
-        result = _reduce(rules.REDUCTIONS[name], *args, **kwargs)
-        if result is not None:
-            return result
-    return _apply_to_gathered(func, args, kwargs)
-
-
-def _apply_to_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gathered_args, gathered_kwargs = torch_private.map_pytree(_gather, (args, kwargs), is_leaf=is_sharded)
-    return func(*gathered_args, **gathered_kwargs)
-
-
-def _check_written(name: str, written: Any) -> None:
-    """Refuse to write into a `Sharded`. A plain tensor may be written to: `h += params["bias"]`."""
-    if _has_sharded(written):
-        problem, way_out = f"{name} would change a value in place", "a Sharded is immutable; write p = p + u"
-        raise FzeroError(_find_path(written), problem, way_out)
-
-
-def _find_path(given: Any) -> str:
-    """The path of the first `Sharded` in a structure."""
-    return next(x.path for x in torch_private.pytree_leaves(given, is_leaf=is_sharded) if is_sharded(x))
-
-
-def _reduce(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The result of a rule for full reductions; None where the value is to be gathered instead."""
-    if x.is_replicated or _is_computed_in_full(x):
-        return None
-    return rule(x.local, x.leaf, x.on, *args, **kwargs)
-
-
-def _gather(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, Sharded) else x
-
-
-def _has_sharded(x: Any) -> bool:
-    return is_sharded(x) or (isinstance(x, (list, tuple)) and any(map(is_sharded, x)))
-
-
-def _find_anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
-    """The operand whose layout the result of an elementwise function has. None where all operands are to be gathered:
-
-    * the operands broadcast, or
-    * a plain operand differs between ranks, or
-    * a plain operand may be a batch of vmap, or
-    * a 0-d leaf meets a plain 0-d tensor and one of them is differentiated, as a weight meets this rank's own loss.
-    """
-    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    values = [x for x in operands if isinstance(x, Sharded)]
-    if not values:
-        return None
-    anchor = max(values, key=lambda x: (x.ndim > 0, not x.is_replicated))
-    if not all(x.ndim == 0 or tuple(x.shape) == tuple(anchor.shape) for x in operands):
-        return None
-    plain = [x for x in operands if not is_sharded(x)]
-    if plain and (torch_private.in_vmap() or (anchor.ndim == 0 and _is_differentiated(operands))):
-        return None
-    return None if any(map(anchor.on.varies, plain)) else anchor
-
-
-def _is_differentiated(operands: list[Any]) -> bool:
-    return torch_private.in_forward_mode() or any(x.requires_grad for x in operands)
-
-
-def _is_computed_in_full(anchor: Sharded) -> bool:
-    """Whether functions beside `anchor` run on full values, in a trace of forward mode or of second derivatives.
-
-    There torch creates tensors by size. The size of a slice differs between ranks, but one program serves all ranks.
-    """
-    is_sliced = anchor.on.is_tracing and not anchor.is_replicated
-    return is_sliced and (torch_private.in_forward_mode() or torch_private.in_second_order())
-
-
-def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An elementwise function of this rank's slices, its tensors wrapped as values of the anchor's layout."""
-    result = func(*(_to_slice(x, anchor) for x in args), **{key: _to_slice(x, anchor) for key, x in kwargs.items()})
-    return torch_private.map_pytree(lambda x: _wrap(x, anchor) if isinstance(x, Tensor) else x, result)
-
-
-def _wrap(x: Tensor, anchor: Sharded) -> Sharded:
-    """The value of the anchor's layout from a result on slices, or on full values."""
-    return anchor.slice_of(x) if _is_computed_in_full(anchor) else anchor.with_local(x)
-
-
-def _to_slice(x: Any, anchor: Sharded) -> Any:
-    """The operand `x` as a slice that pairs with the anchor's, or in full where functions run on full values."""
-    if _is_computed_in_full(anchor):
-        return _gather(x)
-    if isinstance(x, Sharded):
-        if x.form[:2] == anchor.form[:2]:
-            return x.local
-        x = x.full_tensor()
-    if not isinstance(x, Tensor) or anchor.is_replicated:
-        return x
-    if x.ndim == 0 and anchor.ndim > 0:
-        return Beside.apply(x, anchor.on, anchor.path)
-    return anchor.slice_of(x).local
-
-
-def _apply_to_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of lists of equal length, elementwise at each position. Each position has an anchor of its own."""
-    beside = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    rows = list(zip(*(x for x in args if isinstance(x, (list, tuple)) and any(map(_is_value, x)))))
-    anchors = [_find_anchor((*row, *beside), {}) for row in rows]
-    first = next((anchor for anchor in anchors if anchor is not None), None)
-
-    def to_slices(x: Any) -> Any:
-        if isinstance(x, (list, tuple)) and any(map(_is_value, x)):
-            return [_gather(item) if anchor is None else _to_slice(item, anchor) for item, anchor in zip(x, anchors)]
-        x = _gather(x)
-        if first is None or _is_computed_in_full(first) or not isinstance(x, Tensor) or x.ndim:
-            return x
-        return Beside.apply(x, first.on, first.path)
-
-    result = func(*map(to_slices, args), **{key: to_slices(x) for key, x in kwargs.items()})
-    if result is None:
-        return None
-    # One list, or a tuple of lists: `scale_by_adam` returns three.
-    columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
-    wrapped = [[x if anchor is None else _wrap(x, anchor) for x, anchor in zip(column, anchors)] for column in columns]
-    return tuple(wrapped) if columns is result else wrapped[0]
-
-
-def _is_value(x: Any) -> bool:
-    return isinstance(x, Tensor)
