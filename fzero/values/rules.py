@@ -21,7 +21,7 @@ _UNARY = """
     ndtr neg negative positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc
     sinh softplus softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink
     softshrink hardshrink threshold sqrt square tan tanh trunc fix zeros_like ones_like full_like empty_like
-    to type contiguous float double half bfloat16 cfloat cdouble int long short bool byte char cpu cuda
+    to type contiguous float double half bfloat16 int long short bool byte char cpu cuda
 """
 _BINARY = """
     add radd sub rsub subtract mul rmul multiply div divide true_divide truediv rtruediv floor_divide floordiv
@@ -37,6 +37,12 @@ ELEMENTWISE = frozenset((_UNARY + _BINARY + _MORE).split())
 copysign, nextafter, logit and sgn are missing: their derivatives create tensors of the slice's size, which differs
 between ranks, but one program serves all ranks.
 """
+
+GATHERED_COMPLEX = frozenset("real isfinite isreal pow rpow float_power softsign".split())
+"""Names of elementwise functions that torch composes, for complex numbers, of functions that are not."""
+
+GATHERED_0D = frozenset({"masked_fill"})
+"""Names of elementwise functions that take some operand as a number. The slice of a 0-d leaf is 1-d."""
 
 FILLS = frozenset({"copy", "fill", "zero"})
 """Names, without their underscore, of elementwise functions that only exist in place."""
