@@ -43,7 +43,7 @@ class Unset:
     def _find_box(self, view: Tensor) -> Box | None:
         """The box that a view of the tensor is. None for a view that is no box, such as one with a step."""
         sizes = {stride: size for stride, size in zip(view.stride(), view.shape) if size > 1 and stride}
-        offset, box = view.storage_offset(), list[range]()
+        offset, box = int(view.storage_offset()), list[range]()
         if view.numel() == 0:
             return tuple(range(0) for _ in self._dims)
         if view.numel() == view.untyped_storage().nbytes() // view.element_size() and 0 not in view.stride():
