@@ -17,8 +17,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def cast_gradients(program: Program, *, dtype: torch.dtype) -> Program:
     """Cast each gradient to `dtype` before its mean over ranks, and the mean back to the gradient's dtype.
 
-    * A mean whose next operation casts it to `dtype` is not rounded in between. So float32 leaves that are used as
-      bfloat16 get float32 gradients from `dtype=torch.float32`, also over several mesh axes.
+    * A mean that the step casts further is not rounded to the gradient's dtype in between. So float32 leaves that are
+      used as bfloat16 get float32 gradients from `dtype=torch.float32`, also over several mesh axes.
     * Complex gradients stay as they are. So do 0-d ones, which take 4 bytes and may be too large for float16.
 
     Same results up to rounding to `dtype`. FSDP2's `MixedPrecisionPolicy(reduce_dtype=...)` does the same.
@@ -56,6 +56,13 @@ def _cast_mean(program: Program, node: Node, dtype: torch.dtype) -> None:
         mean = program.emit(node.target, cast, *node.args[1:], **node.kwargs)
         back = program.emit(_to_copy, mean, dtype=given)
     for user in list(node.users):
-        if is_call(user, _to_copy) and user.kwargs == {"dtype": dtype}:
-            program.substitute(user, mean)
+        if is_call(user, _to_copy) and user.kwargs.get("dtype"):
+            user.replace_input_with(node, mean)
+            if _describe(user) == _describe(mean):
+                program.substitute(user, mean)
     program.substitute(node, back)
+
+
+def _describe(node: Node) -> tuple[object, ...]:
+    value = node.meta["val"]
+    return value.dtype, value.device, value.stride()
