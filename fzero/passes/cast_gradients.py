@@ -19,7 +19,7 @@ def cast_gradients(program: Program, *, dtype: torch.dtype) -> Program:
 
     * A mean that the step casts further is not rounded to the gradient's dtype in between. So float32 leaves that are
       used as bfloat16 get float32 gradients from `dtype=torch.float32`, also over several mesh axes.
-    * Complex gradients stay as they are. So do 0-d ones, which take 4 bytes and may be too large for float16.
+    * Complex gradients stay as they are. So do all-reduces of 0-d values, which may be too large for float16.
 
     Same results up to rounding to `dtype`. FSDP2's `MixedPrecisionPolicy(reduce_dtype=...)` does the same.
     """

@@ -22,6 +22,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.ranks.live import live
 from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, process_memory, same_host
+from fzero.ranks.transports import point_to_point as messages
 from fzero.ranks.transports.reduction import JOINS
 from fzero.ranks.transports.worker import Worker
 
@@ -72,6 +73,7 @@ SENT = {
 
 
 def point_to_point(mesh: DeviceMesh) -> Transport:
+    messages.PIECE = 100  # type: ignore[misc]
     return PointToPoint(mesh.get_group(), live(mesh).members.timeout)
 
 
