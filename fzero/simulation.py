@@ -13,7 +13,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
-from fzero.passes import defaults, verify
+from fzero.passes import choose_passes
 from fzero.passes.run import Pass
 from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program, Result
@@ -29,6 +29,7 @@ def simulate(
     *,
     stage: int = 3,
     donate: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> Simulation:
@@ -44,14 +45,15 @@ def simulate(
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
     each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `passes` and `data` are as in `shard`.
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `reduce_dtype`, `passes` and `data` are as in
+    `shard`.
 
     Raises:
-        FzeroError: for a mesh axis that is not a data axis.
+        FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     check_data_axes(mesh, data)
-    return Simulation(fn, mesh, defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify))
+    return Simulation(fn, mesh, choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype))
 
 
 class Simulation:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fzero.base import tree
@@ -16,7 +17,7 @@ from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
-from fzero.passes import defaults, verify
+from fzero.passes import choose_passes
 from fzero.passes.run import Pass
 from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program
@@ -35,6 +36,7 @@ def shard(
     stage: int = 3,
     donate: bool = True,
     compile: Mode = False,
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> Step:
@@ -52,6 +54,9 @@ def shard(
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
       to rounding, and its first call takes longer. With "graph" CUDA also launches the whole step, collectives
       included, as one graph (docs/compile.md).
+    * `reduce_dtype`: gradients are cast to it, averaged over ranks in it, and cast back. None averages each gradient
+      in its own dtype. Gathers stay in the dtype in which leaves are used: bfloat16 compute with
+      `reduce_dtype=torch.float32` keeps float32 gradients of float32 leaves.
     * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
       step then takes it as `pass_state` and returns `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
@@ -69,7 +74,7 @@ def shard(
     if not isinstance(compile, bool) and compile != "graph":
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
-    rewrites = defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify)
+    rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
     return Step(fn, live(mesh), rewrites, compile)
 
 

@@ -108,7 +108,7 @@ class Live:
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         return like.new_empty(like.shape, dtype=x.dtype).copy_(x)
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
         return self.begin(AllReduce(f"all_reduce over {axis}", axis, x, op)).wait()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:

@@ -54,7 +54,7 @@ class Virtual:
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         return x.expand(like.shape).clone()
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
         return x.clone()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:

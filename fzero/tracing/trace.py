@@ -81,8 +81,8 @@ class Tracer:
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         return ops.spread(x, like)
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
-        return ops.all_reduce(x, op, axis)
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
+        return ops.all_reduce(x, op, axis, leaf=leaf)
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return ops.axis_index(axis, device)
