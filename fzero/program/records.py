@@ -7,6 +7,7 @@ define("name", ...)     a new operation, which every walk can read from then on
 from __future__ import annotations
 
 import keyword
+import operator
 from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,27 @@ def name_of(node: Node) -> str:
 def shares_memory(node: Node) -> bool:
     """Whether a node's result has the memory of an operand: a view, an item of a list, or an operand written to."""
     return node.op == "call_function" and record(node).shares(node)
+
+
+def find_owner(node: Node) -> Node:
+    """The node that made the memory of a node's value. An item of a list of new tensors has made its own.
+
+    On one rank a collective may return its operand's memory. So the owner of a gathered leaf is the leaf's argument.
+    """
+    while node.op == "call_function":
+        operation, made = record(node), node
+        while made.target is operator.getitem:
+            made = made.args[0]
+        if operation.names == "position":
+            started = node.args[0].args[0]
+            source = record(started).alias_at(started, node.args[3])
+        else:
+            shares = record(made).shares(made) or operation.moves is not None
+            source = next(iter(made.all_input_nodes), None) if shares else None
+        if source is None:
+            return node
+        node = source
+    return node
 
 
 def find_writes(node: Node) -> list[Node]:

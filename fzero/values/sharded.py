@@ -26,7 +26,7 @@ from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import rules
-from fzero.values.moves import UNPARTITION_FIRST, Beside, Gather, MovePerformer, Take, UseReplicated
+from fzero.values.moves import UNPARTITION_FIRST, Beside, Gather, MovePerformer, Take, UseReplicated, copy_alias
 
 
 class Form(NamedTuple):
@@ -148,8 +148,7 @@ class Sharded:
     def full_tensor(self) -> Tensor:
         """The full value, a plain tensor, the same on every rank. The transpose scatters the cotangent.
 
-        In a trace, all uses within one torch.func transform share one gather. So autograd sums the cotangents of all
-        uses, and the sum is scattered once.
+        In a trace, uses within one torch.func transform share one gather: the sum of their cotangents scatters once.
         """
         if self._full is not None:
             return self._full
@@ -169,7 +168,7 @@ class Sharded:
     def slice_of(self, full: Tensor) -> Sharded:
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
         if self.layout.replicated:
-            return self.with_local(full)
+            return self.with_local(copy_alias(full, self.on, [full]))
         value = self.with_local(Take.apply(full, self.on, self.layout, self.index))
         value._full = full if self.on.is_tracing and torch.is_grad_enabled() else None
         return value
@@ -192,6 +191,9 @@ class Sharded:
         if callable(attribute):
             return functools.partial(_apply_method, attribute, self)
         return getattr(self.full_tensor(), name)
+
+    def __copy__(self) -> Sharded:
+        return self  # it is immutable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         return self.with_local(self.local.clone())
@@ -227,10 +229,8 @@ Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity
 
 
 class _Context(NamedTuple):
-    """All of a value but its slice: the context of the pytree node.
-
-    torch.func compares the contexts of a primal and its tangent. Where they differ, its error prints both.
-    """
+    """All of a value but its slice: the context of the pytree node. torch.func compares those of primal and tangent, and
+    prints both in its error."""
 
     layout: Layout
     leaf: int
@@ -346,8 +346,10 @@ def _is_computed_in_full(anchor: Sharded) -> bool:
 
 def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An elementwise function of this rank's slices, its tensors wrapped as values of the anchor's layout."""
-    result = func(*(_to_slice(x, anchor) for x in args), **{key: _to_slice(x, anchor) for key, x in kwargs.items()})
-    return torch_private.map_pytree(lambda x: _wrap(x, anchor) if isinstance(x, Tensor) else x, result)
+    slices, more = [_to_slice(x, anchor) for x in args], {key: _to_slice(x, anchor) for key, x in kwargs.items()}
+    result = func(*slices, **more)
+    own = functools.partial(copy_alias, on=anchor.on, operands=[*slices, *more.values()])
+    return torch_private.map_pytree(lambda x: _wrap(own(x), anchor) if isinstance(x, Tensor) else x, result)
 
 
 def _wrap(x: Tensor, anchor: Sharded) -> Sharded:
