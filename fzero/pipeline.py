@@ -20,7 +20,7 @@ from fzero.passes.run import Pass
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.rates import Rates
-from fzero.program.records import find_owner
+from fzero.program.records import follow_memory
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
 from fzero.tracing.trace import trace
@@ -162,26 +162,28 @@ def _find_aliases(program: Program) -> tuple[dict[int, int], dict[int, int], lis
     equal: dict[int, int] = {}
     copied: list[int] = []
     arguments = {node: (i, argument) for i, (node, argument) in enumerate(zip(program.placeholders, program.arguments))}
+    state = {node for node, (_, argument) in arguments.items() if argument.bucket is not None}  # nodes of its memory
+    kept = {node for node, (_, argument) in arguments.items() if not argument.donated}
     first: dict[Any, int] = {}
     returned = list(enumerate(zip(program.tensor_results, program.output.args[0])))
-    held = {node for node, (_, argument) in arguments.items() if argument.bucket is not None}  # memory of state
     for i, (result, node) in returned:
         if result.bucket is None:
             continue
-        owner = find_owner(node)
-        position, argument = arguments.get(owner, (0, None))
-        is_whole = argument is not None and (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
+        *views, owner = follow_memory(node)
+        position, argument = arguments.get(owner, (0, result))
+        is_owners = owner in state and owner in kept and (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
         key = node, result.bucket, result.leaf
         if key in first:
             equal[i] = first[key]
-        elif argument is not None and not argument.donated and is_whole and _is_same_tensor(node, owner):
+        elif is_owners and _is_same_tensor(node, owner):
             given[i] = position
-        elif owner in first or owner.op == "get_attr" or (argument is not None and not argument.donated):
+        elif owner in kept or owner in first or owner.op == "get_attr" or not all(map(_has_distinct_elements, views)):
             copied.append(i)
         first.setdefault(key, i)
         first.setdefault(owner, i)
-        held.add(owner)
-    copied += [i for i, (result, node) in returned if result.bucket is None and find_owner(node) in held]
+    for i, (result, node) in returned:
+        if result.bucket is None and any(x in state or x in first for x in follow_memory(node)):
+            copied.append(i)
     return given, equal, copied
 
 
@@ -189,6 +191,12 @@ def _is_same_tensor(node: Node, owner: Node) -> bool:
     """Whether a node's value, in memory of `owner`, has the owner's elements in the same places."""
     a, b = ([x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()] for x in _values(node, owner))
     return a == b
+
+
+def _has_distinct_elements(node: Node) -> bool:
+    """Whether no two elements of a node's value share memory, as those of an expanded tensor do."""
+    value = node.meta["val"]
+    return 0 not in [stride for size, stride in zip(value.shape, value.stride()) if size > 1]
 
 
 def _values(*nodes: Node) -> list[Any]:

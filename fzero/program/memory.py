@@ -278,7 +278,7 @@ class Allocator:
 
     def _stack_rows(self, values: Sequence[Tensor | int]) -> Tensor:
         """[V, R] the values on each rank."""
-        return torch.stack([torch.as_tensor(value).expand(len(self.ranks)) for value in values])
+        return torch.stack([torch.as_tensor(value, device="cpu").expand(len(self.ranks)) for value in values])
 
 
 def _shape_of(value: Any) -> torch.Size | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -165,25 +165,24 @@ def shares_memory(node: Node) -> bool:
     return node.op == "call_function" and record(node).shares(node)
 
 
-def find_owner(node: Node) -> Node:
-    """The node that made the memory of a node's value. An item of a list of new tensors has made its own.
+def follow_memory(node: Node) -> Iterator[Node]:
+    """The nodes whose values may lie in the memory of a node's value, from the node to the one that made the memory.
 
-    On one rank a collective may return its operand's memory. So the owner of a gathered leaf is the leaf's argument.
+    An item of a list of new tensors made its own memory. On one rank a collective may return its operand's memory: so
+    the memory of a gathered leaf was made by the leaf's argument.
     """
-    while node.op == "call_function":
-        operation, made = record(node), node
+    source: Any = node
+    while source is not None:
+        yield source
+        made, source = source, None
         while made.target is operator.getitem:
             made = made.args[0]
-        if operation.names == "position":
-            started = node.args[0].args[0]
-            source = record(started).alias_at(started, node.args[3])
-        else:
-            shares = record(made).shares(made) or operation.moves is not None
-            source = next(iter(made.all_input_nodes), None) if shares else None
-        if source is None:
-            return node
-        node = source
-    return node
+        known = record(made) if made.op == "call_function" else None
+        if known is not None and known.names == "position":
+            started = made.args[0].args[0]
+            source = record(started).alias_at(started, made.args[3])
+        elif known is not None and (known.shares(made) or known.moves is not None):
+            source = next(iter(made.all_input_nodes), None)
 
 
 def find_writes(node: Node) -> list[Node]:

@@ -229,8 +229,8 @@ Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]  # by identity
 
 
 class _Context(NamedTuple):
-    """All of a value but its slice: the context of the pytree node. torch.func compares those of primal and tangent, and
-    prints both in its error."""
+    """All of a value but its slice: the context of the pytree node. torch.func compares those of primal and tangent,
+    and prints both in its error."""
 
     layout: Layout
     leaf: int
