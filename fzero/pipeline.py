@@ -171,7 +171,9 @@ def _find_aliases(program: Program) -> tuple[dict[int, int], dict[int, int], lis
             continue
         *views, owner = follow_memory(node)
         position, argument = arguments.get(owner, (0, result))
-        is_owners = owner in state and owner in kept and (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
+        is_owners = (
+            owner in state and owner in kept and (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
+        )
         key = node, result.bucket, result.leaf
         if key in first:
             equal[i] = first[key]

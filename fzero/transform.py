@@ -52,7 +52,7 @@ def shard(
     * `stage`: 3 gathers each layer's parameters for each use; 2 keeps them from the first to the last use; 1 keeps full
       gradients too.
     * `donate`: a step that updates state (`p + u`) writes the new state over the old. The `Sharded` values that the
-      step was called with become unusable.
+      step was called with become unusable. Tensors and values that were computed from them do not change.
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
       to rounding, and its first call takes longer. With "graph" CUDA also launches the whole step, collectives
       included, as one graph (docs/compile.md).
@@ -61,8 +61,9 @@ def shard(
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
-    The step is traced at its first call, and again when shapes, dtypes, structure or constants change, which the logger
-    "fzero" reports.
+    The step is traced at its first call, and again when shapes, strides, dtypes, structure or constants of the arguments
+    change, or settings such as autocast, or values that it reads from its surroundings (docs/functional.md). The logger
+    "fzero" reports it.
 
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
@@ -105,7 +106,7 @@ class _Lines:
         if versions != self._versions or -1 in versions:  # an inference tensor does not count its changes
             self._versions, self._constant_lines = versions, self._program.constant_lines()
             self._number = digest([str(self._digest), *self._constant_lines])
-        return agree(members, self._number, [*self._constant_lines, *self._lines], vote=vote)
+        return agree(members, self._number, [*self._lines, *self._constant_lines], vote=vote)
 
 
 class Step:
