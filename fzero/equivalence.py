@@ -109,9 +109,12 @@ def _compare(where: str, got: Tensor, expected: Tensor, tolerances: tuple[float,
     wanted = expected.to(exact.dtype).reshape(-1)
     if not exact.numel():
         return Difference(0.0, 0.0)
-    distance = torch.where((exact == wanted) | (exact.isnan() & wanted.isnan()), 0.0, (exact - wanted).abs())
-    rtol, atol = tolerances if expected.is_floating_point() or expected.is_complex() else (0.0, 0.0)
-    far = ~(distance <= atol + rtol * wanted.abs())
+    inexact = expected.is_floating_point() or expected.is_complex()
+    rtol, atol = tolerances if inexact else (0.0, 0.0)
+    # Integers are compared as they are: float64 has not all of them. Infinities and NaNs are near to themselves only.
+    same = (exact == wanted) | (exact.isnan() & wanted.isnan()) if inexact else (value == expected).reshape(-1)
+    distance = torch.where(same, 0.0, (exact - wanted).abs())
+    far = ~same & ~((distance <= atol + rtol * wanted.abs()) & wanted.isfinite() if inexact else same)
     if far.any():
         raise _refuse_difference(where, got, int(far.nonzero()[0]), exact, wanted, (rtol, atol))
     relative = torch.where(distance == 0, 0.0, distance / wanted.abs())

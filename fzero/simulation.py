@@ -98,7 +98,7 @@ class Simulation:
                 value.give_up()
         outputs = run(program, arguments, watch)
         joined = [self._join(program, result, list(row)) for result, row in zip(program.tensor_results, zip(*outputs))]
-        return Returned(program, self._pipeline.on)(joined)
+        return Returned(program, self._pipeline.on)(joined, given)
 
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""
@@ -119,15 +119,15 @@ class Simulation:
         return leaf[number * rows : (number + 1) * rows]
 
     def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
-        """The tensor arguments of each rank: copies of its own, with the slices of a bucket in one block."""
+        """The tensor arguments of each rank: copies of its slices, those of a bucket in one block, and its rows of each
+        batch. Rows are views and no copies: a copy would have other strides, and no memory around a cropped batch."""
         places = {i: (leaf.form.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
         groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
         return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
     def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
-        values = {
-            i: part.clone() for i, part in enumerate(self._select_rank(seat.number, treedef, leaves)) if _is_batch(part)
-        }
+        parts = enumerate(self._select_rank(seat.number, treedef, leaves))
+        values = {i: part if part.ndim else part.clone() for i, part in parts if _is_batch(part)}
         for layout, members in groups:
             full = {index: leaves[i].local for i, index in members.items()}
             placed = copy_slices(full, layout, seat.rank)

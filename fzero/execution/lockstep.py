@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.base.ambient import disable_autocast
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
+from fzero.base.torch_private import version_of
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
@@ -60,7 +62,7 @@ def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | 
     """
     alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
     dying = find_last_uses(program.graph)
-    with step_seed() if program.draws else nullcontext() as seed:
+    with disable_autocast(), step_seed() if program.draws else nullcontext() as seed:
         ranks = _Ranks(program, seed)
         for node in program.graph.nodes:
             _step(node, program, ranks, alive)
@@ -97,7 +99,7 @@ class _Started(NamedTuple):
 
     def wait(self) -> Tensor:
         """The result. Raises where a node has written to the tensors that are being sent."""
-        if [x._version for x in self.sent] != self.versions:
+        if [version_of(x) for x in self.sent] != self.versions:
             raise self.refuse()
         return self.result
 
@@ -153,7 +155,7 @@ class _Ranks:
             return results
         is_alone = self.program.mesh.size(first[0].axis) == 1  # one rank gets the memory that it sends
         sent = [[result] if is_alone else list(each.sent) for each, result in zip(first, results)]
-        versions = [[x._version for x in each] for each in sent]
+        versions = [[version_of(x) for x in each] for each in sent]
         self.sending.append([_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)])
         return list(self.sending[-1])
 

@@ -13,6 +13,7 @@ Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slice
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.values import rules
-from fzero.values.moves import Beside
+from fzero.values.moves import Beside, copy_alias
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded
@@ -187,8 +188,10 @@ def _is_computed_in_full(anchor: Sharded) -> bool:
 
 def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An elementwise function of this rank's slices, its tensors wrapped as values of the anchor's layout."""
-    result = func(*(_to_slice(x, anchor) for x in args), **{key: _to_slice(x, anchor) for key, x in kwargs.items()})
-    return torch_private.map_pytree(lambda x: _wrap(x, anchor) if isinstance(x, Tensor) else x, result)
+    slices, more = [_to_slice(x, anchor) for x in args], {key: _to_slice(x, anchor) for key, x in kwargs.items()}
+    result = func(*slices, **more)
+    own = functools.partial(copy_alias, on=anchor.on, operands=[*slices, *more.values()])
+    return torch_private.map_pytree(lambda x: _wrap(own(x), anchor) if isinstance(x, Tensor) else x, result)
 
 
 def _wrap(x: Tensor, anchor: Sharded) -> Sharded:

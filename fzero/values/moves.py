@@ -37,11 +37,13 @@ A `MovePerformer` performs the moves.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from fzero.base import torch_private
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
@@ -80,13 +82,13 @@ class MovePerformer(Protocol):
         """Count a write into a slice: what was gathered before is out of date."""
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        """The full leaf, in its shape, from the 1-d slices `x` of all ranks."""
+        """The full leaf, in its shape, from the 1-d slices `x` of all ranks. New memory, outside of a trace."""
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """This rank's slice, 1-d, of the mean of `x` over all ranks."""
 
     def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        """This rank's slice, 1-d, of `x`. No communication."""
+        """This rank's slice, 1-d, of `x`. No communication. New memory, outside of a trace."""
 
     def beside(self, x: Tensor) -> Tensor:
         """`x` itself: a 0-d value about to be an operand beside a slice."""
@@ -109,6 +111,14 @@ UNPARTITION_FIRST = (
     "average what depends on this rank's batch with fzero.pmean"
 )
 """The way out in every error that refuses a batch."""
+
+
+def copy_alias(x: Tensor, on: MovePerformer, operands: Iterable[Any]) -> Tensor:
+    """`x`, copied outside of a trace where it lies in memory of an operand, as `p.detach()` does: a step that updates
+    one of the two in place would change the other. A trace has no memory yet, and `donate` knows its views."""
+    if on.is_tracing or not any(torch_private.is_alias(x, each) for each in operands if isinstance(each, Tensor)):
+        return x
+    return x.clone()
 
 
 # Linear moves: the class says the forward, `TRANSPOSES` below the backward.
@@ -202,7 +212,7 @@ class UseReplicated(_Move):
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return x.view_as(x)
+        return x.view_as(x) if on.is_tracing else x.clone()  # a step may write over the memory of the value
 
 
 class Beside(_Move):
