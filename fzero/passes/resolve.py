@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.passes.order import erase_unused, find_changed
+from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
 from fzero.program.inference import infer
@@ -42,15 +42,15 @@ def resolve(program: Program) -> Program:
     check_results(program, kinds)
     _average_results(program, kinds)
     program = _note_axes(program, kinds)
-    changed = find_changed(program.graph)
+    changed = find_changes(program.graph)
     if changed:
         _copy_overwritten(program)
-    _copy_strided(program)
+    _copy_for_strides(program)
     for node in list(program.graph.nodes):
         is_identity = is_call(node, ops.beside) or _is_needless_mean(node, kinds)
         if is_identity and storage(node.args[0]) not in changed:  # else it is a copy of what lies there by then
             program.substitute(node, node.args[0])
-    erase_unused(program.graph)
+    erase_dead(program.graph)
     return program
 
 
@@ -64,7 +64,7 @@ def _copy_overwritten(program: Program) -> None:
         written_later.update(storage(written) for written in find_writes(node))
 
 
-def _copy_strided(program: Program) -> None:
+def _copy_for_strides(program: Program) -> None:
     """Let each `as_strided` of state, or of a collective's result, read a copy, which begins memory of its own."""
     strided = [node for node in program.graph.nodes if node.op == "call_function" and name_of(node) in _STRIDED]
     if not strided:
