@@ -61,9 +61,9 @@ def shard(
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
-    The step is traced at its first call, and again when shapes, strides, dtypes, structure or constants of the arguments
-    change, or settings such as autocast, or values that it reads from its surroundings (docs/functional.md). The logger
-    "fzero" reports it.
+    The step is traced at its first call. It is traced again when shapes, strides, dtypes, structure or constants of the
+    arguments change, or settings such as autocast, or values that it reads from its surroundings (docs/functional.md).
+    The logger "fzero" reports it.
 
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
@@ -201,15 +201,18 @@ def _copy_aliases(values: Sequence[Sharded | Tensor], donated: Sequence[int]) ->
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:
         return tensors
-    taken, is_inference = set(donated), torch.is_inference_mode_enabled()
-    kept = {tensor.data_ptr() for i, tensor in enumerate(tensors) if i not in taken}
-    batches = {x.untyped_storage().data_ptr() for x, value in zip(tensors, values) if x is value}  # or views of state
+    pointers = [tensor.data_ptr() for tensor in tensors]  # 0 for a tensor without elements
+    storages = [
+        x.untyped_storage() for x, value in zip(tensors, values) if x is value
+    ]  # a batch may be a view of state
+    batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
+    frozen = not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors))
+    taken = set(donated)
+    kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
     for i in donated:
-        tensor = tensors[i]
-        pointer = tensor.data_ptr()
-        if (tensor.is_inference() and not is_inference) or (
-            tensor.numel() and (pointer in kept or tensor.untyped_storage().data_ptr() in batches)
-        ):
-            tensors[i] = tensor.clone()
+        pointer = pointers[i]
+        is_shared = pointer and (pointer in kept or any(pointer in batch for batch in batches))
+        if is_shared or (frozen and tensors[i].is_inference()):
+            tensors[i] = tensors[i].clone()
         kept.add(pointer)
     return tensors

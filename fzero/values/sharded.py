@@ -80,7 +80,7 @@ class Sharded:
 
     @property
     def local(self) -> Tensor:
-        """This rank's slice itself, no copy. A step that updates the value in place writes over it: clone what you keep.
+        """This rank's slice itself, no copy: a step that updates the value in place writes over it.
 
         Raises:
             FzeroError: when this value was donated to a step.
