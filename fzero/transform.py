@@ -202,17 +202,19 @@ def _copy_aliases(values: Sequence[Sharded | Tensor], donated: Sequence[int]) ->
     if not donated:
         return tensors
     pointers = [tensor.data_ptr() for tensor in tensors]  # 0 for a tensor without elements
+    written = [pointers[i] for i in donated]
     storages = [
         x.untyped_storage() for x, value in zip(tensors, values) if x is value
     ]  # a batch may be a view of state
     batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
-    frozen = not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors))
-    taken = set(donated)
-    kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
-    for i in donated:
-        pointer = pointers[i]
-        is_shared = pointer and (pointer in kept or any(pointer in batch for batch in batches))
-        if is_shared or (frozen and tensors[i].is_inference()):
-            tensors[i] = tensors[i].clone()
-        kept.add(pointer)
+    is_shared = len(set(pointers) - {0}) < len(pointers) - pointers.count(0)
+    is_batch = any(any(map(batch.__contains__, written)) for batch in batches)
+    is_frozen = not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in donated)
+    if is_shared or is_batch or is_frozen:
+        taken = set(donated)
+        kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
+        for i, pointer in zip(donated, written):
+            if (pointer and (pointer in kept or any(pointer in batch for batch in batches))) or is_frozen:
+                tensors[i] = tensors[i].clone()
+            kept.add(pointer)
     return tensors
