@@ -35,6 +35,7 @@ def check_equivalence(
     steps: int = 1,
     rtol: float = 1e-4,
     atol: float = 1e-5,
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> dict[str, Difference]:
@@ -43,7 +44,7 @@ def check_equivalence(
     `state` and `batch` are tuples of trees of full tensors, which stay as they are. `train_step(*state, *batch)`
     returns the new state, tree by tree, and then its other results. Every step gets the same batch. The trees of
     `state` are partitioned by `fzero.partition`, each `like` the trees before it. Every tensor of `batch` is cut along
-    dim 0, one part for each rank. `stage`, `passes` and `data` are as in `fzero.simulate`.
+    dim 0, one part for each rank. `stage`, `reduce_dtype`, `passes` and `data` are as in `fzero.simulate`.
 
     Returns:
         Path of each result -> its largest difference over all steps.
@@ -53,7 +54,7 @@ def check_equivalence(
             where shapes or dtypes differ; as `fzero.simulate` does.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
-    step = simulate(train_step, mesh, stage=stage, passes=passes, data=data)
+    step = simulate(train_step, mesh, stage=stage, reduce_dtype=reduce_dtype, passes=passes, data=data)
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:
         sharded = (*sharded, partition(part, mesh, like=sharded))
@@ -96,7 +97,7 @@ def _compare_results(
     }
 
 
-def _compare(where: str, got: Sharded | Tensor, expected: Tensor, tolerances: tuple[float, float]) -> Difference:
+def _compare(where: str, got: Tensor, expected: Tensor, tolerances: tuple[float, float]) -> Difference:
     value = got.full_tensor() if isinstance(got, Sharded) else got
     if (value.shape, value.dtype) != (expected.shape, expected.dtype):
         raise FzeroError(
@@ -121,7 +122,7 @@ def _compare(where: str, got: Sharded | Tensor, expected: Tensor, tolerances: tu
 
 
 def _refuse_difference(
-    where: str, got: Sharded | Tensor, element: int, ours: Tensor, theirs: Tensor, tolerances: tuple[float, float]
+    where: str, got: Tensor, element: int, ours: Tensor, theirs: Tensor, tolerances: tuple[float, float]
 ) -> FzeroError:
     return FzeroError(
         f"{where}, {_find_holder(got, element)}",
@@ -131,11 +132,11 @@ def _refuse_difference(
     )
 
 
-def _find_holder(value: Sharded | Tensor, element: int) -> str:
+def _find_holder(value: Tensor, element: int) -> str:
     """The rank that holds an element of a flattened value, in words."""
-    if not isinstance(value, Sharded) or value.layout.replicated:
+    if not isinstance(value, Sharded) or value.form.layout.replicated:
         return "every rank"
-    layout = value.layout
+    layout = value.form.layout
     return f"rank {next(rank for rank in range(layout.world) if element in layout.part(value.index, rank))}"
 
 

@@ -84,7 +84,7 @@ class Pipeline(Generic[T]):
         signature = (
             find_ambient(),
             treedef,
-            [leaf.form if leaf.__class__ is Sharded else _describe(leaf) for leaf in leaves],
+            [leaf.form if isinstance(leaf, Sharded) else _describe(leaf) for leaf in leaves],
         )
         seen = [known for known in self._cache if known.signature == signature]
         for known in seen:

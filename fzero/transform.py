@@ -19,7 +19,7 @@ from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
-from fzero.passes import defaults, verify
+from fzero.passes import choose_passes
 from fzero.passes.run import Pass
 from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program
@@ -39,6 +39,7 @@ def shard(
     stage: int = 3,
     donate: bool = True,
     compile: Mode = False,
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> Step:
@@ -56,14 +57,17 @@ def shard(
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
       to rounding, and its first call takes longer. With "graph" CUDA also launches the whole step, collectives
       included, as one graph (docs/compile.md).
+    * `reduce_dtype`: gradients are cast to it, averaged over ranks in it, and cast back. None averages each gradient
+      in its own dtype. Gathers stay in the dtype in which leaves are used: bfloat16 compute with
+      `reduce_dtype=torch.float32` keeps float32 gradients of float32 leaves.
     * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
       step then takes it as `pass_state` and returns `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
-    The step is traced at its first call. It is traced again when shapes, strides, dtypes, structure or constants of the
-    arguments change, or settings such as autocast, or values that it reads from its surroundings (docs/functional.md).
-    The logger "fzero" reports it.
+    The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
+    shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
+    reads from its surroundings (docs/functional.md).
 
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
@@ -74,7 +78,7 @@ def shard(
     if not isinstance(compile, bool) and compile != "graph":
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
-    rewrites = defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify)
+    rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
     return Step(fn, live(mesh), rewrites, compile)
 
 
@@ -169,7 +173,7 @@ class Step:
         All ranks learn of an error here, so that none waits for this one.
         """
         leaves, treedef = tree.flatten(args)
-        values = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
+        values = [x for x in leaves if isinstance(x, Tensor)]
         try:
             compiled = self._pipeline.prepare(leaves, treedef)
             if pass_state is not None or compiled.program.pass_state:
@@ -195,7 +199,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     return _Compiled(program, runner, Returned(program, on), donated, lines)
 
 
-def _copy_aliases(values: Sequence[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
+def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
     """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
     memory of another argument, or an inference tensor outside of inference mode."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
@@ -203,9 +207,8 @@ def _copy_aliases(values: Sequence[Sharded | Tensor], donated: Sequence[int]) ->
         return tensors
     pointers = [tensor.data_ptr() for tensor in tensors]  # 0 for a tensor without elements
     written = [pointers[i] for i in donated]
-    storages = [
-        x.untyped_storage() for x, value in zip(tensors, values) if x is value
-    ]  # a batch may be a view of state
+    # a batch may be a view of state
+    storages = [x.untyped_storage() for x, value in zip(tensors, values) if x is value]
     batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
     is_shared = len(set(pointers) - {0}) < len(pointers) - pointers.count(0)
     is_batch = any(any(map(batch.__contains__, written)) for batch in batches)

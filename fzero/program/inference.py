@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout
+from fzero.program.coverage import Unset
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Kind, Slice, axes_of, kind_of_state
 from fzero.program.operation import Node, Operation
 from fzero.program.program import RANK, Program
@@ -32,28 +33,49 @@ class Walk:
         self._kinds: dict[Node, Kind] = {}
         self._written: dict[Any, frozenset[str]] = {}
         """Memory -> the axes along which the values that were written into it differ."""
+        self._unset: dict[Any, Unset] = {}
+        """Memory of a new tensor -> its elements that no node has set."""
         self._slices: dict[Any, Slice] = {}
         """Memory -> the slice that lies in it."""
 
     def run(self) -> dict[Node, Kind]:
         """The kind of each node."""
-        for argument, node in zip(self.program.arguments, self.program.placeholders):
-            self._note(node, self.per_rank if argument.bucket is None else kind_of_state(self.program, argument))
+        self.enter()
         for node in self.program.graph.nodes:
-            if node.op == "get_attr":
-                self._note(node, UNIFORM)
-            elif node.op == "call_function":
-                self._note(node, self._infer(node))
-                self._write(node)
+            self.visit(node)
         return {node: self.of(node) for node in self._kinds}
 
+    def enter(self) -> None:
+        """Note the kinds of the arguments."""
+        for argument, node in zip(self.program.arguments, self.program.placeholders):
+            self.note(node, self.per_rank if argument.bucket is None else kind_of_state(self.program, argument))
+
+    def visit(self, node: Node) -> None:
+        """Find the kind of a node, whose inputs have been visited."""
+        if node.op == "get_attr":
+            self.note(node, UNIFORM)
+        elif node.op == "call_function":
+            self.note(node, self._infer(node))
+            self._write(node)
+
     def of(self, given: Any) -> Kind:
-        """The kind of an argument of a node, including the values that nodes have written into its memory by now. An
-        argument that is no node is the same on all ranks."""
+        """The kind of an argument of a node, including the values that nodes have written into its memory by now, and
+        what was in the memory of a new tensor that no node has set. An argument that is no node is the same on all
+        ranks."""
         if not isinstance(given, fx.Node):
             return UNIFORM
+        kind = self.of_memory(given)
+        unset = self._unset.get(storage(given)) if self._unset and isinstance(kind, frozenset) else None
+        return kind | self.per_rank if unset is not None and unset.reaches(given.meta["val"]) else kind
+
+    def of_memory(self, given: Node) -> Kind:
+        """The kind of the values that nodes have written into the memory of a node's value."""
         kind = self._kinds[given]
         return kind | self._written.get(storage(given), UNIFORM) if isinstance(kind, frozenset) else kind
+
+    def leave_unset(self, node: Node) -> None:
+        """Note that a node makes a tensor whose elements are whatever is in the memory, until nodes set them."""
+        self._unset[storage(node)] = Unset(node.meta["val"])
 
     def _infer(self, node: Node) -> Kind:
         operation = record(node)
@@ -99,7 +121,8 @@ class Walk:
             return None
         return f"a slice of {path_of(self.program, kind)} of {value.numel()} elements, where rank {RANK} holds {size}"
 
-    def _note(self, node: Node, kind: Kind) -> None:
+    def note(self, node: Node, kind: Kind) -> None:
+        """Give a node its kind."""
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not value.ndim and isinstance(kind, frozenset):
             kind -= {RAGGED}  # a 0-d value has the same shape on all ranks, also the sum of a slice
@@ -116,6 +139,9 @@ class Walk:
             if isinstance(new, frozenset) and new and memory in self._slices:
                 raise refuse_drift(self.program, node, new, self._slices[memory])
             self._written[memory] = self._written.get(memory, UNIFORM) | axes_of(self.program, new)
+        for overwritten in record(node).overwrites(node) if self._unset else ():
+            if storage(overwritten) in self._unset:
+                self._unset[storage(overwritten)].set(overwritten.meta["val"])
 
     # for the rules of operations
 

@@ -26,6 +26,7 @@ class Live:
     """
 
     is_tracing = False
+    writes = 0
 
     def __init__(
         self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str, ranks: tuple[int, ...]
@@ -75,6 +76,18 @@ class Live:
         """Wait until no other rank reads this rank's memory. Call before memory that was sent is overwritten."""
         self._sharding.settle()
 
+    def varies(self, x: Tensor) -> bool:
+        return False
+
+    def may_write(self, x: Tensor) -> bool:
+        return False
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        pass
+
+    def note_write(self) -> None:
+        raise NotImplementedError  # nothing may write
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         along = wire(layout, (leaf,))
         buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
@@ -96,7 +109,7 @@ class Live:
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         return like.new_empty(like.shape, dtype=x.dtype).copy_(x)
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
         return self.begin(AllReduce(f"all_reduce over {axis}", axis, x, op)).wait()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:

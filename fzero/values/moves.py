@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private
+from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
@@ -61,10 +62,24 @@ class MovePerformer(Protocol):
 
     mesh: VirtualMesh
     is_tracing: bool  # whether moves are written into a program instead of performed
+    writes: int  # how many functions have written into slices
 
     @property
     def rank(self) -> int | None:
         """This rank's position along the mesh's shard axis; None for all ranks together."""
+
+    def varies(self, x: Tensor) -> bool:
+        """Whether the plain tensor `x` may differ between ranks. Only a trace knows: elsewhere, no."""
+
+    def may_write(self, x: Tensor) -> bool:
+        """Whether a function may write into the slice `x`: inside of a step, where no argument has that memory, and
+        where the step has no view of the gathered value, which would not see the write."""
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        """Note what a function returned for `full`, which was gathered from the slice `x`: maybe a view."""
+
+    def note_write(self) -> None:
+        """Count a write into a slice: what was gathered before is out of date."""
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """The full leaf, in its shape, from the 1-d slices `x` of all ranks. New memory, outside of a trace."""
@@ -81,8 +96,11 @@ class MovePerformer(Protocol):
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         """`x`, 0-d, repeated over the shape of the slice `like`."""
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
-        """The reduction `op` ("sum", "avg", "max" or "min") of `x` over the ranks along `axis`."""
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
+        """The reduction `op` ("sum", "avg", "max" or "min") of `x` over the ranks along `axis`.
+
+        `leaf` is the path of the leaf whose gradient `x` is; empty for any other value.
+        """
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         """This rank's position along `axis`, a 0-d int64."""
@@ -185,7 +203,7 @@ class Mean(_Move):
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
         for axis in on.mesh.names:
-            x = on.all_reduce(x, "avg", axis)
+            x = on.all_reduce(x, "avg", axis, path)
         return x
 
 
@@ -214,10 +232,18 @@ class Parts(_Move):
 
 
 class AllReduce(_Linear):
-    """`(x, on, op, axes)` with op "sum" or "avg", per-rank -> uniform: elementwise over ranks."""
+    """`(x, on, op, axes)` with op "sum" or "avg", per-rank -> uniform: elementwise over ranks.
+
+    Raises:
+        FzeroError: for the mean of integers and for the sum of bools, which have another dtype than the operand.
+    """
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, op: str, axes: tuple[str, ...]) -> Tensor:
+        if x.dtype == torch.bool or (op == "avg" and not (x.is_floating_point() or x.is_complex())):
+            name, to = ("pmean", "a floating dtype") if op == "avg" else ("psum", "torch.int64")
+            problem = f"the result cannot have the dtype of the operand, {x.dtype}"
+            raise FzeroError(name, problem, f"cast the operand to {to}")
         for axis in axes:
             x = on.all_reduce(x, op, axis)
         return x
@@ -244,11 +270,15 @@ TRANSPOSES: dict[type[_Linear], tuple[type[_Linear], ...]] = {
 
 
 class Total(_Move):
-    """Sharded -> uniform: the sum of all elements of a value, each counted once; 0-d."""
+    """Sharded -> uniform: the sum of all elements of a value, each counted once; 0-d.
+
+    A sum of float16 or bfloat16 is float32. The caller rounds it, once.
+    """
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return on.all_reduce(x.sum(), "sum", on.mesh.shard_axis)
+        wide = accumulator(x.dtype)
+        return on.all_reduce(x.sum() if wide == x.dtype else x.sum(dtype=wide), "sum", on.mesh.shard_axis)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -257,8 +287,9 @@ class Total(_Move):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
         mean = Mean.apply(cotangent, *ctx.constants)
-        return Spread.apply(mean, ctx.saved_tensors[0], *ctx.constants), None, None
+        return Spread.apply(mean.to(x.dtype), x, *ctx.constants), None, None
 
 
 class Spread(_Move):
@@ -275,7 +306,7 @@ class Spread(_Move):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        return Total.apply(cotangent, *ctx.constants), None, None, None
+        return Total.apply(cotangent, *ctx.constants).to(cotangent.dtype), None, None, None
 
     @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -303,12 +334,13 @@ class Peak(_Move):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         is_peak, count = Peak.find(ctx, cotangent.dtype)
         mean = Mean.apply(cotangent, *ctx.constants)
-        return Spread.apply(mean / count, is_peak, *ctx.constants) * is_peak, None, None, None
+        share = (mean / count).to(cotangent.dtype)
+        return Spread.apply(share, is_peak, *ctx.constants) * is_peak, None, None, None
 
     @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         is_peak, count = Peak.find(ctx, tangent.dtype)
-        return Total.apply(tangent * is_peak, *ctx.constants) / count
+        return (Total.apply(tangent * is_peak, *ctx.constants) / count).to(tangent.dtype)
 
     @staticmethod
     def find(ctx: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
