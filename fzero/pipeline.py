@@ -20,6 +20,7 @@ from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
+from fzero.tracing.escapes import check_argument
 from fzero.tracing.trace import trace
 from fzero.values.sharded import Form, Sharded
 
@@ -48,7 +49,7 @@ class Pipeline(Generic[T]):
         """The program for these arguments, traced now.
 
         Raises:
-            FzeroError: for state of another mesh, or a constant that does not hash.
+            FzeroError: for state of another mesh, or a leaf that a trace cannot see into.
         """
         self._check(*tree.flatten(args))
         with _pause_garbage_collection():
@@ -66,29 +67,31 @@ class Pipeline(Generic[T]):
         Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
         which Python compares by identity first.
         """
-        signature = treedef, [leaf.form if leaf.__class__ is Sharded else _describe(leaf) for leaf in leaves]
+        try:
+            signature = treedef, [leaf.form if leaf.__class__ is Sharded else _describe(leaf) for leaf in leaves]
+        except Exception:  # a tensor without strides
+            self._check(leaves, treedef)
+            raise
         for known, finished in self._cache:
             if known == signature:
                 return finished
         self._check(leaves, treedef)
         if self._cache:
-            _log.warning("%r is traced again: its arguments differ from the %d seen", self.fn, len(self._cache))
+            change = _describe_change(self._cache[-1][0], signature)
+            message = "%r is traced again: its arguments differ from the %d seen, %s"
+            _log.warning(message, self.fn, len(self._cache), change)
         finished = self.finish(self.program(tree.unflatten(treedef, leaves)))
         self._cache.append((signature, finished))
         return finished
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
-        """Refuse state of another mesh, and constants that do not hash."""
-        for position, leaf in enumerate(leaves):
+        """Refuse state of another mesh, and leaves that a trace cannot see into."""
+        for key, leaf in zip(tree.keys(treedef), leaves):
             if isinstance(leaf, Sharded):
                 if leaf.on is not self.on:
                     raise _refuse_mesh(leaf, self.on)
-            elif not isinstance(leaf, Tensor) and not _is_hashable(leaf):
-                raise FzeroError(
-                    f"argument {tree.dotted(tree.keys(treedef)[position])}",
-                    f"a {type(leaf).__name__} is no tensor and does not hash",
-                    "give a tensor or a number",
-                )
+            else:
+                check_argument(f"argument {tree.dotted(key)}", leaf)
 
 
 class Returned:
@@ -175,12 +178,20 @@ def _describe(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-def _is_hashable(leaf: Any) -> bool:
-    try:
-        hash(leaf)
-    except TypeError:
-        return False
-    return True
+def _describe_change(known: Any, signature: Any) -> str:
+    """The first argument in which two signatures differ, with both values of a constant."""
+    (before, old), (treedef, new) = known, signature
+    if before != treedef:
+        mismatch = tree.mismatch(before, treedef)
+        return f"argument {mismatch.where}: {mismatch.problem}"
+    path, a, b = next((path, a, b) for path, a, b in zip(tree.keys(treedef), old, new) if a != b)
+    return f"argument {tree.dotted(path)}: was {_format_signature(a)}, is {_format_signature(b)}"
+
+
+def _format_signature(leaf: Any) -> str:
+    if isinstance(leaf, Form):
+        return f"{leaf.dtype} in {leaf.layout.leaves[leaf.leaf].path} of {leaf.layout}"
+    return repr(leaf[1]) if len(leaf) == 2 else f"{leaf[1]} {list(leaf[0])} on {leaf[2]} with strides {leaf[3]}"
 
 
 def _refuse_mesh(leaf: Sharded, on: Performer) -> FzeroError:

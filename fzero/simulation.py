@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
@@ -104,6 +105,8 @@ class Simulation:
         return [at(i, leaf) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
 
     def _cut_batch(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
+        if not is_dense(leaf):
+            check_dense(f"argument {tree.dotted(tree.keys(treedef)[position])}", leaf)
         if not leaf.ndim:
             return leaf
         ranks = len(self._seats)

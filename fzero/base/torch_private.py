@@ -32,6 +32,32 @@ def group_timeouts(group: dist.ProcessGroup) -> Iterator[timedelta]:
     return (group._get_backend(device).options._timeout for device in group._device_types)
 
 
+# for base: pytrees, tensors of torch.func
+
+pytree_nodes: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
+"""Class -> how torch's pytree takes it apart (`flatten_fn`, `flatten_with_keys_fn`, `unflatten_fn`).
+
+Public replacement: a public `torch.utils.pytree` with a function that lists its classes.
+"""
+
+
+def key_of_entry(entry: Any) -> Any:
+    """The dict key, position or field name in an entry of `flatten_with_keys_fn`. Public replacement: as above."""
+    return next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), str(entry))
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    """The tensor that torch.func wrapped, without its wrappers. Public replacement: such a function in `torch.func`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is made of other tensors, as a DTensor is. Public replacement: a predicate in `torch.utils`."""
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
 # for values: the torch.func transforms that the code at hand runs in
 
 _Kind = torch._C._functorch.TransformType

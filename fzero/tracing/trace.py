@@ -18,6 +18,7 @@ from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
+from fzero.tracing.escapes import check_escapes, check_result
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_line import user_line_of_error
 from fzero.values.collectives import bind_axes
@@ -90,9 +91,9 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         with TraceMode():
             out_leaves, out_def = tree.flatten(fn(*tree.unflatten(treedef, given)))
         out_tree.append(out_def)
-        results.extend(
-            _describe_result(path, leaf, tracer) for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves)
-        )
+        for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves):
+            check_result(path, leaf, leaves)
+            results.append(_describe_result(path, leaf, tracer))
         return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in out_leaves if _is_tensor(leaf)]
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -113,6 +114,9 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         fake_mode=fake_mode,
     )
     _number_draws(program)
+    check_escapes(
+        program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
+    )
     return program
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.reachable import find_tensor
 from fzero.values.sharded import Sharded
 
 
@@ -63,8 +64,16 @@ def _take_tensors(aux: tree.Tree) -> tuple[list[Any], Callable[[list[Any]], tree
     """The tensors of a tree, and `rebuild(tensors)`, the tree with other tensors in their places.
 
     torch.func takes tensors only as auxiliary output; `aux` may have other leaves.
+
+    Raises:
+        FzeroError: for a leaf that holds a tensor where no tree is: torch.func would leave a dead tensor in it.
     """
     leaves, treedef = tree.flatten(aux)
+    for i, leaf in enumerate(leaves):
+        place = None if isinstance(leaf, (Tensor, Sharded)) else find_tensor(leaf)
+        if place is not None:
+            problem = f"is an object of class {type(leaf).__name__}, which is no tree, and holds a tensor at {place}"
+            raise FzeroError(f"aux {tree.dotted(tree.keys(treedef)[i])}", problem, "return its tensors in a dict")
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Sharded))]
 
     def rebuild(tensors: list[Any]) -> tree.Tree:
