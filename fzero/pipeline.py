@@ -21,6 +21,7 @@ from fzero.program.rates import Rates
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
 from fzero.tracing.escapes import check_argument
+from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.trace import trace
 from fzero.values.sharded import Form, Sharded
 
@@ -53,8 +54,9 @@ class Pipeline(Generic[T]):
         """
         self._check(*tree.flatten(args))
         with _pause_garbage_collection():
-            program = replace(resolve(trace(self.fn, args, self.on.mesh)), measured=self._measured)
-            return run_passes(program, self.passes)
+            traced = trace(self.fn, args, self.on.mesh)
+            check_mistakes(traced, self.fn, warn=not self._cache)
+            return run_passes(replace(resolve(traced), measured=self._measured), self.passes)
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""

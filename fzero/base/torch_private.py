@@ -125,6 +125,16 @@ def in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether autograd calls functions with a tensor's gradient. Public replacement: such a predicate on the tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_full_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has full backward hooks or backward pre-hooks of its own. Public replacement: as above."""
+    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
+
+
 def copy_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of one module in a new dict, for `vars(module).update`. The dict of its buffers is copied too.
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import find_tensor
+from fzero.base.reachable import find_tensor, walk
+from fzero.base.torch_private import unwrap
 from fzero.values.sharded import Sharded
 
 
@@ -25,7 +26,8 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
     Composes with torch.func.
 
     Raises:
-        FzeroError: for a leaf of `params` that is not floating, or a value that is not one number.
+        FzeroError: for a leaf of `params` that is not floating; for a value that is not one number; for a value that is
+            computed from captured tensors which require grad, and from no leaf of `params`.
     """
 
     def differentiated(params: tree.Tree, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -40,6 +42,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
             value, aux = result if has_aux else (result, None)
             value = value.full_tensor() if isinstance(value, Sharded) else value
             _check_value(value)
+            _check_use(fn, value)
             tensors, rebuild = _take_tensors(aux)
             return value, tensors
 
@@ -100,3 +103,20 @@ def _check_value(value: Any) -> None:
         raise FzeroError(
             "value_and_grad", f"the function returned {got}, not one floating number", "return a mean or sum"
         )
+
+
+def _check_use(fn: Callable[..., Any], value: Tensor) -> None:
+    """Refuse a value without a derivative in the function's own argument that has one in captured parameters: the
+    function calls a module with the module's own parameters, which no step would train."""
+    captured = unwrap(value)
+    if value.requires_grad or not captured.requires_grad:
+        return
+    name = getattr(fn, "__name__", "the function")
+    names = (place for place, x in walk(name, fn) if isinstance(x, nn.Parameter) and x.requires_grad)
+    code = getattr(fn, "__code__", None)
+    line = f" ({code.co_filename}:{code.co_firstlineno} in {name})" if code is not None else ""
+    raise FzeroError(
+        next(names, name),
+        f"{name} uses this parameter, and no leaf of its first argument{line}: its gradient is zero everywhere",
+        "call apply(params, ...) of fzero.lower(module) in the place of the module",
+    )

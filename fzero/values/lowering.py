@@ -40,7 +40,8 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
     are constants of `apply`.
 
     Raises:
-        FzeroError: for lazy parameters; for a module that changes its buffers, here (BatchNorm in training mode) or in
+        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks; for a module
+            that changes its buffers, here (BatchNorm in training mode) or in
             `apply` (any other). Lower such a module with `lower_stateful`.
     """
     _check_module(module)
@@ -59,7 +60,7 @@ def lower_stateful(module: nn.Module) -> tuple[Tree, Tree, StatefulApply]:
     (`has_aux=True`).
 
     Raises:
-        FzeroError: for lazy parameters.
+        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks.
     """
     _check_module(module)
     params = _nest(module, dict(module.named_parameters()))
@@ -234,6 +235,16 @@ def _check_module(module: Any) -> None:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise FzeroError(path, "this lazy parameter has no shape yet", "run the module once on an example batch")
+        if torch_private.has_hooks(tensor):
+            problem = "a hook waits for this parameter's gradient, and a function of tensors has no such hooks"
+            raise FzeroError(
+                path, problem, "remove the hook, and change the gradients that fzero.value_and_grad returns"
+            )
+    for path, child in module.named_modules():
+        if torch_private.has_full_backward_hooks(child):
+            problem = "this module has a full backward hook, which torch.func cannot call"
+            way_out = "remove it, and register a forward hook that calls output.register_hook(fn)"
+            raise FzeroError(path or type(child).__name__, problem, way_out)
 
 
 def _nest(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> Tree:
