@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.passes import resolve, run_passes
 from fzero.passes.run import Pass
 from fzero.program.program import Program
@@ -176,7 +177,7 @@ def _pause_garbage_collection() -> Iterator[None]:
 def _describe(leaf: Any) -> Any:
     """The properties of a leaf that is no state on which the program depends."""
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), is_frozen(leaf)
     return type(leaf), leaf
 
 

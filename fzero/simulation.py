@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import defaults, verify
@@ -117,7 +118,7 @@ class Simulation:
                 f"give a multiple of {ranks}; tensors that are not partitioned are batches, cut along dim 0",
             )
         rows = leaf.shape[0] // ranks
-        return leaf[number * rows : (number + 1) * rows]
+        return freeze(leaf[number * rows : (number + 1) * rows], leaf)
 
     def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
         """The tensor arguments of each rank: copies of its own, with the slices of a bucket in one block."""

@@ -234,7 +234,7 @@ UNMEANT: dict[str, Unmeant] = {
     "a step count is plain": Unmeant(
         count_steps,
         (HELD, {"count": torch.zeros(())}, ROWS),
-        rf"^layers\.0\.b: argument 1\.count, {STATE} .*optimizer\.init\(params\); or make it .*fzero\.pmean\(x, 'fsdp'\)",
+        rf"^layers\.0\.b: argument 1\.count, {STATE} .*optimizer\.init\(params\); or make it .*fzero\.pmean\(x, ",
     ),
 }
 

@@ -128,6 +128,24 @@ def split(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree
     )
 
 
+def split_as(tree: Tree, other: Tree) -> tuple[Tree, Tree]:
+    """Split a tree into `(chosen, others)` by where another tree of its structure has leaves: None there is `others`.
+
+    Raises:
+        FzeroError: where the structures differ otherwise.
+    """
+    leaves, treedef = _flatten_with_none(tree)
+    given, other_def = _flatten_with_none(other)
+    if treedef != other_def:
+        raise mismatch(flatten(tree)[1], flatten(other)[1])
+    if all(leaf is not None for leaf in given):
+        return tree, unflatten(treedef, [None] * len(leaves))
+    return (
+        unflatten(treedef, [None if at is None else leaf for leaf, at in zip(leaves, given)]),
+        unflatten(treedef, [leaf if at is None else None for leaf, at in zip(leaves, given)]),
+    )
+
+
 def merge(tree: Tree, other: Tree) -> Tree:
     """Merge two trees into one that has every leaf of both: the inverse of `split`.
 

@@ -42,12 +42,15 @@ class TensorSource:
         FzeroError: for a meta tensor, which has no values; for a sparse tensor, a nested tensor or a DTensor.
     """
 
-    def __init__(self, tensor: Tensor, path: str = "", dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, path: str = "", dtype: torch.dtype | None = None, is_frozen: bool = False
+    ) -> None:
         if tensor.is_meta:
             raise FzeroError(path, "is on the meta device: it has a shape but no values", "give a tensor with values")
         check_dense(path, tensor)
         self.tensor = tensor.detach()
         self.shape, self.dtype, self.path = tensor.shape, dtype or tensor.dtype, path
+        self.is_frozen = is_frozen
 
     def read(self, start: int, out: Tensor) -> None:
         done = 0

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from fzero.layout.layout import Layout
@@ -133,7 +134,7 @@ def _wrap(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
 def _make_fake(leaf: Tensor | Sharded, fake_mode: FakeTensorMode) -> Tensor:
     """A tensor without data, of the shape that rank `RANK` holds of a leaf."""
     if isinstance(leaf, Tensor):
-        return fake_mode.from_tensor(leaf.detach(), static_shapes=True)
+        return freeze(fake_mode.from_tensor(leaf.detach(), static_shapes=True), leaf)
     layout = leaf.layout
     shape = leaf.shape if layout.replicated else (len(layout.part(leaf.index, RANK)),)
     with fake_mode:
