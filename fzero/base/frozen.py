@@ -15,7 +15,8 @@ def is_frozen(leaf: Any) -> bool:
     """Whether a leaf is frozen: a tensor, a `Sharded`, or a source of values."""
     if isinstance(leaf, Tensor):
         return isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-    return getattr(leaf, "is_frozen", False)
+    described = getattr(leaf, "leaf", leaf)  # a Sharded has a leaf of its layout
+    return getattr(described, "is_frozen", False)
 
 
 def freeze(tensor: Tensor, like: Any) -> Tensor:

@@ -132,7 +132,7 @@ def _names_of(code: CodeType) -> Iterator[str]:
 def _items(name: str, value: Any) -> Iterator[_Named]:
     """The items of a container of Python, or of a class derived from one."""
     if isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", item) for key, item in islice(dict.items(value), LIMIT))
+        yield from ((f"{name}[{key!r}]", item) for key, item in islice(list(dict.items(value)), LIMIT))
     elif isinstance(value, _CONTAINERS):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(islice(value, LIMIT)))
 

@@ -53,6 +53,16 @@ def unwrap(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_batch(tensor: Tensor) -> bool:
+    """Whether a tensor is what a function under vmap sees: one example of a batch. Public replacement: a `torch.func`
+    predicate."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor is made of other tensors, as a DTensor is. Public replacement: a predicate in `torch.utils`."""
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)

@@ -167,11 +167,24 @@ def mismatch(expected: TreeDef, got: TreeDef) -> FzeroError:
     want, have = ([dotted(key) for key in keys(treedef)] for treedef in (expected, got))
     missing, surplus = [p for p in want if p not in set(have)], [p for p in have if p not in set(want)]
     sizes = f"({len(want)} leaves expected, {len(have)} given)"
+    if missing and missing[0] in _none_paths(got):
+        way_out = "a frozen leaf has no gradient: take such leaves out of both trees with fzero.tree.split"
+        return FzeroError(missing[0], f"this leaf is None {sizes}", way_out)
     if missing:
         return FzeroError(missing[0], f"this leaf is missing {sizes}", "give a tree of the same structure")
     if surplus:
         return FzeroError(surplus[0], f"this leaf was not expected {sizes}", "give a tree of the same structure")
     return FzeroError("", f"trees differ in their containers: {expected} against {got}", "give the same containers")
+
+
+def _none_paths(treedef: TreeDef, head: tuple[str | int, ...] = ()) -> set[str]:
+    """The dotted paths at which a tree has None."""
+    if treedef.type is type(None):
+        return {dotted(head)}
+    if treedef.is_leaf():
+        return set()
+    children = zip(_names(treedef), treedef.children())
+    return set().union(*(_none_paths(child, (*head, name)) for name, child in children))
 
 
 def _flatten_with_none(tree: Tree) -> tuple[list[Any], TreeDef]:

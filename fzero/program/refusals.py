@@ -8,7 +8,7 @@ from fzero.base.errors import FzeroError
 from fzero.program.kinds import RAGGED, Buffer, Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.records import leaves_of, name_of, record
-from fzero.program.sources import find_sources, is_in_place_of_state, is_number
+from fzero.program.variation import find_sources, is_in_place_of_state, is_number
 
 if TYPE_CHECKING:
     from fzero.program.program import Program

@@ -19,7 +19,8 @@ from torch import Tensor
 from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
 from fzero.base.reachable import find_tensor, walk
-from fzero.base.torch_private import FakeTensor, storage_key, unwrap
+from fzero.base.torch_private import FakeTensor, is_batch, storage_key, unwrap
+from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import storage
 from fzero.program.refusals import line_of
@@ -60,6 +61,9 @@ def check_result(path: str, leaf: Any, arguments: Sequence[Any]) -> None:
         FzeroError: for any other object, naming its class.
     """
     where = f"result {path!r}" if path else "the result"
+    if isinstance(leaf, Tensor) and is_batch(leaf):
+        problem = "is one example of a batch, kept from a function under vmap"
+        raise FzeroError(where, problem, "return it from the function that vmap maps")
     if isinstance(leaf, Tensor):
         return check_dense(where, leaf)
     if isinstance(leaf, Sharded):
@@ -86,15 +90,24 @@ def _refuse_opaque(where: str, leaf: Any, way_out: str) -> None:
 
 
 def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[tuple[str, Any]]) -> None:
-    """Refuse a traced value that can be reached from the step, or from `(name, object)` of its constant arguments.
+    """Refuse a traced value that can be reached from the step, or from `(name, object)` of its constant arguments, and
+    a captured tensor that an earlier trace left behind.
 
     Raises:
         FzeroError: naming the place, and the user's line that computed the value.
     """
+    for node in program.graph.find_nodes(op="get_attr"):
+        if isinstance(unwrap(program.constants[node.target]), FakeTensor):
+            problem = f"the step uses a tensor without data, which an earlier trace left behind{_find_use(node)}"
+            raise FzeroError(program.name, problem, "make the tensor anew, outside of a step")
     for root, held in (("", fn), *constants):
         for name, value in walk(root or getattr(fn, "__name__", "step"), held):
             if isinstance(value, Tensor) and _is_traced(value, program):
                 raise _refuse_escape(program, name, value)
+
+
+def _find_use(node: Node) -> str:
+    return next((line_of(user) for user in node.users if user.stack_trace), "")
 
 
 def _is_traced(value: Tensor, program: Program) -> bool:

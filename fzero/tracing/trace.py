@@ -13,7 +13,12 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from fzero.base.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unwrap,
+)
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
@@ -95,7 +100,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves):
             check_result(path, leaf, leaves)
             results.append(_describe_result(path, leaf, tracer))
-        return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in out_leaves if _is_tensor(leaf)]
+        # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
+        return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]

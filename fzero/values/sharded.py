@@ -103,11 +103,6 @@ class Sharded:
         return self.layout.leaves[self.index]
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether no step trains the leaf: `fzero.grad` gives None for it."""
-        return self.leaf.is_frozen
-
-    @property
     def path(self) -> str:
         """Dotted path in the tree that was partitioned."""
         return self.leaf.path

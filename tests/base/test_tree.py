@@ -69,6 +69,13 @@ def test_map_names_the_first_leaf_that_differs(other: tree.Tree, message: str) -
     assert str(error.value).startswith(message)
 
 
+def test_a_leaf_that_is_none_is_named() -> None:
+    with pytest.raises(
+        FzeroError, match=r"^b\.c: this leaf is None \(2 leaves expected, 1 given\); a frozen leaf has no"
+    ):
+        tree.map(lambda a, b: a, {"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": None}})
+
+
 def test_map_tells_containers_apart() -> None:
     with pytest.raises(FzeroError, match="trees differ in their containers"):
         tree.map(lambda a, b: a, [1], (1,))

@@ -314,6 +314,56 @@ def test_no_result_is_without_data(name: str) -> None:
         assert tree.paths(result) == tree.paths(expected)
 
 
+# values that leave a transform
+
+
+def keep_from_a_loss(p: Any, x: Tensor) -> Any:
+    kept = []
+
+    def loss(p: Any) -> Tensor:
+        kept.append(mlp(p, x))
+        return kept[0].square().mean()
+
+    return fzero.grad(loss)(p), kept[0]
+
+
+def keep_a_leaf_from_a_loss(p: Any, x: Tensor) -> Any:
+    kept = []
+
+    def loss(p: Any) -> Tensor:
+        kept.append(p["layers"][0]["w"] * 2)
+        return (kept[0].square().sum() + mlp(p, x)).mean()
+
+    return torch.func.grad(loss)(p), kept[0]
+
+
+@pytest.mark.parametrize("step", [keep_from_a_loss, keep_a_leaf_from_a_loss])
+def test_what_a_loss_appends_to_a_list_may_be_returned(step: Callable[..., Any]) -> None:
+    got = fzero.unpartition(fzero.simulate(step, MESH, donate=False)(state(), rows(MESH)))
+    expected = step(layers(1), rows(MESH))
+    for mine, theirs in zip(tree.leaves(got), tree.leaves(expected), strict=True):
+        # sums over 2 rows a rank in place of 4
+        torch.testing.assert_close(mine, unwrap(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_mapped_function_appends_to_a_list_is_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        torch.func.vmap(lambda row: kept.append(row * 2) or row.sum())(x)  # type: ignore[func-returns-value]
+        return kept[0]
+
+    with pytest.raises(FzeroError, match="the result: is one example of a batch, kept from a function under vmap"):
+        run(step, rows(MESH))
+
+
+def test_a_tensor_that_an_earlier_trace_left_behind_is_refused() -> None:
+    kept: list[Tensor] = []
+    with pytest.raises(FzeroError, match="holds float32"):
+        run(lambda x: kept.append(x * 2) or x.sum(), rows(MESH))  # type: ignore[func-returns-value]
+    with pytest.raises(FzeroError, match=r"a tensor without data, .*\(.*test_escapes\.py:\d+ in <lambda>: "):
+        run(lambda x: x + kept[0], rows(MESH))
+
+
 # what is traced again
 
 

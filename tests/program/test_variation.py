@@ -1,4 +1,4 @@
-"""Sources: the plain arguments that a value's variation between ranks comes from."""
+"""Variation: the plain arguments that a value's variation between ranks comes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from programs import MESH, Case, layers, loss
 
 import fzero
 from fzero import tree
-from fzero.program.sources import find_sources, is_in_place_of_state
+from fzero.program.variation import find_sources, is_in_place_of_state
 
 HELD = fzero.partition(layers(1), MESH)
 PLAIN = {"m": {"layers": [{"b": torch.zeros(10)}]}, "count": torch.zeros(())}

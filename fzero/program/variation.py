@@ -1,4 +1,4 @@
-"""Sources: the plain arguments from which the variation of a value between ranks comes."""
+"""Variation: the plain arguments from which a value's variation between ranks comes."""
 
 from __future__ import annotations
 
