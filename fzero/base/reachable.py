@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -33,16 +33,18 @@ from torch import Tensor, fx, nn
 LIMIT = 50_000
 """The most objects that one walk visits, the nearest ones first. A walk of so many takes about 0.1 seconds."""
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
 """Packages whose functions and classes hold nothing of the user's."""
 
-_ATOMS = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"})
+_OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"})
 """Modules of Python whose objects (loggers, locks, signatures, dataclass fields) hold nothing of the user's."""
 
-_ATOM_TYPES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, fx.Graph,
-               CodeType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType,
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, fx.Graph,
+               ModuleType, CodeType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType,
                GetSetDescriptorType, MemberDescriptorType)  # fmt: skip
+"""Classes of objects that hold nothing of the user's."""
+
 _Named = tuple[str, Any]
 
 
@@ -67,9 +69,9 @@ def _is_empty(value: Any) -> bool:
     """Whether an object is known to hold nothing of the user's."""
     if isinstance(value, type):
         return _is_of_library(value.__module__)
-    if isinstance(value, (ModuleType, *_CONTAINERS)) and type(value).__module__ in ("builtins", "collections"):
-        return isinstance(value, ModuleType) or not value
-    return isinstance(value, _ATOM_TYPES) or type(value).__module__.partition(".")[0] in _ATOMS
+    if type(value) in _CONTAINERS:
+        return not value
+    return isinstance(value, _ATOMS) or type(value).__module__.partition(".")[0] in _OF_NO_ONE
 
 
 def _children(name: str, value: Any) -> Iterator[_Named]:
@@ -133,28 +135,42 @@ def _items(name: str, value: Any) -> Iterator[_Named]:
     """The items of a container of Python, or of a class derived from one."""
     if isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", item) for key, item in islice(list(dict.items(value)), LIMIT))
-    elif isinstance(value, _CONTAINERS):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(islice(value, LIMIT)))
 
 
 def _attributes(name: str, value: Any) -> Iterator[_Named]:
-    """The attributes of an object that its instance holds. Attributes of fzero's own objects add nothing to a name."""
-    prefix = "" if type(value).__module__.startswith("fzero.") else "."
+    """The attributes that an instance holds. Attributes of fzero's own objects add nothing to a name: the module in
+    what `fzero.lower` returned goes by the name of `apply`."""
+    is_own = _is_of_fzero(type(value))
+    for key, item in (*_list_dict(value), *_list_slots(value)):
+        yield (name if is_own else f"{name}.{key}"), item
+
+
+def _list_dict(value: Any) -> Iterator[_Named]:
     held = getattr(value, "__dict__", None)
-    for key, item in dict(held).items() if isinstance(held, Mapping) else ():
+    for key, item in list(held.items()) if isinstance(held, dict) else ():
         if isinstance(value, nn.Module) and key in ("_parameters", "_buffers", "_modules"):
-            yield from ((f"{name}.{inner}", part) for inner, part in item.items())
+            yield from item.items()
         else:
-            yield (f"{name}.{key}" if prefix else name), item
+            yield key, item
+
+
+def _list_slots(value: Any) -> Iterator[_Named]:
     for cls in type(value).__mro__:
+        if _is_of_library(cls.__module__) and not _is_of_fzero(cls):
+            continue
         for key, slot in vars(cls).items():
-            if isinstance(slot, MemberDescriptorType) and not _is_of_library(cls.__module__, except_for="fzero"):
+            if isinstance(slot, MemberDescriptorType):
                 try:
-                    yield (f"{name}.{key}" if prefix else name), slot.__get__(value, cls)
+                    yield key, slot.__get__(value, cls)
                 except AttributeError:  # a slot without a value
                     continue
 
 
-def _is_of_library(module: str | None, except_for: str = "") -> bool:
-    root = (module or "").partition(".")[0]
-    return root in _LIBRARIES and root != except_for
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_of_fzero(cls: type) -> bool:
+    return cls.__module__.startswith("fzero.")
