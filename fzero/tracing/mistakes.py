@@ -182,7 +182,7 @@ def _is_elementwise(node: Node) -> bool:
     """Whether a node is elementwise. A function that returns a list is one of lists, elementwise at each position."""
     if node.op != "call_function" or record(node).moves is not None:
         return False
-    return record(node).is_pointwise or shares_memory(node) or isinstance(node.meta["val"], (list, tuple))
+    return record(node).is_pointwise or shares_memory(node) or isinstance(node.meta.get("val"), (list, tuple))
 
 
 def _find_line(node: Node) -> str:
