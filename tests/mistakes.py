@@ -219,6 +219,11 @@ UNMEANT: dict[str, Unmeant] = {
     "a number is not": Unmeant(
         lambda p, x: p - 0.1 * fzero.grad(lambda p: (p * x).sum())(p), (torch.tensor(0.5), ROWS), rf"^argument 0{ALONE}"
     ),
+    "one of two models is not": Unmeant(
+        lambda mine, theirs, x: (descend(mine, x), descend(theirs, x)),
+        (HELD, PLAIN, ROWS),
+        rf"^argument 1\.layers\.0\.b{ALONE}",
+    ),
     "the loss calls the module": Unmeant(
         lambda params, x: fzero.value_and_grad(call_module)(params, x),
         (HELD, ROWS),
@@ -264,6 +269,9 @@ MEANT: dict[str, Unmeant] = {
     "a frozen module": Unmeant(lambda params, x: mlp(params, frozen(x)), (HELD, ROWS)),
     "a teacher": Unmeant(distil, (HELD, fzero.partition(layers(1, seed=1), MESH), ROWS)),
     "an anchor": Unmeant(anchor, (HELD, fzero.partition(layers(1, seed=1), MESH, like=HELD), ROWS)),
+    "an attack on inputs of a sharded model": Unmeant(
+        lambda params, x, y: x + 0.1 * fzero.grad(lambda x: (mlp(params, x) - y).square().mean())(x), (HELD, ROWS, ROWS)
+    ),
     "evaluation": Unmeant(loss, (HELD, ROWS)),
     "gradients alone": Unmeant(fzero.grad(loss), (HELD, ROWS)),
 }

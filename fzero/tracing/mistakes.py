@@ -44,22 +44,24 @@ def check_mistakes(program: Program, fn: Callable[..., Any], *, warn: bool = Tru
 
 
 def _refuse_plain_parameters(program: Program) -> None:
-    """Refuse a step without any sharded state that updates plain arguments by gradients which no collective averaged.
+    """Refuse a step that updates plain arguments by gradients which no collective averaged.
 
     An update is computed from the argument and the gradient element by element, outside of the backward pass, and is
     returned at the argument's place with its shape. Two kinds of update are meant, and silent: of state that no
     gradient meets, and of a part of the batch, which has the other batch arguments' first dimension.
     """
-    if program.mesh.size() == 1 or any(argument.bucket is not None for argument in program.arguments):
+    if program.mesh.size() == 1:
         return
-    gradients = _find_downstream(program, _is_in_backward, through_collectives=False)
+    gradients = _find_gradients(program, through_collectives=False)
+    given = zip(program.arguments, program.placeholders)
+    plain = {argument: node for argument, node in given if argument.bucket is None}
     updated: dict[Argument, Node] = {}
-    for argument, node in zip(program.arguments, program.placeholders):
+    for argument, node in plain.items():
         users = _follow_elementwise([node]) & gradients
-        for result, value in zip(program.tensor_results, program.output.args[0]):
+        for result, value in zip(program.tensor_results, program.output.args[0]) if users else ():
             if value in users and _has_place_of(result.path, argument) and _has_type_of(value, node):
                 updated[argument] = value
-    others = [x.meta["val"] for a, x in zip(program.arguments, program.placeholders) if a not in updated]
+    others = [node.meta["val"] for argument, node in plain.items() if argument not in updated]
     rows = {value.shape[0] for value in others if value.ndim}
     for argument, value in updated.items():
         shape = value.meta["val"].shape
@@ -112,7 +114,7 @@ def _warn_of_lost_state(program: Program) -> None:
 
     Arguments of one structure are told apart by their use: what is gathered too is taken for the parameters.
     """
-    gradients = _find_downstream(program, _is_in_backward, through_collectives=True)
+    gradients = _find_gradients(program, through_collectives=True)
     returned = [result.path for result in program.tensor_results if result.bucket is not None]
     state = zip(program.tensor_results, program.output.args[0])
     if not any(result.bucket is not None and value in gradients for result, value in state):
@@ -155,13 +157,14 @@ def _is_in_backward(node: Node) -> bool:
     return node.op == "call_function" and get_mark(node).in_backward
 
 
-def _find_downstream(program: Program, begins: Callable[[Node], bool], *, through_collectives: bool) -> set[Node]:
-    """The nodes where `begins` is true and all that is computed from them."""
+def _find_gradients(program: Program, *, through_collectives: bool) -> set[Node]:
+    """The nodes of the backward pass and all that is computed from them; without `through_collectives`, from what no
+    collective has moved."""
     found: set[Node] = set()
     for node in program.graph.nodes:
         if node.op != "call_function" or (not through_collectives and record(node).moves is not None):
             continue
-        if begins(node) or any(source in found for source in node.all_input_nodes):
+        if _is_in_backward(node) or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
 

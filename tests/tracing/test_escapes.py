@@ -364,6 +364,31 @@ def test_a_tensor_that_an_earlier_trace_left_behind_is_refused() -> None:
         run(lambda x: x + kept[0], rows(MESH))
 
 
+def test_a_step_returns_the_output_of_a_transformers_model() -> None:
+    """What everyone writes first: loss and output from the model, and the output among the results."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    params, apply = fzero.lower(transformers.BertForSequenceClassification(config).eval())
+    batch = {"input_ids": torch.arange(12).view(4, 3), "labels": torch.tensor([0, 1, 1, 0])}
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> tuple[Tensor, Any]:
+            output = apply(params, **batch)
+            return output.loss, output
+
+        return fzero.value_and_grad(loss, has_aux=True)(params)
+
+    (loss, output), _ = run(step, fzero.partition(params, MESH), batch)
+    (expected_loss, expected), _ = step(params, batch)
+    assert type(output) is type(expected) and not has_fake(output)
+    # a mean over 2 rows a rank, and over ranks
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-6)
+
+
 # what is traced again
 
 
