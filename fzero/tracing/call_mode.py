@@ -6,11 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fzero.base.torch_private import DataDependentOutputException
+from fzero.base.torch_private import DataDependentOutputException, assert_later
 from fzero.values.sharded import Sharded
 
 _CHECKS = {
@@ -48,7 +47,7 @@ def _check_later(func: Callable[..., Any], x: Tensor) -> bool:
         where = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if where not in _CHECKS:
             raise
-        torch._assert_async(_gather(x).detach(), f"{where[1]} of {where[0]} found invalid values")
+        assert_later(_gather(x).detach(), f"{where[1]} of {where[0]} found invalid values")
         return True
 
 
