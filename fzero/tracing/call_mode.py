@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fzero.base.errors import FzeroError
 from fzero.base.torch_private import DataDependentOutputException, assert_later
+from fzero.tracing.user_line import current_user_line
 from fzero.values.sharded import Sharded
 
 _CHECKS = {
@@ -23,6 +25,7 @@ _CHECKS = {
 class CallMode(TorchFunctionMode):
     """While this mode is active,
 
+    * a tensor is not converted to numpy, which would read memory that a traced tensor does not have;
     * a check of input by torch is a node of the program, which raises when the step runs: a trace has no values;
     * `one_hot` with a number of classes needs no values.
     """
@@ -33,6 +36,9 @@ class CallMode(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__bool__":
             return _check_later(func, args[0])
+        if name in ("numpy", "__array__"):
+            problem = "numpy reads the elements of a tensor, which a trace does not have"
+            raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if name == "one_hot":
             return _one_hot(func, *args, **kwargs)
         return func(*args, **kwargs)

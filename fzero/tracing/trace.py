@@ -18,7 +18,7 @@ from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
-from fzero.program.records import find_writes, is_random, name_of, shares_memory
+from fzero.program.records import alias_of, find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.escapes import check_escapes, check_result
 from fzero.tracing.kinds import Kinds
@@ -233,8 +233,8 @@ def _fix_storage_offsets(program: Program) -> None:
         if _find_storage_offset(node) is None:
             continue
         owner = node.args[0]
-        while shares_memory(owner):
-            owner = owner.all_input_nodes[0]
+        while (source := alias_of(owner)) is not None:
+            owner = source
         if owner in given and given[owner].bucket is None:
             raise FzeroError(
                 node.stack_trace or given[owner].path,
