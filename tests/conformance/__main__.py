@@ -29,11 +29,15 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="make today's outcomes the table, and write the page")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--only", nargs="*", help="names such as abs, nn.Linear, optim.Adam; then nothing is written")
+    parser.add_argument("--samples", type=int, help="of each form and dtype, by a fixed shuffle; all without it")
     options = parser.parse_args()
-    start, journal = time.monotonic(), Journal(ROOT / "build" / f"conformance-{hash_sources()}.jsonl")
+    start, journal = (
+        time.monotonic(),
+        Journal(ROOT / "build" / f"conformance-{hash_sources()}-{options.samples or 'all'}.jsonl"),
+    )
     chosen = options.only or names()
     today = {name: row for name, row in journal.rows.items() if name in chosen}
-    for name, row in judge_all([name for name in chosen if name not in today], options.workers):
+    for name, row in judge_all([name for name in chosen if name not in today], options.workers, options.samples):
         journal.add(name, row)
         today[name] = row
     before = load()
@@ -44,8 +48,8 @@ def main() -> int:
             print("\n".join(f"{word} {name}: {line}" for line in lines))
     print(f"{counts(today)} in {len(today)} rows, {time.monotonic() - start:.0f} s")
     if options.write and not options.only:
-        FILE.write_text(to_text(today))
-        page.FILE.write_text(page.render(today))
+        FILE.write_text(to_text(today, options.samples))
+        page.FILE.write_text(page.render(today, options.samples))
         return 0
     if better:
         print("some are better than the table says: run `make conformance ARGS=--write` and commit what it writes")
@@ -53,8 +57,10 @@ def main() -> int:
 
 
 def hash_sources() -> str:
-    """A hash of fzero, of this folder and of torch's version: what an outcome depends on."""
-    files = sorted([*(ROOT / "fzero").rglob("*.py"), *Path(__file__).parent.glob("*.py")])
+    """A hash of what an outcome depends on: fzero, the files that judge, and torch's version."""
+    here = Path(__file__).parent
+    judges = [here / f"{name}.py" for name in ("forms", "judge", "modules", "operators", "optimizers", "verdict")]
+    files = sorted([*(ROOT / "fzero").rglob("*.py"), *judges])
     content = b"".join(file.read_bytes() for file in files) + torch.__version__.encode()
     return hashlib.sha256(content).hexdigest()[:12]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import ModuleType
 
@@ -23,29 +24,33 @@ def kind_of(name: str) -> ModuleType:
     return optimizers if name.startswith("optim.") else modules
 
 
-def judge(name: str) -> Row:
-    """The outcome in each cell, of all its trials."""
-    kind = kind_of(name)
+def judge(name: str, samples: int | None = None) -> Row:
+    """The outcome in each cell, of all its trials, or of so many."""
     with silence():
-        return {cell: worst(map(run, kind.trials(name, cell))) for cell in kind.cells(name)}
+        return {cell: worst(map(run, choose(name, cell, samples))) for cell in kind_of(name).cells(name)}
 
 
-def judge_some(name: str, limit: int) -> Row:
-    """The outcomes of `limit` trials that are not skipped, each in another cell, chosen by a fixed shuffle."""
-    kind, shuffle, found = kind_of(name), random.Random(name), Row()
-    cells = kind.cells(name)
-    shuffle.shuffle(cells)
+def judge_some(name: str, cells: int, samples: int) -> Row:
+    """The outcomes in some cells, of one trial each that is not skipped. A fixed shuffle chooses the cells; a cell whose
+    first `samples` trials are skipped is passed over."""
+    found, order = Row(), kind_of(name).cells(name)
+    random.Random(name).shuffle(order)
     with silence():
-        for cell in cells:
-            trials = list(kind.trials(name, cell))
-            for trial in shuffle.sample(trials, min(3, len(trials))):
-                verdict = run(trial)
-                if verdict.outcome in OUTCOMES:
-                    found[cell] = verdict
-                    break
-            if len(found) == limit:
+        for cell in order:
+            tested = (verdict for verdict in map(run, choose(name, cell, samples)) if verdict.outcome in OUTCOMES)
+            found |= {cell: verdict for verdict in itertools.islice(tested, 1)}
+            if len(found) == cells:
                 break
     return found
+
+
+def choose(name: str, cell: Cell, samples: int | None) -> list[Trial]:
+    """The first trials of a cell in a fixed shuffle; all, in order, without `samples`."""
+    trials = list(kind_of(name).trials(name, cell))
+    if samples is None:
+        return trials
+    random.Random(f"{name} {cell.form} {cell.dtype}").shuffle(trials)
+    return trials[:samples]
 
 
 def run(trial: Trial) -> Verdict:

@@ -19,10 +19,10 @@ from conformance.operators import Draws, is_floating, repeat, undo_repeat
 from conformance.verdict import (
     DTYPES,
     MESH,
-    STAGES,
     Cell,
     Trial,
     Verdict,
+    choose_stages,
     compare_lists,
     compare_runs,
     describe,
@@ -67,8 +67,7 @@ def trials(name: str, cell: Cell) -> Iterator[Trial]:
     """Every sample, at one stage each; the one in the middle at all."""
     samples = list(draw_samples(name, cell))
     for index, sample in enumerate(samples):
-        stages = STAGES if index == len(samples) // 2 else STAGES[index % 3 :][:1]
-        for stage in stages:
+        for stage in choose_stages(index, len(samples)):
             yield Trial(index, functools.partial(judge_sample, modules()[name], sample, cell, stage))
 
 

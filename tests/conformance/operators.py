@@ -18,10 +18,10 @@ from conformance.forms import FORMS, Form, is_sharded
 from conformance.verdict import (
     DTYPES,
     MESH,
-    STAGES,
     Cell,
     Trial,
     Verdict,
+    choose_stages,
     compare_lists,
     compare_runs,
     describe,
@@ -116,8 +116,7 @@ def trials(name: str, cell: Cell) -> Iterator[Trial]:
         return
     samples = draw_samples(name, cell.dtype)
     for index, sample in enumerate(samples):
-        stages = STAGES if index == len(samples) // 2 else STAGES[index % 3 :][:1]
-        for stage in stages:
+        for stage in choose_stages(index, len(samples)):
             yield Trial(index, functools.partial(judge_sample, op, sample, form, DTYPES[cell.dtype], stage, index))
 
 

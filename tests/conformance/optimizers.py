@@ -12,12 +12,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from conformance.verdict import DTYPES, MESH, STAGES, Cell, Trial, Verdict, compare_lists, compare_runs, describe
+from conformance.verdict import (
+    DTYPES,
+    MESH,
+    Cell,
+    Trial,
+    Verdict,
+    choose_stages,
+    compare_lists,
+    compare_runs,
+    describe,
+)
 from torch import Tensor
 
 import fzero
 
 State = dict[str, Any]
+
+FORMS = ("donate", "keep")
+"""Whether a step updates its state in place."""
 
 
 def with_decay(p: Any, g: Any, weight_decay: float, maximize: bool) -> Any:
@@ -258,13 +271,14 @@ def names() -> list[str]:
 
 
 def cells(name: str) -> list[Cell]:
-    return [Cell(form, dtype) for dtype in ("f64", "f32") for form in ("donate", "keep")]
+    return [Cell(form, dtype) for dtype in ("f64", "f32") for form in FORMS]
 
 
 def trials(name: str, cell: Cell) -> Iterator[Trial]:
-    """Every set of options of the database, at every stage."""
-    for index, sample in enumerate(optimizers()[name].optim_inputs_func("cpu")):
-        for stage in STAGES:
+    """Every set of options of the database, at one stage each; the one in the middle at all."""
+    samples = optimizers()[name].optim_inputs_func("cpu")
+    for index, sample in enumerate(samples):
+        for stage in choose_stages(index, len(samples)):
             yield Trial(index, functools.partial(judge_options, name, sample.kwargs, cell, stage))
 
 

@@ -60,9 +60,10 @@ DTYPE_WORDS = {"f64": "float64", "f32": "float32", "c64": "complex64", "i64": "i
 COUNTED = ("equal", "refused", "raw", "wrong", "skipped")
 
 
-def render(table: Table) -> str:
+def render(table: Table, samples: int | None) -> str:
     """The page of a table."""
-    parts = [INTRODUCTION, f"Measured with torch {version()}.\n\n"]
+    taken = f"{samples} samples" if samples else "every sample"
+    parts = [INTRODUCTION, f"Measured with torch {version()}, {taken} of each operator in each form and dtype.\n\n"]
     for kind in KINDS:
         parts += [f"## {kind.capitalize()}\n\n", summarize(kind, table), count_cells(kind, table)]
     parts.append("## What is not equal\n\n")

@@ -24,7 +24,7 @@ KINDS = {"operators": operators, "modules": modules, "optimizers": optimizers}
 COLUMNS = {
     "operators": [Cell(form, dtype) for dtype in DTYPES for form in forms.FORMS],
     "modules": [Cell(form, dtype) for dtype in ("f64", "f32") for form in modules.FORMS],
-    "optimizers": [Cell(form, dtype) for dtype in ("f64", "f32") for form in ("donate", "keep")],
+    "optimizers": [Cell(form, dtype) for dtype in ("f64", "f32") for form in optimizers.FORMS],
 }
 """The cells of a line, in order."""
 
@@ -53,7 +53,13 @@ def load() -> dict[str, Row]:
 
 
 def is_of_this_torch(text: str) -> bool:
-    return text.startswith(f"# torch {version()}:")
+    return text.startswith(f"# torch {version()}, ")
+
+
+def samples_in(text: str) -> int | None:
+    """How many samples of each cell a table is made of; None for all."""
+    found = re.search(r"^# torch \S+ (\d+) samples", text)
+    return int(found.group(1)) if found else None
 
 
 def version() -> str:
@@ -82,10 +88,10 @@ def name_is_new(line: str, table: Table) -> bool:
     return line.split(maxsplit=1)[0] not in table
 
 
-def to_text(table: Table, skipped: Mapping[str, int] | None = None) -> str:
+def to_text(table: Table, samples: int | None) -> str:
     """The table as text, sorted by name."""
     lines = [
-        f"# torch {version()}: {counts(table)}",
+        f"# torch {version()}, {f'{samples} samples' if samples else 'every sample'} of each cell: {counts(table)}",
         "# Each line: a letter for each dtype and form. `make conformance ARGS=--write` writes this file.",
         "# " + ", ".join(f"{letter} {outcome}" for outcome, letter in LETTERS.items()),
     ]

@@ -1,10 +1,10 @@
 """What a trial shows, and how results are compared. A trial runs one thing in plain torch and in a sharded step.
 
-    equal    the results, and the gradients where there are some, are plain torch's
-    refused  fzero raises an FzeroError
-    raw      something else is raised
-    wrong    a result or a gradient differs
-    skipped  there is nothing to compare; the reason says why
+equal    the results, and the gradients where there are some, are plain torch's
+refused  fzero raises an FzeroError
+raw      something else is raised
+wrong    a result or a gradient differs
+skipped  there is nothing to compare; the reason says why
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Trial(NamedTuple):
 
     sample: int
     run: Callable[[], Verdict]
+
+
+def choose_stages(index: int, count: int) -> tuple[int, ...]:
+    """The stages at which a sample is tried: one, in turn; for the sample in the middle all, as the first are 0-d."""
+    return STAGES if index == count // 2 else STAGES[index % 3 :][:1]
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
