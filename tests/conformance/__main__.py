@@ -31,10 +31,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names such as abs, nn.Linear, optim.Adam; then nothing is written")
     parser.add_argument("--samples", type=int, help="of each form and dtype, by a fixed shuffle; all without it")
     options = parser.parse_args()
-    start, journal = (
-        time.monotonic(),
-        Journal(ROOT / "build" / f"conformance-{hash_sources()}-{options.samples or 'all'}.jsonl"),
-    )
+    start, samples = time.monotonic(), options.samples or "all"
+    journal = Journal(ROOT / "build" / f"conformance-{hash_sources()}-{samples}.jsonl")
     chosen = options.only or names()
     today = {name: row for name, row in journal.rows.items() if name in chosen}
     for name, row in judge_all([name for name in chosen if name not in today], options.workers, options.samples):

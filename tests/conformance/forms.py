@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,12 +44,9 @@ def call_operator(op: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def call_in_place(op: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an in-place form makes of `x`, and what it returns."""
-    method = op.inplace_variant
-    if has_method(method):
-        returned = getattr(x, method.__name__)(*args, **kwargs)
-    else:
-        returned = method(x, *args, **kwargs)
-    return [x, returned]
+    variant = op.inplace_variant
+    change = getattr(x, variant.__name__) if has_method(variant) else functools.partial(variant, x)
+    return [x, change(*args, **kwargs)]
 
 
 def change_clone(op: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,14 +74,12 @@ def write_leaf(op: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def has_method(variant: Any) -> bool:
-    """Whether a variant of an operator is a method of tensors."""
-    return getattr(variant, "__name__", "") in vars(torch._C.TensorBase) or hasattr(
-        torch.Tensor, getattr(variant, "__name__", "?")
-    )
+    """Whether a variant of an operator is a method of tensors. Some are functions that call with `inplace=True`."""
+    return hasattr(torch.Tensor, getattr(variant, "__name__", "<lambda>"))
 
 
-def has_method_variant(op: Any) -> bool:
-    return has_method(op.method_variant)
+def is_sharded(value: Any) -> bool:
+    return isinstance(value, fzero.Sharded)
 
 
 FORMS = {
@@ -91,8 +87,8 @@ FORMS = {
     "others": Form(call_function, leaves="others", differentiates=True),
     "all": Form(call_function, leaves="all", differentiates=True),
     "batch": Form(call_function, leaves="first", differentiates=True, batches=True),
-    "method": Form(call_method, has_method_variant),
-    "unbound": Form(call_unbound, has_method_variant),
+    "method": Form(call_method, lambda op: has_method(op.method_variant)),
+    "unbound": Form(call_unbound, lambda op: has_method(op.method_variant)),
     "operator": Form(call_operator, lambda op: op.operator_variant is not None),
     "state": Form(call_function, leaves="first"),
     "in_place": Form(change_clone, lambda op: op.inplace_variant is not None, differentiates=True),
@@ -102,7 +98,3 @@ FORMS = {
     "out_leaf": Form(write_leaf, lambda op: op.supports_out, leaves="first", writes_leaf=True),
 }
 """Each form by its name. `value` to `batch` call the function. `state` returns the result as the leaf's new state."""
-
-
-def is_sharded(value: Any) -> bool:
-    return isinstance(value, fzero.Sharded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from types import ModuleType
 
@@ -31,14 +30,18 @@ def judge(name: str, samples: int | None = None) -> Row:
 
 
 def judge_some(name: str, cells: int, samples: int) -> Row:
-    """The outcomes in some cells, of one trial each that is not skipped. A fixed shuffle chooses the cells; a cell whose
-    first `samples` trials are skipped is passed over."""
+    """The outcomes in some cells, of one trial each that is not skipped.
+
+    A fixed shuffle chooses the cells. A cell whose first `samples` trials are skipped is passed over.
+    """
     found, order = Row(), kind_of(name).cells(name)
     random.Random(name).shuffle(order)
     with silence():
         for cell in order:
-            tested = (verdict for verdict in map(run, choose(name, cell, samples)) if verdict.outcome in OUTCOMES)
-            found |= {cell: verdict for verdict in itertools.islice(tested, 1)}
+            verdicts = map(run, choose(name, cell, samples))
+            tested = next((verdict for verdict in verdicts if verdict.outcome in OUTCOMES), None)
+            if tested:
+                found[cell] = tested
             if len(found) == cells:
                 break
     return found

@@ -222,7 +222,7 @@ def init(name: str, params: dict[str, Tensor], options: dict[str, Any]) -> State
             return {"total": {key: torch.full_like(p, start) for key, p in params.items()}}
         case "ASGD":
             rate = options.get("lr", 1e-2)
-            state |= {"eta": {key: one * rate for key in params}, "mu": {key: one.clone() for key in params}}
+            state |= {"eta": dict.fromkeys(params, one * rate), "mu": {key: one.clone() for key in params}}
         case "NAdam":
             state["product"] = {key: one.clone() for key in params}
         case "Rprop":

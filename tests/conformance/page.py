@@ -16,9 +16,9 @@ FILE = Path(__file__).parents[2] / "docs" / "conformance.md"
 INTRODUCTION = """\
 # Conformance: what torch does, and what a sharded step does
 
-The law of fzero: a sharded step equals the plain one, or raises an `FzeroError` that says why. This page measures the law
-on torch's own databases of operators, modules and optimizers. `make conformance ARGS=--write` writes the page and its
-table, `tests/conformance/table.txt`. Outcomes may only get better: `make conformance` fails where one is worse, and
+The law of fzero: a sharded step equals the plain one, or raises an `FzeroError` that says why. This page measures the
+law on torch's own databases of operators, modules and optimizers. `make conformance ARGS=--write` writes the page and
+its table, `tests/conformance/table.txt`. Outcomes may only get better: `make conformance` fails where one is worse, and
 `make test` tries a few samples of everything.
 
 Each sample runs in plain torch and in a step on three virtual ranks. Stages 1, 2 and 3 take turns; one sample of each
@@ -78,13 +78,11 @@ def summarize(kind: str, table: Table) -> str:
     found = Counter[str]()
     for name, row in rows.items():
         found.update({v.outcome for cell, v in row.items() if not must_refuse(name, cell)})
-    share = f"{100 * found['refused'] / max(len(rows), 1):.1f} %"
+    share = 100 * found["refused"] / max(len(rows), 1)
+    unless = ", where a leaf would not have been written" if kind == "operators" else ""
     text = (
         f"Of {len(rows)} {kind}, {found['wrong']} are wrong somewhere, {found['raw']} raise a raw error somewhere, and "
-        f"{found['refused']} ({share}) are refused somewhere, where a leaf would not have been written."
-        if kind == "operators"
-        else f"Of {len(rows)} {kind}, {found['wrong']} are wrong somewhere, {found['raw']} raise a raw error somewhere, "
-        f"and {found['refused']} ({share}) are refused somewhere."
+        f"{found['refused']} ({share:.1f} %) are refused somewhere{unless}."
     )
     return textwrap.fill(text, 118) + "\n\n"
 

@@ -1,8 +1,8 @@
 """The committed table of outcomes, and its law: outcomes only get better.
 
-The first part has a line for each operator, module and optimizer, with a letter for each dtype and form. The second part
-has a line for each reason why cells of a line are wrong, raw or refused. A refusal that must be has no line: a form that
-would write to a leaf is refused always.
+The first part has a line for each operator, module and optimizer, with a letter for each dtype and form. The second
+part has a line for each reason why cells of a line are wrong, raw or refused. A refusal that must be has no line: a
+form that would write to a leaf is refused always.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from conformance import forms, judge, modules, operators, optimizers
+from conformance import forms, modules, operators, optimizers
 from conformance.judge import Row
 from conformance.verdict import DTYPES, OUTCOMES, Cell, Verdict
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from conformance import judge
 from conformance.forms import FORMS
 from conformance.operators import judge_sample
 from conformance.verdict import Trial, Verdict, compare_values, deadline
-from conformance import judge
 from torch import Tensor
 
 import fzero

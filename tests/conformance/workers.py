@@ -27,7 +27,7 @@ def judge_all(chosen: list[str], workers: int, samples: int | None) -> Iterator[
 
 
 def keep_worker(waiting: queue.Queue[str], ready: queue.SimpleQueue[tuple[str, Row]], samples: int | None) -> None:
-    """Give names to a process, one after the other. An operator that ends the process must not take the others along."""
+    """Give names to a process, one after the other. An operator that ends the process takes no other along."""
     pipe = start_worker(samples)
     while True:
         try:
@@ -39,7 +39,7 @@ def keep_worker(waiting: queue.Queue[str], ready: queue.SimpleQueue[tuple[str, R
             ready.put((name, pipe.recv()))
         except (EOFError, ConnectionError):
             died = Verdict("raw", "the process died")
-            ready.put((name, {cell: died for cell in kind_of(name).cells(name)}))
+            ready.put((name, dict.fromkeys(kind_of(name).cells(name), died)))
             pipe = start_worker(samples)
 
 
