@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from conformance.operators import Draws, is_floating, repeat, undo_repeat
 from conformance.verdict import (
+    DOUBLE,
     DTYPES,
     MESH,
     Cell,
@@ -28,6 +29,7 @@ from conformance.verdict import (
     describe,
     flatten,
     make_weight,
+    to_double,
     weighted_sum,
 )
 from torch import Tensor, nn
@@ -44,6 +46,7 @@ class Outcome(NamedTuple):
     weights: dict[int, Tensor]
     gradients: list[Tensor]
     buffers: list[Tensor]
+    precise: Outcome | None = None  # the same in double precision, of a module in single precision
 
 
 @functools.cache
@@ -95,6 +98,9 @@ def judge_sample(info: Any, sample: Any, cell: Cell, stage: int) -> Verdict:
         with Draws() as draws:
             run_plain(copy.deepcopy(module), inputs, treedef)
         expected = run_plain(copy.deepcopy(module), inputs, treedef)
+        if DTYPES[cell.dtype] in DOUBLE:
+            double = copy.deepcopy(module).to(DOUBLE[DTYPES[cell.dtype]])
+            expected = expected._replace(precise=run_plain(double, list(map(to_double, inputs)), treedef))
     except Exception as error:
         return Verdict("skipped", f"plain torch raises {describe(error)}")
     if draws.any:
@@ -166,8 +172,9 @@ def by_path(values: Any, paths: list[str]) -> list[Tensor]:
 
 def compare(got: Outcome, expected: Outcome) -> str:
     """How two outcomes differ; "" where they are equal."""
-    lists = (("result", "results"), ("gradient", "gradients"), ("buffer", "buffers"))
-    return next(
-        (text for word, field in lists if (text := compare_lists(getattr(got, field), getattr(expected, field), word))),
-        "",
-    )
+    for word, field in (("result", "results"), ("gradient", "gradients"), ("buffer", "buffers")):
+        lists = (getattr(x, field) for x in (got, expected, expected.precise or expected))
+        found = compare_lists(next(lists), next(lists), word, next(lists))
+        if found:
+            return found
+    return ""

@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from conformance.forms import FORMS, Form, is_sharded
 from conformance.verdict import (
+    DOUBLE,
     DTYPES,
     MESH,
     Cell,
@@ -27,6 +28,7 @@ from conformance.verdict import (
     describe,
     flatten,
     make_weight,
+    to_double,
     weighted_sum,
 )
 from torch import Tensor
@@ -76,6 +78,7 @@ class Expected(NamedTuple):
     results: list[Any]
     weights: dict[int, Tensor]  # position of a differentiable result -> its weight in the loss
     gradients: list[Tensor]  # none where torch has none
+    precise: Expected | None = None  # the same in double precision, of a case in single precision
 
 
 def name_of(op: Any) -> str:
@@ -172,7 +175,7 @@ def judge_sample(op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: in
             case = prepare_out(case) if form in (FORMS["out"], FORMS["out_leaf"]) else case
             with Draws() as draws:
                 call_plain(case)
-            expected = run_plain(case)
+            expected = run_plain(case)._replace(precise=run_precise(case))
         except Exception as error:
             return Verdict("skipped", f"plain torch raises {describe(error)}")
         if draws.any:
@@ -233,6 +236,16 @@ def run_plain(case: Case) -> Expected:
     except Exception:  # a derivative that torch lacks: the results are compared all the same
         return Expected(results, {}, [])
     return Expected(results, weights, [torch.zeros_like(x) if g is None else g for x, g in zip(xs.values(), gradients)])
+
+
+def run_precise(case: Case) -> Expected | None:
+    """Results and gradients in double precision; None where torch has none."""
+    if case.dtype not in DOUBLE:
+        return None
+    try:
+        return run_plain(case._replace(leaves=[to_double(x) for x in case.leaves], dtype=DOUBLE[case.dtype]))
+    except Exception:  # an argument such as `dtype` that does not fit
+        return None
 
 
 def call_plain(case: Case) -> Any:
@@ -301,7 +314,10 @@ def undo_repeat(got: Any, want: Any) -> Any:
 
 def compare(got: Expected, expected: Expected) -> str:
     """How the results of a case differ; "" where they are equal."""
-    return compare_lists(got.results, expected.results) or compare_lists(got.gradients, expected.gradients, "gradient")
+    precise = expected.precise or expected
+    return compare_lists(got.results, expected.results, "result", precise.results) or compare_lists(
+        got.gradients, expected.gradients, "gradient", precise.gradients
+    )
 
 
 def judge_state(case: Case, expected: Expected) -> Verdict:

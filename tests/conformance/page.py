@@ -79,10 +79,10 @@ def summarize(kind: str, table: Table) -> str:
     for name, row in rows.items():
         found.update({v.outcome for cell, v in row.items() if not must_refuse(name, cell)})
     share = 100 * found["refused"] / max(len(rows), 1)
-    unless = ", where a leaf would not have been written" if kind == "operators" else ""
+    unless = ", forms that would write to a leaf not counted" if kind == "operators" else ""
     text = (
-        f"Of {len(rows)} {kind}, {found['wrong']} are wrong somewhere, {found['raw']} raise a raw error somewhere, and "
-        f"{found['refused']} ({share:.1f} %) are refused somewhere{unless}."
+        f"{len(rows)} {kind}. Wrong in some form and dtype: {found['wrong']}. A raw error in some: {found['raw']}. "
+        f"Refused in some: {found['refused']} ({share:.1f} %){unless}."
     )
     return textwrap.fill(text, 118) + "\n\n"
 

@@ -23,7 +23,7 @@ Table = Mapping[str, Row]
 KINDS = {"operators": operators, "modules": modules, "optimizers": optimizers}
 COLUMNS = {
     "operators": [Cell(form, dtype) for dtype in DTYPES for form in forms.FORMS],
-    "modules": [Cell(form, dtype) for dtype in ("f64", "f32") for form in modules.FORMS],
+    "modules": [Cell(form, dtype) for dtype in ("f64", "f32", "c64") for form in modules.FORMS],
     "optimizers": [Cell(form, dtype) for dtype in ("f64", "f32") for form in optimizers.FORMS],
 }
 """The cells of a line, in order."""

@@ -11,7 +11,7 @@ import torch
 from conformance import judge
 from conformance.forms import FORMS
 from conformance.operators import judge_sample
-from conformance.verdict import Trial, Verdict, compare_values, deadline
+from conformance.verdict import Trial, Verdict, compare_lists, compare_values, deadline
 from torch import Tensor
 
 import fzero
@@ -128,6 +128,14 @@ def test_both_parts_of_a_complex_number_are_compared(dtype: torch.dtype) -> None
 def test_a_float32_result_may_differ_in_its_last_bits() -> None:
     want = torch.linspace(-1, 1, 9)
     assert not compare_values(want + 1e-6, want) and compare_values(want + 1e-4, want)
+
+
+def test_a_float32_result_may_be_as_imprecise_as_plain_torch() -> None:
+    exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    want = (exact + 1e-3).float()
+    assert not compare_lists([want + 3e-3], [want], precise=[exact])
+    assert compare_lists([want + 5e-3], [want], precise=[exact])
+    assert compare_lists([want + 3e-3], [want]) and compare_lists([want + 3e-3], [want], precise=[exact[:1]])
 
 
 def test_a_trial_that_takes_too_long_is_raw() -> None:
