@@ -13,6 +13,7 @@ import contextlib
 import logging
 import re
 import signal
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -39,8 +40,8 @@ in the last place of the largest element: 1e-5 is 84 units of float32. In float6
 """
 
 ROUNDING = 4
-"""In single precision a difference may also be so many times plain torch's own error, measured against double precision:
-where terms cancel, or in a solve, rounding is large beside the result."""
+"""In single precision a difference may also be so many times plain torch's own error, which is measured against double
+precision: where terms cancel, or in a solve, rounding is large beside the result."""
 
 DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -159,10 +160,10 @@ def weighted_sum(results: list[Any], weights: dict[int, Tensor]) -> Any:
 
 
 def describe(error: Exception) -> str:
-    """The error's type and the start of its message, without paths, lines and addresses."""
+    """The error's type and the first words of its message, without paths, lines and addresses."""
     message = error.problem if isinstance(error, fzero.FzeroError) else str(error)
     message = re.sub(r"\S*[/\\]\S*|0x[0-9a-f]+", "...", " ".join(message.split(" (/")[0].split()))
-    return f"{type(error).__name__}: {message}"[:100].rstrip()
+    return textwrap.shorten(f"{type(error).__name__}: {message}", 110, placeholder=" ...")
 
 
 @contextlib.contextmanager
