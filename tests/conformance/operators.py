@@ -271,7 +271,7 @@ def judge_case(case: Case, expected: Expected) -> Verdict:
 def run_sharded(case: Case, expected: Expected) -> Expected:
     """Results and gradients of a step on virtual ranks, whole."""
     captured = case.leaves if case.form.batches else copy_leaves(case.leaves)
-    batch = {i: repeat(x) for i, x in enumerate(captured) if isinstance(x, Tensor)} if case.form.batches else {}
+    batch = {i: repeat(x) for i, x in enumerate(captured) if case.form.batches and is_strided(x)}
 
     def call(params: dict[str, Any], batch: dict[int, Any]) -> Any:
         values = {int(key): value for key, value in params.items()}
@@ -296,6 +296,11 @@ def run_sharded(case: Case, expected: Expected) -> Expected:
     if case.form.batches:
         results = [undo_repeat(got, want) for got, want in zip(results, expected.results)]
     return Expected(results, expected.weights, [gradients[str(i)] for i in case.floating] if gradients else [])
+
+
+def is_strided(x: Any) -> bool:
+    """Whether `x` is a tensor that can be a batch: a sparse one cannot be cut."""
+    return isinstance(x, Tensor) and x.layout == torch.strided
 
 
 def repeat(x: Tensor) -> Tensor:

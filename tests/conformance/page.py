@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from conformance.forms import FORMS
-from conformance.table import COLUMNS, KINDS, Table, kind_of, must_refuse, version
+from conformance.table import COLUMNS, KINDS, Table, describe_samples, kind_of, must_refuse, version
 from conformance.verdict import DTYPES, Cell
 
 FILE = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -56,17 +56,30 @@ FORM_WORDS = {
     "keep": "three steps that keep their arguments",
 }
 
+BECAUSE = {
+    "Python needs a value": "The shape of the result, or a branch of Python code inside torch, depends on values. A step "
+    "is traced before it has values, so that it has no shape or branch for them.",
+    "would change a value in place": "A leaf is a value that every rank holds a part of, and other code may hold it too. A "
+    "step is a function: it returns new state.",
+    "writes into it": "The operator writes to a tensor that the step closes over. A step is a function: what changes is an "
+    "argument and a result.",
+    "a per-rank value meets a slice": "A batch differs between ranks, and so does what is computed from it. Beside a slice "
+    "of a leaf it would make ranks hold different state.",
+    "sparse": "A sparse tensor has no elements at fixed places, of which each rank could hold some.",
+}
+"""The start of a refusal, and why it is one."""
+
 DTYPE_WORDS = {"f64": "float64", "f32": "float32", "c64": "complex64", "i64": "int64"}
 COUNTED = ("equal", "refused", "raw", "wrong", "skipped")
 
 
 def render(table: Table, samples: int | None) -> str:
     """The page of a table."""
-    taken = f"{samples} samples" if samples else "every sample"
-    parts = [INTRODUCTION, f"Measured with torch {version()}, {taken} of each operator in each form and dtype.\n\n"]
+    measured = f"torch {version()}, {describe_samples(samples)} of each operator in each form and dtype"
+    parts = [INTRODUCTION, f"Measured with {measured}.\n\n"]
     for kind in KINDS:
         parts += [f"## {kind.capitalize()}\n\n", summarize(kind, table), count_cells(kind, table)]
-    parts.append("## What is not equal\n\n")
+    parts.append("## What is not equal\n\nIn a reason, NAME stands for an operator and N for a number.\n\n")
     reasons = "".join(list_reasons(outcome, table) for outcome in ("wrong", "raw", "refused"))
     parts.append(reasons or "Nothing.\n")
     return "".join(parts).rstrip() + "\n"
@@ -110,6 +123,8 @@ def list_reasons(outcome: str, table: Table) -> str:
     parts = [f"### {outcome.capitalize()}\n\n"]
     for reason, names in sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0])):
         parts.append(f"* `{reason}`\n\n")
+        parts += [textwrap.fill(text, 118, initial_indent="  ", subsequent_indent="  ") + "\n\n"
+                  for start, text in BECAUSE.items() if start in reason]  # fmt: skip
         forms = defaultdict(list)
         for name, cells in names.items():
             forms[", ".join(form for form in [*FORMS, *FORM_WORDS] if form in {c.form for c in cells})].append(name)
@@ -121,12 +136,14 @@ def list_reasons(outcome: str, table: Table) -> str:
 
 
 def generalize(reason: str, name: str) -> str:
-    """A reason without the operator's own name and without numbers, so that operators share it."""
-    base = name.split(".")
-    own = {part for word in base for part in (word, f"{word}_")} | {"_".join(base), f"{'_'.join(base)}_"}
-    words = (word if word.strip("'_:;,`") not in {o.strip("_") for o in own} else "NAME" for word in reason.split())
-    text = re.sub(r"\d+", "N", " ".join(words)).replace("`", "'")
-    return re.sub(r"(, N)+", ", N", text)
+    """The first words of a reason, with NAME for the operator and N for numbers, so that operators share it."""
+    parts = name.split(".")
+    words = sorted({*parts, "_".join(parts)}, key=len, reverse=True)
+    own = "|".join(re.escape(word) for word in words if len(word) > 2)
+    text = re.sub(rf"(?<![\w.])({own})_?(?!\w)", "NAME", reason) if own else reason
+    text = re.sub(r"\bin \w+:", "in NAME:", re.sub(r"\w+ (would change|writes)", r"NAME \1", text))
+    text = re.sub(r"(, N)+", ", N", re.sub(r"_?\d+", "N", text)).replace("`", "'")
+    return textwrap.shorten(text, 84, placeholder=" ...")
 
 
 assert set(DTYPES) == set(DTYPE_WORDS)

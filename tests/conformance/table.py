@@ -58,8 +58,13 @@ def is_of_this_torch(text: str) -> bool:
 
 def samples_in(text: str) -> int | None:
     """How many samples of each cell a table is made of; None for all."""
-    found = re.search(r"^# torch \S+ (\d+) samples", text)
+    found = re.search(r"^# torch \S+ (\d+) sample", text)
     return int(found.group(1)) if found else None
+
+
+def describe_samples(samples: int | None) -> str:
+    """`every sample`, `1 sample` or `3 samples`."""
+    return f"{samples} sample{'s' if samples > 1 else ''}" if samples else "every sample"
 
 
 def version() -> str:
@@ -91,7 +96,7 @@ def name_is_new(line: str, table: Table) -> bool:
 def to_text(table: Table, samples: int | None) -> str:
     """The table as text, sorted by name."""
     lines = [
-        f"# torch {version()}, {f'{samples} samples' if samples else 'every sample'} of each cell: {counts(table)}",
+        f"# torch {version()}, {describe_samples(samples)} of each cell: {counts(table)}",
         "# Each line: a letter for each dtype and form. `make conformance ARGS=--write` writes this file.",
         "# " + ", ".join(f"{letter} {outcome}" for outcome, letter in LETTERS.items()),
     ]

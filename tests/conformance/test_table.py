@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conformance import table
+from conformance import page, table
 from conformance.verdict import Cell, Verdict
 
 ORDER = ["wrong", "raw", "refused", "equal"]
@@ -55,7 +55,21 @@ def test_a_table_is_read_as_it_was_written() -> None:
     assert "\nabs refused 4 state[f64,i64];method[i64] FzeroError: a value of 3 [1, 2]\n" in text
 
 
-@pytest.mark.parametrize("samples", [None, 3])
+@pytest.mark.parametrize("samples", [None, 1, 3])
 def test_the_head_says_how_many_samples_were_taken(samples: int | None) -> None:
     text = table.to_text({}, samples)
     assert table.samples_in(text) == samples and table.is_of_this_torch(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "general"),
+    [
+        ("fft.irfft", "fft_irfft would change 3 values in place", "NAME would change N values in place"),
+        ("add", "a value meets a slice in add_: ranks would drift", "a value meets a slice in NAME: ranks would drift"),
+        ("norm", "a value meets a slice in mul: ranks would drift", "a value meets a slice in NAME: ranks would drift"),
+        ("abs", "TypeError: `abs` doesn't take [4, 5, 6]", "TypeError: 'NAME' doesn't take [N, N]"),
+        ("t", "TypeError: `t` doesn't take [4, 5, 6]", "TypeError: 't' doesn't take [N, N]"),
+    ],
+)
+def test_operators_share_a_reason(name: str, reason: str, general: str) -> None:
+    assert page.generalize(reason, name) == general

@@ -163,7 +163,7 @@ def describe(error: Exception) -> str:
     """The error's type and the first words of its message, without paths, lines and addresses."""
     message = error.problem if isinstance(error, fzero.FzeroError) else str(error)
     message = re.sub(r"\S*[/\\]\S*|0x[0-9a-f]+", "...", " ".join(message.split(" (/")[0].split()))
-    return textwrap.shorten(f"{type(error).__name__}: {message}", 110, placeholder=" ...")
+    return textwrap.shorten(f"{type(error).__name__}: {message}", 160, placeholder=" ...")
 
 
 @contextlib.contextmanager
