@@ -57,14 +57,14 @@ FORM_WORDS = {
 }
 
 BECAUSE = {
-    "Python needs a value": "The shape of the result, or a branch of Python code inside torch, depends on values. A step "
-    "is traced before it has values, so that it has no shape or branch for them.",
-    "would change a value in place": "A leaf is a value that every rank holds a part of, and other code may hold it too. A "
-    "step is a function: it returns new state.",
-    "writes into it": "The operator writes to a tensor that the step closes over. A step is a function: what changes is an "
-    "argument and a result.",
-    "a per-rank value meets a slice": "A batch differs between ranks, and so does what is computed from it. Beside a slice "
-    "of a leaf it would make ranks hold different state.",
+    "Python needs a value": "The shape of the result, or a branch of Python code inside torch, depends on values. A "
+    "step is traced before it has values, so that it has no shape or branch for them.",
+    "would change a value in place": "A leaf is a value that every rank holds a part of, and other code may hold it "
+    "too. A step is a function: it returns new state.",
+    "writes into it": "The operator writes to a tensor that the step closes over. A step is a function: what changes "
+    "is an argument and a result.",
+    "a per-rank value meets a slice": "A batch differs between ranks, and so does what is computed from it. Beside "
+    "a slice of a leaf it would make ranks hold different state.",
     "sparse": "A sparse tensor has no elements at fixed places, of which each rank could hold some.",
 }
 """The start of a refusal, and why it is one."""
@@ -107,7 +107,9 @@ def count_cells(kind: str, table: Table) -> str:
         verdicts = [row[cell].outcome for name, row in table.items() if kind_of(name) == kind and cell in row]
         if verdicts:
             numbers = (str(verdicts.count(outcome)) for outcome in COUNTED)
-            lines.append(f"| {FORM_WORDS[cell.form]} | {DTYPE_WORDS[cell.dtype]} | {' | '.join(numbers)} |")
+            lines.append(
+                f"| `{cell.form}`: {FORM_WORDS[cell.form]} | {DTYPE_WORDS[cell.dtype]} | {' | '.join(numbers)} |"
+            )
     return "\n".join([*lines, "", ""])
 
 
