@@ -1,10 +1,10 @@
 """The outcome of a random step: equal to plain torch, refused by an `FzeroError`, or one of what must not be.
 
-    equal     each result, new state and held value is plain torch's, up to rounding
-    refused   fzero raises an FzeroError
-    raw       something else is raised, or an FzeroError that asks for a bug report
-    wrong     a value differs, or ranks drift apart
-    invalid   plain torch refuses the step, or its values are no moderate numbers
+equal     each result, new state and held value is plain torch's, up to rounding
+refused   fzero raises an FzeroError
+raw       something else is raised, or an FzeroError that asks for a bug report
+wrong     a value differs, or ranks drift apart
+invalid   plain torch refuses the step, or its values are no moderate numbers
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -165,9 +165,7 @@ def _tolerance(program: Program) -> float:
     return max(
         tolerance
         for name, tolerance in TOLERANCES.items()
-        if name in text
-        or (name == "float32" and ".float()" in text)
-        or (name == "bfloat16" and ".bfloat16()" in text)
+        if name in text or (name == "float32" and ".float()" in text) or (name == "bfloat16" and ".bfloat16()" in text)
     )
 
 
@@ -175,7 +173,15 @@ def _compare_trees(where: str, got: Any, expected: Any, tolerance: float) -> Non
     if tree.paths(got) != tree.paths(expected):
         raise Drift(f"{where}: other structure: {tree.paths(got)} and {tree.paths(expected)}")
     for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(expected)):
-        _compare(f"{where} {path}", _full(a), b, tolerance)
+        a = _full(a) if " results" not in where else _repeat(_full(a), b)
+        _compare(f"{where} {path}", a, b, tolerance)
+
+
+def _repeat(got: Tensor, expected: Tensor) -> Tensor:
+    """Rows that all ranks have alike come once: so often, then, as the whole batch has them."""
+    if 0 < got.ndim == expected.ndim and 0 < len(got) < len(expected) and not len(expected) % len(got):
+        return got.repeat(len(expected) // len(got), *[1] * (got.ndim - 1))
+    return got
 
 
 def _compare_own(where: str, got: Any, expected: list[Any], tolerance: float) -> None:
@@ -196,7 +202,7 @@ def _compare_own(where: str, got: Any, expected: list[Any], tolerance: float) ->
 
 def _compare(where: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
-        raise Drift(f"{where}: {got.dtype}{list(got.shape)} where plain torch has {expected.dtype}{list(expected.shape)}")
+        raise Drift(f"{where}: {_form(got)} where plain torch has {_form(expected)}")
     if not expected.numel():
         return
     a, b = got.detach().double(), expected.detach().double()
@@ -204,6 +210,10 @@ def _compare(where: str, got: Tensor, expected: Tensor, tolerance: float) -> Non
     distance = float((a - b).abs().max())
     if not distance <= allowed:
         raise Drift(f"{where}: differs by {distance:.3g}: {_show(got)} where plain torch has {_show(expected)}")
+
+
+def _form(x: Tensor) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def _show(x: Tensor) -> str:
@@ -242,6 +252,3 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-Judge = Callable[[Program], Verdict]

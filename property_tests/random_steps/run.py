@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from property_tests.random_steps.draw import draw
 from property_tests.random_steps.grammar import WAITING
 from property_tests.random_steps.judge import Verdict, judge
-from property_tests.random_steps.program import Program, draw
+from property_tests.random_steps.program import Program
 
 ATTEMPTS = 5
 

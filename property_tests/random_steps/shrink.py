@@ -11,6 +11,8 @@ from property_tests.random_steps.judge import Verdict, judge
 from property_tests.random_steps.program import Program
 
 Change = Callable[[Program], Program]
+SIMPLEST = {"h": ("x",), "u": ('p["w"]', 'p["b"]')}
+"""First letter of a variable -> what may be read instead."""
 
 
 def shrink(
@@ -51,8 +53,8 @@ def _changes(program: Program) -> Iterator[Change]:
                 now, **{name: {k: v for k, v in getattr(now, name).items() if k != key}}
             )
     for statement in program.loss:
-        match = re.match(r"(v\d+) = ", statement)
-        for other in ("x", 'p["w"]', 'p["b"]') if match else ():
+        match = re.match(r"([hu]\d+) = ", statement)
+        for other in SIMPLEST[match[1][0]] if match else ():
             yield _substitute(match[1], other)
             yield _drop("loss", statement)
     yield _drop_leaves
@@ -60,9 +62,7 @@ def _changes(program: Program) -> Iterator[Change]:
     for changed in ({"layers": 0}, {"dtype": "float64"}, {"gradients": "fzero"}):
         yield _set(**changed)
     for leaf in program.shapes:
-        yield lambda now, leaf=leaf: replace(
-            now, shapes={name: (*of[:1], "float64" if name == leaf else of[1], of[2]) for name, of in now.shapes.items()}
-        )
+        yield _widen(leaf)
     yield lambda now: replace(now, rows=(1,) * len(now.rows))
     for changed in ({"mesh": (("fsdp", 2),)}, {"donate": False}, {"stage": 3}):
         yield _set(**changed)
@@ -98,6 +98,18 @@ def _substitute(name: str, other: str) -> Change:
             rowwise={key: swap(text) for key, text in now.rowwise.items()},
             own={key: swap(text) for key, text in now.own.items()},
         )
+
+    return change
+
+
+def _widen(leaf: str) -> Change:
+    """Make a leaf float64."""
+
+    def change(now: Program) -> Program:
+        if leaf not in now.shapes:
+            return now
+        shape, _, deviation = now.shapes[leaf]
+        return replace(now, shapes={**now.shapes, leaf: (shape, "float64", deviation)})
 
     return change
 
