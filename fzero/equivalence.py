@@ -96,7 +96,7 @@ def _compare_results(
     }
 
 
-def _compare(where: str, got: Sharded | Tensor, expected: Tensor, tolerances: tuple[float, float]) -> Difference:
+def _compare(where: str, got: Tensor, expected: Tensor, tolerances: tuple[float, float]) -> Difference:
     value = got.full_tensor() if isinstance(got, Sharded) else got
     if (value.shape, value.dtype) != (expected.shape, expected.dtype):
         raise FzeroError(
@@ -118,7 +118,7 @@ def _compare(where: str, got: Sharded | Tensor, expected: Tensor, tolerances: tu
 
 
 def _refuse_difference(
-    where: str, got: Sharded | Tensor, element: int, ours: Tensor, theirs: Tensor, tolerances: tuple[float, float]
+    where: str, got: Tensor, element: int, ours: Tensor, theirs: Tensor, tolerances: tuple[float, float]
 ) -> FzeroError:
     return FzeroError(
         f"{where}, {_find_holder(got, element)}",
@@ -128,11 +128,11 @@ def _refuse_difference(
     )
 
 
-def _find_holder(value: Sharded | Tensor, element: int) -> str:
+def _find_holder(value: Tensor, element: int) -> str:
     """The rank that holds an element of a flattened value, in words."""
-    if not isinstance(value, Sharded) or value.layout.replicated:
+    if not isinstance(value, Sharded) or value.form.layout.replicated:
         return "every rank"
-    layout = value.layout
+    layout = value.form.layout
     return f"rank {next(rank for rank in range(layout.world) if element in layout.part(value.index, rank))}"
 
 

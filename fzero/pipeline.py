@@ -66,7 +66,7 @@ class Pipeline(Generic[T]):
         Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
         which Python compares by identity first.
         """
-        signature = treedef, [leaf.form if leaf.__class__ is Sharded else _describe(leaf) for leaf in leaves]
+        signature = treedef, [leaf.form if isinstance(leaf, Sharded) else _describe(leaf) for leaf in leaves]
         for known, finished in self._cache:
             if known == signature:
                 return finished

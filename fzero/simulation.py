@@ -89,7 +89,7 @@ class Simulation:
         leaves, treedef = tree.flatten(args)
         program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
-        given = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
+        given = [x for x in leaves if isinstance(x, Tensor)]
         arguments = self._place_arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
@@ -101,7 +101,7 @@ class Simulation:
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""
         at = functools.partial(self._cut_batch, treedef=treedef, number=number)
-        return [at(i, leaf) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+        return [at(i, leaf) if _is_batch(leaf) else leaf for i, leaf in enumerate(leaves)]
 
     def _cut_batch(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
         if not leaf.ndim:
@@ -118,15 +118,13 @@ class Simulation:
 
     def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
         """The tensor arguments of each rank: copies of its own, with the slices of a bucket in one block."""
-        places = {i: (leaf.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
+        places = {i: (leaf.form.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
         groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
         return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
     def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
         values = {
-            i: part.clone()
-            for i, part in enumerate(self._select_rank(seat.number, treedef, leaves))
-            if isinstance(part, Tensor)
+            i: part.clone() for i, part in enumerate(self._select_rank(seat.number, treedef, leaves)) if _is_batch(part)
         }
         for layout, members in groups:
             full = {index: leaves[i].local for i, index in members.items()}
@@ -155,6 +153,10 @@ class Simulation:
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
+
+
+def _is_batch(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, Sharded)
 
 
 def _has_equal_bits(a: Tensor, b: Tensor) -> bool:

@@ -144,7 +144,7 @@ class Step:
         All ranks learn of an error here, so that none waits for this one.
         """
         leaves, treedef = tree.flatten(args)
-        values = [x for x in leaves if isinstance(x, (Sharded, Tensor))]
+        values = [x for x in leaves if isinstance(x, Tensor)]
         try:
             compiled = self._pipeline.prepare(leaves, treedef)
             if pass_state is not None or compiled.program.pass_state:
@@ -170,7 +170,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     return _Compiled(program, runner, Returned(program, on), donated, digest(lines), lines)
 
 
-def _copy_aliases(values: Sequence[Sharded | Tensor], donated: Sequence[int]) -> list[Tensor]:
+def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
     """The tensors of arguments, with a copy of each donated tensor that lies where another argument does: the step
     would overwrite the other argument as well."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]

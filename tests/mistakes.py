@@ -52,19 +52,22 @@ def place_state(mesh: Any) -> State:
 
 
 class WrongStep(NamedTuple):
-    """`step(state, x)`, with the leaf and the operation that its refusal names. For the leaf "n" the step returns
-    `{"n": ...}`."""
+    """A step that replaces a leaf by `new(state, x)`, with the leaf and the operation that its refusal names."""
 
-    step: Callable[[State, Tensor], Any]
+    new: Callable[[State, Tensor], Any]
     leaf: str
     operation: str
     shows: bool = True  # in what virtual ranks compute
 
+    def step(self, state: State, x: Tensor) -> State:
+        return state._replace(**{self.leaf: self.new(state, x)})
+
     @property
     def message(self) -> str:
         """The beginning of the refusal: leaf, operation and the user's line."""
-        problem = "result 'n' is state but depends on this rank's batch in" if self.leaf == "n" else PER_RANK
-        code = self.step.__code__
+        result = f"result {self.leaf!r} is state but depends on this rank's batch in"
+        problem = PER_RANK if self.operation == "take" else result
+        code = self.new.__code__
         line = f"({code.co_filename}:{code.co_firstlineno} in <lambda>: "
         return f"{self.leaf}: {problem} {self.operation}: ranks would drift apart {line}"
 
@@ -80,18 +83,18 @@ def norm_of_a_gradient(b: Any, x: Tensor) -> Tensor:
 
 
 IN_A_STEP: dict[str, WrongStep] = {
-    "a rate of the batch": WrongStep(lambda state, x: state.w - x.abs().mean() * state.w, "w", "mul"),
+    "a rate of the batch": WrongStep(lambda state, x: state.w - x.abs().mean() * state.w, "w", "sub"),
     "a rate of the batch in a list": WrongStep(
-        lambda state, x: torch._foreach_mul([state.w], x.sum()), "w", "_foreach_mul"
+        lambda state, x: torch._foreach_mul([state.w], x.sum())[0], "w", "_foreach_mul"
     ),
-    "a random rate": WrongStep(lambda state, x: state.w - torch.rand(()) * state.w, "w", "mul"),
+    "a random rate": WrongStep(lambda state, x: state.w - torch.rand(()) * state.w, "w", "sub"),
     "a rate of the rank": WrongStep(lambda state, x: state.w * fzero.axis_index("replica"), "w", "mul"),
     "a mean over one axis of two": WrongStep(lambda state, x: state.w * fzero.pmean(x.mean(), "fsdp"), "w", "mul"),
     "a number of the batch beside a 0-d leaf": WrongStep(lambda state, x: x.mean() * state.s, "s", "mul"),
     "a branch of the batch": WrongStep(lambda state, x: torch.where(x.sum() > 0, state.w, -state.w), "w", "where"),
     "a gradient by hand": WrongStep(lambda state, x: state.w - x.T @ x, "w", "sub"),
     "a gradient in a list": WrongStep(
-        lambda state, x: torch._foreach_add([state.w, state.b], [state.w, x.sum(0)]), "b", "_foreach_add"
+        lambda state, x: torch._foreach_add([state.w, state.b], [state.w, x.sum(0)])[1], "b", "_foreach_add"
     ),
     "a slice of a gradient by hand": WrongStep(lambda state, x: state.w.slice_of(x.T @ x), "w", "take"),
     "dropout of a parameter": WrongStep(
@@ -107,14 +110,12 @@ IN_A_STEP: dict[str, WrongStep] = {
         "mul",
         shows=False,  # new memory may hold the same by chance
     ),
-    "clipping by a norm of its own": WrongStep(lambda state, x: state.b / norm_of_a_gradient(state.b, x), "b", "div"),
-    "a count of the batch": WrongStep(lambda state, x: {"n": state.n + (x > 0).sum()}, "n", "add"),
-    "a sum of the batch": WrongStep(lambda state, x: {"n": state.n + x.sum()}, "n", "add"),
-    "the rank as state": WrongStep(lambda state, x: {"n": state.n + fzero.axis_index("fsdp")}, "n", "add"),
-    "what was added to zeros": WrongStep(
-        lambda state, x: {"n": state.n + torch.zeros(5).add_(x.sum(0)).sum()}, "n", "add"
-    ),
-    "what was added through a view": WrongStep(lambda state, x: {"n": state.n + through_a_view(x)}, "n", "add"),
+    "clipping by a norm of its own": WrongStep(lambda state, x: state.b / norm_of_a_gradient(state.b, x), "b", "div_1"),
+    "a count of the batch": WrongStep(lambda state, x: state.n + (x > 0).sum(), "n", "add"),
+    "a sum of the batch": WrongStep(lambda state, x: state.n + x.sum(), "n", "add"),
+    "the rank as state": WrongStep(lambda state, x: state.n + fzero.axis_index("fsdp"), "n", "add"),
+    "what was added to zeros": WrongStep(lambda state, x: state.n + torch.zeros(5).add_(x.sum(0)).sum(), "n", "add"),
+    "what was added through a view": WrongStep(lambda state, x: state.n + through_a_view(x), "n", "add"),
 }
 CAPTURED = torch.ones(5)
 IMPURE: dict[str, tuple[Callable[..., Any], str]] = {

@@ -55,7 +55,7 @@ def test_optimizer_state_lies_as_its_parameters_do() -> None:
     params = fzero.partition(layers(), mesh)
     placed, made = fzero.partition(ADAM.init(layers()), mesh, like=params), ADAM.init(params)
     for ours, theirs in zip(tree.leaves(placed), tree.leaves(made), strict=True):
-        assert (ours.layout, ours.index) == (theirs.layout, theirs.index)
+        assert (ours.form.layout, ours.index) == (theirs.form.layout, theirs.index)
         assert torch.equal(ours.local, theirs.local)
 
 

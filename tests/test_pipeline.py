@@ -91,14 +91,14 @@ def test_what_a_step_returns_has_the_form_of_what_it_was_given() -> None:
         params = returned([leaf.local * 2 for leaf in tree.leaves(params)])
         assert made(given, params) is program
         for leaf in tree.leaves(params):
-            assert leaf.form == Sharded(leaf.local, leaf.layout, leaf.index, leaf.on).form
+            assert leaf.form == Sharded(leaf.local, leaf.form.layout, leaf.index, leaf.on).form
     assert tree.leaves(params)[0].local.tolist() == [8.0] * 5
 
 
 def test_state_of_another_mesh_is_refused_though_its_layout_is_known() -> None:
     given, params = pipeline(), state()
     made(given, params)
-    strangers = tree.map(lambda leaf: Sharded(leaf.local, leaf.layout, leaf.index, type(ON)(MESH)), params)
+    strangers = tree.map(lambda leaf: Sharded(leaf.local, leaf.form.layout, leaf.index, type(ON)(MESH)), params)
     with pytest.raises(FzeroError, match="another mesh"):
         made(given, strangers)
 

@@ -6,6 +6,7 @@ which public name would replace the private one. A section a room; the heading n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.distributed as dist
+import torch.fx.experimental.proxy_tensor
 import torch.utils._mode_utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
@@ -94,6 +96,24 @@ map_pytree: Callable[..., Any] = torch.utils._pytree.tree_map
 """Map a function over the leaves of such a pytree. Public replacement: a public `torch.utils.pytree`."""
 
 
+pytree_leaves: Callable[..., list[Any]] = torch.utils._pytree.tree_leaves
+"""The leaves of a pytree of torch. Public replacement: a public `torch.utils.pytree`."""
+
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""A tensor subclass without memory of its own. Public replacement: `Tensor.make_wrapper_subclass`."""
+
+
+def is_called_by_functorch() -> bool:
+    """Whether code of torch.func, and no other, asks a pytree node for its children or rebuilds it.
+
+    Public replacement: none is needed once `torch.func` asks a class for what to differentiate.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == torch.utils._pytree.__name__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch._functorch.")
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass. Public replacement: a predicate in `torch.autograd`."""
     return torch._C._current_autograd_node() is not None
@@ -133,6 +153,45 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """The base class of modes that see each aten operation. Public replacement: the same name in `torch.overrides`."""
 
 
+class TraceGraph:
+    """The graph that make_fx is recording. Make it inside of the function that make_fx traces.
+
+    Public replacement: a function of `torch.fx.experimental.proxy_tensor` from a traced tensor to its node.
+    """
+
+    def __init__(self) -> None:
+        mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
+        assert mode is not None  # inside of make_fx
+        self._tracer = mode.tracer
+        self.graph: fx.Graph = self._tracer.graph
+
+    def node_of(self, x: Tensor) -> Any:
+        """The node of a traced tensor, which transforms of torch.func may have wrapped; None where it has no node."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(x, self._tracer, None)
+        return None if slot is None else slot.proxy.node
+
+    def nodes_after(self, node: Any) -> Iterator[Any]:
+        """The nodes behind a node, in order; all of them for None."""
+        following = self.graph._root.next if node is None else node.next
+        while following is not self.graph._root:
+            yield following
+            following = following.next
+
+
+def has_known_value(x: Any) -> bool:
+    """Whether torch remembers the value of a fake tensor, and computes with it at trace time.
+
+    Public replacement: an option of make_fx to remember no values.
+    """
+    if x.constant is not None:
+        return True
+    mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
+    slot = None if mode is None else torch.fx.experimental.proxy_tensor.get_proxy_slot(x, mode.tracer, None)
+    return slot is not None and slot.constant is not None
+
+
 def overload_name(operation: Any) -> str:
     """The overload of an aten operation: "Tensor" for `aten.add.Tensor`. Public replacement: `overload_name` on it."""
     return operation._overloadname
@@ -157,12 +216,6 @@ no_dispatch: Callable[[], AbstractContextManager[Any]] = torch.utils._mode_utils
 
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """A `__torch_function__` that does nothing. Public name once torch has one: a class attribute to opt out."""
-
-make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
-"""A tensor subclass without memory of its own. Public name once torch has one: `Tensor.make_wrapper_subclass`."""
-
-pytree_leaves: Callable[..., list[Any]] = torch.utils._pytree.tree_leaves
-"""The leaves of a pytree of torch. Public name once torch has one: `torch.utils.pytree`."""
 
 map_pytree_only: Callable[..., Any] = torch.utils._pytree.tree_map_only
 """Map the leaves of one type of a pytree of torch. Public name once torch has one: `torch.utils.pytree`."""

@@ -12,7 +12,7 @@ from fzero.program.kinds import Buffer, Kind, kind_of_state
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_writes, is_call, leaves_of, name_of, record, starts, storage
-from fzero.program.refusals import PASS_BUG, advise_mean, describe_kind, line_of, refuse_node
+from fzero.program.refusals import PASS_BUG, describe_kind, line_of, refuse_node, refuse_state
 
 
 def verify(program: Program, *, stage: int | None = None) -> Program:
@@ -54,8 +54,7 @@ def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
             continue
         where, name = program.path_of(result), f"result {result.path!r}"
         if isinstance(kind, frozenset) and kind:
-            problem = f"{name} is state but depends on this rank's batch in {node.name}: ranks would drift apart"
-            raise FzeroError(where, problem + line_of(node), advise_mean(kind))
+            raise refuse_state(program, where, result.path, kind, node)
         wanted = f", not {describe_kind(program, expected)}," if expected is not None else ""
         problem = f"{name} is {describe_kind(program, kind)}{wanted} in {node.name}{line_of(node)}"
         raise FzeroError(where, problem, "return the leaf that belongs there")

@@ -117,9 +117,10 @@ def find_operand(node: Node, position: int, argument: Any) -> Any:
 
 
 def _draws(node: Node) -> bool:
-    """Whether a node of a random aten operation draws: attention without dropout does not."""
+    """Whether a node of a random aten operation draws: attention without dropout, and rrelu outside of training, do
+    not."""
     given = {arg.name: find_operand(node, i, arg) for i, arg in enumerate(schema_of(node.target).arguments)}
-    return given.get("dropout_p") != 0
+    return given.get("dropout_p") != 0 and given.get("training") is not False and given.get("train") is not False
 
 
 def _estimate_work(name: str, writes: bool, node: Node) -> Work:

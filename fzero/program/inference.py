@@ -37,15 +37,23 @@ class Walk:
 
     def run(self) -> dict[Node, Kind]:
         """The kind of each node."""
-        for argument, node in zip(self.program.arguments, self.program.placeholders):
-            self._note(node, self.per_rank if argument.bucket is None else kind_of_state(self.program, argument))
+        self.enter()
         for node in self.program.graph.nodes:
-            if node.op == "get_attr":
-                self._note(node, UNIFORM)
-            elif node.op == "call_function":
-                self._note(node, self._infer(node))
-                self._write(node)
+            self.visit(node)
         return {node: self.of(node) for node in self._kinds}
+
+    def enter(self) -> None:
+        """Note the kinds of the arguments."""
+        for argument, node in zip(self.program.arguments, self.program.placeholders):
+            self.note(node, self.per_rank if argument.bucket is None else kind_of_state(self.program, argument))
+
+    def visit(self, node: Node) -> None:
+        """Find the kind of a node, whose inputs have been visited."""
+        if node.op == "get_attr":
+            self.note(node, UNIFORM)
+        elif node.op == "call_function":
+            self.note(node, self._infer(node))
+            self._write(node)
 
     def of(self, given: Any) -> Kind:
         """The kind of an argument of a node, including the values that nodes have written into its memory by now. An
@@ -99,7 +107,8 @@ class Walk:
             return None
         return f"a slice of {path_of(self.program, kind)} of {value.numel()} elements, where rank {RANK} holds {size}"
 
-    def _note(self, node: Node, kind: Kind) -> None:
+    def note(self, node: Node, kind: Kind) -> None:
+        """Give a node its kind."""
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not value.ndim and isinstance(kind, frozenset):
             kind -= {RAGGED}  # a 0-d value has the same shape on all ranks, also the sum of a slice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fzero.base.errors import FzeroError
-from fzero.program.kinds import RAGGED, Buffer, Kind, Slice
+from fzero.program.kinds import RAGGED, Buffer, Kind, Slice, axes_of
 from fzero.program.operation import Node
 from fzero.program.records import leaves_of, name_of, record
 
@@ -33,6 +33,12 @@ def refuse_drift(
     problem = f"a per-rank value meets a slice of this leaf in {met}: ranks would drift apart"
     where = path_of(program, leaf) if leaf is not None else leaf_near(program, node)
     return FzeroError(where, problem + (line_of(node) or line_of(use)), advise_mean(axes))
+
+
+def refuse_state(program: Program, where: str, path: str, kind: Kind, node: Node) -> FzeroError:
+    """The error of the result at `path`: new state of the leaf `where` that differs between ranks since `node`."""
+    problem = f"result {path!r} is state but depends on this rank's batch in {node.name}: ranks would drift apart"
+    return FzeroError(where, problem + line_of(node), advise_mean(axes_of(program, kind)))
 
 
 def advise_mean(axes: frozenset[str]) -> str:

@@ -26,6 +26,7 @@ class Live:
     """
 
     is_tracing = False
+    writes = 0
 
     def __init__(
         self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str, ranks: tuple[int, ...]
@@ -74,6 +75,18 @@ class Live:
     def settle(self) -> None:
         """Wait until no other rank reads this rank's memory. Call before memory that was sent is overwritten."""
         self._sharding.settle()
+
+    def varies(self, x: Tensor) -> bool:
+        return False
+
+    def may_write(self, x: Tensor) -> bool:
+        return False
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        pass
+
+    def note_write(self) -> None:
+        raise NotImplementedError  # nothing may write
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         along = wire(layout, (leaf,))

@@ -7,6 +7,7 @@ between a sharded and a whole value is a view, and a sum over ranks is there alr
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,22 @@ class Virtual:
     rank = None  # all of them
     device = None  # that of the given tensors
     is_tracing = False
+    writes = 0
 
     def __init__(self, mesh: VirtualMesh) -> None:
         self.mesh = mesh
+
+    def varies(self, x: Tensor) -> bool:
+        return False
+
+    def may_write(self, x: Tensor) -> bool:
+        return False
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        pass
+
+    def note_write(self) -> None:
+        raise NotImplementedError  # nothing may write
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return x.view(layout.leaves[leaf].shape)

@@ -11,7 +11,7 @@ import torch
 from fzero.base import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf, replicated_layout
-from fzero.values.sharded import is_sharded
+from fzero.values.functions import is_sharded
 
 Keys = Sequence[tuple[str | int, ...]]
 Layers = Callable[[str], str | None]
@@ -93,7 +93,7 @@ def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mes
         ends = (known.get(tree.dotted(key[start:])) for start in range(len(key) + 1))
         param = next((param for param in ends if param is not None and param.shape == leaf.shape), None)
         if param is not None:
-            found[position] = (param.layout, param.index)
+            found[position] = (param.form.layout, param.index)
         elif not leaf.shape:
             found[position] = (replicated_layout(leaf.shape, mesh), 0)
     return found

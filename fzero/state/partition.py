@@ -20,7 +20,8 @@ from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, group_by_layout, plan_leaves
 from fzero.state.send import Feed
 from fzero.state.sources import Source, source_of
-from fzero.values.sharded import Sharded, is_sharded
+from fzero.values.functions import is_sharded
+from fzero.values.sharded import Sharded
 
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
 
@@ -112,7 +113,7 @@ def _open_leaf(path: str, leaf: Any) -> Source:
     if is_sharded(leaf):
         raise FzeroError(
             path,
-            f"is partitioned already, over {leaf.layout.world} ranks in bucket {leaf.layout.bucket!r}",
+            f"is partitioned already, over {leaf.form.layout.world} ranks in bucket {leaf.form.layout.bucket!r}",
             "partition a tree once; fzero.unpartition gives full tensors again",
         )
     if isinstance(leaf, Tensor) and leaf.is_meta:

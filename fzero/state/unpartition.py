@@ -17,7 +17,8 @@ from fzero.ranks.live import Live
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource
-from fzero.values.sharded import Sharded, is_sharded
+from fzero.values.functions import is_sharded
+from fzero.values.sharded import Sharded
 
 
 def unpartition(params: tree.Tree, *, rank: int | None = None) -> tree.Tree:
@@ -70,7 +71,9 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     layout = _reshape(old, tuple(new.shape))
     at = {paths[i]: i for i in range(len(paths))}
     prefix = path.removesuffix(old.path)
-    family = {index: at[prefix + leaf.path] for index, leaf in enumerate(old.layout.leaves) if prefix + leaf.path in at}
+    family = {
+        index: at[prefix + leaf.path] for index, leaf in enumerate(old.form.layout.leaves) if prefix + leaf.path in at
+    }
     shapes = {index: new if i == at[path] else leaves[i] for index, i in family.items()}
     slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device)
     for index, i in family.items():
@@ -82,15 +85,16 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
 
 def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
     """The leaf's layout with another shape for the leaf."""
-    others = list(leaf.layout.leaves)
+    others = list(leaf.form.layout.leaves)
     others[leaf.index] = replace(leaf.leaf, shape=shape)
-    return replace(leaf.layout, leaves=tuple(others))
+    return replace(leaf.form.layout, leaves=tuple(others))
 
 
 def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
     """A leaf as a new whole tensor, on every rank or on `rank` alone."""
     if rank is None or not isinstance(leaf.on, Live):
-        return leaf.full_tensor().detach().clone()
+        full = leaf.full_tensor()
+        return full if leaf.on.is_tracing else full.detach().clone()
     if rank not in leaf.on.ranks:
         raise FzeroError("rank", f"is {rank}, the mesh has ranks {list(leaf.on.ranks)}", "name one of them")
     return _collect(leaf, leaf.on, rank)
@@ -99,25 +103,25 @@ def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
 def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:
     """A whole leaf on one rank. Only the ranks of one copy of the state, those in the row of `rank`, send to it."""
     row, me = on.row(rank), on.ranks[on.number]
-    if leaf.layout.replicated:
+    if leaf.form.layout.replicated:
         return leaf.local.detach().clone() if me == rank else None
     if me not in row:
         return None
     everything = range(leaf.numel())
-    have = find_owners(leaf.layout, leaf.index, everything, [[peer] for peer in row])
+    have = find_owners(leaf.form.layout, leaf.index, everything, [[peer] for peer in row])
     flat = torch.empty(leaf.numel() if me == rank else 0, dtype=leaf.dtype, device=leaf.device)
     mine = Stretch(leaf.part.start, leaf.local.detach())
     perform(on, f"collecting {leaf.path} on rank {rank}", plan(have, [Part(rank, everything)]), mine, Stretch(0, flat))
     return flat.view(leaf.shape) if me == rank else None
 
 
-def _assemble_piece(leaf: Sharded | Tensor, piece: range) -> Tensor:
+def _assemble_piece(leaf: Tensor, piece: range) -> Tensor:
     """[len(piece)] some elements of a flattened leaf, on every rank."""
     if not isinstance(leaf, Sharded):
         out = torch.empty(len(piece), dtype=leaf.dtype)
         TensorSource(leaf).read(piece.start, out)
         return out
-    on, layout = leaf.on, leaf.layout
+    on, layout = leaf.on, leaf.form.layout
     if not isinstance(on, Live) or layout.replicated:
         return leaf.local.detach().reshape(-1)[piece.start : piece.stop].clone()
     me = on.ranks[on.number]

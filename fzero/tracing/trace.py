@@ -6,20 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from fzero.base.torch_private import FakeTensorMode, TraceGraph
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
+from fzero.tracing.call_mode import CallMode
+from fzero.tracing.kinds import Kinds
+from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
-from fzero.tracing.user_line import user_line_of_error
+from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
 from fzero.values.sharded import Sharded
 
@@ -38,7 +41,9 @@ class Tracer:
     def __init__(self, mesh: VirtualMesh) -> None:
         self.mesh = mesh
         self.layouts: dict[str | None, Layout] = {}
+        self.kinds: Kinds | None = None  # while the step runs
         self._names: dict[Layout, str] = {}
+        self.writes = 0
 
     def name(self, layout: Layout) -> str:
         """The key of a layout in the program's table: the bucket's name, numbered where two layouts share a name."""
@@ -47,6 +52,19 @@ class Tracer:
             self._names[layout] = f"{layout.bucket}#{taken + 1}" if taken else layout.bucket
             self.layouts[self._names[layout]] = layout
         return self._names[layout]
+
+    def varies(self, x: Tensor) -> bool:
+        return self.kinds is not None and self.kinds.varies(x)
+
+    def may_write(self, x: Tensor) -> bool:
+        return self.kinds is not None and self.kinds.may_write(x)
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        if self.kinds is not None:
+            self.kinds.note_result(x, full, result)
+
+    def note_write(self) -> None:
+        self.writes += 1
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return ops.gather(x, self.name(layout), leaf, list(layout.leaves[leaf].shape))
@@ -81,56 +99,61 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     leaves, treedef = tree.flatten(args)
     paths = [tree.dotted(key) for key in tree.keys(treedef)]
     tracer = Tracer(mesh)
+    arguments = tuple(_describe_argument(path, leaf, tracer) for path, leaf in zip(paths, leaves) if _is_tensor(leaf))
     results: list[Result] = []
     out_tree: list[tree.TreeDef] = []
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def describe(graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
+        return Program(
+            name=getattr(fn, "__name__", type(fn).__name__),
+            graph=graph,
+            arguments=arguments,
+            results=tuple(results),
+            out_tree=out_tree[0] if out_tree else treedef,
+            layouts=tracer.layouts,
+            constants=constants,
+            mesh=mesh,
+            fake_mode=fake_mode,
+        )
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         values = iter(tensors)
-        given = [_wrap(leaf, next(values), tracer) if _is_tensor(leaf) else leaf for leaf in leaves]
-        with TraceMode():
-            out_leaves, out_def = tree.flatten(fn(*tree.unflatten(treedef, given)))
+        given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
+        traced = TraceGraph()
+        tracer.kinds = Kinds(describe(traced.graph, {}), traced)
+        with TraceMode(), CallMode():
+            out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         results.extend(
             _describe_result(path, leaf, tracer) for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves)
         )
         return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in out_leaves if _is_tensor(leaf)]
 
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with bind_axes(tracer), fake_mode, _RefuseDataDependence(fn):
+    with bind_axes(tracer), fake_mode, NameErrors(fn):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
-    arguments = tuple(_describe_argument(path, leaf, tracer) for path, leaf in zip(paths, leaves) if _is_tensor(leaf))
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
-    program = Program(
-        name=getattr(fn, "__name__", type(fn).__name__),
-        graph=traced.graph,
-        arguments=arguments,
-        results=tuple(results),
-        out_tree=out_tree[0],
-        layouts=tracer.layouts,
-        constants=constants,
-        mesh=mesh,
-        fake_mode=fake_mode,
-    )
+    program = describe(traced.graph, constants)
     _number_draws(program)
     return program
 
 
 def _is_tensor(leaf: Any) -> bool:
     """Whether a leaf is an input of the graph, not a constant."""
-    return isinstance(leaf, (Tensor, Sharded))
+    return isinstance(leaf, Tensor)
 
 
 def _wrap(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
     """The traced `value` of a leaf as the step sees it: a `Sharded` on the tracer where the leaf is one."""
-    return Sharded(value, leaf.layout, leaf.index, tracer) if isinstance(leaf, Sharded) else value
+    return Sharded(value, leaf.form.layout, leaf.index, tracer) if isinstance(leaf, Sharded) else value
 
 
-def _make_fake(leaf: Tensor | Sharded, fake_mode: FakeTensorMode) -> Tensor:
+def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode) -> Tensor:
     """A tensor without data, of the shape that rank `RANK` holds of a leaf."""
-    if isinstance(leaf, Tensor):
+    if not isinstance(leaf, Sharded):
         return fake_mode.from_tensor(leaf.detach(), static_shapes=True)
-    layout = leaf.layout
+    layout = leaf.form.layout
     shape = leaf.shape if layout.replicated else (len(layout.part(leaf.index, RANK)),)
     with fake_mode:
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
@@ -138,13 +161,13 @@ def _make_fake(leaf: Tensor | Sharded, fake_mode: FakeTensorMode) -> Tensor:
 
 def _describe_argument(path: str, leaf: Any, tracer: Tracer) -> Argument:
     if isinstance(leaf, Sharded):
-        return Argument(path, tracer.name(leaf.layout), leaf.index)
+        return Argument(path, tracer.name(leaf.form.layout), leaf.index)
     return Argument(path)
 
 
 def _describe_result(path: str, leaf: Any, tracer: Tracer) -> Result:
     if isinstance(leaf, Sharded):
-        return Result(path, tracer.name(leaf.layout), leaf.index)
+        return Result(path, tracer.name(leaf.form.layout), leaf.index)
     return Result(path) if isinstance(leaf, Tensor) else Result(path, constant=leaf, is_constant=True)
 
 
@@ -184,21 +207,3 @@ def _emit_draw(program: Program, number: int, node: Node) -> Node:
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
     clone = emit(_aten.clone.default, first)
     return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, clone, *rest, **node.kwargs))
-
-
-class _RefuseDataDependence:
-    """A context that turns torch's errors for Python that depends on data into an `FzeroError` with the user's line."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            raise FzeroError(
-                user_line_of_error(tb) or getattr(self.fn, "__name__", "step"),
-                "Python needs a value, or a shape, that is only known when the step runs",
-                "choose with torch.where, or return the tensor and look at it outside the step",
-            ) from error

@@ -6,10 +6,11 @@ import keyword
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.traceback import get_current_meta, preserve_node_meta, set_stack_trace
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import FakeTensor, TorchDispatchMode, overload_name
+from fzero.base.torch_private import FakeTensor, TorchDispatchMode, has_known_value, overload_name
 from fzero.program.records import record
 from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
@@ -46,17 +47,20 @@ class TraceMode(TorchDispatchMode):
             args = tuple(_forget_constant(arg) for arg in args)
         if func is _aten._efficientzerotensor.default:
             func = _aten.zeros.default  # forward mode makes these lazy zeros; a trace turns them into meta tensors
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.layout is not torch.strided:
+            raise FzeroError(line, f"makes a {result.layout} tensor, and programs have dense ones", "leave it dense")
+        return result
 
 
 def _forget_constant(arg: Any) -> Any:
-    """`arg` as a fake tensor whose value torch does not know.
+    """`arg` as a tensor whose value torch does not know.
 
-    torch remembers the value of a fake tensor like `torch.tensor(2.0)`, and computes with it at trace time. Operations
-    of `ops` have no kernels to compute with. torch remembers values of one element only: a selected row of an expanded
-    tensor has no known value.
+    torch remembers the value of a traced tensor like `torch.tensor(2.0)`, and computes with it at trace time.
+    Operations of `ops` have no kernels to compute with. torch remembers values of one element only: a selected row of
+    an expanded tensor has no known value.
     """
-    if not isinstance(arg, FakeTensor) or arg.constant is None:
+    if not isinstance(arg, FakeTensor) or not has_known_value(arg):
         return arg
     return arg.expand(2, *arg.shape).select(0, 0)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.values.functions import is_sharded
 from fzero.values.moves import AllReduce, Extreme, MovePerformer
 
 _current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)
@@ -79,4 +81,11 @@ def _all_reduce(move: type[torch.autograd.Function], x: tree.Tree, op: str, axis
     if on is None:
         return x
     on.mesh.size(axis)  # raises for an axis that the mesh does not have
-    return tree.map(lambda leaf: move.apply(leaf, on, op, (axis,)), x)
+    return tree.map(lambda leaf: _reduce_leaf(move, leaf, on, op, axis), x)
+
+
+def _reduce_leaf(move: type[torch.autograd.Function], leaf: Any, on: MovePerformer, op: str, axis: str) -> Tensor:
+    """A leaf, reduced over the ranks along an axis. All ranks hold the same `Sharded`, which is its own mean."""
+    if is_sharded(leaf):
+        return leaf * on.mesh.size(axis) if op == "sum" else leaf
+    return move.apply(leaf, on, op, (axis,))

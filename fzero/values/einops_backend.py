@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fzero.base.torch_private import EinopsTorchBackend
-from fzero.values.sharded import is_sharded
+from fzero.values.functions import is_sharded
 
 
 class ShardedBackend(EinopsTorchBackend):

@@ -65,7 +65,7 @@ def _take_tensors(aux: tree.Tree) -> tuple[list[Any], Callable[[list[Any]], tree
     torch.func takes tensors only as auxiliary output; `aux` may have other leaves.
     """
     leaves, treedef = tree.flatten(aux)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Sharded))]
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def rebuild(tensors: list[Any]) -> tree.Tree:
         replaced = dict(zip(at, tensors))

@@ -142,7 +142,7 @@ class _Slots(NamedTuple):
 
 
 def _full_tensor(leaf: Any) -> Tensor:
-    return leaf if isinstance(leaf, Tensor) else leaf.full_tensor()
+    return leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
 
 def _check_leaf(path: str, leaf: Any, shape: torch.Size) -> None:

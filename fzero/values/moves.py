@@ -59,10 +59,24 @@ class MovePerformer(Protocol):
 
     mesh: VirtualMesh
     is_tracing: bool  # whether moves are written into a program instead of performed
+    writes: int  # how many functions have written into slices
 
     @property
     def rank(self) -> int | None:
         """This rank's position along the mesh's shard axis; None for all ranks together."""
+
+    def varies(self, x: Tensor) -> bool:
+        """Whether the plain tensor `x` may differ between ranks. Only a trace knows: elsewhere, no."""
+
+    def may_write(self, x: Tensor) -> bool:
+        """Whether a function may write into the slice `x`: inside of a step, where no argument has that memory, and
+        where the step has no view of the gathered value, which would not see the write."""
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        """Note what a function returned for `full`, which was gathered from the slice `x`: maybe a view."""
+
+    def note_write(self) -> None:
+        """Count a write into a slice: what was gathered before is out of date."""
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """The full leaf, in its shape, from the 1-d slices `x` of all ranks."""

@@ -21,7 +21,7 @@ _UNARY = """
     ndtr neg negative positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc
     sinh softplus softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink
     softshrink hardshrink threshold sqrt square tan tanh trunc fix zeros_like ones_like full_like empty_like
-    to type float double half bfloat16 int long short bool byte char cpu cuda
+    to type contiguous float double half bfloat16 cfloat cdouble int long short bool byte char cpu cuda
 """
 _BINARY = """
     add radd sub rsub subtract mul rmul multiply div divide true_divide truediv rtruediv floor_divide floordiv
@@ -38,6 +38,9 @@ copysign, nextafter, logit and sgn are missing: their derivatives create tensors
 between ranks, but one program serves all ranks.
 """
 
+FILLS = frozenset({"copy", "fill", "zero"})
+"""Names, without their underscore, of elementwise functions that only exist in place."""
+
 LIST_OPS = frozenset({"scale_by_adam"})
 """Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
 
@@ -47,13 +50,23 @@ GATHERED_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
 LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
 """Name of a function on a list that reduces each leaf -> the function of one leaf."""
 
-OPERATORS = """
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__
-    __rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__
-    __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __getitem__ __setitem__ __bool__
-    __lshift__ __rlshift__ __rshift__ __rrshift__ __float__ __int__ __index__
-""".split()
-"""Special methods that a `Sharded` takes from `Tensor`."""
+METADATA = frozenset(
+    """
+    layout names itemsize nbytes is_leaf grad_fn retains_grad output_nr _version _base _backward_hooks is_sparse
+    is_sparse_csr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_vulkan
+    is_xla is_xpu shape ndim dtype device dim ndimension size numel nelement stride storage_offset element_size
+    get_device is_contiguous is_complex is_floating_point is_signed is_conj is_neg is_inference is_shared has_names
+       """.split()
+)
+"""Names of functions that tell what a tensor is and read none of its elements: the value itself answers."""
+
+_WAY_OUT = "differentiate with fzero.value_and_grad(loss)(params), and change gradients between that and the update"
+REFUSED = dict.fromkeys(("grad", "backward", "retain_grad", "register_hook", "requires_grad_"), _WAY_OUT)
+REFUSED["register_post_accumulate_grad_hook"] = _WAY_OUT
+"""Name of a function of autograd -> what to write instead."""
+
+MEMORY_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
+"""The memory formats of a flat slice. With any other format an elementwise function gathers."""
 
 _CONVERSIONS = frozenset({"__bool__", "__float__", "__int__", "__index__"})
 """Special methods that return a Python number. Without underscores `__bool__` would be taken for `Tensor.bool`."""
@@ -62,9 +75,21 @@ _ALIASES = {"_threshold": "threshold", "log_sigmoid": "logsigmoid", "rdiv": "rtr
 """A function's `__name__` -> its name in these tables, where they differ."""
 
 
+_ACCESSORS = frozenset({"__get__", "__set__", "__delete__"})
+_WRITERS = frozenset(
+    """
+    __set__ __delete__ __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__
+    __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imatmul__
+    """.split()
+)
+"""Names of special methods that write into their first operand."""
+
+
 def name_of(func: Callable[..., Any]) -> str:
-    """The name of a function in these tables: `add` for `Tensor.__add__`."""
+    """The name of a function in these tables: `add` for `Tensor.__add__`, `T` for the getter of `Tensor.T`."""
     name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")
+    if is_accessor(func):
+        name = func.__self__.__name__  # type: ignore[attr-defined]  # of the attribute
     if name.startswith("__") and name not in _CONVERSIONS:
         name = name.strip("_")
     return _ALIASES.get(name, name)
@@ -73,8 +98,13 @@ def name_of(func: Callable[..., Any]) -> str:
 def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call writes into an operand."""
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.startswith("__")
-    return in_place or name == "__setitem__" or kwargs.get("out") is not None or kwargs.get("inplace") is True
+    in_place = name in _WRITERS or (name.endswith("_") and not name.startswith("__"))
+    return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def is_accessor(func: Callable[..., Any]) -> bool:
+    """Whether a function reads, sets or deletes an attribute."""
+    return getattr(func, "__name__", "") in _ACCESSORS
 
 
 def _sum(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -50,25 +50,26 @@ def test_partition_keeps_paths_shapes_and_dtypes(shape: tree.Tree, mesh: Virtual
 
 def cut(placed: tree.Tree) -> list[Sharded]:
     """The leaves that are cut over ranks: not the replicated ones, such as leaves without elements."""
-    return [leaf for leaf in tree.leaves(placed) if not leaf.layout.replicated]
+    return [leaf for leaf in tree.leaves(placed) if not leaf.form.layout.replicated]
 
 
 @given(param_trees(dtypes=DTYPES), meshes(max_world=16), st.sampled_from([None, by_rows]))
 def test_slices_of_all_ranks_are_the_leaf(shape: tree.Tree, mesh: VirtualMesh, granularity: Granularity | None) -> None:
     for leaf in cut(fzero.partition(filled(shape), mesh, granularity=granularity)):
         slices = [
-            copy_slices({leaf.index: leaf.local}, leaf.layout, rank)[leaf.index] for rank in range(leaf.layout.world)
+            copy_slices({leaf.index: leaf.local}, leaf.form.layout, rank)[leaf.index]
+            for rank in range(leaf.form.layout.world)
         ]
-        assert all(len(x) == len(leaf.layout.part(leaf.index, rank)) for rank, x in enumerate(slices))
+        assert all(len(x) == len(leaf.form.layout.part(leaf.index, rank)) for rank, x in enumerate(slices))
         assert torch.equal(torch.cat(slices), leaf.local)
 
 
 @given(param_trees(dtypes=DTYPES), meshes(max_world=16))
 def test_a_leaf_is_in_one_bucket_with_leaves_of_its_dtype(shape: tree.Tree, mesh: VirtualMesh) -> None:
     placed = cut(fzero.partition(filled(shape), mesh))
-    assert len({(leaf.layout, leaf.index) for leaf in placed}) == len(placed)
+    assert len({(leaf.form.layout, leaf.index) for leaf in placed}) == len(placed)
     dtypes: dict[str, object] = {}
-    assert all(dtypes.setdefault(leaf.layout.bucket, leaf.dtype) == leaf.dtype for leaf in placed)
+    assert all(dtypes.setdefault(leaf.form.layout.bucket, leaf.dtype) == leaf.dtype for leaf in placed)
 
 
 @given(param_trees(), meshes(max_world=16), st.sampled_from(sorted(OPTIMIZERS)))
@@ -79,7 +80,7 @@ def test_state_lies_as_its_parameters(shape: tree.Tree, mesh: VirtualMesh, name:
     placed = fzero.partition(params, mesh)
     ours = tree.leaves(fzero.partition(optimizer.init(params), mesh, like=placed))
     theirs = tree.leaves(optimizer.init(placed))
-    assert [(x.layout, x.index, x.dtype) for x in ours] == [(x.layout, x.index, x.dtype) for x in theirs]
+    assert [(x.form.layout, x.index, x.dtype) for x in ours] == [(x.form.layout, x.index, x.dtype) for x in theirs]
     assert all(same(a.local, b.local) for a, b in zip(ours, theirs))
 
 
@@ -96,6 +97,6 @@ def test_a_leaf_that_has_no_parameter_of_its_path_and_shape_lies_elsewhere(shape
     others = {"count": filled(Of((), "int64")), "history": filled(Of((5, 7)))}
     rows = tree.map(lambda leaf: leaf.unsqueeze(0), fzero.unpartition(placed))
     found = fzero.partition({**others, "mu": fzero.unpartition(placed), "rows": rows}, mesh, like=placed)
-    assert found["count"].layout.replicated and found["history"].layout.bucket == "history"
-    assert [leaf.layout for leaf in tree.leaves(found["mu"])] == [leaf.layout for leaf in tree.leaves(placed)]
-    assert all(leaf.layout.bucket.startswith("rows") for leaf in tree.leaves(found["rows"]))
+    assert found["count"].form.layout.replicated and found["history"].form.layout.bucket == "history"
+    assert [leaf.form.layout for leaf in tree.leaves(found["mu"])] == [leaf.form.layout for leaf in tree.leaves(placed)]
+    assert all(leaf.form.layout.bucket.startswith("rows") for leaf in tree.leaves(found["rows"]))

@@ -68,16 +68,16 @@ def inner(x: Any, y: Any) -> Tensor:
     """[1] this rank's sum of `x * y`. A sum of slices is multiplied by the number of ranks: then the mean over ranks is
     the sum over all slices."""
     if isinstance(x, Sharded):
-        return (x.local * y.local).sum().reshape(1) * x.layout.world
+        return (x.local * y.local).sum().reshape(1) * x.form.layout.world
     return (x * y).sum().reshape(1)
 
 
 def gathered(x: Sharded) -> Tensor:
-    return Gather.apply(x.local, x.on, x.layout, x.index)
+    return Gather.apply(x.local, x.on, x.form.layout, x.index)
 
 
 def scattered(y: Tensor, like: Sharded) -> Sharded:
-    return like.with_local(Scatter.apply(y, like.on, like.layout, like.index))
+    return like.with_local(Scatter.apply(y, like.on, like.form.layout, like.index))
 
 
 @given(layouts(max_leaves=3))
@@ -85,7 +85,7 @@ def scattered(y: Tensor, like: Sharded) -> Sharded:
 def test_gather_is_the_transpose_of_take(layout: Layout) -> None:
     def law(ys: list[Sharded], others: list[Sharded]) -> list[Inner]:
         pairs = [(gathered(other), y) for other, y in zip(others, ys)]  # a uniform value, as `take` needs
-        taken = [y.with_local(Take.apply(x, y.on, y.layout, y.index)) for x, y in pairs]
+        taken = [y.with_local(Take.apply(x, y.on, y.form.layout, y.index)) for x, y in pairs]
         return [(inner(part, y), inner(x, gathered(y))) for part, (x, y) in zip(taken, pairs)]
 
     assert_transposes(law, layout.mesh, state(layout), state(layout, seed=100))

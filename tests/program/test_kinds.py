@@ -28,6 +28,11 @@ def on_weight(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Case:
     return on_rows(lambda params, x: step(params["block"]["w"], x), WEIGHT, mesh=mesh)
 
 
+def on_new_weight(step: Callable[..., Any], mesh: VirtualMesh = MESH) -> Case:
+    """`step(w, x)`, the new value of the weight."""
+    return on_rows(lambda params, x: {"block": {"w": step(params["block"]["w"], x)}}, WEIGHT, mesh=mesh)
+
+
 def batches(mesh: VirtualMesh = MESH) -> list[Tensor]:
     """The x of each rank."""
     return list(rows(mesh).chunk(mesh.size()))
@@ -157,7 +162,7 @@ def test_the_line_is_that_of_the_meeting_not_of_the_step() -> None:
         return w * scale  # here
 
     with pytest.raises(FzeroError, match=re.escape("in step: return w * scale  # here")):
-        on_weight(step).trace()
+        on_new_weight(step).trace()
 
 
 def test_the_mean_over_ranks_may_meet_a_slice() -> None:
@@ -169,8 +174,8 @@ def test_the_mean_over_ranks_may_meet_a_slice() -> None:
 
 def test_a_mean_over_one_of_two_axes_is_not_enough() -> None:
     with pytest.raises(FzeroError, match=re.escape("fzero.pmean(x, 'replica')")):
-        on_weight(lambda w, x: w * fzero.pmean(x.sum(), "fsdp"), HYBRID).trace()
-    on_weight(lambda w, x: w * fzero.pmean(fzero.pmean(x.sum(), "fsdp"), "replica"), HYBRID).trace()
+        on_new_weight(lambda w, x: w * fzero.pmean(x.sum(), "fsdp"), HYBRID).trace()
+    on_new_weight(lambda w, x: w * fzero.pmean(fzero.pmean(x.sum(), "fsdp"), "replica"), HYBRID).trace()
 
 
 def test_uniform_state_is_state() -> None:

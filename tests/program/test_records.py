@@ -71,7 +71,7 @@ def test_an_operation_of_the_users_is_traced_run_and_costed() -> None:
 
 def test_what_it_gives_must_have_its_kind() -> None:
     def step(x: Tensor, w: Any) -> Any:
-        return w * ring(x.sum(), "fsdp")
+        return w.with_local(w.local * ring(x.sum(), "fsdp"))
 
     given = torch.arange(6.0), fzero.partition(torch.ones(5), MESH)
     with pytest.raises(FzeroError, match="a per-rank value meets a slice of this leaf in mul"):

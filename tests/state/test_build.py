@@ -44,7 +44,7 @@ def check_equal(built: tree.Tree, expected: tree.Tree) -> None:
     """The same values on the same layouts, bit for bit."""
     assert tree.flatten(built)[1] == tree.flatten(expected)[1]
     for a, b in zip(tree.leaves(built), tree.leaves(expected)):
-        assert (a.layout, a.index, a.dtype) == (b.layout, b.index, b.dtype)
+        assert (a.form.layout, a.index, a.dtype) == (b.form.layout, b.index, b.dtype)
         assert type(a.local) is Tensor
         assert torch.equal(a.local, b.local), a.path
 

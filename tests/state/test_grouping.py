@@ -30,7 +30,7 @@ def partitioned(granularity: Granularity | None) -> Tree:
 
 
 def buckets(params: Tree) -> set[Layout]:
-    return {leaf.layout for leaf in tree.leaves(params)}
+    return {leaf.form.layout for leaf in tree.leaves(params)}
 
 
 def test_there_are_gaps_and_whole_rows() -> None:

@@ -165,7 +165,7 @@ def test_small_leaves_persist_and_train_alike() -> None:
 
     mesh = VirtualMesh(fsdp=4)
     held = partition(params, mesh, persist=5)
-    assert held["b"].layout.replicated and not held["w"].layout.replicated and held["b"].path == "b"
+    assert held["b"].form.layout.replicated and not held["w"].form.layout.replicated and held["b"].path == "b"
     x = torch.randn(8, 20)
     program = fzero.simulate(step, mesh, donate=False).trace(held, x)
     assert [entry.bucket for entry in program.comm() if entry.op != "all_reduce"] == ["w", "w"]
@@ -175,7 +175,7 @@ def test_small_leaves_persist_and_train_alike() -> None:
 def test_no_boundary_cuts_a_row_when_rows_are_the_granularity() -> None:
     params = {"layer": {"b": torch.arange(5.0), "w": torch.arange(70.0).view(10, 7)}}
     held = partition(params, VirtualMesh(fsdp=3), granularity=lambda path, shape: shape[-1] if len(shape) > 1 else None)
-    layout = held["layer"]["w"].layout
+    layout = held["layer"]["w"].form.layout
     assert [len(layout.part(1, rank)) % 7 for rank in range(3)] == [0, 0, 0]
     assert_same(unpartition(held), params)
 

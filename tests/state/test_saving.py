@@ -103,7 +103,7 @@ def test_plain_leaves_of_any_kind_are_saved_beside_sharded_ones(tmp_path: Path, 
 def test_values_that_every_rank_holds_are_saved_once(tmp_path: Path) -> None:
     like = partition({"w": torch.arange(8.0)}, MESH)
     state = partition({"mu": {"w": torch.ones(8)}, "count": torch.tensor(7)}, MESH, like=like)
-    assert state["count"].layout.replicated
+    assert state["count"].form.layout.replicated
     save_safetensors(state, tmp_path / "x.safetensors")
     assert_holds(tmp_path / "x.safetensors", {"mu.w": torch.ones(8), "count": torch.tensor(7)})
 

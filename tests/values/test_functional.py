@@ -318,10 +318,6 @@ REFUSED: dict[str, tuple[Step, str]] = {
         lambda p, x: vmap(lambda x: p["table"].slice_of(x.sum() * torch.ones(15, 3)).sum())(x),
         r"table: vmap over its take: " + BATCH,
     ),
-    "numbers of a batch beside a list of slices": (
-        lambda p, x: vmap(lambda x: torch._foreach_norm(torch._foreach_mul([p["table"]], x.sum()))[0])(x),
-        r"table: vmap over its beside: " + BATCH,
-    ),
 }
 
 

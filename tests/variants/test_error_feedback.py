@@ -34,7 +34,7 @@ def test_it_is_what_rounding_takes_from_gradient_and_error() -> None:
     mu, mu_exact = ({leaf.path: leaf for leaf in moments(held)} for held in (after, expected))
     left = {path.rpartition(".")[2]: fzero.unpartition(leaf) for path, leaf in after.pass_state.items()}
     for path, leaf in mu.items():
-        layout, index = leaf.layout, leaf.index
+        layout, index = leaf.form.layout, leaf.index
         rows = left[layout.bucket].mean(0)  # [N * S] the mean over ranks of what they kept back
         where = layout.leaf_ranges[index]
         whole = fzero.unpartition(leaf).view(-1) / 0.1 + rows[where.start : where.stop]  # 0.1 is 1 - b1
@@ -104,7 +104,7 @@ def test_it_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
     back = fzero.load_safetensors(tmp_path / "state", like(held.pass_state), run.mesh)
     assert list(back) == list(held.pass_state)
     for path, leaf in held.pass_state.items():
-        assert torch.equal(back[path].local, leaf.local) and back[path].layout == leaf.layout
+        assert torch.equal(back[path].local, leaf.local) and back[path].form.layout == leaf.form.layout
 
 
 def on_real_ranks(mesh: DeviceMesh, folder: Path) -> tuple[Tensor, Tensor]:

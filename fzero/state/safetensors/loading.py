@@ -14,6 +14,7 @@ from fzero.base.errors import FzeroError
 from fzero.state.partition import partition
 from fzero.state.safetensors.reading import FileSource, open_safetensors
 from fzero.state.sources import Source, TensorSource
+from fzero.values.sharded import Sharded
 
 Files = str | os.PathLike[str] | Mapping[str, FileSource]
 """A path for `open_safetensors`, or the dict that `open_safetensors` returned."""
@@ -87,7 +88,7 @@ def _keeps_values(key: str | None, leaf: Any, sources: Mapping[str, Source], str
     """Whether a leaf stays with the values that it has in `like`."""
     if key in sources or (strict and key is not None):
         return False
-    return isinstance(leaf, Tensor) and not leaf.is_meta
+    return isinstance(leaf, Tensor) and not isinstance(leaf, Sharded) and not leaf.is_meta
 
 
 def _leaf(leaf: Tensor, path: str, source: FileSource | None, dtype: torch.dtype | None) -> Source:

@@ -209,7 +209,7 @@ def _choose_part(value: Sharded | Source, on: Live | None) -> range | None:
     everything = range(value.shape.numel())
     if on is None:
         return everything
-    if not isinstance(value, Sharded) or value.layout.replicated:
+    if not isinstance(value, Sharded) or value.form.layout.replicated:
         return everything if on.number == 0 else None
     copies = (axis for axis in on.mesh.names if axis != on.mesh.shard_axis)
     return None if any(on.transports[axis].rank for axis in copies) else value.part
@@ -228,7 +228,8 @@ def _find_live(leaves: list[Any]) -> Live | None:
                 leaf.path, "is saved inside of a step, where it has no values", "save what the step returns"
             )
         if leaf.on is not sharded[0].on:
-            problem = f"lies on {leaf.layout.mesh}, {sharded[0].path} on {sharded[0].layout.mesh}: other process groups"
+            first = sharded[0]
+            problem = f"lies on {leaf.on.mesh}, {first.path} on {first.on.mesh}: other process groups"
             raise FzeroError(leaf.path, problem, "save the leaves of one mesh in one file")
     on = sharded[0].on if sharded else None
     return on if isinstance(on, Live) else None

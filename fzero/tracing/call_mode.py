@@ -1,0 +1,64 @@
+"""CallMode: a torch function mode that sees each call of a torch function by a step, above autograd, during a trace."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fzero.base.torch_private import DataDependentOutputException
+from fzero.values.sharded import Sharded
+
+_CHECKS = {
+    ("torch.distributions.distribution", "__init__"),
+    ("torch.distributions.distribution", "_validate_sample"),
+    ("torch.distributions.constraints", "check"),
+}
+"""(module, function) of torch that asks for the truth of a tensor only to raise an error where it is false."""
+
+
+class CallMode(TorchFunctionMode):
+    """While this mode is active,
+
+    * a check of input by torch is a node of the program, which raises when the step runs: a trace has no values;
+    * `one_hot` with a number of classes needs no values.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__bool__":
+            return _check_later(func, args[0])
+        if name == "one_hot":
+            return _one_hot(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _check_later(func: Callable[..., Any], x: Tensor) -> bool:
+    """The truth of `x`; True where a check of input asks for a truth that the trace does not know."""
+    try:
+        return func(x)
+    except DataDependentOutputException:
+        frame = sys._getframe(2)
+        where = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if where not in _CHECKS:
+            raise
+        torch._assert_async(_gather(x).detach(), f"{where[1]} of {where[0]} found invalid values")
+        return True
+
+
+def _gather(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, Sharded) else x
+
+
+def _one_hot(func: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Tensor:
+    """`torch.nn.functional.one_hot`. Refuses a class out of range when the step runs."""
+    if num_classes < 0:
+        return func(x, num_classes)
+    x = _gather(x)
+    return x.new_zeros((*x.shape, num_classes)).scatter(-1, x.unsqueeze(-1), 1)

@@ -1,0 +1,63 @@
+"""Errors of torch while a step is traced, as `FzeroError` with the line of user code that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fzero.base.errors import FzeroError
+from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from fzero.tracing.user_line import user_line_of_error
+
+_KNOWN = {
+    "setup_context": (
+        "a torch.autograd.Function whose forward takes ctx cannot be differentiated in a step",
+        "write forward without ctx, and setup_context(ctx, inputs, output), as torch.func asks",
+    ),
+    "TransformType": (
+        "torch has no derivative of this higher-order operation under torch.func",
+        "compute both branches and choose with torch.where, or take torch.cond and its like out of the loss",
+    ),
+    "does not have a grad_fn": (
+        "backward is called, but a step is a pure function, and its tensors have no .grad",
+        "differentiate with fzero.value_and_grad(loss)(params)",
+    ),
+    "mutating directly with `.data`": (
+        "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
+        "make modules outside of the step",
+    ),
+    "Sharded": ("torch takes no Sharded here", "give leaf.full_tensor()"),
+    "functorch": ("torch.func does not support this", "take it out of the loss, or out of the step"),
+    "vmap": ("torch.func does not support this", "take it out of the loss, or out of the step"),
+    "FakeTensor": ("this needs the values of a tensor, which a trace does not have", "do it outside of the step"),
+}
+"""A part of a message of torch -> the problem and the way out."""
+
+
+class NameErrors:
+    """A context that turns errors of torch which come from tracing `fn` into an `FzeroError` with the user's line.
+
+    Errors that plain torch raises too, for shapes that do not fit say, stay as they are.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+        if error is None or isinstance(error, FzeroError):
+            return
+        where = user_line_of_error(tb) or getattr(self.fn, "__name__", "step")
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            raise FzeroError(
+                where,
+                "Python needs a value, or a shape, that is only known when the step runs",
+                "choose with torch.where, or return the tensor and look at it outside the step",
+            ) from error
+        if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError)):
+            message = str(error)
+            for part, (problem, way_out) in _KNOWN.items():
+                if part in message:
+                    raise FzeroError(where, f"{problem}: {message.splitlines()[0][:200]}", way_out) from error

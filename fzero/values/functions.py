@@ -1,0 +1,240 @@
+"""Functions of torch on `Sharded` values. The tables of `rules` say which rule a function follows:
+
+* An elementwise function stays sharded. Its other operands are sharded values of the same layout, scalars, or uniform
+  tensors of the same shape.
+* A reduction of all elements (`sum`, `mean`, `norm`, `max`, `min`, `all`, `any`) takes one collective and returns a
+  plain 0-d tensor.
+* A list function (`torch._foreach_*`) is elementwise at each position of its lists.
+* A function that writes into a value writes into its slice. Only a step may do that, and not to its arguments.
+* Any other function gathers the value and runs on the full tensor.
+
+Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slices: its sharded operands are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from fzero.base import torch_private
+from fzero.base.errors import FzeroError
+from fzero.values import rules
+from fzero.values.moves import Beside
+
+if TYPE_CHECKING:
+    from fzero.values.sharded import Sharded
+
+
+def is_sharded(value: Any) -> TypeGuard[Sharded]:
+    """Whether `value` is a `Sharded`."""
+    return hasattr(value, "form")
+
+
+def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)` by its rule in `rules`; without a rule, the function of the gathered values."""
+    name = rules.name_of(func)
+    if name in rules.METADATA:
+        with torch.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in rules.REFUSED:
+        raise FzeroError(_find_path((args, kwargs)), f"{name} is no function of a Sharded", rules.REFUSED[name])
+    if rules.is_in_place(func, kwargs):
+        return _write(func, name, kwargs.get("out", args[0] if args else None), args, kwargs)
+    if name in rules.LIST_REDUCTIONS:
+        return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
+    if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.GATHERED_LIST_OPS):
+        return _apply_to_lists(func, args, kwargs)
+    if name in rules.ELEMENTWISE and kwargs.get("memory_format") in rules.MEMORY_FORMATS:
+        anchor = _find_anchor(args, kwargs)
+        if anchor is not None:
+            kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+            return _apply_elementwise(func, anchor, args, kwargs)
+    if name in rules.REDUCTIONS and args and is_sharded(args[0]):
+        result = _reduce(rules.REDUCTIONS[name], *args, **kwargs)
+        if result is not None:
+            return result
+    return _apply_to_gathered(func, args, kwargs)
+
+
+def _apply_to_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gathered: list[tuple[Sharded, Tensor]] = []
+
+    def gather(x: Any) -> Any:
+        if not is_sharded(x):
+            return x
+        gathered.append((x, x.full_tensor()))
+        return gathered[-1][1]
+
+    args, kwargs = torch_private.map_pytree(gather, (args, kwargs), is_leaf=is_sharded)
+    result = func(*args, **kwargs)
+    for value, full in gathered:
+        value.on.note_result(value.local, full, result)
+    return result
+
+
+def _write(func: Callable[..., Any], name: str, written: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that writes into its operand `written`: a value, a list of values, or plain tensors.
+
+    It writes into a slice. Where the function is not elementwise on slices, it writes into a full copy of the value,
+    and the slice of that into the slice.
+
+    Raises:
+        FzeroError: for a value that is immutable, or that would differ between ranks.
+    """
+    if not _has_sharded(written):
+        return _apply_to_gathered(func, args, kwargs)
+    values = [x for x in (written if isinstance(written, (list, tuple)) else [written]) if is_sharded(x)]
+    for value in values:
+        if rules.is_accessor(func) or not value.on.may_write(value.local) or _is_computed_in_full(value):
+            way_out = "arguments of a step, and values that have views, are immutable; write p = p + u"
+            raise FzeroError(value.path, f"{name} would change a value in place", way_out)
+    if name.startswith("_foreach_"):
+        _apply_to_lists(func, args, kwargs, values)
+    else:
+        (value,) = values
+        anchor = _find_anchor(args, kwargs) if name.removesuffix("_") in rules.ELEMENTWISE | rules.FILLS else None
+        if anchor is not None and anchor.form[:2] == value.form[:2]:
+            func(*(_to_slice(x, value) for x in args), **{key: _to_slice(x, value) for key, x in kwargs.items()})
+        else:
+            _write_full(func, name, value, args, kwargs)
+    for value in values:
+        value.on.note_write()
+    return written
+
+
+def _write_full(
+    func: Callable[..., Any], name: str, value: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Write into a full copy of `value`, and the slice of the copy into the slice of `value`."""
+    full = value.full_tensor().clone()
+    args, kwargs = torch_private.map_pytree(lambda x: full if x is value else x, (args, kwargs), is_leaf=is_sharded)
+    _apply_to_gathered(func, args, kwargs)
+    if full.shape != value.shape or value.on.varies(full):
+        what = "another shape" if full.shape != value.shape else "what differs between ranks"
+        problem, way_out = (
+            f"{name} would write {what} into a slice",
+            "write into a plain tensor, value.full_tensor().clone()",
+        )
+        raise FzeroError(value.path, problem, way_out)
+    value.local.copy_(value.slice_of(full).local)
+
+
+def _find_path(given: Any) -> str:
+    """The path of the first `Sharded` in a structure."""
+    return next(x.path for x in torch_private.pytree_leaves(given, is_leaf=is_sharded) if is_sharded(x))
+
+
+def _reduce(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The result of a rule for full reductions; None where the value is to be gathered instead."""
+    if x.is_replicated or _is_computed_in_full(x):
+        return None
+    return rule(x.local, x.leaf, x.on, *args, **kwargs)
+
+
+def _gather(x: Any) -> Any:
+    return x.full_tensor() if is_sharded(x) else x
+
+
+def _has_sharded(x: Any) -> bool:
+    return is_sharded(x) or (isinstance(x, (list, tuple)) and any(map(is_sharded, x)))
+
+
+def _find_anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
+    """The operand whose layout the result of an elementwise function has. None where all operands are to be gathered:
+
+    * the operands broadcast, or
+    * a plain operand differs between ranks, or
+    * a plain operand may be a batch of vmap, or
+    * a 0-d leaf meets a plain 0-d tensor and one of them is differentiated, as a weight meets this rank's own loss.
+    """
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    values = [x for x in operands if is_sharded(x)]
+    if not values:
+        return None
+    anchor = max(values, key=lambda x: (x.ndim > 0, not x.is_replicated))
+    if not all(x.ndim == 0 or tuple(x.shape) == tuple(anchor.shape) for x in operands):
+        return None
+    plain = [x for x in operands if not is_sharded(x)]
+    if plain and (torch_private.in_vmap() or (anchor.ndim == 0 and _is_differentiated(operands))):
+        return None
+    return None if any(map(anchor.on.varies, plain)) else anchor
+
+
+def _is_differentiated(operands: list[Any]) -> bool:
+    return torch_private.in_forward_mode() or any(x.requires_grad for x in operands)
+
+
+def _is_computed_in_full(anchor: Sharded) -> bool:
+    """Whether functions beside `anchor` run on full values, in a trace of forward mode or of second derivatives.
+
+    There torch creates tensors by size. The size of a slice differs between ranks, but one program serves all ranks.
+    """
+    is_sliced = anchor.on.is_tracing and not anchor.is_replicated
+    return is_sliced and (torch_private.in_forward_mode() or torch_private.in_second_order())
+
+
+def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An elementwise function of this rank's slices, its tensors wrapped as values of the anchor's layout."""
+    result = func(*(_to_slice(x, anchor) for x in args), **{key: _to_slice(x, anchor) for key, x in kwargs.items()})
+    return torch_private.map_pytree(lambda x: _wrap(x, anchor) if isinstance(x, Tensor) else x, result)
+
+
+def _wrap(x: Tensor, anchor: Sharded) -> Sharded:
+    """The value of the anchor's layout from a result on slices, or on full values."""
+    return anchor.slice_of(x) if _is_computed_in_full(anchor) else anchor.with_local(x)
+
+
+def _to_slice(x: Any, anchor: Sharded) -> Any:
+    """The operand `x` as a slice that pairs with the anchor's, or in full where functions run on full values."""
+    if _is_computed_in_full(anchor):
+        return _gather(x)
+    if is_sharded(x):
+        if x.form[:2] == anchor.form[:2]:
+            return x.local
+        x = x.full_tensor()
+    if not isinstance(x, Tensor) or anchor.is_replicated:
+        return x
+    if x.ndim == 0 and anchor.ndim > 0:
+        return Beside.apply(x, anchor.on, anchor.path)
+    return anchor.slice_of(x).local
+
+
+def _apply_to_lists(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Sharded] = ()
+) -> Any:
+    """A function of lists of equal length, elementwise at each position. Each position has an anchor of its own.
+
+    Raises:
+        FzeroError: where the function writes into the list `written`, and a position has another anchor than that.
+    """
+    beside = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    rows = list(zip(*(x for x in args if isinstance(x, (list, tuple)) and any(map(_is_value, x)))))
+    anchors = [_find_anchor((*row, *beside), {}) for row in rows]
+    first = next((anchor for anchor in anchors if anchor is not None), None)
+    for value, anchor in zip(written, anchors):
+        if anchor is None or anchor.form[:2] != value.form[:2]:
+            problem = "a list operation would write what differs between ranks, or broadcasts, into a slice"
+            raise FzeroError(value.path, problem, "use the operation without its trailing underscore")
+
+    def to_slices(x: Any) -> Any:
+        if isinstance(x, (list, tuple)) and any(map(_is_value, x)):
+            return [_gather(item) if anchor is None else _to_slice(item, anchor) for item, anchor in zip(x, anchors)]
+        x = _gather(x)
+        if first is None or _is_computed_in_full(first) or not isinstance(x, Tensor) or x.ndim:
+            return x
+        return Beside.apply(x, first.on, first.path)
+
+    result = func(*map(to_slices, args), **{key: to_slices(x) for key, x in kwargs.items()})
+    if result is None or written:
+        return None
+    # One list, or a tuple of lists: `scale_by_adam` returns three.
+    columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
+    wrapped = [[x if anchor is None else _wrap(x, anchor) for x, anchor in zip(column, anchors)] for column in columns]
+    return tuple(wrapped) if columns is result else wrapped[0]
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, Tensor)

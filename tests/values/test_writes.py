@@ -1,0 +1,118 @@
+"""Writes into a `Sharded` inside of a step: what plain torch computes, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import tree
+from fzero.base.errors import FzeroError
+
+MESH = fzero.VirtualMesh(fsdp=3)
+Params = dict[str, Tensor]
+Step = Callable[[Params, Tensor], Params]
+
+
+def params() -> Params:
+    return {"w": torch.arange(12.0).view(4, 3) / 7, "b": torch.ones(3), "s": torch.tensor(2.0)}
+
+
+def gradients(p: Params, x: Tensor) -> Params:
+    return fzero.grad(lambda p: ((x @ p["w"] + p["b"]) * p["s"]).square().mean())(p)
+
+
+def copy_of_weight(write: Callable[[Tensor, Params], object]) -> Step:
+    """A step that writes into a copy of the weight, which becomes the weight."""
+
+    def step(p: Params, x: Tensor) -> Params:
+        new = p["w"].clone()
+        write(new, p)
+        return {**p, "w": new}
+
+    return step
+
+
+def decay_gradients(p: Params, x: Tensor) -> Params:
+    grads = gradients(p, x)
+    for name, grad in grads.items():
+        grad.mul_(0.1).add_(p[name], alpha=0.01)
+    return tree.map(torch.sub, p, grads)
+
+
+def decay_lists(p: Params, x: Tensor) -> Params:
+    grads = gradients(p, x)
+    torch._foreach_mul_(tree.leaves(grads), 0.1)
+    torch._foreach_add_(tree.leaves(grads), tree.leaves(p), alpha=0.01)
+    return tree.map(torch.sub, p, grads)
+
+
+def read_between_writes(p: Params, x: Tensor) -> Params:
+    total = torch.zeros_like(p["w"])
+    before = total.add_(p["w"]).sum()
+    return {**p, "w": total.mul_(2.0) * before, "s": total.sum()}
+
+
+def write_to_an_alias(p: Params, x: Tensor) -> Params:
+    copy = p["w"].clone()
+    copy.detach().add_(1.0)
+    return {**p, "w": copy}
+
+
+RIGHT: dict[str, Step] = {
+    "gradients": decay_gradients,
+    "lists": decay_lists,
+    "between reads": read_between_writes,
+    "an alias": write_to_an_alias,
+    "+=": copy_of_weight(lambda new, p: new.__iadd__(p["w"])),
+    "copy_ and zero_": copy_of_weight(lambda new, p: new.zero_().copy_(p["w"] * 2).fill_(3.0).sub_(p["w"])),
+    "a row": copy_of_weight(lambda new, p: new.__setitem__(1, 5.0)),
+    "broadcasting": copy_of_weight(lambda new, p: new.add_(p["b"])),
+    "no elementwise function": copy_of_weight(lambda new, p: new.clamp_(min=0.3).cumsum_(0)),
+    "out=": copy_of_weight(lambda new, p: torch.sin(p["w"], out=new)),
+    "out= of no elementwise function": copy_of_weight(lambda new, p: torch.cumsum(p["w"], 0, out=new)),
+    "inplace=": copy_of_weight(lambda new, p: torch.nn.functional.relu(new.sub_(0.5), inplace=True)),
+    "a 0-d leaf": lambda p, x: {**p, "s": p["s"].clone().mul_(3.0)},
+    "new_zeros": lambda p, x: {**p, "w": p["w"] + p["w"].new_zeros(4, 3).add_(p["b"])},
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", RIGHT)
+def test_it_is_what_plain_torch_computes(name: str, stage: int, donate: bool) -> None:
+    step, x = RIGHT[name], torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    found = fzero.simulate(step, MESH, stage=stage, donate=donate)(fzero.partition(params(), MESH), x)
+    torch.testing.assert_close(fzero.unpartition(found), step(params(), x))
+
+
+def write_beside_a_view(new: Tensor, p: Params) -> None:
+    view = new.view(-1)
+    new.add_(view.view(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda p, x: {**p, "w": p["w"].add_(1)}, "^w: add_ would change a value in place; arguments of a step"),
+        (lambda p, x: {**p, "w": p["w"].detach().add_(1)}, "^w: add_ would change a value in place"),
+        (lambda p, x: {**p, "w": torch.sin(p["b"], out=p["b"])}, "^b: sin would change a value in place"),
+        (lambda p, x: torch._foreach_mul_([p["w"]], 2.0), "^w: _foreach_mul_ would change a value in place"),
+        (lambda p, x: setattr(p["w"].clone(), "data", x), "^w: data would change a value in place"),
+        (copy_of_weight(write_beside_a_view), "^w: add_ would change a value in place; .*that have views"),
+        (copy_of_weight(lambda new, p: new.view(-1).add_(1)), "^w: add_ writes into it, but a step is a pure function"),
+        (copy_of_weight(lambda new, p: new.resize_(3, 4)), "^w: resize_ would write another shape into a slice"),
+        (lambda p, x: p["w"].clone().add_(x.mean()), "^w: add_ would write what differs between ranks into a slice"),
+        (
+            lambda p, x: torch._foreach_mul_([p["w"].clone()], x.mean()),
+            "^w: a list operation would write what differs between ranks",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_write_is_refused(step: Step, message: str, stage: int) -> None:
+    with pytest.raises(FzeroError, match=message):
+        fzero.simulate(step, MESH, stage=stage)(fzero.partition(params(), MESH), torch.ones(3, 4))
