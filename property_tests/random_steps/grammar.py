@@ -44,20 +44,10 @@ def rules(text: str) -> tuple[Rule, ...]:
 
 
 WAITING: dict[str, str] = {
-    "meets": "a leaf beside a value of this rank's examples of its own shape, or 0-d",
-    "write-a-leaf": "plain_tensor.add_(leaf)",
-    "write-a-copy-of-a-leaf": "leaf.clone() written to",
-    "plain-state": "new state that is a plain tensor",
-    "total-norm": "nn.utils.get_total_norm of leaves",
-    "power-of-lists": "_foreach_pow(2.0, leaves)",
-    "function": "custom Functions of leaves",
-    "cond": "torch.cond",
-    "unpartition": "pmean and unpartition of a leaf in a loss",
-    "cache": "a table made in the step and kept for the next trace",
-    "norms-in-a-loop": "norms[i] = leaf.norm()",
-    "larger-of-two": "torch.max(leaf, leaf)",
-    "batch-norm": "what batch_norm writes",
-    "abs-in-place": "donate writes abs_, gelu_, threshold_",
-    "context": "autocast, no_grad and inference_mode around a call",
+    "norms-in-a-loop": "stage 1 reads a buffer before it is written",
+    "batch-norm": "the running statistics that batch_norm writes stay as they were",
+    "narrow-norms": "squares of float16 overflow",
+    "power-of-lists": "_foreach_pow(2.0, leaves) is no list of slices to the pass donate",
+    "context": "autocast and inference_mode around a call",
 }
-"""Switch -> the cause that is still open. Steps with a rule of such a switch are not drawn."""
+"""Switch -> the cause that is still open. Steps with a rule of such a switch are not drawn, except with `--all`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,9 +56,12 @@ def table(n):
     return torch.arange(1, n + 1, dtype=torch.float64) / n
 """
 
-NORM = """
-_, _, norm = fzero.lower_stateful(torch.nn.BatchNorm1d({width}, dtype=torch.float64))
-"""
+MODULES = {
+    "norm": "_, _, norm = fzero.lower_stateful(torch.nn.BatchNorm1d({d}, dtype=torch.float64))",
+    "lowered": "_, lowered = fzero.lower(torch.nn.Linear({d}, {d}, dtype=torch.float64))",
+    "linear": "linear = torch.nn.Linear({d}, {d}, dtype=torch.float64)",
+}
+"""Names of modules -> the line that makes one. A script has what its statements name."""
 
 
 STATE = {
@@ -123,7 +127,8 @@ class Program:
         for axis in axes:
             mean = f"fzero.pmean({mean}, {axis!r})"
         lines = [HEAD]
-        lines += [NORM.format(width=self.width)] * ("norm(" in self.text or "(norm)" in self.text)
+        used = set(re.findall(r"(?<![\"'.])\b\w+\b(?![\"'])", self.text))
+        lines += [line.format(d=self.width) for name, line in MODULES.items() if name in used]
         lines += ["", f"def pmean(x):\n    return {mean}\n\n", *self._state_lines(), "", *self._step_lines(), ""]
         return "\n".join(lines)
 
@@ -152,7 +157,7 @@ class Program:
         yield "    }\n\n"
         yield f"def init(p):\n    torch.manual_seed({self.seed % 1000 + 1})\n    return {{"
         for name, text in STATE.items():
-            if f"s['{name}']" in self.text or f's["{name}"]' in self.text:
+            if re.search(rf"""\b(s|out)\[["']{name}["']\]""", self.text):
                 yield f"        {name!r}: {text.format(d=self.width)},"
         yield "    }\n\n"
         yield f"def batch(rows):\n    torch.manual_seed({self.seed % 1000 + 2})"

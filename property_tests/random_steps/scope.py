@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero import tree
 from property_tests.random_steps import losses
 from property_tests.random_steps.grammar import Rule
-from property_tests.random_steps.program import STATE, Program
+from property_tests.random_steps.program import MODULES, STATE, Program
 
 SLOT = re.compile(r"<([A-Z])>")
 CASTS = ("double()", "double()", "to(torch.float64)", "to(x.dtype)")
@@ -38,9 +38,9 @@ class Scope:
 
     def _run_script(self) -> None:
         """Run the script up to the step, with all state that rules may name."""
-        names_all = replace(self.base, loss=("p['norm'] norm(", *(f"s['{name}']" for name in STATE)))
+        everything = replace(self.base, loss=("p['norm']", *MODULES, *(f"s['{name}']" for name in STATE)))
         self.names: dict[str, Any] = {"__name__": "step"}
-        exec(names_all.source().split("def step(")[0], self.names)
+        exec(everything.source().split("def step(")[0], self.names)
         self.names["p"] = self.names["params"]()
         self.names["s"] = self.names["init"](self.names["p"])
         self.names["x"], self.names["t"] = self.names["batch"](self.base.rows[0])

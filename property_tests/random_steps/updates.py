@@ -48,6 +48,9 @@ new = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh)
 scale = torch.clamp(0.3 / (fzero.optim.global_norm(g) + 1e-6), max=1.0)
 new = fzero.tree.map(lambda a, b: a - scale * b, p, g)
 
+norm = torch.stack([leaf.double().norm() for leaf in torch.utils._pytree.tree_leaves(g)]).norm()
+new = fzero.tree.map(lambda a, b: a - 0.1 * b / (1 + norm), p, g)
+
 norm = torch.stack([leaf.double().norm() for leaf in fzero.tree.leaves(g)]).norm()
 new = fzero.tree.map(lambda a, b: a - 0.1 * b / (1 + norm), p, g)
 
@@ -268,12 +271,6 @@ torch.stack(list(torch._foreach_norm([p["w"], p["b"]])))
 torch.linalg.vector_norm(p["w"], 3)
 torch.linalg.matrix_norm(p["w"].double())
 torch.quantile(p["w"].double(), 0.5)
-p["h"].norm()
-p["h"].mean()
-p["h"].sum()
-p["h"].var()
-torch.stack(list(torch._foreach_norm([p["h"], p["w"]])))
-fzero.optim.global_norm({"h": p["h"]})
 torch.count_nonzero(p["w"] > 0)
 new["w"].mean()
 new["b"].sum()
@@ -287,6 +284,14 @@ s["scale"] * 2
 s["history"][0]
 s["avg"] - s["avg"].mean()
 torch.cat([leaf.reshape(-1)[:1].double() for leaf in fzero.tree.leaves(p)])
+
+## narrow-norms 2
+p["h"].norm()
+p["h"].mean()
+p["h"].sum()
+p["h"].var()
+torch.stack(list(torch._foreach_norm([p["h"], p["w"]])))
+fzero.optim.global_norm({"h": p["h"]})
 
 ## meets
 loss / s["scale"]

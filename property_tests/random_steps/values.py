@@ -71,6 +71,9 @@ torch._foreach_mul([<W>, <B>], [<W>, <B>])[1]
 torch.logsumexp(<W>, 1)
 <W>.masked_fill(<W> > 0, 0.3)
 torch.sort(<B>).values
+torch.fft.rfft(<B>).abs()
+torch.complex(<B>, <B>).abs()
+torch.addmm(<W>, <W>, <W>)
 <B>.repeat(2)[:<D>]
 <W>.movedim(0, 1).contiguous()
 
@@ -199,6 +202,13 @@ F.dropout(<R>, 0.5, training=False)
 torch.roll(<R>, 1, 1)
 <R>.cumsum(1) / <D>
 F.gelu(<R>)
+F.rrelu(<R>, training=False)
+torch.distributions.Normal(<R>, 0.5 + <S>.square()).log_prob(x)
+torch.distributions.Normal(<R>, 0.5 + <B>.square()).log_prob(x)
+x.as_strided(x.shape, x.stride()) * <B>
+torch.fft.rfft(<R>).abs() * <S>
+torch.func.functional_call(linear, {"weight": <W>, "bias": <B>}, (<R>,))
+lowered({"weight": <W>, "bias": <B>}, <R>)
 F.one_hot(t % <D>, <D>) * <R>
 <B>.expand(len(x), -1) * <R>
 <B>.repeat(len(x), 1) + <R>
@@ -276,6 +286,7 @@ torch.cond(<S> > 0, lambda a: a * 2, lambda a: a.tanh(), (<R>,))
 torch.cond(<S> > 0, lambda a, b: a * b, lambda a, b: a + b, (<R>, <B>))
 
 ## remat 2
+fzero.remat(lambda h, m: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], m[:1, :1])[:, 0])(<R>, <W>)
 fzero.remat(lambda h: torch.tanh(h @ <W> + <B>))(<R>)
 fzero.remat(lambda h, w: (h @ w).sin())(<R>, <W>)
 fzero.remat(lambda h: h * <W>.norm() / (1 + <S>.square()))(<R>)
