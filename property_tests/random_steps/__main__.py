@@ -1,4 +1,4 @@
-"""Random train steps against plain torch: `python -m property_tests.random_steps --seconds 120`, or one: `--seed 12`.
+"""Random train steps against plain torch: `python -m property_tests.random_steps --minutes 2`, or one: `--seed 12`.
 
 Prints each step that is neither equal nor refused, shrunk, with its seed; then how often each refusal came. Fails where
 a step was raw or wrong.
@@ -26,12 +26,12 @@ BAD = ("raw", "wrong")
 def describe(outcome: Outcome) -> str:
     """The shrunk step of an outcome, for a human."""
     program, verdict = shrink(outcome.program, outcome.verdict)
-    return f"==== seed {outcome.seed}: {verdict.outcome}: {verdict.detail}\n{program.call()}{program.source()}"
+    return f"==== seed {outcome.seed}: {verdict.outcome}: {verdict.detail}\n{program.comment()}{program.source()}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="random_steps", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120, help="how long seeds are drawn")
+    parser.add_argument("--minutes", type=float, default=2, help="how long seeds are drawn")
     parser.add_argument("--seed", type=int, help="this seed alone, and its source")
     parser.add_argument("--first", type=int, help="the first seed; by default a random one")
     parser.add_argument("--count", type=int, help="so many seeds, however long they take")
@@ -43,7 +43,7 @@ def main() -> int:
     if options.seed is not None:
         torch.set_num_threads(1)
         outcome = run(options.seed, waiting)
-        print(outcome.program.call() + outcome.program.source())
+        print(outcome.program.comment() + outcome.program.source())
         print(f"{outcome.verdict.outcome}: {outcome.verdict.reason}\n{outcome.verdict.detail}")
         return outcome.verdict.outcome in BAD
     first = secrets.randbelow(10**9) if options.first is None else options.first
@@ -52,7 +52,7 @@ def main() -> int:
 
 def collect(options: argparse.Namespace, first: int, waiting: frozenset[str]) -> Iterator[Outcome]:
     """The outcomes of seeds from `first` on."""
-    end = time.monotonic() + options.seconds
+    end = time.monotonic() + 60 * options.minutes
     seeds = range(first, first + options.count) if options.count else range(first, first + 10**9)
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(options.workers, prepare) as pool:

@@ -63,6 +63,28 @@ MODULES = {
 }
 """Names of modules -> the line that makes one. A script has what its statements name."""
 
+STATE_TEXT = """\
+def draw(*shape, dtype=torch.float64, deviation=0.5):
+    return (torch.randn(shape, dtype=torch.float64) * deviation).to(dtype)
+
+
+def params():
+    torch.manual_seed({seed})
+    return {{
+{params}    }}
+
+
+def init(p):
+    torch.manual_seed({seed} + 1)
+    return {{
+{state}    }}
+
+
+def batch(rows):
+    torch.manual_seed({seed} + 2)
+    return draw(rows, {d}, dtype=torch.{dtype}), torch.randint(5, (rows,))
+
+"""
 
 STATE = {
     "m": "fzero.tree.map(torch.zeros_like, p)",
@@ -116,70 +138,60 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The statements that hang on a draw, for a search of names."""
+        """All statements, for a search of names."""
         parts = (*self.loss, *self.terms, *self.rowwise.values(), *self.own.values(), *self.update, *self.metrics)
         return "\n".join(parts)
 
     def source(self) -> str:
         """The script."""
-        axes = [name for name, _ in self.mesh]
-        mean = "x"
-        for axis in axes:
-            mean = f"fzero.pmean({mean}, {axis!r})"
-        lines = [HEAD]
         used = set(re.findall(r"(?<![\"'.])\b\w+\b(?![\"'])", self.text))
-        lines += [line.format(d=self.width) for name, line in MODULES.items() if name in used]
-        lines += ["", f"def pmean(x):\n    return {mean}\n\n", *self._state_lines(), "", *self._step_lines(), ""]
-        return "\n".join(lines)
+        modules = [line.format(d=self.width) for name, line in MODULES.items() if name in used]
+        mean = "x"
+        for axis, _ in self.mesh:
+            mean = f"fzero.pmean({mean}, {axis!r})"
+        pmean = f"\ndef pmean(x):\n    return {mean}\n\n"
+        return "\n".join([HEAD, *modules, pmean, self._describe_state(), "", *self._step_lines(), ""])
 
-    def call(self) -> str:
-        """How the script is run, as a comment for a human."""
+    def comment(self) -> str:
+        """How the script is run, for a human."""
         mesh = ", ".join(f"{name}={ranks}" for name, ranks in self.mesh)
-        batches = f"batch(rows * {self.world}) for rows in {self.rows}"
-        return (
-            f"# fzero.simulate(step, fzero.VirtualMesh({mesh}), stage={self.stage}, donate={self.donate}), "
-            f"{batches}\n# contexts {self.contexts}, between {self.between!r}, held {self.held!r}, "
-            f"local {self.is_local}\n"
-        )
+        call = f"fzero.simulate(step, fzero.VirtualMesh({mesh}), stage={self.stage}, donate={self.donate})"
+        around = f"contexts {self.contexts}, between {self.between!r}, held {self.held!r}, local {self.is_local}"
+        return f"# {call}, batch(rows * {self.world}) for rows in {self.rows}\n# {around}\n"
 
-    def _state_lines(self) -> Iterator[str]:
-        yield "def draw(*shape, dtype=torch.float64, deviation=0.5):"
-        yield "    return (torch.randn(shape, dtype=torch.float64) * deviation).to(dtype)\n\n"
-        yield f"def params():\n    torch.manual_seed({self.seed % 1000})\n    return {{"
+    def _describe_state(self) -> str:
+        """The functions that make parameters, other state and batches."""
+        d, params, state = self.width, {}, {}
         for name, (shape, dtype, deviation) in self.shapes.items():
-            options = f"dtype=torch.{dtype}, deviation={deviation}"
-            yield f"        {name!r}: draw({', '.join(map(str, shape))}{', ' if shape else ''}{options}),"
+            params[name] = f"draw({', '.join(map(str, (*shape, '')))}dtype=torch.{dtype}, deviation={deviation})"
         if self.layers:
-            layer = f'{{"w": draw({self.width}, {self.width}), "b": draw({self.width})}}'
-            yield f"        'layers': [{', '.join([layer] * self.layers)}],"
+            params["layers"] = f"[dict(w=draw({d}, {d}), b=draw({d})) for _ in range({self.layers})]"
         if "p['norm']" in self.text:
-            yield f"        'norm': {{'weight': draw({self.width}) + 1, 'bias': draw({self.width})}},"
-        yield "    }\n\n"
-        yield f"def init(p):\n    torch.manual_seed({self.seed % 1000 + 1})\n    return {{"
+            params["norm"] = f"dict(weight=draw({d}) + 1, bias=draw({d}))"
         for name, text in STATE.items():
             if re.search(rf"""\b(s|out)\[["']{name}["']\]""", self.text):
-                yield f"        {name!r}: {text.format(d=self.width)},"
-        yield "    }\n\n"
-        yield f"def batch(rows):\n    torch.manual_seed({self.seed % 1000 + 2})"
-        yield f"    return draw(rows, {self.width}, dtype=torch.{self.dtype}), torch.randint(5, (rows,))\n"
+                state[name] = text.format(d=d)
+        return STATE_TEXT.format(
+            seed=self.seed % 1000, params=_entries(params), state=_entries(state), d=d, dtype=self.dtype
+        )
 
     def _step_lines(self) -> Iterator[str]:
         yield "def step(p, s, x, t):\n    def loss_fn(p):"
         yield from _indent(self.loss, 8)
-        yield f"        loss = {' + '.join(self.terms) or 'x.mean()'}"
+        yield f"        loss = {' + '.join(self.terms)}"
         yield f"        return loss, ({_dict(self.rowwise)}, {_dict(self.own)})\n"
         if self.gradients == "fzero":
             yield "    (loss, (results, own)), g = fzero.value_and_grad(loss_fn, has_aux=True)(p)"
         else:
             yield "    g, (loss, (results, own)) = torch.func.grad_and_value(loss_fn, has_aux=True)(p)"
-        yield "    results['loss'], out = loss, dict(s)"
+        yield '    results["loss"], out = loss, dict(s)'
         yield from _indent(self.update, 4)
         for number, metric in enumerate(self.metrics):
-            yield f"    results['metric{number}'] = {metric}"
+            yield f'    results["metric{number}"] = {metric}'
         yield "    return new, out, results, own"
 
     def define(self) -> dict[str, Any]:
-        """The names of the script, freshly run."""
+        """The names of the script, freshly run. Tracebacks and errors of fzero show its lines."""
         source, name = self.source(), f"step_{self.seed}.py"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         names: dict[str, Any] = {"__name__": "step"}
@@ -191,6 +203,10 @@ def _indent(statements: Sequence[str], by: int) -> Iterator[str]:
     for statement in statements:
         for line in statement.split("\n"):
             yield " " * by + line
+
+
+def _entries(entries: dict[str, str]) -> str:
+    return "".join(f"        {key!r}: {value},\n" for key, value in entries.items())
 
 
 def _dict(entries: dict[str, str]) -> str:

@@ -28,7 +28,7 @@ class Scope:
 
     def __init__(self, base: Program, draws: random.Random, waiting: frozenset[str]) -> None:
         self.base, self.random = base, draws
-        self.is_narrow = any(dtype != "float64" for _, dtype, _ in base.shapes.values())
+        self.is_narrow = any(dtype != "float64" for name, (_, dtype, _) in base.shapes.items() if name != "h")
         narrow = () if self.is_narrow else ("float32", "bfloat16", "autocast")
         self.off = waiting | {*narrow, *(("pmean",) if base.is_local else ())}
         self.tainted: set[str] = set()

@@ -16,7 +16,7 @@ from property_tests.random_steps.run import run
 from property_tests.random_steps.scope import Scope
 from property_tests.random_steps.shrink import shrink
 
-SEEDS = 64
+SEEDS = 48
 TABLES = (
     *(values.UNIFORM, values.ROWS, losses.LOCAL, losses.OWN),
     *(losses.TERMS, losses.LOCAL_TERMS, losses.PENALTIES, losses.NUMBERS),

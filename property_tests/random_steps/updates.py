@@ -170,7 +170,7 @@ out["mean"], out["var"] = s["mean"] * flat[:<D>], s["var"] + flat[<D>:]
 old = p["b"].detach()
 results["old"] = old
 
-## plain-state 0.1
+## plain-state 0.5
 out["history"] = torch.cat([s["history"][1:], new["b"].double()[None]])
 out["history"] = torch.roll(s["history"], 1, 0)
 out["history"] = torch.stack([p["b"].double(), s["history"][0], s["history"][1]])
@@ -190,7 +190,7 @@ new["w"] = p["w"] @ p["v"].to(p["w"].dtype)
 new["b"] = p["w"][0].to(p["b"].dtype)
 out["history"] = s["history"] + s["history"].mean(0)
 
-## plain-state 0.1 blocks
+## plain-state 0.5 blocks
 history = torch.zeros(3, <D>, dtype=torch.float64)
 for i in range(3):
     history[i].copy_(s["history"][i] * i)
@@ -219,7 +219,7 @@ out["mean"] = s["mean"] + flat.softmax(0)[:1] * 0.1
 flat = torch.cat([leaf.reshape(-1).double() for leaf in fzero.tree.leaves(p)])
 out["mean"] = flat[:1] * 0.1 + s["mean"]
 
-## write-a-copy-of-a-leaf 0.1 blocks
+## write-a-copy-of-a-leaf 0.5 blocks
 history = s["history"] * 1
 history[0] = p["b"]
 out["history"] = history
@@ -276,6 +276,7 @@ new["w"].mean()
 new["b"].sum()
 g["w"].sum()
 g["b"]
+g
 g["w"].mean()
 g["w"][0]
 loss * 2

@@ -163,7 +163,7 @@ for i, leaf in enumerate((<L>, <L>)):
 <N> = torch.zeros(<D>, <D>, dtype=torch.float64)
 <N>.copy_(<W>)
 
-## write-a-copy-of-a-leaf 0.1 blocks
+## write-a-copy-of-a-leaf 0.5 blocks
 <N> = <W>.clone()
 <N>[0] = 0.2
 
