@@ -35,6 +35,7 @@ def check_equivalence(
     steps: int = 1,
     rtol: float = 1e-4,
     atol: float = 1e-5,
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> dict[str, Difference]:
@@ -43,7 +44,7 @@ def check_equivalence(
     `state` and `batch` are tuples of trees of full tensors, which stay as they are. `train_step(*state, *batch)`
     returns the new state, tree by tree, and then its other results. Every step gets the same batch. The trees of
     `state` are partitioned by `fzero.partition`, each `like` the trees before it. Every tensor of `batch` is cut along
-    dim 0, one part for each rank. `stage`, `passes` and `data` are as in `fzero.simulate`.
+    dim 0, one part for each rank. `stage`, `reduce_dtype`, `passes` and `data` are as in `fzero.simulate`.
 
     Returns:
         Path of each result -> its largest difference over all steps.
@@ -53,7 +54,7 @@ def check_equivalence(
             where shapes or dtypes differ; as `fzero.simulate` does.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
-    step = simulate(train_step, mesh, stage=stage, passes=passes, data=data)
+    step = simulate(train_step, mesh, stage=stage, reduce_dtype=reduce_dtype, passes=passes, data=data)
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:
         sharded = (*sharded, partition(part, mesh, like=sharded))
@@ -108,9 +109,12 @@ def _compare(where: str, got: Tensor, expected: Tensor, tolerances: tuple[float,
     wanted = expected.to(exact.dtype).reshape(-1)
     if not exact.numel():
         return Difference(0.0, 0.0)
-    distance = torch.where((exact == wanted) | (exact.isnan() & wanted.isnan()), 0.0, (exact - wanted).abs())
-    rtol, atol = tolerances if expected.is_floating_point() or expected.is_complex() else (0.0, 0.0)
-    far = ~(distance <= atol + rtol * wanted.abs())
+    inexact = expected.is_floating_point() or expected.is_complex()
+    rtol, atol = tolerances if inexact else (0.0, 0.0)
+    # Integers are compared as they are: float64 has not all of them. Infinities and NaNs are near to themselves only.
+    same = (exact == wanted) | (exact.isnan() & wanted.isnan()) if inexact else (value == expected).reshape(-1)
+    distance = torch.where(same, 0.0, (exact - wanted).abs())
+    far = ~same & ~((distance <= atol + rtol * wanted.abs()) & wanted.isfinite() if inexact else same)
     if far.any():
         raise _refuse_difference(where, got, int(far.nonzero()[0]), exact, wanted, (rtol, atol))
     relative = torch.where(distance == 0, 0.0, distance / wanted.abs())

@@ -7,20 +7,24 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.passes import resolve, run_passes
 from fzero.passes.run import Pass
+from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.rates import Rates
+from fzero.program.records import follow_memory
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
 from fzero.tracing.trace import trace
+from fzero.tracing.watches import Watch, describe_value, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
 
 Performer = Live | Virtual
@@ -30,18 +34,27 @@ T = TypeVar("T")
 _log = logging.getLogger("fzero")
 
 
+class _Traced(NamedTuple):
+    """A program as `finish` returned it, its signature, and the values that it took from the step's surroundings."""
+
+    signature: Any
+    watches: list[Watch]
+    finished: Any
+
+
 class Pipeline(Generic[T]):
     """The programs of a function on the mesh of `on`, one for each signature of its arguments, as `finish` returns
     them.
 
-    A signature is the structure, shapes, dtypes, devices, layouts and constants of the arguments.
+    A signature is the structure, shapes, strides, dtypes, devices, layouts and constants of the arguments, and the
+    settings of torch around the call. A program also has to agree with the values that its trace captured.
     """
 
     def __init__(
         self, fn: Callable[..., Any], on: Performer, passes: Sequence[Pass], finish: Callable[[Program], T]
     ) -> None:
         self.fn, self.on, self.passes, self.finish = fn, on, passes, finish
-        self._cache: list[tuple[Any, T]] = []  # signature, result of `finish`
+        self._cache: list[_Traced] = []
         self._measured: Rates | None = None
 
     def program(self, args: tuple[Any, ...]) -> Program:
@@ -52,8 +65,10 @@ class Pipeline(Generic[T]):
         """
         self._check(*tree.flatten(args))
         with _pause_garbage_collection():
-            program = replace(resolve(trace(self.fn, args, self.on.mesh)), measured=self._measured)
-            return run_passes(program, self.passes)
+            with forget_casts():
+                program = trace(self.fn, args, self.on.mesh)
+            with disable_autocast():
+                return run_passes(replace(resolve(program), measured=self._measured), self.passes)
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
@@ -66,15 +81,23 @@ class Pipeline(Generic[T]):
         Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
         which Python compares by identity first.
         """
-        signature = treedef, [leaf.form if isinstance(leaf, Sharded) else _describe(leaf) for leaf in leaves]
-        for known, finished in self._cache:
-            if known == signature:
-                return finished
+        signature = (
+            find_ambient(),
+            treedef,
+            [leaf.form if isinstance(leaf, Sharded) else _describe(leaf) for leaf in leaves],
+        )
+        seen = [known for known in self._cache if known.signature == signature]
+        for known in seen:
+            if all(value.is_unchanged for value in known.watches):
+                return known.finished
         self._check(leaves, treedef)
         if self._cache:
-            _log.warning("%r is traced again: its arguments differ from the %d seen", self.fn, len(self._cache))
-        finished = self.finish(self.program(tree.unflatten(treedef, leaves)))
-        self._cache.append((signature, finished))
+            _log.warning("%r is traced again: %s", self.fn, _explain(seen[-1:], len(self._cache)))
+        watches = find_watches(self.fn)
+        program = self.program(tree.unflatten(treedef, leaves))
+        with disable_autocast():
+            finished = self.finish(program)
+        self._cache.append(_Traced(signature, watches + watch_elements(program, watches), finished))
         return finished
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
@@ -93,7 +116,13 @@ class Pipeline(Generic[T]):
 
 class Returned:
     """The value that a step returns, from the tensors that its program returns: the tree of results. Where passes added
-    state, a pair of these and the new state by path."""
+    state, a pair of these and the new state by path.
+
+    The next step may write over state. So every result that is state has memory of its own: a result that is an
+    argument is the very `Sharded` that was given, equal results are one `Sharded`, and any other result in memory of
+    state, of a batch or of a constant is a copy. Other results share memory with batches and constants as they do in
+    plain torch.
+    """
 
     def __init__(self, program: Program, on: Performer) -> None:
         self._out_tree = program.out_tree
@@ -105,17 +134,75 @@ class Returned:
             if result.bucket is not None
         ]
         self._added = [state.path for state in program.pass_state]
+        self._given, self._equal, self._copied = _find_aliases(program)
 
-    def __call__(self, outputs: Sequence[Tensor]) -> Any:
+    def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = ()) -> Any:
+        """The value of a step that was called with the tensors and the state `given`."""
         leaves: list[Any] = list(outputs)
+        for i in self._copied:
+            leaves[i] = leaves[i].clone()
         for i, form in self._state:
             leaves[i] = Sharded.of_form(leaves[i], form)
+        for i, argument in self._given.items() if given else ():
+            leaves[i] = given[argument]
+        for i, first in self._equal.items():
+            leaves[i] = leaves[first]
         own = len(leaves) - len(self._added)
         added, leaves = leaves[own:], leaves[:own]
         for i, constant in self._constants:
             leaves.insert(i, constant)
         result = tree.unflatten(self._out_tree, leaves)
         return (result, dict(zip(self._added, added))) if self._added else result
+
+
+def _find_aliases(program: Program) -> tuple[dict[int, int], dict[int, int], list[int]]:
+    """The results that share memory: result -> the argument that it is, result -> the earlier result that it is, and
+    the results to copy. Results and arguments by position among the tensors."""
+    given: dict[int, int] = {}
+    equal: dict[int, int] = {}
+    copied: list[int] = []
+    arguments = {node: (i, argument) for i, (node, argument) in enumerate(zip(program.placeholders, program.arguments))}
+    state = {node for node, (_, argument) in arguments.items() if argument.bucket is not None}  # nodes of its memory
+    kept = {node for node, (_, argument) in arguments.items() if not argument.donated}
+    first: dict[Any, int] = {}
+    returned = list(enumerate(zip(program.tensor_results, program.output.args[0])))
+    for i, (result, node) in returned:
+        if result.bucket is None:
+            continue
+        *views, owner = follow_memory(node)
+        position, argument = arguments.get(owner, (0, result))
+        is_owners = (
+            owner in state and owner in kept and (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
+        )
+        key = node, result.bucket, result.leaf
+        if key in first:
+            equal[i] = first[key]
+        elif is_owners and _is_same_tensor(node, owner):
+            given[i] = position
+        elif owner in kept or owner in first or owner.op == "get_attr" or not all(map(_has_distinct_elements, views)):
+            copied.append(i)
+        first.setdefault(key, i)
+        first.setdefault(owner, i)
+    for i, (result, node) in returned:
+        if result.bucket is None and any(x in state or x in first for x in follow_memory(node)):
+            copied.append(i)
+    return given, equal, copied
+
+
+def _is_same_tensor(node: Node, owner: Node) -> bool:
+    """Whether a node's value, in memory of `owner`, has the owner's elements in the same places."""
+    a, b = ([x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()] for x in _values(node, owner))
+    return a == b
+
+
+def _has_distinct_elements(node: Node) -> bool:
+    """Whether no two elements of a node's value share memory, as those of an expanded tensor do."""
+    value = node.meta["val"]
+    return 0 not in [stride for size, stride in zip(value.shape, value.stride()) if size > 1]
+
+
+def _values(*nodes: Node) -> list[Any]:
+    return [node.meta["val"] for node in nodes]
 
 
 def create_pass_state(program: Program, on: Performer) -> dict[str, Sharded]:
@@ -168,11 +255,17 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _explain(latest: list[_Traced], count: int) -> str:
+    """Why a program does not fit: `latest` is one of the same signature, if there is one among the `count` known."""
+    for known in latest:
+        changed = ", ".join(value.name for value in known.watches if not value.is_unchanged)
+        return f"it reads {changed}, which changed since its last trace; give it as an argument"
+    return f"its arguments, or settings such as autocast, differ from the {count} seen"
+
+
 def _describe(leaf: Any) -> Any:
     """The properties of a leaf that is no state on which the program depends."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
-    return type(leaf), leaf
+    return (leaf.shape, leaf.dtype, leaf.device, leaf.stride()) if isinstance(leaf, Tensor) else describe_value(leaf)
 
 
 def _is_hashable(leaf: Any) -> bool:

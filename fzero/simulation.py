@@ -13,7 +13,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
-from fzero.passes import defaults, verify
+from fzero.passes import choose_passes
 from fzero.passes.run import Pass
 from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program, Result
@@ -29,6 +29,7 @@ def simulate(
     *,
     stage: int = 3,
     donate: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> Simulation:
@@ -44,14 +45,15 @@ def simulate(
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
     each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `passes` and `data` are as in `shard`.
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `reduce_dtype`, `passes` and `data` are as in
+    `shard`.
 
     Raises:
-        FzeroError: for a mesh axis that is not a data axis.
+        FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     check_data_axes(mesh, data)
-    return Simulation(fn, mesh, defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify))
+    return Simulation(fn, mesh, choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype))
 
 
 class Simulation:
@@ -96,7 +98,7 @@ class Simulation:
                 value.give_up()
         outputs = run(program, arguments, watch)
         joined = [self._join(program, result, list(row)) for result, row in zip(program.tensor_results, zip(*outputs))]
-        return Returned(program, self._pipeline.on)(joined)
+        return Returned(program, self._pipeline.on)(joined, given)
 
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""
@@ -117,15 +119,15 @@ class Simulation:
         return leaf[number * rows : (number + 1) * rows]
 
     def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
-        """The tensor arguments of each rank: copies of its own, with the slices of a bucket in one block."""
+        """The tensor arguments of each rank: copies of its slices, those of a bucket in one block, and its rows of each
+        batch. Rows are views and no copies: a copy would have other strides, and no memory around a cropped batch."""
         places = {i: (leaf.form.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
         groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
         return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
     def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
-        values = {
-            i: part.clone() for i, part in enumerate(self._select_rank(seat.number, treedef, leaves)) if _is_batch(part)
-        }
+        parts = enumerate(self._select_rank(seat.number, treedef, leaves))
+        values = {i: part if part.ndim else part.clone() for i, part in parts if _is_batch(part)}
         for layout, members in groups:
             full = {index: leaves[i].local for i, index in members.items()}
             placed = copy_slices(full, layout, seat.rank)

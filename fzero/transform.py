@@ -6,23 +6,27 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.ambient import find_ambient
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import check_data_axes, mesh_shape
+from fzero.base.torch_private import version_of
 from fzero.execution.calibration import calibrate
 from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
-from fzero.passes import defaults, verify
+from fzero.passes import choose_passes
 from fzero.passes.run import Pass
 from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
+from fzero.ranks.members import Members
 from fzero.values.sharded import Sharded
 
 Mode = bool | Literal["graph"]
@@ -35,6 +39,7 @@ def shard(
     stage: int = 3,
     donate: bool = True,
     compile: Mode = False,
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
 ) -> Step:
@@ -48,17 +53,21 @@ def shard(
     * `stage`: 3 gathers each layer's parameters for each use; 2 keeps them from the first to the last use; 1 keeps full
       gradients too.
     * `donate`: a step that updates state (`p + u`) writes the new state over the old. The `Sharded` values that the
-      step was called with become unusable.
+      step was called with become unusable. Tensors and values that were computed from them do not change.
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
       to rounding, and its first call takes longer. With "graph" CUDA also launches the whole step, collectives
       included, as one graph (docs/compile.md).
+    * `reduce_dtype`: gradients are cast to it, averaged over ranks in it, and cast back. None averages each gradient
+      in its own dtype. Gathers stay in the dtype in which leaves are used: bfloat16 compute with
+      `reduce_dtype=torch.float32` keeps float32 gradients of float32 leaves.
     * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
       step then takes it as `pass_state` and returns `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
-    The step is traced at its first call, and again when shapes, dtypes, structure or constants change, which the logger
-    "fzero" reports.
+    The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
+    shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
+    reads from its surroundings (docs/functional.md).
 
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
@@ -69,19 +78,39 @@ def shard(
     if not isinstance(compile, bool) and compile != "graph":
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
-    rewrites = defaults(stage=stage, in_place=donate) if passes is None else (*passes, verify)
+    rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
     return Step(fn, live(mesh), rewrites, compile)
 
 
 class _Compiled(NamedTuple):
-    """A linked program. Ranks compare `number`, a hash of `lines`, before each call; `lines` say where they differ."""
+    """A linked program, and the lines that ranks compare before each call."""
 
     program: Program
     run: Runner
     returned: Returned
     donated: tuple[int, ...]  # positions among the tensor arguments
-    number: int
-    lines: list[str]
+    lines: _Lines
+
+
+class _Lines:
+    """The lines that must be the same on all ranks for a program to run, and a hash of them.
+
+    A constant is a tensor of the user, who may write to it between two steps. So its line has its present contents.
+    """
+
+    def __init__(self, program: Program, lines: Sequence[str]) -> None:
+        self._program = program
+        self._lines, self._digest = [*lines, *program.lines()], digest([*lines, *program.lines()])
+        self._versions: list[int] | None = None
+        self._constant_lines: list[str] = []
+
+    def agree(self, members: Members, vote: bool = False) -> bool:
+        """`agree` of `fzero.ranks.agreement` on the present lines."""
+        versions = [version_of(x) for x in self._program.constants.values()]
+        if versions != self._versions or -1 in versions:  # an inference tensor does not count its changes
+            self._versions, self._constant_lines = versions, self._program.constant_lines()
+            self._number = digest([str(self._digest), *self._constant_lines])
+        return agree(members, self._number, [*self._lines, *self._constant_lines], vote=vote)
 
 
 class Step:
@@ -112,12 +141,12 @@ class Step:
         compiled, values, tensors = self._prepare(args, pass_state)
         graph = compiled.run if isinstance(compiled.run, Captured) else None
         moved = graph is not None and graph.is_elsewhere(tensors)
-        moved = agree(self._on.members, compiled.number, compiled.lines, vote=moved)
+        moved = compiled.lines.agree(self._on.members, vote=moved)
         if graph is not None:
             graph.prepare(tensors, as_it_is=moved)
         for i in compiled.donated:
             values[i].give_up()
-        return compiled.returned(compiled.run(tensors))
+        return compiled.returned(compiled.run(tensors), values)
 
     def calibrate(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Rates:
         """Measure how fast the ranks compute and communicate, and schedule the step by that from its next call on.
@@ -131,7 +160,7 @@ class Step:
             FzeroError: as the step does.
         """
         compiled, _, tensors = self._prepare(args, pass_state)
-        agree(self._on.members, compiled.number, compiled.lines)
+        compiled.lines.agree(self._on.members)
         rates = calibrate(self._on, compiled.program, tensors)
         self._pipeline.reschedule(rates)
         return rates
@@ -163,25 +192,28 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     """
     if mode == "graph":
         check_program(program, on.device.type)
-    lines = [f"compile: {mode}", *program.lines()]
+    lines = _Lines(program, [f"compile: {mode}", *find_ambient().lines()])
     run = link(outline(program), on, compile) if mode else link(program, on)
     donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
     runner = Captured(program, run) if mode == "graph" else run
-    return _Compiled(program, runner, Returned(program, on), donated, digest(lines), lines)
+    return _Compiled(program, runner, Returned(program, on), donated, lines)
 
 
 def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
-    """The tensors of arguments, with a copy of each donated tensor that lies where another argument does: the step
-    would overwrite the other argument as well."""
+    """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
+    memory of another argument, or an inference tensor outside of inference mode."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:
         return tensors
-    pointers = [tensor.data_ptr() for tensor in tensors]  # 0 for a tensor without elements
-    if len(set(pointers) - {0}) < len(pointers) - pointers.count(0):
-        taken = set(donated)
-        seen = {pointer for i, pointer in enumerate(pointers) if i not in taken}
-        for i in donated:
-            if pointers[i] and pointers[i] in seen:
-                tensors[i] = tensors[i].clone()
-            seen.add(pointers[i])
+    taken, is_inference = set(donated), torch.is_inference_mode_enabled()
+    kept = {tensor.data_ptr() for i, tensor in enumerate(tensors) if i not in taken}
+    batches = {x.untyped_storage().data_ptr() for x, value in zip(tensors, values) if x is value}  # or views of state
+    for i in donated:
+        tensor = tensors[i]
+        pointer = tensor.data_ptr()
+        if (tensor.is_inference() and not is_inference) or (
+            tensor.numel() and (pointer in kept or tensor.untyped_storage().data_ptr() in batches)
+        ):
+            tensors[i] = tensor.clone()
+        kept.add(pointer)
     return tensors

@@ -12,6 +12,7 @@ from torch import Tensor
 import fzero
 from fzero import optim, tree
 from fzero.base.errors import FzeroError
+from fzero.equivalence import _compare
 from fzero.execution.lockstep import seats
 from fzero.passes import defaults
 
@@ -139,3 +140,33 @@ def test_passes_are_taken() -> None:
 def test_ranks_are_numbered_row_by_row() -> None:
     """Batches are cut in this order, whatever the mesh."""
     assert [seat.position for seat in seats(fzero.VirtualMesh(replica=2, fsdp=2))] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+# values that are no numbers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_equal_values_that_are_no_numbers_are_equal(value: float) -> None:
+    def step(params: Any, x: Tensor) -> Any:
+        return params, params["w"] * value, (x * value).mean()
+
+    found = fzero.check_equivalence(step, ({"w": torch.ones(5)},), (torch.ones(4),), ranks=2)
+    assert found["1"] == (0, 0) and found["2"] == (0, 0)
+
+
+@pytest.mark.parametrize("ours", [0.0, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("theirs", [0.0, float("nan"), float("inf"), float("-inf")])
+def test_different_values_that_are_no_numbers_differ(ours: float, theirs: float) -> None:
+    def compare() -> Any:
+        return _compare("x", torch.tensor([ours]), torch.tensor([theirs]), (1e-4, 1e-5))
+
+    if str(ours) == str(theirs):
+        assert compare() == (0, 0)
+    else:
+        with pytest.raises(FzeroError, match="element 0 is"):
+            compare()
+
+
+def test_integers_that_float64_has_not_are_compared() -> None:
+    with pytest.raises(FzeroError, match="element 0 is"):
+        _compare("x", torch.tensor([2**53 + 1]), torch.tensor([2**53]), (1e-4, 1e-5))

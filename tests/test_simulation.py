@@ -223,3 +223,73 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
 
 def test_the_default_passes_end_with_verify() -> None:
     assert defaults(stage=3, in_place=True)[-1].func is fzero.passes.verify  # type: ignore[attr-defined]
+
+
+# batches as they lie in memory
+
+
+def batches() -> dict[str, Tensor]:
+    """Batches of 12 rows whose memory has gaps, overlaps, an order of its own or something in front."""
+    all_of_it = torch.randn(60, 30, generator=torch.Generator().manual_seed(0))
+    return {
+        "contiguous": all_of_it[:12].clone(),
+        "offset": all_of_it.view(-1)[7 : 7 + 12 * 8].view(12, 8),
+        "cropped": all_of_it[3:15, 4:20],
+        "steps": all_of_it[:36:3, ::2],
+        "transposed": all_of_it.T[2:14, 1:9],
+        "expanded rows": all_of_it[0].expand(12, 30),
+        "expanded columns": all_of_it[:12, :1].expand(12, 7),
+        "overlapping": all_of_it.view(-1).as_strided((12, 8), (4, 1), 3),
+        "channels last": all_of_it[:48].reshape(12, 4, 5, 6).to(memory_format=torch.channels_last),
+    }
+
+
+def strided(x: Tensor) -> Tensor:
+    """The first two elements of the memory of each row, whatever its columns are."""
+    return x.as_strided((len(x), 2), (x.stride(0), 1))
+
+
+READERS: dict[str, Any] = {
+    "as_strided": strided,
+    "its sum": lambda x: strided(x).sum(1),
+    "strides": lambda x: x * x.stride(0) + x.stride(-1),
+    "is_contiguous": lambda x: x * 2 if x.is_contiguous() else x * 3,
+    "rows": lambda x: x.reshape(len(x), -1).contiguous(),
+    "windows": lambda x: x.unfold(-1, 2, 1).sum(-1),
+    "stft": lambda x: torch.stft(x, 4, 2, window=torch.hann_window(4), center=False, return_complex=True).abs(),
+    "gradient": lambda x: torch.func.grad(lambda y: (y.reshape(len(y), -1)[:, :2] * strided(x)).sum())(x),
+}
+
+
+@pytest.mark.parametrize("batch", batches())
+@pytest.mark.parametrize("reader", READERS)
+def test_a_rank_sees_its_rows_as_they_lie_in_memory(reader: str, batch: str) -> None:
+    x, read = batches()[batch], READERS[reader]
+    if reader == "stft" and x.ndim > 2:
+        x = x.flatten(1)
+    expected = read(x)
+    for ranks in (1, 2, 3):
+        assert torch.equal(fzero.simulate(read, ranks)(x), expected)
+
+
+def test_on_a_live_rank_too() -> None:
+    assert run(1, _find_differences) == [[]]
+
+
+def _find_differences(mesh: DeviceMesh) -> list[str]:
+    found = []
+    for name, read in READERS.items():
+        step = fzero.shard(read, mesh)
+        for batch, x in batches().items():
+            if name != "stft" or x.ndim == 2:
+                got, expected = step(x), read(x)
+                found += [f"{name} of {batch}"] * (not torch.equal(got, expected) or got.stride() != expected.stride())
+    return found
+
+
+def test_a_simulation_leaves_its_batch_as_it_was() -> None:
+    x, count = examples(), torch.tensor(1.0)
+    step = fzero.simulate(lambda p, x, n: (tree.map(lambda p: p + 1, p), x * n, n), 2)
+    _, rows, n = step(fzero.partition(layers(), step.mesh), x, count)
+    rows.zero_()
+    assert torch.equal(x, examples()) and count == 1 and n == 1

@@ -38,7 +38,7 @@ def step_seed() -> Iterator[int]:
     At exit the default generators, those of GPUs too, are as they were right after the draw of the seed. So
     `torch.manual_seed` seeds all following steps, and `torch.get_rng_state` between two steps is all there is to save.
     """
-    seed = int(torch.empty((), dtype=torch.int64).random_())
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     generators = (torch.default_generator, *torch.cuda.default_generators)
     states = [generator.get_state() for generator in generators]
     try:

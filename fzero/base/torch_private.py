@@ -135,6 +135,22 @@ def refresh_flat_weights(rnn: nn.RNNBase) -> None:
     rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
 
+def is_alias(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage; False for tensors that a transform of torch.func wraps.
+
+    Public replacement: equality of `untyped_storage().data_ptr()`, once wrapped tensors have it.
+    """
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of writes to a tensor's memory; -1 for an inference tensor, which does not count them.
+
+    Public replacement: a public name for `Tensor._version`, which torch documents.
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
 # for tracing: fake tensors, dispatch modes
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor

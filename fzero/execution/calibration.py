@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
 from fzero.program.comm import comm_of
@@ -60,7 +61,7 @@ def time_nodes(program: Program, on: Live, tensors: Sequence[Tensor], align: Cal
     dying, clock = find_last_uses(program.graph), _Clock(tensors)
     spans: dict[Node, tuple[Any, Any]] = {}
     state = torch.get_rng_state()
-    with step_seed() as seed:
+    with disable_autocast(), step_seed() as seed:
         for node in program.graph.nodes:
             if node.op == "output" or find_writes(node):
                 on.settle()

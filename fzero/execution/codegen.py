@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call, bind
@@ -63,7 +64,7 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
 
     @torch.no_grad()
     def run(tensors: list[Tensor]) -> list[Tensor]:
-        with step_seed() if draws else nullcontext() as seed:
+        with disable_autocast(), step_seed() if draws else nullcontext() as seed:
             return forward(named if is_profiling() else plain, seed, *tensors)
 
     return run

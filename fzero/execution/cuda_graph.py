@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private import version_of
 from fzero.execution.codegen import Runner
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -57,7 +58,8 @@ class Captured:
         self._batch = [i for i, argument in enumerate(program.arguments) if argument.bucket is None]
         number = {node: i for i, node in enumerate(program.placeholders)}
         self._given = [number.get(node) for node in program.output.args[0]]  # results that are arguments
-        self._addresses: list[int] | None = None  # of state at the last call
+        self._host = [x for x in program.constants.values() if x.device.type == "cpu"]  # kernels got them as numbers
+        self._addresses: list[int] | None = None  # of state at the last call, and versions of `_host`
         self._replay: Any = None
         self._inputs: list[Tensor] = []
         self._results: Sequence[Tensor] = ()
@@ -98,7 +100,7 @@ class Captured:
         self._replay, self._inputs, self._results = None, [], ()
 
     def _find_addresses(self, tensors: Sequence[Tensor]) -> list[int]:
-        return [tensors[i].data_ptr() for i in self._state]
+        return [tensors[i].data_ptr() for i in self._state] + [version_of(x) for x in self._host]
 
     @torch.no_grad()
     def _capture(self, tensors: Sequence[Tensor]) -> None:

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.base.ambient import disable_autocast
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
+from fzero.base.torch_private import version_of
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
-from fzero.program.records import record
+from fzero.program.records import find_writes, record
 from fzero.program.refusals import PASS_BUG
 from fzero.ranks.exchanges import Exchange, Steps
 
@@ -60,7 +62,7 @@ def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | 
     """
     alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
     dying = find_last_uses(program.graph)
-    with step_seed() if program.draws else nullcontext() as seed:
+    with disable_autocast(), step_seed() if program.draws else nullcontext() as seed:
         ranks = _Ranks(program, seed)
         for node in program.graph.nodes:
             _step(node, program, ranks, alive)
@@ -76,7 +78,11 @@ def _step(node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, An
     if node.op == "get_attr":
         results = [program.constants[node.target] for _ in alive]
     elif node.op == "call_function":
+        written = [[values[x] for x in find_writes(node)] for values in alive]
+        ranks.check_writes(written)
         results = ranks.call(node, [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive])
+        if any(written):
+            ranks.note_versions()
     else:
         return
     for values, result in zip(alive, results, strict=True):
@@ -93,9 +99,12 @@ class _Started(NamedTuple):
 
     def wait(self) -> Tensor:
         """The result. Raises where a node has written to the tensors that are being sent."""
-        if [x._version for x in self.sent] != self.versions:
-            raise FzeroError(f"rank {self.rank}", "memory that a collective is sending was written to", PASS_BUG)
+        if [version_of(x) for x in self.sent] != self.versions:
+            raise self.refuse()
         return self.result
+
+    def refuse(self) -> FzeroError:
+        return FzeroError(f"rank {self.rank}", "memory that a collective is sending was written to", PASS_BUG)
 
 
 class _Ranks:
@@ -109,12 +118,28 @@ class _Ranks:
         self.program, self.seats = program, seats(program.mesh)
         self.seed = {"seed": seed}
         self.rows = {axis: _group_rows(self.seats, program.mesh, axis) for axis in program.mesh.names}
+        self.sending: list[list[_Started]] = []
+        """The collectives that no node has waited for, each on all ranks."""
+
+    def check_writes(self, written: Sequence[Sequence[Tensor]]) -> None:
+        """Refuse a node that writes into these tensors of each rank, where a collective of the rank is sending them."""
+        for started in self.sending if any(written) else ():
+            for each, targets in zip(started, written):
+                if any(_overlap(x, target) for x in each.sent for target in targets):
+                    raise each.refuse()
+
+    def note_versions(self) -> None:
+        """Note the versions that tensors have behind a write elsewhere: the slices of a bucket share one counter."""
+        for each in itertools.chain(*self.sending):
+            each.versions[:] = [x._version for x in each.sent]
 
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """The values of a node on all ranks, given each rank's arguments."""
         operation = record(node)
         if operation.perform is None:
             return [node.target(*args, **kwargs) for args, kwargs in calls]
+        if operation.waits:
+            self.sending = [started for started in self.sending if started[0] is not calls[0][0][0]]
         how = self.seed if operation.draws else {}
         bound = [operation.perform(self.program, node, seat) for seat in self.seats]
         results = [run(*args, **kwargs, **how) for run, (args, kwargs) in zip(bound, calls)]
@@ -130,8 +155,9 @@ class _Ranks:
             return results
         is_alone = self.program.mesh.size(first[0].axis) == 1  # one rank gets the memory that it sends
         sent = [[result] if is_alone else list(each.sent) for each, result in zip(first, results)]
-        versions = [[x._version for x in each] for each in sent]
-        return [_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)]
+        versions = [[version_of(x) for x in each] for each in sent]
+        self.sending.append([_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)])
+        return list(self.sending[-1])
 
     def _exchange(self, operation: Operation, asked: Sequence[Exchange]) -> Values:
         """The results of one exchange, for each rank."""
@@ -146,6 +172,11 @@ class _Ranks:
             for number, result in zip(row, asked[row[0]].join([asked[number] for number in row])):
                 results[number] = result
         return results
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors have elements in the same place."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def _advance(ranks: Sequence[Steps], answers: Sequence[Any]) -> tuple[list[Exchange], Values]:

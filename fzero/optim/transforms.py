@@ -148,8 +148,11 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransform
 
 
 def global_norm(updates: Tree) -> Tensor:
-    """The 2-norm over all elements of all leaves, 0-d, in float32, or in float64 where a leaf is float64."""
-    leaves = tree.leaves(updates)
+    """The 2-norm over all elements of all leaves, 0-d, in float32, or in float64 where a leaf is float64 or complex128.
+
+    An element of a complex leaf counts with its absolute value.
+    """
+    leaves = [leaf.abs() if leaf.dtype.is_complex else leaf for leaf in tree.leaves(updates)]
     wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
     squares = [leaf.to(wide).square().sum() for leaf in leaves]
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=wide)

@@ -6,10 +6,15 @@ In: a traced program, which gathers each leaf where the step uses the leaf. Out:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
+
+from fzero.base.errors import FzeroError
 from fzero.passes.accumulate import accumulate
 from fzero.passes.bucket import bucket
+from fzero.passes.cast_gradients import cast_gradients, check_reduce_dtype
 from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
@@ -24,6 +29,7 @@ from fzero.passes.verify import verify
 __all__ = [
     "accumulate",
     "bucket",
+    "cast_gradients",
     "coalesce",
     "defaults",
     "donate",
@@ -39,12 +45,19 @@ __all__ = [
 ]
 
 
-def defaults(*, stage: int, in_place: bool = True) -> tuple[Pass, ...]:
-    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place.
+def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | None = None) -> tuple[Pass, ...]:
+    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` is as in
+    `shard`.
 
     `resolve` runs before these passes, also before those that a user gives.
+
+    Raises:
+        FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.
     """
-    first = (accumulate,) if stage == 1 else ()
+    check_reduce_dtype(reduce_dtype)
+    first: tuple[Pass, ...] = (accumulate,) if stage == 1 else ()
+    if reduce_dtype is not None:
+        first = (*first, partial(cast_gradients, dtype=reduce_dtype))
     last = (donate,) if in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
@@ -58,3 +71,19 @@ def defaults(*, stage: int, in_place: bool = True) -> tuple[Pass, ...]:
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
         partial(verify, stage=stage),
     )
+
+
+def choose_passes(
+    given: Sequence[Pass] | None, *, stage: int, in_place: bool, reduce_dtype: torch.dtype | None
+) -> tuple[Pass, ...]:
+    """The passes of a step: those that a user gave, and `verify`; without any, `defaults` of the other arguments.
+
+    Raises:
+        FzeroError: as `defaults`; for a `reduce_dtype` beside passes, which leave no place for it.
+    """
+    if given is None:
+        return defaults(stage=stage, in_place=in_place, reduce_dtype=reduce_dtype)
+    if reduce_dtype is not None:
+        way_out = f"give it to the passes: passes=fzero.passes.defaults(stage={stage}, reduce_dtype={reduce_dtype})"
+        raise FzeroError("reduce_dtype", f"is {reduce_dtype}, and passes are given", way_out)
+    return (*given, verify)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fzero.passes.order import erase_unused
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -25,16 +26,18 @@ def accumulate(program: Program) -> Program:
     """
     program = program.copy()
     for node in list(program.graph.nodes):
+        if not is_call(node, *_SUMS, *_SCALINGS):
+            continue
         scatters = [source for source in node.all_input_nodes if is_call(source, ops.scatter)]
         if scatters and _is_linear(node, scatters):
             _swap(program, node, scatters[0])
-    program.graph.eliminate_dead_code()
+    erase_unused(program.graph)
     return program
 
 
 def _is_linear(node: Node, scatters: list[Node]) -> bool:
     """Whether a node is a sum or a multiple of scattered gradients of one leaf, and the only user of these."""
-    if node.op != "call_function" or len(scatters) != len(node.all_input_nodes):
+    if len(scatters) != len(node.all_input_nodes):
         return False
     if any(len(scatter.users) > 1 for scatter in scatters):
         return False

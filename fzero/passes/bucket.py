@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
 import torch
 
 from fzero.layout.layout import wire
-from fzero.passes.order import count_depths, restore_order, sink_gathers
+from fzero.passes.order import count_depths, find_dependences, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -29,11 +30,13 @@ def bucket(program: Program) -> Program:
     """
     program = program.copy()
     _merge_repeats(program)
+    behind = find_dependences(program.graph)
     for members in _group_moves(program, ops.gather):
-        _move_together(program, members, ops.all_gather, ops.whole)
+        _move_together(program, members, ops.all_gather, ops.whole, behind)
     restore_order(program.graph)  # an all-gather stands behind its last operand, and so maybe behind the use of a leaf
+    behind = find_dependences(program.graph)
     for members in _group_moves(program, ops.scatter):
-        _move_together(program, members, ops.reduce_scatter, ops.part)
+        _move_together(program, members, ops.reduce_scatter, ops.part, behind)
     sink_gathers(program.graph)
     return program
 
@@ -82,12 +85,16 @@ def _find_tree(program: Program, node: Node, path: dict[Node, str]) -> tuple[str
     return tuple(given)
 
 
-def _move_together(program: Program, members: list[Node], start: Any, take: Any) -> None:
-    """Replace `members` by one collective `start`, a wait, and a `take` for each member, behind the last operand."""
+def _move_together(
+    program: Program, members: list[Node], start: Any, take: Any, behind: Mapping[Node, list[Node]]
+) -> None:
+    """Replace `members` by one collective `start`, a wait, and a `take` for each member, behind the last operand. A
+    member that must stay `behind` a write into its operand takes the collective behind the write."""
     name, values, leaves = members[0].args[1], [node.args[0] for node in members], [node.args[2] for node in members]
     sent = wire(program.layouts[name], tuple(leaves))
+    written = [write for node in members for write in behind.get(node, ())]
     size, (values, how) = (sent.numel, _skip_casts(values)) if start is ops.all_gather else (sent.stride, (values, {}))
-    with program.graph.inserting_before(max(values).next):
+    with program.graph.inserting_before(max([*values, *written]).next):
         pending = program.emit(start, values, name, leaves, size, **how)
         buffer = program.emit(ops.wait, pending)
         taken = [program.emit(take, buffer, name, leaves, i, node.args[3]) for i, node in enumerate(members)]

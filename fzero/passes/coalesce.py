@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 
-from fzero.passes.order import count_depths, restore_order
+from fzero.passes.order import count_depths, find_changed, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, storage
+from fzero.program.records import is_call, storage
 
 
 def coalesce(program: Program) -> Program:
@@ -22,7 +22,7 @@ def coalesce(program: Program) -> Program:
     program = program.copy()
     depth = count_depths(program.graph, lambda node: is_call(node, ops.all_reduce))
     groups: dict[tuple[object, ...], list[Node]] = {}
-    changed = {storage(written) for node in program.graph.nodes for written in find_writes(node)}
+    changed = find_changed(program.graph)
     for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
         value = node.meta["val"]
         if storage(node.args[0]) not in changed:

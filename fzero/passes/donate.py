@@ -161,9 +161,11 @@ def _replace_columns(program: Program, owners: _Owners, call: Node, wanted: dict
 def _replace_lists(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Turn a `_foreach_` operation into its in-place form, where every item replaces the operand at its position."""
     in_place = _find_in_place(call)
+    if in_place is None:
+        return set()
     items = {item.args[1]: item for item in call.users}
     olds = list(call.args[0])
-    if in_place is None or len(set(olds)) < len(olds):
+    if len(set(olds)) < len(olds):
         return set()
     reads = owners.reads(call)
     if not all(_replaces(owners, call, reads, old, items.get(i), wanted) for i, old in enumerate(olds)):

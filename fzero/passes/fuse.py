@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from fzero.optim.kernels import scale_by_adam
-from fzero.passes.order import restore_order
+from fzero.passes.order import find_changed, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.records import is_call, storage
 
 _aten = torch.ops.aten
 
@@ -34,16 +34,18 @@ class _Row(NamedTuple):
 def fuse(program: Program) -> Program:
     """Turn `scale_by_adam`, `add_decayed_weights`, `scale_by_learning_rate` and `apply_updates` into `ops.adamw`.
 
-    One call for all leaves of one dtype, rate and decay. Leaves whose updates have another use keep their operations.
+    One call for all leaves of one dtype, rate and decay. Leaves whose updates have another use, or whose operands the
+    step overwrites, keep their operations.
     Same results up to the rounding of a few operations: the kernel decays the parameter before it adds the step.
     """
     program = program.copy()
+    changed = find_changed(program.graph)
     for adam in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
         groups: dict[tuple[Any, ...], list[_Row]] = {}
         lists = _Lists()
         for row in filter(None, (_match_row(lists, adam, i) for i in range(len(adam.args[0])))):
             dtypes = {x.meta["val"].dtype for x in (row.param, row.mu, row.nu)}
-            if len(dtypes) == 1:
+            if len(dtypes) == 1 and not any(storage(x) in changed for x in row[:4]):
                 groups.setdefault((row.rate, row.decay, *dtypes), []).append(row)
         for (rate, decay, _), rows in groups.items():
             _emit_update(program, adam, rate, decay, rows)

@@ -1,16 +1,147 @@
-"""The order of a graph's nodes: gathers at their first use, everything else as traced. Helpers of the passes."""
+"""The order of a graph's nodes. Passes move nodes with the functions of this file only.
+
+A node stands behind its inputs. Where a node writes into memory, the reads and writes of the memory also keep the order
+in which they were traced: `find_dependences` lists these pairs of nodes, `reorder` keeps them, and `erase_unused` keeps
+what they need.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx
 
+from fzero.base.errors import FzeroError
 from fzero.base.torch_private import find_root
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, record, starts, storage
+from fzero.program.refusals import PASS_BUG
+
+# memory
+
+
+def find_changed(graph: fx.Graph) -> set[Any]:
+    """The memory that some node writes into. Nothing reads it earlier or later than the trace does."""
+    return {storage(written) for node in graph.nodes for written in find_writes(node)}
+
+
+def find_touched(node: Node) -> list[Node]:
+    """The operands whose memory a node reads or writes. A view reads nothing; a wait reads what its collective sent."""
+    operation = record(node) if node.op == "call_function" else None
+    if operation is None:
+        return node.all_input_nodes
+    if operation.perform is None and operation.shares(node) and not operation.writes(node):
+        return []
+    return [*node.all_input_nodes, *(node.args[0].all_input_nodes if operation.waits else ())]
+
+
+def find_dependences(graph: fx.Graph, touched: Callable[[Node], list[Node]] = find_touched) -> dict[Node, list[Node]]:
+    """Node -> the nodes that it must stay behind without using their values: one of both writes into memory that the
+    other reads or writes. Empty where nothing writes.
+
+    The list has the last write of each memory that the node touches and, where the node writes, the reads since then.
+    """
+    changed = find_changed(graph)
+    dependences: dict[Node, list[Node]] = {}
+    last_write: dict[Any, Node] = {}
+    reads_since: dict[Any, list[Node]] = {}
+    for node in graph.nodes if changed else ():
+        used = touched(node)
+        written = {storage(x) for x in find_writes(node) if x in used}
+        for memory in {storage(x) for x in used} & changed:
+            before = [last_write[memory]] if memory in last_write else []
+            if memory in written:
+                before += reads_since.pop(memory, [])
+                last_write[memory] = node
+            else:
+                reads_since.setdefault(memory, []).append(node)
+            if before:
+                dependences.setdefault(node, []).extend(before)
+    return dependences
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase the nodes whose value no result needs, and which write into no memory that a later node reads or the caller
+    holds."""
+    changed = find_changed(graph)
+    needed: set[Node] = set()
+    read = {storage(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")} & changed
+    for node in reversed(list(graph.nodes)):
+        written = find_writes(node)
+        has_effect = any(storage(x) in read for x in written) if written else node.is_impure(impure_random=False)
+        if has_effect or node in needed:
+            needed.update(node.all_input_nodes)
+            if changed:
+                read.update(storage(x) for x in node.all_input_nodes)
+        else:
+            graph.erase_node(node)
+
+
+# order
+
+
+def reorder(graph: fx.Graph, wanted: Iterable[Node]) -> None:
+    """Put the nodes into the order `wanted`, in which each stands behind its inputs. A node that would pass a read or
+    write of memory that it depends on waits for it. The output stays last."""
+    dependences = find_dependences(graph)
+    _rearrange(graph, _sort(wanted, dependences) if dependences else wanted)
+
+
+def restore_order(graph: fx.Graph) -> None:
+    """Move each node that stands before one of its inputs behind the last of them. Erases nodes without a use.
+
+    Nodes that stand behind their inputs keep their order.
+    """
+    _rearrange(graph, _sort(graph.nodes, find_dependences(graph)))
+    erase_unused(graph)
+
+
+def _sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list[Node]:
+    """The nodes behind their inputs and dependences. Among the nodes that are ready, the first of `wanted` is next."""
+    position = {node: index for index, node in enumerate(wanted)}
+    followers: dict[Node, list[Node]] = {}
+    missing = {node: len(node.all_input_nodes) + len(dependences.get(node, ())) for node in position}
+    for node, before in dependences.items():
+        for each in before:
+            followers.setdefault(each, []).append(node)
+    ready = [(index, node) for node, index in position.items() if not missing[node]]
+    order: list[Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in (*node.users, *followers.get(node, ())):
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (position[user], user))
+    if len(order) < len(position):
+        stuck = next(node for node in position if missing[node])
+        raise FzeroError(stuck.name, "depends on itself, through a value or through memory", PASS_BUG)
+    return order
+
+
+def _rearrange(graph: fx.Graph, order: Iterable[Node]) -> None:
+    anchor = find_root(graph)
+    for node in list(order):
+        anchor.append(node)
+        anchor = node
+
+
+def count_depths(graph: fx.Graph, counted: Callable[[Node], bool]) -> dict[Node, int]:
+    """Node -> the largest number of counted nodes on a path that ends in the node, through values and through memory.
+
+    Two counted nodes of equal depth do not depend on each other.
+    """
+    depth: dict[Node, int] = {}
+    dependences = find_dependences(graph)
+    for node in graph.nodes:
+        before = (*node.all_input_nodes, *dependences.get(node, ()))
+        depth[node] = max((depth[n] for n in before), default=0) + bool(counted(node))
+    return depth
+
+
+# gathers at their first use
 
 
 def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
@@ -20,7 +151,7 @@ def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
     buffer alone and whose memory nothing writes to.
     """
     origin: dict[Node, Node] = {}
-    changed = {storage(written) for node in graph.nodes for written in find_writes(node)}
+    changed = find_changed(graph)
     for node in graph.nodes:
         if starts(node) == direction:
             origin[node] = node
@@ -48,62 +179,4 @@ def sink_gathers(graph: fx.Graph) -> None:
                 stack.extend(waiting)
             else:
                 order.setdefault(stack.pop())
-    rearrange(graph, list(order))
-
-
-def restore_order(graph: fx.Graph) -> None:
-    """Move each node that stands before one of its inputs behind the last of them. Erases nodes without a use.
-
-    Nodes that stand behind their inputs keep their order: the heap yields the ready node that was first in the graph.
-    """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    followers = _find_followers(graph)
-    missing = {node: len(node.all_input_nodes) for node in position}
-    for later in followers.values():
-        for node in later:
-            missing[node] += 1
-    ready = [(index, node) for node, index in position.items() if not missing[node]]
-    order: list[Node] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for user in (*node.users, *followers.get(node, ())):
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (position[user], user))
-    rearrange(graph, order)
-    graph.eliminate_dead_code()
-
-
-def _find_followers(graph: fx.Graph) -> dict[Node, list[Node]]:
-    """Node -> the nodes that must stay behind it without using its value, because both touch memory that some node
-    overwrites."""
-    changed = {storage(written) for node in graph.nodes for written in find_writes(node)}
-    last: dict[Any, Node] = {}
-    followers: dict[Node, list[Node]] = {}
-    for node in graph.nodes if changed else ():
-        for memory in {storage(n) for n in (node, *node.all_input_nodes)} & changed:
-            if memory in last:
-                followers.setdefault(last[memory], []).append(node)
-            last[memory] = node
-    return followers
-
-
-def rearrange(graph: fx.Graph, order: list[Node]) -> None:
-    """Put the graph's nodes into this order; the output stays last."""
-    anchor = find_root(graph)
-    for node in order:
-        anchor.append(node)
-        anchor = node
-
-
-def count_depths(graph: fx.Graph, counted: Callable[[Node], bool]) -> dict[Node, int]:
-    """Node -> the largest number of counted nodes on a path that ends in the node.
-
-    Two counted nodes of equal depth do not depend on each other.
-    """
-    depth: dict[Node, int] = {}
-    for node in graph.nodes:
-        below = max((depth[n] for n in node.all_input_nodes), default=0)
-        depth[node] = below + bool(counted(node))
-    return depth
+    reorder(graph, order)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from fzero.passes.order import find_origins, rearrange
+from fzero.passes.order import find_origins, reorder
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import starts
@@ -28,8 +28,8 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     program = program.copy()
     costs = program.costs()
     memory = 2 * _find_largest(program.graph) if memory is None else memory
-    rearrange(program.graph, _start_early(list(program.graph.nodes), costs, memory))
-    rearrange(program.graph, _wait_late(program, costs, memory))
+    reorder(program.graph, _start_early(list(program.graph.nodes), costs, memory))
+    reorder(program.graph, _wait_late(program, costs, memory))
     return program
 
 

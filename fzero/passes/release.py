@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_origins, rearrange, sink_gathers
+from fzero.passes.order import find_dependences, find_origins, reorder, sink_gathers
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import starts
@@ -87,9 +87,10 @@ def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dic
 
 
 def _scatter_last(program: Program) -> None:
-    """Move every reduce-scatter, and the nodes that depend on one, behind all other nodes."""
-    late: set[Node] = set()
+    """Move every reduce-scatter, and the nodes that depend on one through values or memory, behind all other nodes."""
+    late, dependences = set[Node](), find_dependences(program.graph)
     for node in program.graph.nodes:
-        if starts(node) == "scattered" or any(n in late for n in node.all_input_nodes):
+        before = (*node.all_input_nodes, *dependences.get(node, ()))
+        if starts(node) == "scattered" or any(n in late for n in before):
             late.add(node)
-    rearrange(program.graph, sorted(program.graph.nodes, key=late.__contains__))
+    reorder(program.graph, sorted(program.graph.nodes, key=late.__contains__))

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from fzero.passes.order import erase_unused, find_changed
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, axes_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.records import find_writes, is_call, storage
 
 
 def resolve(program: Program) -> Program:
@@ -20,6 +23,8 @@ def resolve(program: Program) -> Program:
     * A floating 0-d result that is computed from per-rank data becomes its mean over the mesh.
     * The mean of a value that is the same on all ranks is that value: the all-reduce goes.
     * The `beside` marks go: only inference reads them.
+    * A value that is gathered or scattered, and overwritten later, is copied first. So later passes may move its
+      collective, whose result is the value's memory on a mesh of one rank.
     * Each result notes the axes along which it varies (`Result.varies`).
 
     Raises:
@@ -32,11 +37,25 @@ def resolve(program: Program) -> Program:
     check_results(program, kinds)
     _average_results(program, kinds)
     program = _note_axes(program, kinds)
+    changed = find_changed(program.graph)
+    if changed:
+        _copy_overwritten(program)
     for node in list(program.graph.nodes):
-        if is_call(node, ops.beside) or _is_needless_mean(node, kinds):
+        is_identity = is_call(node, ops.beside) or _is_needless_mean(node, kinds)
+        if is_identity and storage(node.args[0]) not in changed:  # else it is a copy of what lies there by then
             program.substitute(node, node.args[0])
-    program.graph.eliminate_dead_code()
+    erase_unused(program.graph)
     return program
+
+
+def _copy_overwritten(program: Program) -> None:
+    """Let each gather and scatter whose operand a later node writes into read a copy of the operand."""
+    written_later: set[object] = set()
+    for node in reversed(list(program.graph.nodes)):
+        if is_call(node, ops.gather, ops.scatter) and storage(node.args[0]) in written_later:
+            with program.graph.inserting_before(node):
+                node.replace_input_with(node.args[0], program.emit(torch.ops.aten.clone.default, node.args[0]))
+        written_later.update(storage(written) for written in find_writes(node))
 
 
 def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:

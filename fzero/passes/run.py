@@ -6,11 +6,15 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
+from torch import fx
+
 from fzero.base.errors import FzeroError
+from fzero.passes.order import find_changed, find_dependences, find_touched
 from fzero.passes.verify import verify
 from fzero.program.listing import format_size
-from fzero.program.operation import nbytes
+from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
+from fzero.program.refusals import line_of
 
 Pass = Callable[[Program], Program]
 _log = logging.getLogger("fzero")
@@ -19,20 +23,49 @@ _log = logging.getLogger("fzero")
 def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     """`program`, rewritten by each pass in turn.
 
-    The result of a pass from outside of fzero is verified at once. The logger "fzero" warns where such passes raise the
-    peak above the peak of fzero's passes alone; the state that they add does not count.
+    A pass may move the nodes that it does not replace, but not past a read or write of memory that one of both writes
+    into. The result of a pass from outside of fzero is verified at once. The logger "fzero" warns where such passes
+    raise the peak above the peak of fzero's passes alone; the state that they add does not count.
 
     Raises:
-        FzeroError: naming the pass, where a pass returns no `Program` or a program that `verify` refuses.
+        FzeroError: naming the pass, where a pass returns no `Program` or a program that `verify` refuses, and where a
+            pass moves a read or write of memory past a write.
     """
     result = program
     for rewrite in passes:
-        result = _run(rewrite, result) if is_foreign(rewrite) else rewrite(result)
+        given, result = result, _run(rewrite, result) if is_foreign(rewrite) else rewrite(result)
+        check_moves(name_of_pass(rewrite), given.graph, result.graph)
     foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
         _warn_of_peak(result, run_passes(program, own), foreign)
     return result
+
+
+def check_moves(name: str, before: fx.Graph, after: fx.Graph) -> None:
+    """Refuse the result of the pass `name` where nodes that it only moved read and write memory in another order.
+
+    A node is the same in both graphs where it has the same name and calls the same operation. The operands that it has
+    in both graphs count: a pass that gives a node another operand replaces what the node reads.
+    """
+    if after is before or not find_changed(before):
+        return
+    moved = {node.name: node for node in after.nodes}
+    position = {name: index for index, name in enumerate(moved)}
+
+    def find_kept(node: Node) -> list[Node]:
+        other = moved.get(node.name)
+        if other is None or other.target != node.target:
+            return []
+        kept = {x.name for x in find_touched(other)}
+        return [x for x in find_touched(node) if x.name in kept]
+
+    for node, earlier in find_dependences(before, find_kept).items():
+        for first in earlier:
+            if position[first.name] > position[node.name]:
+                problem = f"moves {node.name} in front of {first.name}, and one of both writes what the other touches"
+                way_out = "move nodes so that reads and writes of the same memory keep their order"
+                raise FzeroError(f"pass {name!r}", problem + line_of(node), way_out)
 
 
 def insert(passes: Sequence[Pass], new: Pass, *, before: str) -> tuple[Pass, ...]:

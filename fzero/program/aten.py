@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fzero.base.torch_private import schema_of
+from fzero.base.torch_private import overload_name, schema_of
 from fzero.program.kinds import RAGGED, UNIFORM, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
 
@@ -53,7 +53,23 @@ _SET = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones
 _UNSET = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 """Operations that make a tensor: elements are set by `_SET`, and are whatever was in the memory for `_UNSET`."""
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
-"""In-place operations that overwrite every element without reading it."""
+"""In-place operations that overwrite every element of their first operand without reading it."""
+HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
+    "native_batch_norm": ("running_mean", "running_var"),
+    "cudnn_batch_norm": ("running_mean", "running_var"),
+    "miopen_batch_norm": ("running_mean", "running_var"),
+    "mkldnn_rnn_layer_backward": ("workspace",),
+    "_cudnn_rnn": ("dropout_state",),
+    "miopen_rnn": ("dropout_state",),
+    "_cudnn_rnn_backward": ("reserve",),
+    "miopen_rnn_backward": ("reserve",),
+}
+"""Operation -> the operands that its kernel writes into, though its schema does not say so.
+
+`tests/program/test_aten.py` runs torch's operators and modules on CPU tensors, and finds which operands change. The
+rows of cuDNN and MIOpen follow torch's source: these kernels move the same statistics, advance the state of dropout,
+and use the reserve as scratch, which autograd clones where it needs the reserve again.
+"""
 _LOCAL_SIZE = frozenset({"mean", "var", "var_mean", "std", "std_mean"})
 """Reductions that divide by the number of elements, which is another number for a slice than for its leaf."""
 _OF_SOME = frozenset({"amax", "amin", "aminmax", "argmax", "argmin", "max", "median", "min"})
@@ -74,23 +90,25 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 def describe(target: Any) -> Operation:
     """The record of an operation of torch. For any other function a record that assumes nothing."""
     name = getattr(target, "__name__", str(target)).partition(".")[0]
-    schema, tags = schema_of(target), getattr(target, "tags", ())
+    schema = schema_of(target)
     views = name in ("_unsafe_view", "getitem") or (schema is not None and any(x.alias_info for x in schema.returns))
-    writes = schema is not None and any(map(_is_written, schema.arguments))
-    random = torch.Tag.nondeterministic_seeded in tags
+    writes = schema is not None and (name in HIDDEN_WRITES or any(map(_is_written, schema.arguments)))
+    overwritten = _list_overwritten(name, schema)
+    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     return Operation(
         name=name,
         target=target,
         fake=target,
         kind=infer_item if target is operator.getitem else infer,
         shares=(lambda node: True) if views else (lambda node: False),
-        writes=_find_writes if writes else (lambda node: []),
+        writes=partial(_find_writes, name) if writes else (lambda node: []),
+        overwrites=partial(_find_overwritten, overwritten) if overwritten else (lambda node: []),
         work=(lambda node: NO_WORK)
         if name in _UNSET or (views and not writes)
-        else partial(_estimate_work, name, writes),
+        else partial(_estimate_work, name, views, writes),
         is_quiet=name in _QUIET or target is operator.getitem,
         is_derived=_is_aten(target) and name in _VIEWS | _CHEAP_COPIES,
-        is_pointwise=torch.Tag.pointwise in tags or name in _ELEMENTWISE,
+        is_pointwise=_is_pointwise(target, name),
         is_random=_draws if random else (lambda node: False),
     )
 
@@ -99,11 +117,49 @@ def _is_aten(target: Any) -> bool:
     return getattr(target, "namespace", "") == "aten"
 
 
-def _find_writes(node: Node) -> list[Node]:
-    """The operands that an operation writes to, by its schema; lists item by item."""
-    arguments = schema_of(node.target).arguments
-    given = (find_operand(node, i, arg) for i, arg in enumerate(arguments) if _is_written(arg))
+def _is_pointwise(target: Any, name: str) -> bool:
+    """Whether an operation is elementwise: by its tag, by the table, or because it is the in-place form of such an
+    operation. torch tags `abs` and `gelu`, and neither `abs_` nor `gelu_`."""
+    if torch.Tag.pointwise in getattr(target, "tags", ()) or name in _ELEMENTWISE:
+        return True
+    if not (_is_aten(target) and name.endswith("_")):
+        return False
+    functional = getattr(getattr(_aten, name.removesuffix("_"), None), overload_name(target), None)
+    return functional is not None and _is_pointwise(functional, name.removesuffix("_"))
+
+
+def _find_writes(name: str, node: Node) -> list[Node]:
+    """The operands that an operation writes into, by its schema and `HIDDEN_WRITES`; lists item by item.
+
+    Normalization and noise with `training=False` change no operand besides the one that they return.
+    """
+    schema, operands = schema_of(node.target), _list_operands(node)
+    written = [arg.name for arg in schema.arguments if _is_written(arg)]
+    if operands.get("training") is False:
+        returned = {name for x in schema.returns if x.alias_info for name in x.alias_info.before_set}
+        written = [arg.name for arg in schema.arguments if _is_written(arg) and arg.alias_info.before_set & returned]
+    else:
+        written += HIDDEN_WRITES.get(name, ())
+    given = [operands[name] for name in written]
     return [x for arg in given for x in (arg if isinstance(arg, (list, tuple)) else [arg]) if x is not None]
+
+
+def _list_overwritten(name: str, schema: Any) -> tuple[str, ...]:
+    """The arguments whose every element an operation overwrites, and does not read."""
+    if schema is None:
+        return ()
+    first = (schema.arguments[0].name,) if name in _OVERWRITES else ()
+    return first + tuple(x.name for x in schema.arguments if _is_written(x) and (x.kwarg_only or x.name == "noise"))
+
+
+def _find_overwritten(names: Sequence[str], node: Node) -> list[Node]:
+    operands = _list_operands(node)
+    return [operands[name] for name in names if isinstance(operands[name], fx.Node)]
+
+
+def _list_operands(node: Node) -> dict[str, Any]:
+    """The values that a node passes for the arguments of its operation's schema, by name."""
+    return {arg.name: find_operand(node, i, arg) for i, arg in enumerate(schema_of(node.target).arguments)}
 
 
 def _is_written(argument: Any) -> bool:
@@ -117,21 +173,22 @@ def find_operand(node: Node, position: int, argument: Any) -> Any:
 
 
 def _draws(node: Node) -> bool:
-    """Whether a node of a random aten operation draws: attention without dropout, and rrelu outside of training, do
-    not."""
-    given = {arg.name: find_operand(node, i, arg) for i, arg in enumerate(schema_of(node.target).arguments)}
-    return given.get("dropout_p") != 0 and given.get("training") is not False and given.get("train") is not False
+    """Whether a node of a random aten operation draws: dropout of nothing, and noise without training, do not."""
+    operands = _list_operands(node)
+    is_off = any(operands.get(name) is False for name in ("training", "train"))
+    return not (is_off or any(operands.get(name) == 0 for name in ("dropout_p", "dropout")))
 
 
-def _estimate_work(name: str, writes: bool, node: Node) -> Work:
-    """The flops and bytes of a node whose operation has this name, and writes into operands or not.
+def _estimate_work(name: str, views: bool, writes: bool, node: Node) -> Work:
+    """The flops and bytes of a node whose operation has this name, returns an operand or not, and writes into operands
+    or not.
 
     Flops are those of `torch.utils.flop_counter`: matrix products, convolutions, and attention, where causal attention
     counts in full. Every operation reads its operands and writes its result once. Views do no work.
     """
-    written = _find_writes(node) if writes else []
-    result = values_of(written) if written else node.meta.get("val")
-    return Work(_count_flops(node), _count_bytes_read(node, name) + nbytes(result))
+    written = values_of(_find_writes(name, node)) if writes else []
+    made = None if views else node.meta.get("val")
+    return Work(_count_flops(node), _count_bytes_read(node, name) + nbytes(made) + nbytes(written))
 
 
 def _count_flops(node: Node) -> int:
@@ -168,23 +225,41 @@ def infer(walk: Walk, node: Node) -> Kind:
         return _infer_new(walk, node, name)
     if name.startswith("_foreach_"):
         return infer_lists(walk, node)
+    if walk.record(node).shares(node) and not walk.record(node).writes(node) and given:
+        kind = walk.of_memory(given[0])
+        if isinstance(kind, frozenset):
+            return kind  # what lies in the memory counts where it is read
     if name in _LOCAL_SIZE and any(isinstance(walk.of(x), Slice) for x in given):
         raise walk.refuse(node, f"{name} divides by the size of a slice", "sum, and divide by the leaf's numel")
     is_pointwise = walk.record(node).is_pointwise
     if name in _OF_SOME and not is_pointwise and _may_be_empty(walk, node.args[0]):
         raise walk.refuse(node, f"{name} fails where a slice is empty", "join an element to it first")
-    if name in _OVERWRITES and _fills_its_memory(node.args[0]):
-        given = [x for x in given if x is not node.args[0] or isinstance(walk.of(x), Slice)]
-    return walk.join(node, given, is_pointwise)
+    lost = walk.record(node).overwrites(node)
+    return _infer_write(walk, node, lost) if lost else walk.join(node, given, is_pointwise)
+
+
+def _infer_write(walk: Walk, node: Node, lost: Sequence[Node]) -> Kind:
+    """The kind of a result where the node overwrites the elements of the operands `lost`. These do not count, but what
+    else lies in their memory does."""
+    given = [x for x in node.all_input_nodes if x not in lost or isinstance(walk.of(x), Slice)]
+    beside = [x for x in lost if x not in given and not _fills_its_memory(x)]
+    is_pointwise = walk.record(node).is_pointwise
+    kind = walk.join(node, given, is_pointwise)
+    if isinstance(kind, Slice):
+        return walk.join(node, [*given, *beside], is_pointwise)
+    return kind.union(*map(walk.of_memory, beside))
 
 
 def _infer_new(walk: Walk, node: Node, name: str) -> Kind:
     """The kind of a new tensor, which takes only shape and dtype from its operand."""
-    kind = walk.per_rank if name in _UNSET else UNIFORM
     like = walk.of(node.args[0]) if name.endswith("_like") else UNIFORM
     if isinstance(like, Slice):
         return like
-    return kind | walk.of_slices if RAGGED in like else kind
+    if RAGGED in like:
+        return walk.of_slices | (walk.per_rank if name in _UNSET else UNIFORM)
+    if name in _UNSET:
+        walk.leave_unset(node)
+    return UNIFORM
 
 
 def _may_be_empty(walk: Walk, node: Node) -> bool:

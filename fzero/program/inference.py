@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout
+from fzero.program.coverage import Unset
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Kind, Slice, axes_of, kind_of_state
 from fzero.program.operation import Node, Operation
 from fzero.program.program import RANK, Program
@@ -32,6 +33,8 @@ class Walk:
         self._kinds: dict[Node, Kind] = {}
         self._written: dict[Any, frozenset[str]] = {}
         """Memory -> the axes along which the values that were written into it differ."""
+        self._unset: dict[Any, Unset] = {}
+        """Memory of a new tensor -> its elements that no node has set."""
         self._slices: dict[Any, Slice] = {}
         """Memory -> the slice that lies in it."""
 
@@ -56,12 +59,23 @@ class Walk:
             self._write(node)
 
     def of(self, given: Any) -> Kind:
-        """The kind of an argument of a node, including the values that nodes have written into its memory by now. An
-        argument that is no node is the same on all ranks."""
+        """The kind of an argument of a node, including the values that nodes have written into its memory by now, and
+        what was in the memory of a new tensor that no node has set. An argument that is no node is the same on all
+        ranks."""
         if not isinstance(given, fx.Node):
             return UNIFORM
+        kind = self.of_memory(given)
+        unset = self._unset.get(storage(given)) if self._unset and isinstance(kind, frozenset) else None
+        return kind | self.per_rank if unset is not None and unset.reaches(given.meta["val"]) else kind
+
+    def of_memory(self, given: Node) -> Kind:
+        """The kind of the values that nodes have written into the memory of a node's value."""
         kind = self._kinds[given]
         return kind | self._written.get(storage(given), UNIFORM) if isinstance(kind, frozenset) else kind
+
+    def leave_unset(self, node: Node) -> None:
+        """Note that a node makes a tensor whose elements are whatever is in the memory, until nodes set them."""
+        self._unset[storage(node)] = Unset(node.meta["val"])
 
     def _infer(self, node: Node) -> Kind:
         operation = record(node)
@@ -125,6 +139,9 @@ class Walk:
             if isinstance(new, frozenset) and new and memory in self._slices:
                 raise refuse_drift(self.program, node, new, self._slices[memory])
             self._written[memory] = self._written.get(memory, UNIFORM) | axes_of(self.program, new)
+        for overwritten in record(node).overwrites(node) if self._unset else ():
+            if storage(overwritten) in self._unset:
+                self._unset[storage(overwritten)].set(overwritten.meta["val"])
 
     # for the rules of operations
 

@@ -60,7 +60,7 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
 
 def _find_peaks(changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
     """[R] the peak of each rank."""
-    live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64)
+    live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
     peak = live
     for made, freed in changes:
         if made:
@@ -125,7 +125,7 @@ class Allocator:
     """
 
     def __init__(self, program: Program, ranks: Sequence[int]) -> None:
-        self.program, self.ranks = program, torch.tensor(ranks)
+        self.program, self.ranks = program, torch.tensor(ranks, device="cpu")
         self._counts: dict[tuple[range, int], Tensor] = {}  # range of a leaf, elements of a shard -> counts
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
@@ -278,7 +278,7 @@ class Allocator:
 
     def _stack_rows(self, values: Sequence[Tensor | int]) -> Tensor:
         """[V, R] the values on each rank."""
-        return torch.stack([torch.as_tensor(value).expand(len(self.ranks)) for value in values])
+        return torch.stack([torch.as_tensor(value, device="cpu").expand(len(self.ranks)) for value in values])
 
 
 def _shape_of(value: Any) -> torch.Size | None:

@@ -88,6 +88,7 @@ class Operation:
     * `alias_at(node, position)`: for an operation that starts, the operand whose memory the leaf at `position` has on a
       mesh of one rank; None where the leaf is always new memory.
     * `writes(node)`: the operands that the operation writes into.
+    * `overwrites(node)`: the operands whose every element the operation overwrites, and none of which it reads.
     * `memory(allocator, node)`: the location of the result, then further storages that the result keeps alive. None: by
       `shares` the operand's, else new memory.
     * `work(node)`: the flops and bytes of this rank, besides communication.
@@ -120,6 +121,7 @@ class Operation:
     shares: Callable[[Node], bool] = _never
     alias_at: Callable[[Node, int], Node | None] = _no_alias
     writes: Callable[[Node], list[Node]] = _no_operands
+    overwrites: Callable[[Node], list[Node]] = _no_operands
     memory: Callable[[Allocator, Node], tuple[Any, ...]] | None = None
     work: Callable[[Node], Work] = read_and_write
     line: Callable[[Program, Node], str] | None = None

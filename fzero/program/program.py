@@ -83,6 +83,8 @@ class Program:
     * `graph` is a `torch.fx.Graph`. Its placeholders are `arguments`, in order. Its output is a list of the tensors
       among `results`, in order.
     * `layouts` maps the bucket names that nodes use to layouts.
+    * `constants` are the tensors that the step captured, by reference. `read` are captured tensors whose elements
+      Python read while the step was traced: the program is right for these elements only.
     * `measured` are the rates of the machine, None where no one has measured them.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     """
@@ -98,6 +100,7 @@ class Program:
     fake_mode: Any
     measured: Rates | None = None
     pass_state: tuple[PassState, ...] = ()
+    read: tuple[Tensor, ...] = ()
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""
@@ -131,7 +134,7 @@ class Program:
         return any(node.op == "call_function" and record(node).draws for node in self.graph.nodes)
 
     def lines(self) -> list[str]:
-        """Everything that must be the same on all ranks: arguments, buckets, constants and nodes, one line each.
+        """What must be the same on all ranks for good: arguments, buckets and nodes, one line each.
 
         The sizes of slices and the index of a rank's GPU differ between ranks, and are left out.
         """
@@ -139,9 +142,12 @@ class Program:
         return [
             *(f"argument {given.path}: {self._describe(given, x)}" for given, x in zip(self.arguments, values)),
             *(f"bucket {name}: {_list_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
-            *(f"constant {name}: {_format_type(x)} {_format_contents(x)}" for name, x in self.constants.items()),
             *(_INDEX.sub(r"\1", f"node {node.name}: {node.format_node()}") for node in self.graph.nodes),
         ]
+
+    def constant_lines(self) -> list[str]:
+        """What must be the same on all ranks at each call: the present contents of constants, one line each."""
+        return [f"constant {name}: {_format_type(x)} {_format_contents(x)}" for name, x in self.constants.items()]
 
     def _describe(self, argument: Argument, value: Tensor) -> str:
         if argument.bucket is None:

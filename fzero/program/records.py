@@ -7,7 +7,8 @@ define("name", ...)     a new operation, which every walk can read from then on
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,26 @@ def name_of(node: Node) -> str:
 def shares_memory(node: Node) -> bool:
     """Whether a node's result has the memory of an operand: a view, an item of a list, or an operand written to."""
     return node.op == "call_function" and record(node).shares(node)
+
+
+def follow_memory(node: Node) -> Iterator[Node]:
+    """The nodes whose values may lie in the memory of a node's value, from the node to the one that made the memory.
+
+    An item of a list of new tensors made its own memory. On one rank a collective may return its operand's memory: so
+    the memory of a gathered leaf was made by the leaf's argument.
+    """
+    source: Any = node
+    while source is not None:
+        yield source
+        made, source = source, None
+        while made.target is operator.getitem:
+            made = made.args[0]
+        known = record(made) if made.op == "call_function" else None
+        if known is not None and known.names == "position":
+            started = made.args[0].args[0]
+            source = record(started).alias_at(started, made.args[3])
+        elif known is not None and (known.shares(made) or known.moves is not None):
+            source = next(iter(made.all_input_nodes), None)
 
 
 def find_writes(node: Node) -> list[Node]:

@@ -58,7 +58,7 @@ def _exchange(
     if members.group is None:
         return vote
     mine = -1 if error is not None else number
-    ends = torch.tensor([mine, -mine, int(vote)])  # one MAX gives the largest and the smallest number
+    ends = torch.tensor([mine, -mine, int(vote)], device="cpu")  # one MAX gives the largest and the smallest number
     reports: list[Any] = [None] * len(members.ranks)
     with members.begin("agreement before a step"):
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=members.group)

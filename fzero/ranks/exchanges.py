@@ -25,7 +25,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
 from fzero.ranks.transports import Pending, Transport
-from fzero.ranks.transports.reduction import JOINS
+from fzero.ranks.transports.reduction import reduce
 
 
 class Rank(Protocol):
@@ -191,12 +191,6 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
         if axis != mesh.shard_axis and mesh.size(axis) > 1:
             block = yield AllReduce(f"all_reduce of {bucket} over {axis}", axis, block, "avg")
     return block
-
-
-def reduce(values: Sequence[Tensor], op: str) -> Tensor:
-    """The values of all ranks to one, in rank order."""
-    total = functools.reduce(JOINS[op], values)
-    return total / len(values) if op == "avg" else total
 
 
 def complete(steps: Steps, answer: Tensor | None, begin: Callable[[Exchange], Pending]) -> Any:

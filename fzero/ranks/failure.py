@@ -34,7 +34,9 @@ def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         for peer in _peers(group):
             with suppress(RuntimeError):
-                _wait_until(dist.irecv(torch.empty(1), group=group, tag=HANG_UP, group_src=peer), deadline=0)
+                _wait_until(
+                    dist.irecv(torch.empty(1, device="cpu"), group=group, tag=HANG_UP, group_src=peer), deadline=0
+                )
 
 
 def call_roll(
@@ -110,7 +112,7 @@ def _wait_until(work: Any, deadline: float) -> bool:
 
 
 def _encode(word: str) -> Tensor:
-    return torch.tensor(list(word.encode()[:WORD].ljust(WORD)), dtype=torch.uint8)
+    return torch.tensor(list(word.encode()[:WORD].ljust(WORD)), dtype=torch.uint8, device="cpu")
 
 
 def _decode(said: Tensor) -> str:

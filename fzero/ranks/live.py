@@ -92,7 +92,8 @@ class Live:
         along = wire(layout, (leaf,))
         buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
         self.settle()
-        return buffers.join_leaf(buffer, along, 0, layout.leaves[leaf].shape)
+        full = buffers.join_leaf(buffer, along, 0, layout.leaves[leaf].shape)
+        return full.clone() if layout.world == 1 else full  # one rank gathers a view of its slice
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         along = wire(layout, (leaf,))
@@ -100,7 +101,7 @@ class Live:
 
     def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         part = layout.part(leaf, self.rank)
-        return x.reshape(-1)[part.start : part.stop]
+        return x.reshape(-1)[part.start : part.stop].clone()
 
     def beside(self, x: Tensor) -> Tensor:
         return x.clone()
@@ -108,7 +109,7 @@ class Live:
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         return like.new_empty(like.shape, dtype=x.dtype).copy_(x)
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
         return self.begin(AllReduce(f"all_reduce over {axis}", axis, x, op)).wait()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:

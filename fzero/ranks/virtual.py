@@ -1,7 +1,7 @@
 """Virtual: all ranks of a `VirtualMesh` in one process, for values outside of a step.
 
 A `Sharded` on virtual ranks holds the slices of all ranks, one after the other: the flattened value itself. So a move
-between a sharded and a whole value is a view, and a sum over ranks is there already.
+between a sharded and a whole value only changes the shape, and a sum over ranks is there already.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Virtual:
         raise NotImplementedError  # nothing may write
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        return x.view(layout.leaves[leaf].shape)
+        return x.clone().view(layout.leaves[leaf].shape)
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return x.reshape(-1)
 
     def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        return x.reshape(-1)
+        return x.reshape(-1).clone()
 
     def beside(self, x: Tensor) -> Tensor:
         return x.clone()
@@ -54,7 +54,7 @@ class Virtual:
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         return x.expand(like.shape).clone()
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
         return x.clone()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:

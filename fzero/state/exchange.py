@@ -59,7 +59,7 @@ class Stretch(NamedTuple):
         return self.values[elements.start - self.start : elements.stop - self.start]
 
 
-NOTHING = Stretch(0, torch.empty(0))
+NOTHING = Stretch(0, torch.empty(0, device="cpu"))
 
 
 def ranks_by_position(mesh: VirtualMesh, ranks: Sequence[int]) -> list[list[int]]:
@@ -116,7 +116,7 @@ def perform(on: Live, what: str, messages: Iterable[Message], have: Stretch = NO
             elif message.sender == me:
                 sends += _send(on, message.receiver, 0, have.at(message.elements))
             elif message.receiver == me:
-                number = torch.zeros((), dtype=torch.int64)
+                number = torch.zeros((), dtype=torch.int64, device="cpu")
                 numbers.append((dist.irecv(number, message.sender, group, NUMBERS), message, number))
         for work, message, number in numbers:
             work.wait(timeout)
@@ -124,7 +124,7 @@ def perform(on: Live, what: str, messages: Iterable[Message], have: Stretch = NO
                 errors.append(_receive_error(on, message.sender, -int(number)))
             elif message.elements:
                 here = room.at(message.elements)
-                stage = here if here.is_cpu else torch.empty(here.shape, dtype=here.dtype)
+                stage = here if here.is_cpu else torch.empty(here.shape, dtype=here.dtype, device="cpu")
                 arrivals.append((dist.irecv(stage, message.sender, group, VALUES), stage, here))
         for work, stage, here in arrivals:
             work.wait(timeout)
@@ -151,7 +151,7 @@ def report(on: Live, what: str, error: Exception, ranks: Iterable[int]) -> None:
 
 def _send(on: Live, rank: int, number: int, values: Tensor) -> list[tuple[Any, Tensor]]:
     """Start sending a message. Returns each send with its tensor, which must live until the send ends."""
-    head, group = torch.tensor(number), on.members.group
+    head, group = torch.tensor(number, device="cpu"), on.members.group
     sends = [(dist.isend(head, rank, group, NUMBERS), head)]
     if values.numel():
         stage = values.detach().cpu().contiguous()
@@ -160,7 +160,7 @@ def _send(on: Live, rank: int, number: int, values: Tensor) -> list[tuple[Any, T
 
 
 def _receive_error(on: Live, rank: int, nbytes: int) -> FzeroError:
-    text = torch.empty(nbytes, dtype=torch.uint8)
+    text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     received: Any = dist.irecv(text, rank, on.members.group, VALUES)
     received.wait(on.members.timeout)
     return FzeroError(f"rank {rank}", f"could not read its values: {bytes(text.tolist()).decode()}")

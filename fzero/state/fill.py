@@ -60,7 +60,7 @@ def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | Non
         if out.device.type == "cpu" or isinstance(source, TensorSource):
             source.read(piece.source.start, here)
         else:
-            staged = torch.empty(here.shape, dtype=here.dtype, pin_memory=out.is_cuda)
+            staged = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=out.is_cuda)
             source.read(piece.source.start, staged)
             here.copy_(staged)
 

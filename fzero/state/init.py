@@ -67,7 +67,7 @@ class Initial:
     def _draw(self, number: int) -> Tensor:
         """[at most DRAWN_TOGETHER] chunk `number`; the last chunk is shorter."""
         numel = min(DRAWN_TOGETHER, self.shape.numel() - number * DRAWN_TOGETHER)
-        values = torch.empty(numel, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
+        values = torch.empty(numel, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(fold(self.seed, self.path, number))
         try:
             self.initializer(values, self.shape, generator)

@@ -41,7 +41,7 @@ class Feed:
         room = Stretch(layout.part(leaf, self.on.rank).start, out)
         numel, step = layout.leaves[leaf].numel, chunk_numel(chunk, values.dtype, out.dtype)
         # All chunks share one buffer, so that memory holds one chunk and not two.
-        buffer = torch.empty(min(step, numel) if self.is_source else 0, dtype=out.dtype)
+        buffer = torch.empty(min(step, numel) if self.is_source else 0, dtype=out.dtype, device="cpu")
         for piece in chunks(numel, step):
             have = Stretch(piece.start, buffer[: len(piece)])
             if self.is_source:

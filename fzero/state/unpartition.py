@@ -65,7 +65,7 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     if path not in paths or not is_sharded(leaves[paths.index(path)]):
         raise FzeroError(path, f"is no Sharded leaf of the {len(paths)} in the tree", f"it has {', '.join(paths[:8])}")
     old = leaves[paths.index(path)]
-    new = fn(old.full_tensor().detach().clone())
+    new = fn(old.full_tensor().detach())
     if new.dtype != old.dtype:
         raise FzeroError(path, f"is {old.dtype}, the new value {new.dtype}", f"return value.to({old.dtype})")
     layout = _reshape(old, tuple(new.shape))
@@ -94,7 +94,7 @@ def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
     """A leaf as a new whole tensor, on every rank or on `rank` alone."""
     if rank is None or not isinstance(leaf.on, Live):
         full = leaf.full_tensor()
-        return full if leaf.on.is_tracing else full.detach().clone()
+        return full if leaf.on.is_tracing else full.detach()
     if rank not in leaf.on.ranks:
         raise FzeroError("rank", f"is {rank}, the mesh has ranks {list(leaf.on.ranks)}", "name one of them")
     return _collect(leaf, leaf.on, rank)
@@ -118,7 +118,7 @@ def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:
 def _assemble_piece(leaf: Tensor, piece: range) -> Tensor:
     """[len(piece)] some elements of a flattened leaf, on every rank."""
     if not isinstance(leaf, Sharded):
-        out = torch.empty(len(piece), dtype=leaf.dtype)
+        out = torch.empty(len(piece), dtype=leaf.dtype, device="cpu")
         TensorSource(leaf).read(piece.start, out)
         return out
     on, layout = leaf.on, leaf.form.layout

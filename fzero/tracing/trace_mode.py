@@ -16,6 +16,8 @@ from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
 
 _aten = torch.ops.aten
+_READS = (_aten._local_scalar_dense.default, _aten.equal.default)
+"""Operations that return a Python value."""
 
 
 class TraceMode(TorchDispatchMode):
@@ -25,9 +27,15 @@ class TraceMode(TorchDispatchMode):
     * has the mark of the present `regions`,
     * does not have a result computed at trace time, or a kind of zeros that a trace loses.
 
+    `read` lists the captured tensors whose elements Python has read: these stand in the program as numbers.
+
     Raises:
         FzeroError: for an operation that cannot be in a program.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Tensor] = []
 
     def __enter__(self) -> TraceMode:
         self._preserved = preserve_node_meta()
@@ -43,6 +51,8 @@ class TraceMode(TorchDispatchMode):
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())
         _check_call(line, func, kwargs)
+        if func in _READS:
+            self.read += [x for x in args if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
         if record(func).perform is not None:
             args = tuple(_forget_constant(arg) for arg in args)
         if func is _aten._efficientzerotensor.default:

@@ -13,6 +13,7 @@ Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slice
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.values import rules
-from fzero.values.moves import Beside
+from fzero.values.moves import Beside, copy_alias
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded
@@ -48,7 +49,7 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.GATHERED_LIST_OPS):
         return _apply_to_lists(func, args, kwargs)
     if name in rules.ELEMENTWISE and kwargs.get("memory_format") in rules.MEMORY_FORMATS:
-        anchor = _find_anchor(args, kwargs)
+        anchor = _find_anchor(name, args, kwargs)
         if anchor is not None:
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
             return _apply_elementwise(func, anchor, args, kwargs)
@@ -95,7 +96,7 @@ def _write(func: Callable[..., Any], name: str, written: Any, args: tuple[Any, .
         _apply_to_lists(func, args, kwargs, values)
     else:
         (value,) = values
-        anchor = _find_anchor(args, kwargs) if name.removesuffix("_") in rules.ELEMENTWISE | rules.FILLS else None
+        anchor = _find_anchor(name, args, kwargs) if name.removesuffix("_") in rules.ELEMENTWISE | rules.FILLS else None
         if anchor is not None and anchor.form[:2] == value.form[:2]:
             func(*(_to_slice(x, value) for x in args), **{key: _to_slice(x, value) for key, x in kwargs.items()})
         else:
@@ -142,25 +143,34 @@ def _has_sharded(x: Any) -> bool:
     return is_sharded(x) or (isinstance(x, (list, tuple)) and any(map(is_sharded, x)))
 
 
-def _find_anchor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
-    """The operand whose layout the result of an elementwise function has. None where all operands are to be gathered:
+def _find_anchor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | None:
+    """The operand whose layout the result of the elementwise function `name` has. None where all operands are to be
+    gathered:
 
-    * the operands broadcast, or
+    * the operands broadcast, or are of a kind for which torch has other kernels (`rules.GATHERED_COMPLEX`), or
     * a plain operand differs between ranks, or
     * a plain operand may be a batch of vmap, or
     * a 0-d leaf meets a plain 0-d tensor and one of them is differentiated, as a weight meets this rank's own loss.
     """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if name in rules.GATHERED_COMPLEX and any(map(_is_complex, (*args, *operands))):
+        return None
     values = [x for x in operands if is_sharded(x)]
     if not values:
         return None
     anchor = max(values, key=lambda x: (x.ndim > 0, not x.is_replicated))
     if not all(x.ndim == 0 or tuple(x.shape) == tuple(anchor.shape) for x in operands):
         return None
+    if anchor.ndim == 0 and name in rules.GATHERED_0D:
+        return None
     plain = [x for x in operands if not is_sharded(x)]
     if plain and (torch_private.in_vmap() or (anchor.ndim == 0 and _is_differentiated(operands))):
         return None
     return None if any(map(anchor.on.varies, plain)) else anchor
+
+
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, complex) or (isinstance(x, Tensor) and x.dtype.is_complex)
 
 
 def _is_differentiated(operands: list[Any]) -> bool:
@@ -178,8 +188,10 @@ def _is_computed_in_full(anchor: Sharded) -> bool:
 
 def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An elementwise function of this rank's slices, its tensors wrapped as values of the anchor's layout."""
-    result = func(*(_to_slice(x, anchor) for x in args), **{key: _to_slice(x, anchor) for key, x in kwargs.items()})
-    return torch_private.map_pytree(lambda x: _wrap(x, anchor) if isinstance(x, Tensor) else x, result)
+    slices, more = [_to_slice(x, anchor) for x in args], {key: _to_slice(x, anchor) for key, x in kwargs.items()}
+    result = func(*slices, **more)
+    own = functools.partial(copy_alias, on=anchor.on, operands=[*slices, *more.values()])
+    return torch_private.map_pytree(lambda x: _wrap(own(x), anchor) if isinstance(x, Tensor) else x, result)
 
 
 def _wrap(x: Tensor, anchor: Sharded) -> Sharded:
@@ -212,7 +224,7 @@ def _apply_to_lists(
     """
     beside = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     rows = list(zip(*(x for x in args if isinstance(x, (list, tuple)) and any(map(_is_value, x)))))
-    anchors = [_find_anchor((*row, *beside), {}) for row in rows]
+    anchors = [_find_anchor("", (*row, *beside), {}) for row in rows]
     first = next((anchor for anchor in anchors if anchor is not None), None)
     for value, anchor in zip(written, anchors):
         if anchor is None or anchor.form[:2] != value.form[:2]:

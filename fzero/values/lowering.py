@@ -187,11 +187,13 @@ class _Function:
         self, given: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor], list[str]]:
         """`(output, tensors after, paths of the tensors that the forward assigned or changed in place)`."""
-        versions = {path: _version(value) for path, value in given.items()}
+        versions = {path: torch_private.version_of(value) for path, value in given.items()}
         after = dict(given)
         with _keep_attributes(self._module):
             output = functional_call(self._module, after, args, kwargs)  # writes assigned tensors into `after`
-        changed = [p for p, value in given.items() if after[p] is not value or _version(value) != versions[p]]
+        changed = [
+            p for p, value in given.items() if after[p] is not value or torch_private.version_of(value) != versions[p]
+        ]
         return output, after, changed
 
     def _refuse_changes(self, changed: list[str], mutable: Container[str]) -> None:
@@ -284,11 +286,6 @@ def _keep_attributes(module: nn.Module) -> Iterator[None]:
         for child, attributes in before:
             vars(child).clear()
             vars(child).update(attributes)
-
-
-def _version(tensor: Tensor) -> int:
-    """The number of in-place changes of a tensor; -1 for an inference tensor, which does not count them."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _find_running_mean(module: nn.Module) -> str | None:

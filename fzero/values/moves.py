@@ -37,11 +37,14 @@ A `MovePerformer` performs the moves.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from fzero.base import torch_private
+from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
@@ -79,13 +82,13 @@ class MovePerformer(Protocol):
         """Count a write into a slice: what was gathered before is out of date."""
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        """The full leaf, in its shape, from the 1-d slices `x` of all ranks."""
+        """The full leaf, in its shape, from the 1-d slices `x` of all ranks. New memory, outside of a trace."""
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """This rank's slice, 1-d, of the mean of `x` over all ranks."""
 
     def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        """This rank's slice, 1-d, of `x`. No communication."""
+        """This rank's slice, 1-d, of `x`. No communication. New memory, outside of a trace."""
 
     def beside(self, x: Tensor) -> Tensor:
         """`x` itself: a 0-d value about to be an operand beside a slice."""
@@ -93,8 +96,11 @@ class MovePerformer(Protocol):
     def spread(self, x: Tensor, like: Tensor) -> Tensor:
         """`x`, 0-d, repeated over the shape of the slice `like`."""
 
-    def all_reduce(self, x: Tensor, op: str, axis: str) -> Tensor:
-        """The reduction `op` ("sum", "avg", "max" or "min") of `x` over the ranks along `axis`."""
+    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
+        """The reduction `op` ("sum", "avg", "max" or "min") of `x` over the ranks along `axis`.
+
+        `leaf` is the path of the leaf whose gradient `x` is; empty for any other value.
+        """
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         """This rank's position along `axis`, a 0-d int64."""
@@ -105,6 +111,14 @@ UNPARTITION_FIRST = (
     "average what depends on this rank's batch with fzero.pmean"
 )
 """The way out in every error that refuses a batch."""
+
+
+def copy_alias(x: Tensor, on: MovePerformer, operands: Iterable[Any]) -> Tensor:
+    """`x`, copied outside of a trace where it lies in memory of an operand, as `p.detach()` does: a step that updates
+    one of the two in place would change the other. A trace has no memory yet, and `donate` knows its views."""
+    if on.is_tracing or not any(torch_private.is_alias(x, each) for each in operands if isinstance(each, Tensor)):
+        return x
+    return x.clone()
 
 
 # Linear moves: the class says the forward, `TRANSPOSES` below the backward.
@@ -189,7 +203,7 @@ class Mean(_Move):
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
         for axis in on.mesh.names:
-            x = on.all_reduce(x, "avg", axis)
+            x = on.all_reduce(x, "avg", axis, path)
         return x
 
 
@@ -198,7 +212,7 @@ class UseReplicated(_Move):
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return x.view_as(x)
+        return x.view_as(x) if on.is_tracing else x.clone()  # a step may write over the memory of the value
 
 
 class Beside(_Move):
@@ -218,10 +232,18 @@ class Parts(_Move):
 
 
 class AllReduce(_Linear):
-    """`(x, on, op, axes)` with op "sum" or "avg", per-rank -> uniform: elementwise over ranks."""
+    """`(x, on, op, axes)` with op "sum" or "avg", per-rank -> uniform: elementwise over ranks.
+
+    Raises:
+        FzeroError: for the mean of integers and for the sum of bools, which have another dtype than the operand.
+    """
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, op: str, axes: tuple[str, ...]) -> Tensor:
+        if x.dtype == torch.bool or (op == "avg" and not (x.is_floating_point() or x.is_complex())):
+            name, to = ("pmean", "a floating dtype") if op == "avg" else ("psum", "torch.int64")
+            problem = f"the result cannot have the dtype of the operand, {x.dtype}"
+            raise FzeroError(name, problem, f"cast the operand to {to}")
         for axis in axes:
             x = on.all_reduce(x, op, axis)
         return x
@@ -248,11 +270,15 @@ TRANSPOSES: dict[type[_Linear], tuple[type[_Linear], ...]] = {
 
 
 class Total(_Move):
-    """Sharded -> uniform: the sum of all elements of a value, each counted once; 0-d."""
+    """Sharded -> uniform: the sum of all elements of a value, each counted once; 0-d.
+
+    A sum of float16 or bfloat16 is float32. The caller rounds it, once.
+    """
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return on.all_reduce(x.sum(), "sum", on.mesh.shard_axis)
+        wide = accumulator(x.dtype)
+        return on.all_reduce(x.sum() if wide == x.dtype else x.sum(dtype=wide), "sum", on.mesh.shard_axis)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -261,8 +287,9 @@ class Total(_Move):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
         mean = Mean.apply(cotangent, *ctx.constants)
-        return Spread.apply(mean, ctx.saved_tensors[0], *ctx.constants), None, None
+        return Spread.apply(mean.to(x.dtype), x, *ctx.constants), None, None
 
 
 class Spread(_Move):
@@ -279,7 +306,7 @@ class Spread(_Move):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        return Total.apply(cotangent, *ctx.constants), None, None, None
+        return Total.apply(cotangent, *ctx.constants).to(cotangent.dtype), None, None, None
 
     @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -307,12 +334,13 @@ class Peak(_Move):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         is_peak, count = Peak.find(ctx, cotangent.dtype)
         mean = Mean.apply(cotangent, *ctx.constants)
-        return Spread.apply(mean / count, is_peak, *ctx.constants) * is_peak, None, None, None
+        share = (mean / count).to(cotangent.dtype)
+        return Spread.apply(share, is_peak, *ctx.constants) * is_peak, None, None, None
 
     @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         is_peak, count = Peak.find(ctx, tangent.dtype)
-        return Total.apply(tangent * is_peak, *ctx.constants) / count
+        return (Total.apply(tangent * is_peak, *ctx.constants) / count).to(tangent.dtype)
 
     @staticmethod
     def find(ctx: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

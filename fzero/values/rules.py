@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.dtypes import accumulator
 from fzero.layout.layout import Leaf
 from fzero.values.moves import MovePerformer, Peak, Total
 
@@ -21,7 +22,7 @@ _UNARY = """
     ndtr neg negative positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc
     sinh softplus softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink
     softshrink hardshrink threshold sqrt square tan tanh trunc fix zeros_like ones_like full_like empty_like
-    to type contiguous float double half bfloat16 cfloat cdouble int long short bool byte char cpu cuda
+    to type contiguous float double half bfloat16 int long short bool byte char cpu cuda
 """
 _BINARY = """
     add radd sub rsub subtract mul rmul multiply div divide true_divide truediv rtruediv floor_divide floordiv
@@ -37,6 +38,12 @@ ELEMENTWISE = frozenset((_UNARY + _BINARY + _MORE).split())
 copysign, nextafter, logit and sgn are missing: their derivatives create tensors of the slice's size, which differs
 between ranks, but one program serves all ranks.
 """
+
+GATHERED_COMPLEX = frozenset("real isfinite isreal pow rpow float_power softsign".split())
+"""Names of elementwise functions that torch composes, for complex numbers, of functions that are not."""
+
+GATHERED_0D = frozenset({"masked_fill"})
+"""Names of elementwise functions that take some operand as a number. The slice of a 0-d leaf is 1-d."""
 
 FILLS = frozenset({"copy", "fill", "zero"})
 """Names, without their underscore, of elementwise functions that only exist in place."""
@@ -113,17 +120,27 @@ def _sum(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None 
     return Total.apply(x.to(exact), on, leaf.path).to(exact)
 
 
-def _mean(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:
-    return _sum(x, leaf, on, dtype=dtype) / leaf.numel
+def _mean(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor | None:
+    to = dtype or x.dtype
+    if not (to.is_floating_point or to.is_complex):
+        return None  # torch refuses the mean of integers
+    return (Total.apply(x.to(to), on, leaf.path) / leaf.numel).to(to)
 
 
 def _norm(x: Tensor, leaf: Leaf, on: MovePerformer, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
-    x = x if dtype is None else x.to(dtype)
-    if p in (2, "fro", None):
-        return _sqrt(Total.apply((x * x.conj()).real if x.is_complex() else x * x, on, leaf.path))
-    if p == 1:
-        return Total.apply(x.abs(), on, leaf.path)
-    return None
+    to = dtype or x.dtype
+    if not _is_norm_dtype(to, x.dtype) or p not in (1, 2, "fro", None):
+        return None
+    x = x.to(accumulator(to))  # squares too: those of float16 overflow beyond 256, and vanish below 2e-4
+    x = x.abs() if x.is_complex() else x
+    total = Total.apply(x.abs() if p == 1 else x * x, on, leaf.path)
+    return (total if p == 1 else _sqrt(total)).to(to.to_real())
+
+
+def _is_norm_dtype(to: torch.dtype, given: torch.dtype) -> bool:
+    """Whether torch computes the norm of a value of dtype `given` in dtype `to`. Otherwise torch raises an error."""
+    inexact = given.is_floating_point or given.is_complex
+    return inexact and to.is_complex == given.is_complex and torch.promote_types(to, given) == to
 
 
 def _sqrt(total: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
-from fzero.values.moves import UNPARTITION_FIRST, Gather, MovePerformer, Take, UseReplicated
+from fzero.values.moves import UNPARTITION_FIRST, Gather, MovePerformer, Take, UseReplicated, copy_alias
 
 
 class Form(NamedTuple):
@@ -73,7 +73,7 @@ class Sharded(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's slice.
+        """This rank's slice itself, no copy: a step that updates the value in place writes over it. Clone what you keep.
 
         Raises:
             FzeroError: when this value was donated to a step.
@@ -140,8 +140,7 @@ class Sharded(Tensor):
     def full_tensor(self) -> Tensor:
         """The full value, a plain tensor, the same on every rank. The transpose scatters the cotangent.
 
-        In a trace, all uses within one torch.func transform share one gather. So autograd sums the cotangents of all
-        uses, and the sum is scattered once.
+        In a trace, uses within one torch.func transform share one gather: the sum of their cotangents scatters once.
         """
         if self._full is not None and self._full[1] == self.on.writes:
             return self._full[0]
@@ -161,7 +160,7 @@ class Sharded(Tensor):
     def slice_of(self, full: Tensor) -> Sharded:
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
         if self.is_replicated:
-            return self.with_local(full)
+            return self.with_local(copy_alias(full, self.on, [full]))
         value = self.with_local(Take.apply(full, self.on, self.form.layout, self.index))
         value._full = (full, self.on.writes) if self.on.is_tracing and torch.is_grad_enabled() else None
         return value
@@ -189,6 +188,9 @@ class Sharded(Tensor):
         path = next(x.path for x in given if is_sharded(x))
         raise FzeroError(path, f"{func} got this leaf, which has no memory of its own", "give leaf.full_tensor()")
 
+    def __copy__(self) -> Sharded:
+        return self  # it is immutable
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         return self.with_local(self.local.clone())
 
@@ -215,10 +217,8 @@ class Whole(Sharded):
 
 
 class _Context(NamedTuple):
-    """All of a value but its slice: the context of the pytree node.
-
-    torch.func compares the contexts of a primal and its tangent. Where they differ, its error prints both.
-    """
+    """All of a value but its slice: the context of the pytree node. torch.func compares those of primal and tangent,
+    and prints both in its error."""
 
     layout: Layout
     leaf: int

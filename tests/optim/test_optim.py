@@ -223,6 +223,30 @@ def test_global_norm_of_half_precision_does_not_overflow():
         assert norm.item() == 2048.0
 
 
+def test_a_complex_element_counts_with_its_absolute_value():
+    for dtype in (torch.complex64, torch.complex128):
+        norm = optim.global_norm([torch.tensor([3 + 4j, 0], dtype=dtype), torch.tensor([12.0])])
+        assert norm.dtype == dtype.to_real()
+        assert norm.item() == 13.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("size", [1e-3, 50.0, 500.0])
+def test_clipping_is_torchs_clip_grad_norm(dtype, size):
+    # torch adds 1e-6 to the norm, and rounds the norm and the factor to the gradients' dtype
+    grads = [size * leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in tree.leaves(random_tree(1))]
+    grads = [grad.to(dtype) * (0.6 + 0.8j if dtype.is_complex else 1) for grad in grads]
+    weights = [torch.zeros_like(grad).requires_grad_() for grad in grads]
+    for weight, grad in zip(weights, grads):
+        weight.grad = grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(weights, 0.5)
+    clipped, _ = optim.clip_by_global_norm(0.5).update(grads, optim.EmptyState())
+    tolerance = 4 * torch.finfo(dtype).eps + 1e-6 / norm.item()
+    torch.testing.assert_close(optim.global_norm(grads).to(norm.dtype), norm, rtol=tolerance, atol=0)
+    for got, weight in zip(clipped, weights):
+        torch.testing.assert_close(got, weight.grad, rtol=tolerance, atol=torch.finfo(dtype).smallest_normal)
+
+
 def test_clipping_scales_to_the_norm_or_not_at_all():
     grads = random_tree(1, torch.float64)
     norm = torch.cat([leaf.reshape(-1) for leaf in tree.leaves(grads)]).norm().item()

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fzero import tree
 from fzero.passes import bucket, defaults
-from fzero.passes.order import count_depths, find_origins, rearrange, restore_order, sink_gathers
+from fzero.passes.order import count_depths, find_origins, reorder, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
@@ -85,7 +85,7 @@ def test_settling_leaves_the_rest_as_it_was_and_drops_what_has_no_use() -> None:
 
 def test_rearranging_puts_the_output_last() -> None:
     graph, nodes = graph_of(x="", a="x", b="x", out="a b")
-    rearrange(graph, [nodes[name] for name in ("x", "b", "a", "out")])
+    reorder(graph, [nodes[name] for name in ("x", "b", "a", "out")])
     assert order(graph) == "x b a" and next(iter(reversed(graph.nodes))).op == "output"
 
 
@@ -160,4 +160,4 @@ def test_what_reads_memory_keeps_its_place_among_what_writes_to_it() -> None:
     (late,) = calls(program, torch.ops.aten.sin.default)
     calls(program, torch.ops.aten.exp.default)[0].append(late)
     restore_order(program.graph)
-    assert names(program) == ["mul", "exp", "sin", "add", "t", "add_", "cos", "neg"]
+    assert names(program) == ["mul", "t", "exp", "sin", "add", "add_", "cos", "neg"]

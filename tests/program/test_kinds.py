@@ -103,6 +103,13 @@ def written(x: Tensor, into: Tensor) -> Tensor:
     return into
 
 
+def filled(into: Tensor, *parts: slice) -> Tensor:
+    """`into`, with these rows filled."""
+    for part in parts:
+        into[part].fill_(1.0)
+    return into
+
+
 def unwritten(x: Tensor) -> Tensor:
     first, second = torch.split(torch.zeros(2, 5), 1)
     first.add_(x[:1])
@@ -125,7 +132,22 @@ def unwritten(x: Tensor) -> Tensor:
         (lambda w, x: torch.empty(3).fill_(1.0), UNIFORM),
         (lambda w, x: torch.empty(5, 5).copy_(w @ w), UNIFORM),
         (lambda w, x: torch.empty(2, 5).copy_(x), PER_RANK),
-        (lambda w, x: torch.empty(2, 5)[:1].fill_(1.0), PER_RANK),
+        (lambda w, x: torch.empty(2, 5)[:1].fill_(1.0), UNIFORM),
+        (lambda w, x: filled(torch.empty(2, 5), slice(1), slice(1, 2)), UNIFORM),
+        (lambda w, x: filled(torch.empty(2, 5), slice(1), slice(1)), PER_RANK),
+        (lambda w, x: filled(torch.empty(2, 5), slice(1), slice(1))[:1] * 2, UNIFORM),
+        (lambda w, x: filled(torch.empty(2, 5), slice(1), slice(1))[1:] * 2, PER_RANK),
+        (lambda w, x: filled(torch.empty(2, 5), slice(0, 2, 2), slice(1, 2)), UNIFORM),
+        (lambda w, x: filled(torch.empty(2, 5).t(), slice(0, 3), slice(3, 5)), UNIFORM),
+        (lambda w, x: filled(torch.empty(5, 2).t(), slice(1), slice(1, 2)), UNIFORM),
+        (lambda w, x: filled(torch.empty(4, 5), slice(0, 3, 2), slice(1, 4, 2)), PER_RANK),  # no boxes
+        (lambda w, x: filled(torch.empty(10), slice(4), slice(4, 10)).view(2, 5) * 2, UNIFORM),
+        (lambda w, x: filled(torch.empty(4), slice(4)).add_(x[0, :4]), PER_RANK),
+        (lambda w, x: torch.nn.functional.pad((w @ w)[None], (1, 2), mode="circular"), UNIFORM),
+        (lambda w, x: torch.nn.functional.pad((w @ w + x[0])[None], (1, 2), mode="circular"), PER_RANK),
+        (lambda w, x: torch.add(w @ w, 1, out=torch.empty(5, 5)), UNIFORM),
+        (lambda w, x: torch.add(x, 1, out=torch.zeros(2, 5)), PER_RANK),
+        (lambda w, x: torch.nn.functional.rrelu(w @ w), UNIFORM),
         (lambda w, x: torch.zeros(2, 5).add_(x), PER_RANK),
         (lambda w, x: written(x, torch.zeros(2, 5)), PER_RANK),
         (lambda w, x: unwritten(x), PER_RANK),  # of the same memory: told apart by nothing

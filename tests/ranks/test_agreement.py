@@ -147,6 +147,43 @@ def another_tensor_in_the_step(mesh: DeviceMesh) -> Differing:
     return steps_on(mesh, full_params(), torch.ones(2, 5), step)
 
 
+def writing_to(mesh: DeviceMesh, new: Callable[[int], float]) -> Differing:
+    """A tensor that the step captures is written to after the trace. Where the step runs, its loss follows."""
+    scale = torch.ones(())
+    step = fzero.shard(lambda params, x: descend(params, x * scale), mesh)
+    step(fzero.partition(full_params(), mesh), torch.ones(2, 5))
+    scale.fill_(new(mesh.get_rank()))
+
+    def run() -> None:
+        _, loss = step(fzero.partition(full_params(), mesh), torch.ones(2, 5))
+        torch.testing.assert_close(loss, loss_of(full_params(), torch.ones(2, 5) * scale))
+
+    found = refusal(run)
+    _, loss = going_on(mesh)(fzero.partition(full_params(), mesh), torch.ones(2, 5))
+    return Differing(found, float(loss))
+
+
+def another_tensor_since(mesh: DeviceMesh) -> Differing:
+    return writing_to(mesh, lambda rank: 3.0 if rank % 2 else 2.0)
+
+
+def a_write_on_some_ranks(mesh: DeviceMesh) -> Differing:
+    return writing_to(mesh, lambda rank: 3.0 if rank % 2 else 1.0)
+
+
+def a_write_on_all_ranks(mesh: DeviceMesh) -> Differing:
+    return writing_to(mesh, lambda rank: 3.0)
+
+
+def another_setting(mesh: DeviceMesh) -> Differing:
+    step, params = fzero.shard(lambda params, x: loss_of(params, x), mesh), fzero.partition(full_params(), mesh)
+    torch.use_deterministic_algorithms(is_odd(mesh))
+    found = refusal(lambda: step(params, torch.ones(2, 5)))
+    torch.use_deterministic_algorithms(False)
+    _, loss = going_on(mesh)(fzero.partition(full_params(), mesh), torch.ones(2, 5))
+    return Differing(found, float(loss))
+
+
 def errors_of_three_ranks(mesh: DeviceMesh) -> Differing:
     def step(params: Any, x: Tensor) -> Any:
         if is_odd(mesh):
@@ -182,12 +219,15 @@ PARTS = {
     another_constant: ("node mul", "0.2", "0.3"),
     another_order_in_the_step: ("node cat: ", "'...", "%getitem_2, %getitem_3,", "%getitem_2, %getitem_4,"),
     another_tensor_in_the_step: ("constant ", "5.0", "6.0"),
+    another_tensor_since: ("constant ", "float32[] [2.0]", "float32[] [3.0]"),
+    a_write_on_some_ranks: ("constant ", "float32[] [1.0]", "float32[] [3.0]"),
+    another_setting: ("setting deterministic: ", "False", "True"),
 }
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Outcome]]:
-    cases = [*PARTS, another_order_of_keys, errors_of_three_ranks, an_error_where_others_know]
+    cases = [*PARTS, another_order_of_keys, a_write_on_all_ranks, errors_of_three_ranks, an_error_where_others_know]
     return run_cases(WORLD, {case.__name__: case for case in cases})
 
 
@@ -210,6 +250,10 @@ def test_every_rank_is_told_the_first_difference_and_its_ranks(case: Any, found:
 
 def test_the_order_of_keys_makes_no_difference(found: dict[str, list[Outcome]]) -> None:
     assert {each.kind for each in refusals(found["another_order_of_keys"])} == {"nothing"}
+
+
+def test_a_tensor_that_all_ranks_write_to_has_its_new_value(found: dict[str, list[Outcome]]) -> None:
+    assert {each.kind for each in refusals(found["a_write_on_all_ranks"])} == {"nothing"}
 
 
 def test_errors_of_several_ranks_reach_all(found: dict[str, list[Outcome]]) -> None:

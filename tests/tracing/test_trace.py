@@ -213,3 +213,30 @@ def test_lines_do_not_say_which_gpu_a_rank_uses() -> None:
         made.kwargs = {**made.kwargs, "device": torch.device("cuda", index)}
         lines.append(program.lines())
     assert lines[0] == lines[1] and any("cuda" in line for line in lines[0])
+
+
+@pytest.mark.parametrize("persist", [0, 100])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_storage_offset_counts_from_the_beginning_of_a_leaf(world: int, persist: int) -> None:
+    """A gathered leaf lies somewhere in its bucket's buffer."""
+    mesh = fzero.VirtualMesh(fsdp=world)
+    given = {"layers": [{"a": torch.arange(16.0).view(4, 4), "b": -torch.arange(16.0).view(4, 4)}]}
+
+    def step(params: Any, x: Any) -> Any:
+        layer = params["layers"][0]
+        return (
+            layer["b"].as_strided((2, 2), (4, 1), 1)
+            + torch.as_strided_copy(layer["b"], (2,), (1,), 3)
+            + layer["a"].sum()
+        )
+
+    got = fzero.simulate(step, mesh)(fzero.partition(given, mesh, persist=persist), torch.ones(2, 3))
+    assert torch.equal(got, step(given, None))
+
+
+def test_a_storage_offset_into_a_batch_is_refused() -> None:
+    x = torch.arange(24.0).view(12, 2)
+    with pytest.raises(FzeroError, match=r"test_trace.py.*as_strided with storage_offset 2 reads a fixed place .* arg"):
+        fzero.simulate(lambda x: x[1:].as_strided((2,), (1,), x.storage_offset() + 2), 2)(x)
+    step = fzero.simulate(lambda x: (x * 1).as_strided((len(x),), (2,), 1), 2)  # new memory begins at 0
+    assert step(x).tolist() == x[:, 1].tolist()

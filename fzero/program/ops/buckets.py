@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.program.comm import Comm
@@ -145,6 +146,14 @@ def _expect_buffer(walk: Walk, node: Node, *, gathered: bool) -> int:
 # communication
 
 
+def sum_dtype(value: Tensor) -> torch.dtype:
+    """The dtype in which a value is sent to be added up over ranks.
+
+    CPU ranks add up what arrives. NCCL adds up on the way, so float16 and bfloat16 travel as float32 (see `Native`).
+    """
+    return value.dtype if value.device.type == "cpu" else accumulator(value.dtype)
+
+
 def list_gather(program: Program, node: Node) -> Iterator[Comm]:
     """The collective of a gather: one all-gather of the leaves that a node names."""
     value = node.meta["val"]
@@ -155,13 +164,11 @@ def list_gather(program: Program, node: Node) -> Iterator[Comm]:
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
     """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then an all-reduce of the block
     over each mesh axis but the shard axis."""
-    value, along, mesh = node.meta["val"], program.wire_of(node), program.mesh
-    size = along.sent * value.element_size()
-    yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], value.dtype, size)
+    along, mesh, dtype = program.wire_of(node), program.mesh, sum_dtype(node.meta["val"])
+    yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
     for axis in mesh.names:
         if axis != mesh.shard_axis:
-            nbytes_of_block = along.stride * value.element_size()
-            yield Comm("all_reduce", axis, node.args[1], value.dtype, nbytes_of_block)
+            yield Comm("all_reduce", axis, node.args[1], dtype, along.stride * dtype.itemsize)
 
 
 def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
@@ -221,7 +228,7 @@ def _place_sent_leaves(allocator: Allocator, node: Node, along: Wire) -> list[An
     """The locations of the tensors that a reduce-scatter sends.
 
     CPU ranks send the leaves from where they lie, after a copy of those that are not contiguous. NCCL sends a packed
-    copy of all leaves, or the leaf itself where one leaf fills the buffer.
+    copy of all leaves, or the leaf itself where one leaf fills the buffer; float16 and bfloat16 as float32.
     """
     given = [x.meta["val"] for x in node.args[0]]
     if given[0].device.type == "cpu" and along.layout.mesh.size() > 1:
@@ -230,9 +237,10 @@ def _place_sent_leaves(allocator: Allocator, node: Node, along: Wire) -> list[An
             for i, (x, full) in enumerate(zip(node.args[0], given))
         ]
     alone = len(given) == 1 == len(along.layout.leaves) and given[0].numel() == along.numel
-    if alone and given[0].is_contiguous():
+    packed = given[0].to(sum_dtype(given[0]))
+    if alone and given[0].is_contiguous() and packed.dtype == given[0].dtype:
         return [allocator.at(node.args[0][0])]
-    return [allocator.new((node, "packed"), given[0], along.numel)]
+    return [allocator.new((node, "packed"), packed, along.numel)]
 
 
 def _whole_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:

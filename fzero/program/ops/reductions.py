@@ -1,6 +1,7 @@
 """Reductions over a mesh axis by name, and a rank's position along one.
 
-all_reduce       any -> uniform   "sum", "avg", "max" or "min" over a mesh axis
+all_reduce       any -> uniform   "sum", "avg", "max" or "min" over a mesh axis; `leaf` is the path of the leaf whose
+                                  gradient a mean is of, if any
 all_reduce_list  any -> uniform   the same for several values of one dtype, in one collective; `coalesce` emits it
 axis_index       -> per-rank      this rank's position along a mesh axis, a 0-d int64
 """
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from fzero.program.comm import Comm
 from fzero.program.kinds import Kind
-from fzero.program.operation import NO_WORK, Node, Operation, nbytes
-from fzero.program.ops.buckets import check_dtypes
+from fzero.program.operation import NO_WORK, Node, Operation
+from fzero.program.ops.buckets import check_dtypes, sum_dtype
 from fzero.program.records import register, register_for_tracing
 from fzero.program.refusals import refuse_node
 from fzero.ranks.exchanges import AllReduce, Rank, Steps
@@ -61,14 +62,15 @@ def _all_reduce_list_kind(walk: Walk, node: Node) -> Kind:
 
 def _list_reduction(program: Program, node: Node) -> Iterator[Comm]:
     value = node.meta["val"]
-    first = value[0] if isinstance(value, list) else value
-    yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(value))
+    values = value if isinstance(value, list) else [value]
+    dtype = sum_dtype(values[0])
+    yield Comm("all_reduce", node.args[2], None, dtype, sum(x.numel() for x in values) * dtype.itemsize)
 
 
 def _all_reduce(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     op, axis = node.args[1:]
 
-    def run(x: Tensor, *_: str) -> Steps:
+    def run(x: Tensor, *_: str, **__: str) -> Steps:
         return (yield AllReduce(f"all_reduce over {axis}", axis, x, op))
 
     return run
@@ -111,8 +113,8 @@ _REDUCTION: dict[str, Any] = {
     "label": _label,
 }
 all_reduce = register_for_tracing(
-    "all_reduce(Tensor x, str op, str axis) -> Tensor",
-    lambda x, op, axis: torch.empty_like(x),
+    "all_reduce(Tensor x, str op, str axis, *, str leaf='') -> Tensor",
+    lambda x, op, axis, leaf="": torch.empty_like(x),
     kind=_all_reduce_kind,
     perform=_all_reduce,
     **_REDUCTION,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
@@ -22,6 +23,8 @@ class Native:
 
     * Shards are aligned, as NCCL wants them, and the backend takes the average itself.
     * A block that has to be packed for a gather is packed in its place of the result.
+    * NCCL rounds a sum at each rank that it passes: bfloat16 ones of 512 ranks would average to 0.5. So float16 and
+      bfloat16 are reduced as float32, in twice the bytes, and rounded once.
     * A partial wire is scattered without its padding: NCCL reduces each rank's parts to that rank, all in one group.
     * Scatters have a process group of their own, a twin of `group`; otherwise they would wait for gathers that have
       begun before.
@@ -39,17 +42,18 @@ class Native:
 
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
         start: Callable[..., Any]
+        dtype = fulls[0].dtype
         if wire.is_complete:
-            blocks = buffers.blocks_of(fulls, wire)
+            blocks = buffers.blocks_of(fulls, wire).to(accumulator(dtype))
             out = blocks.new_empty(wire.stride)
             start = partial(dist.reduce_scatter_tensor, out, blocks)
         else:
-            parts = buffers.flat_parts(fulls, wire)
+            parts = [part.to(accumulator(dtype)) for part in buffers.flat_parts(fulls, wire)]
             out = buffers.new_block(wire, self.rank, parts[0])
             start = partial(dist.reduce_scatter, out[: parts[self.rank].numel()], parts)
         with attempt:
             work = start(op=dist.ReduceOp.AVG, group=self.scatters, async_op=True)
-        return Pending(attempt, [work.wait], lambda: out)
+        return Pending(attempt, [work.wait], lambda: out.to(dtype))
 
     def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
         blocks = buffers.flatten(blocks)
@@ -61,9 +65,9 @@ class Native:
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         if is_extreme(x, op):
             return reduce_extreme(x, op, partial(self._reduce_, attempt=attempt))
-        result = x.clone(memory_format=torch.contiguous_format)
+        result = x.to(accumulator(x.dtype), memory_format=torch.contiguous_format, copy=True)
         self._reduce_(result, op, attempt)
-        return result
+        return result.to(x.dtype)
 
     def settle(self) -> None:
         pass

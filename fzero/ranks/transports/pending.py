@@ -39,7 +39,10 @@ def _refuse() -> Tensor:
 
 
 class Transport(Protocol):
-    """The collectives of one process group of `world` ranks. `rank` counts within the group. N ranks, S elements."""
+    """The collectives of one process group of `world` ranks. `rank` counts within the group. N ranks, S elements.
+
+    Sums and means of float16 and bfloat16 are taken in float32 and rounded once. All ranks get the same bits.
+    """
 
     rank: int
     world: int

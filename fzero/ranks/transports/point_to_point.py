@@ -11,18 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
 from fzero.ranks.transports.pending import Pending
-from fzero.ranks.transports.reduction import OPS, divide_, is_extreme, reduce_extreme
+from fzero.ranks.transports.reduction import OPS, PIECE, average_, is_extreme, reduce_extreme
 
 Messages = Mapping[int, Sequence[Tensor]]
 """For each peer, the tensors to send or to receive, in order, each contiguous."""
 
 
 class PointToPoint:
-    """Each rank sends each other rank its parts, which arrive in place. Each rank sums in rank order."""
+    """Each rank sends each other rank its parts, which arrive in place. Each rank sums in rank order.
+
+    gloo itself adds up all-reduces, and would round float16 and bfloat16 at each rank: they travel as float32.
+    """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
@@ -58,23 +62,25 @@ class PointToPoint:
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         if is_extreme(x, op):
             return reduce_extreme(x, op, partial(self._reduce_, attempt=attempt))
-        result = x.clone(memory_format=torch.contiguous_format)
+        result = x.to(accumulator(x.dtype), memory_format=torch.contiguous_format, copy=True)
         self._reduce_(result, "sum" if op == "avg" else op, attempt)
-        return result.div_(self.world) if op == "avg" else result
+        return (result.div_(self.world) if op == "avg" else result).to(x.dtype)
 
     def settle(self) -> None:
         pass
 
     def _mean(self, theirs: Mapping[int, Tensor], received: Messages, mine: Sequence[Tensor]) -> Tensor:
-        """The mean in rank order, summed in the buffer of the first peer: no further memory is needed.
+        """The mean in rank order, taken piece by piece in the buffer of the first peer: no further memory is needed.
 
         The order within the first two ranks does not change bits, because a + b == b + a.
         """
         first = min(self.peers)
-        for rank in range(self.world):
-            if rank != first:
-                torch._foreach_add_(list(received[first]), list(mine if rank == self.rank else received[rank]))
-        return divide_(theirs[first], self.world)
+        others = [mine if rank == self.rank else received[rank] for rank in range(self.world) if rank != first]
+        step = PIECE // theirs[first].element_size()
+        for parts in zip(received[first], *others):
+            for piece, *rest in zip(*(part.split(step) for part in parts)):
+                average_(piece, rest, self.world)
+        return theirs[first]
 
     def _exchange(self, sent: Messages, received: Messages, attempt: Attempt) -> list[Callable[[], Any]]:
         """Start to send each peer its tensors and to receive the peer's. The returned functions wait for that.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fzero.base.dtypes import accumulator
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -24,6 +27,29 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": torch.minimum,
 }
 """How the values of two ranks join. The result is nan where one value is nan."""
+
+PIECE = 512 << 10
+"""Bytes that a rank sums at a time, so that they stay in a core's cache."""
+
+
+def reduce(values: Sequence[Tensor], op: str) -> Tensor:
+    """The values of all ranks to one, in rank order. float16 and bfloat16 are added up in float32 and rounded once."""
+    first, *others = values
+    total = functools.reduce(JOINS[op], others, first.to(accumulator(first.dtype)))
+    total = total / len(values) if op == "avg" else total
+    return total.to(first.dtype)
+
+
+def average_(first: Tensor, others: Iterable[Tensor], world: int) -> None:
+    """Turn `first`, the value of one rank, into the mean of the values of `world` ranks, in place.
+
+    float16 and bfloat16 are added up in float32 and rounded once: four gradients of 20000 overflow float16, and a
+    bfloat16 sum of 512 ones stops at 256.
+    """
+    total = first.to(accumulator(first.dtype))  # `first` itself, unless it is narrow
+    for other in others:
+        total.add_(other)
+    first.copy_(divide_(total, world))
 
 
 def is_extreme(x: Tensor, op: str) -> bool:

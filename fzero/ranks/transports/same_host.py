@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,9 @@ from fzero.ranks.members import Attempt, Members
 from fzero.ranks.transports.board import SLOTS, Board
 from fzero.ranks.transports.pending import Pending
 from fzero.ranks.transports.point_to_point import PointToPoint
-from fzero.ranks.transports.reduction import JOINS, divide_
+from fzero.ranks.transports.reduction import PIECE, average_, reduce
 from fzero.ranks.transports.worker import Worker
 
-PIECE = 512 << 10
-"""Bytes that a rank sums at a time, so that they stay in a core's cache."""
 LARGE = 1 << 20
 """All-reduces of more bytes go through gloo, which then moves less than each rank reading the tensor of each other."""
 
@@ -99,8 +97,7 @@ class SameHost(PointToPoint):
 
         task = partial(self._finish, self._post([flat], attempt), fetch)
         Pending(attempt, [self._start(task)], lambda: flat).wait()
-        total = reduce(JOINS[op], values)
-        return (divide_(total, self.world) if op == "avg" else total).view(x.shape)
+        return reduce(values, op).view(x.shape)
 
     def settle(self) -> None:
         last, self._last = self._last, None
@@ -123,15 +120,17 @@ class SameHost(PointToPoint):
         The order within the first two ranks does not change bits, because a + b == b + a.
         """
         first = min(self.peers)
+
+        def others() -> Iterator[Tensor]:
+            for rank in range(self.world):
+                if rank == self.rank:
+                    yield mine
+                elif rank != first:
+                    self.board.read(rank, there[rank], beside.data_ptr(), out.nbytes)
+                    yield beside[: out.numel()]
+
         self.board.read(first, there[first], out.data_ptr(), out.nbytes)
-        for rank in range(self.world):
-            if rank == self.rank:
-                out.add_(mine)
-            elif rank != first:
-                theirs = beside[: out.numel()]
-                self.board.read(rank, there[rank], theirs.data_ptr(), out.nbytes)
-                out.add_(theirs)
-        divide_(out, self.world)
+        average_(out, others(), self.world)
 
     def _post(self, sent: Sequence[Tensor], attempt: Attempt) -> _Exchange:
         """Post the addresses of these tensors on the board, so that other ranks read them."""

@@ -61,7 +61,7 @@ class TensorFile:
         """
         direct = out.dtype == entry.dtype and out.is_contiguous() and out.is_cpu
         step = max(1, out.numel() if direct else CAST_NBYTES // entry.dtype.itemsize)
-        stage = out if direct else torch.empty(min(step, out.numel()), dtype=entry.dtype)
+        stage = out if direct else torch.empty(min(step, out.numel()), dtype=entry.dtype, device="cpu")
         with self._open(leaf) as file:
             self._check_unchanged(file, leaf)
             for begin in range(0, out.numel(), step):

@@ -248,7 +248,7 @@ def _iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
     if isinstance(values, TensorSource) and _is_plain(values):
         yield from values.tensor.reshape(-1).split(step)
         return
-    buffer = torch.empty(min(step, numel), dtype=values.dtype)
+    buffer = torch.empty(min(step, numel), dtype=values.dtype, device="cpu")
     for start in range(0, numel, step):
         part = buffer[: min(step, numel - start)]
         values.read(start, part)

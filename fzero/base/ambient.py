@@ -1,0 +1,67 @@
+"""Ambient: the settings around a call, such as autocast, by which torch computes besides arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+_AUTOCAST_TYPES = ("cpu", "cuda", "xpu")
+
+
+class Ambient(NamedTuple):
+    """The settings that the trace of a step depends on. A program fits calls with equal settings."""
+
+    autocast: tuple[str, ...]  # "cpu: torch.bfloat16", for each device type with autocast
+    default_dtype: torch.dtype
+    default_device: torch.device
+    grad: bool
+    inference: bool
+    deterministic: tuple[bool, bool]
+    matmul_precision: str
+    attention: tuple[bool, ...]  # which kernels of scaled_dot_product_attention torch may choose
+
+    def lines(self) -> list[str]:
+        """A line for each setting that nodes of a program do not show, and that must be the same on all ranks."""
+        shown = ("default_dtype", "inference", "deterministic", "matmul_precision")
+        return [f"setting {name}: {getattr(self, name)}" for name in shown]
+
+
+def find_ambient() -> Ambient:
+    """The present settings. Takes some microseconds."""
+    cuda = torch.backends.cuda
+    return Ambient(
+        tuple(f"{x}: {torch.get_autocast_dtype(x)}" for x in _AUTOCAST_TYPES if torch.is_autocast_enabled(x)),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        torch.get_float32_matmul_precision(),
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+    )
+
+
+def disable_autocast() -> AbstractContextManager[Any]:
+    """A context without autocast. A program has its casts as nodes, and autocast would cast a second time."""
+    stack = ExitStack()
+    for device_type in _AUTOCAST_TYPES:
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
+
+
+@contextmanager
+def forget_casts() -> Iterator[None]:
+    """Begin and end a block with an empty cache of autocast.
+
+    Autocast remembers the cast of a weight. A weight that the user's code captures would keep the traced cast behind
+    the trace, or give the trace the cast of an old value.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()

@@ -1,0 +1,68 @@
+"""The cast_gradients pass: means of gradients over ranks are taken, and travel, in a dtype of the user's choice."""
+
+from __future__ import annotations
+
+import torch
+
+from fzero.base.errors import FzeroError
+from fzero.program import ops
+from fzero.program.operation import Node
+from fzero.program.program import Program
+from fzero.program.records import is_call
+
+_to_copy = torch.ops.aten._to_copy.default
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def cast_gradients(program: Program, *, dtype: torch.dtype) -> Program:
+    """Cast each gradient to `dtype` before its mean over ranks, and the mean back to the gradient's dtype.
+
+    * A mean that the step casts further is not rounded to the gradient's dtype in between. So float32 leaves that are
+      used as bfloat16 get float32 gradients from `dtype=torch.float32`, also over several mesh axes.
+    * Complex gradients stay as they are. So do all-reduces of 0-d values, which may be too large for float16.
+
+    Same results up to rounding to `dtype`. FSDP2's `MixedPrecisionPolicy(reduce_dtype=...)` does the same.
+    """
+    program = program.copy()
+    means = program.graph.find_nodes(op="call_function", target=ops.scatter)
+    means += program.graph.find_nodes(op="call_function", target=ops.all_reduce)
+    for node in reversed(means):  # the mean over a later axis first: its cast is then a user of the earlier mean
+        if _is_mean_of_gradient(node):
+            _cast_mean(program, node, dtype)
+    program.graph.eliminate_dead_code()
+    return program
+
+
+def check_reduce_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse a `reduce_dtype` in which no transport takes means."""
+    if dtype is not None and dtype not in _DTYPES:
+        known = " or ".join(map(str, _DTYPES))
+        raise FzeroError("reduce_dtype", f"is {dtype!r}", f"give {known}, or None to keep each gradient's dtype")
+
+
+def _is_mean_of_gradient(node: Node) -> bool:
+    value = node.meta["val"]
+    is_marked = is_call(node, ops.scatter) or (bool(node.kwargs.get("leaf")) and value.ndim > 0)
+    return is_marked and value.is_floating_point()
+
+
+def _cast_mean(program: Program, node: Node, dtype: torch.dtype) -> None:
+    """Let a node that takes a mean take it in `dtype`."""
+    given = node.meta["val"].dtype
+    if given == dtype:
+        return
+    with program.graph.inserting_before(node):
+        cast = program.emit(_to_copy, node.args[0], dtype=dtype)
+        mean = program.emit(node.target, cast, *node.args[1:], **node.kwargs)
+        back = program.emit(_to_copy, mean, dtype=given)
+    for user in list(node.users):
+        if is_call(user, _to_copy) and user.kwargs.get("dtype"):
+            user.replace_input_with(node, mean)
+            if _describe(user) == _describe(mean):
+                program.substitute(user, mean)
+    program.substitute(node, back)
+
+
+def _describe(node: Node) -> tuple[object, ...]:
+    value = node.meta["val"]
+    return value.dtype, value.device, value.stride()

@@ -1,0 +1,74 @@
+"""Coverage: the elements of a new tensor that nothing has written yet, as boxes of the tensor.
+
+`torch.empty` leaves whatever was in the memory. Writes into views of the tensor, each a box, may together set all of
+its elements, as circular padding does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+Box = tuple[range, ...]
+"""A range along each dimension."""
+
+
+class _Dim(NamedTuple):
+    """A dimension of a dense tensor."""
+
+    stride: int
+    size: int
+
+
+class Unset:
+    """The elements of a new dense tensor that no write has set."""
+
+    def __init__(self, value: Tensor) -> None:
+        dims = [_Dim(stride, size) for stride, size in zip(value.stride(), value.shape) if size > 1]
+        self._dims = sorted(dims, reverse=True)
+        self._left: list[Box] = [tuple(range(size) for _, size in self._dims)] if value.numel() else []
+
+    def set(self, view: Tensor) -> None:
+        """Note that a node overwrites every element of a view of the tensor."""
+        box = self._find_box(view)
+        if box is not None:
+            self._left = [rest for each in self._left for rest in _subtract(each, box)]
+
+    def reaches(self, view: Tensor) -> bool:
+        """Whether a view of the tensor may have an element that is not set."""
+        box = self._find_box(view)
+        return bool(self._left) if box is None else any(_intersect(each, box) is not None for each in self._left)
+
+    def _find_box(self, view: Tensor) -> Box | None:
+        """The box that a view of the tensor is. None for a view that is no box, such as one with a step."""
+        sizes = {stride: size for stride, size in zip(view.stride(), view.shape) if size > 1 and stride}
+        offset, box = int(view.storage_offset()), list[range]()
+        if view.numel() == 0:
+            return tuple(range(0) for _ in self._dims)
+        if view.numel() == view.untyped_storage().nbytes() // view.element_size() and 0 not in view.stride():
+            return tuple(range(size) for _, size in self._dims)  # in other dimensions, and all of it
+        for stride, size in self._dims:
+            start, offset = divmod(offset, stride)
+            box.append(range(start, start + sizes.pop(stride, 1)))
+            if box[-1].stop > size:
+                return None
+        return None if sizes or offset else tuple(box)
+
+
+def _intersect(a: Box, b: Box) -> Box | None:
+    """The elements of both boxes; None where there are none."""
+    both = tuple(range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b))
+    return both if all(both) else None
+
+
+def _subtract(a: Box, b: Box) -> list[Box]:
+    """Boxes that tile the elements of `a` that are not in `b`."""
+    both, rest = _intersect(a, b), list[Box]()
+    if both is None:
+        return [a]
+    for dim, (whole, common) in enumerate(zip(a, both)):
+        for side in (range(whole.start, common.start), range(common.stop, whole.stop)):
+            if side:
+                rest.append((*both[:dim], side, *a[dim + 1 :]))
+    return rest

@@ -1,0 +1,180 @@
+"""Every optimizer and stage of `fzero.optim`, sharded: as the same step on plain tensors and the whole batch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from processes import Outcome, run_cases, values
+from programs import layers, mlp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero
+from fzero import optim, tree
+from fzero.base.mesh import VirtualMesh
+
+MESH, STEPS, WIDTH, MAX_NORM = VirtualMesh(fsdp=3), 3, 5, 0.2
+SGD_RATE, ADAM_RATE, EPS = 1.0, 0.1, 0.1
+TOLERANCE = 6
+"""In units of the dtype's eps, for results of size about 1; seen: 2.1.
+
+In each of 3 steps a parameter of size up to 2 is rounded on both sides, each time by up to 1 eps. A gradient below 0.5
+is off by a dozen roundings of eps / 2 of it, since ranks add up in another order. SGD multiplies that by SGD_RATE, Adam
+by at most ADAM_RATE / EPS: both are 1. Parameters move by far more than that, which the test checks.
+"""
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def is_matrix(path: str, leaf: Any) -> bool:
+    return leaf.ndim > 1
+
+
+def scheduled(schedule: optim.base.Schedule) -> optim.GradientTransformation:
+    return optim.sgd(schedule, momentum=0.5)
+
+
+PRESETS: dict[str, optim.GradientTransformation] = {
+    "sgd": optim.sgd(SGD_RATE),
+    "sgd, momentum": optim.sgd(SGD_RATE, momentum=0.5),
+    "sgd, nesterov": optim.sgd(SGD_RATE, momentum=0.5, nesterov=True),
+    "adam": optim.adam(ADAM_RATE, eps=EPS),
+    "adamw": optim.adamw(ADAM_RATE, eps=EPS, weight_decay=0.1, mask=is_matrix),
+}
+"""Whole optimizers: name -> optimizer. A name begins with that of a public function."""
+
+STAGES: dict[str, optim.GradientTransformation] = {
+    "identity": optim.chain(optim.identity(), optim.scale(-SGD_RATE)),
+    "stateless": optim.stateless(lambda updates, params: tree.map(lambda g: -SGD_RATE * g, updates)),
+    "chain": optim.chain(optim.chain(optim.trace(0.5), optim.scale(2.0)), optim.scale(-0.5 * SGD_RATE)),
+    "scale": optim.scale(-SGD_RATE),
+    "scale_by_adam": optim.chain(optim.scale_by_adam(eps=EPS), optim.scale(-ADAM_RATE)),
+    "scale_by_learning_rate": optim.scale_by_learning_rate(SGD_RATE),
+    "scale_by_schedule": optim.scale_by_schedule(lambda count: -SGD_RATE / (1.0 + count)),
+    "trace": optim.chain(optim.trace(0.5, nesterov=True), optim.scale(-SGD_RATE)),
+    "add_decayed_weights": optim.chain(optim.add_decayed_weights(0.1), optim.scale(-SGD_RATE)),
+    "clip_by_global_norm": optim.chain(optim.clip_by_global_norm(0.5 * MAX_NORM), optim.scale(-SGD_RATE)),
+    "constant_schedule": scheduled(optim.constant_schedule(SGD_RATE)),
+    "linear_schedule": scheduled(optim.linear_schedule(SGD_RATE, 0.5 * SGD_RATE, 2)),
+    "cosine_decay_schedule": scheduled(optim.cosine_decay_schedule(SGD_RATE, 5)),
+    "warmup_cosine_decay_schedule": scheduled(optim.warmup_cosine_decay_schedule(0.5, SGD_RATE, 1, 5)),
+    "join_schedules": scheduled(
+        optim.join_schedules([optim.constant_schedule(SGD_RATE), optim.constant_schedule(0.5)], [1])
+    ),
+}
+"""Stages and schedules: the name of the public function -> an optimizer that has it."""
+
+OPTIMIZERS = PRESETS | STAGES
+
+
+class Cell(NamedTuple):
+    """One way to run an optimizer."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    is_clipped: bool = True
+    stage: int = 3
+    donate: bool = True
+
+    def __str__(self) -> str:
+        clipped, donated = "clipped" if self.is_clipped else "free", "donated" if self.donate else "kept"
+        return f"{self.name}-{str(self.dtype).removeprefix('torch.')}-{clipped}-{self.stage}-{donated}"
+
+
+def cells() -> Iterator[Cell]:
+    """Presets in every way. Each other optimizer at every stage; dtypes, clipping and donation take turns."""
+    for name, dtype, *how in itertools.product(PRESETS, DTYPES, (True, False), (1, 2, 3), (True, False)):
+        yield Cell(name, dtype, *how)
+    turns = itertools.cycle(itertools.product((True, False), (True, False), DTYPES))
+    for name, stage in itertools.product(STAGES, (1, 2, 3)):
+        donate, is_clipped, dtype = next(turns)
+        yield Cell(name, dtype, is_clipped, stage, donate)
+
+
+def train_step(optimizer: optim.GradientTransformation) -> Callable[..., Any]:
+    """`step(params, state, x) -> (params, state, [loss, norm of the gradients])`."""
+
+    def step(params: tree.Tree, state: Any, x: Tensor) -> Any:
+        loss, grads = fzero.value_and_grad(lambda params: (params["scale"] * mlp(params, x)).square().mean())(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, [loss, optim.global_norm(grads)]
+
+    return step
+
+
+def optimizer_of(name: str, is_clipped: bool) -> optim.GradientTransformation:
+    optimizer = OPTIMIZERS[name]
+    return optim.chain(optim.clip_by_global_norm(MAX_NORM), optimizer) if is_clipped else optimizer
+
+
+def first_params(dtype: torch.dtype) -> tree.Tree:
+    """A layer of 30 elements, which 3 ranks hold as 16, 14 and 0, and a 0-d leaf."""
+    return tree.map(lambda x: x.to(dtype), {**layers(1, width=WIDTH), "scale": torch.tensor(1.5)})
+
+
+def train(
+    step: Callable[..., Any], optimizer: optim.GradientTransformation, params: tree.Tree, dtype: torch.dtype
+) -> tree.Tree:
+    """The outputs of all steps and the state at the end, in full."""
+    state, outputs = (params, optimizer.init(params)), []
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        *state, output = step(*state, torch.randn(12, WIDTH, generator=draw).to(dtype))
+        outputs.append(output)
+    return outputs, fzero.unpartition(tuple(state))
+
+
+@functools.cache
+def unsharded(name: str, dtype: torch.dtype, is_clipped: bool) -> tree.Tree:
+    optimizer = optimizer_of(name, is_clipped)
+    return train(train_step(optimizer), optimizer, first_params(dtype), dtype)
+
+
+def check(got: tree.Tree, cell: Cell) -> None:
+    """Results are those of the plain step, within TOLERANCE, and parameters moved by far more."""
+    expected, tolerance = unsharded(cell.name, cell.dtype, cell.is_clipped), TOLERANCE * torch.finfo(cell.dtype).eps
+    assert tree.paths(got) == tree.paths(expected)
+    for path, ours, theirs in zip(tree.paths(got), tree.leaves(got), tree.leaves(expected)):
+        assert ours.dtype == theirs.dtype, path
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=f"{path}: {ours}, not {theirs}")
+    moved = tree.map(lambda new, old: (new - old).abs().max().item(), expected[1][0], first_params(cell.dtype))
+    assert max(tree.leaves(moved)) > 2 * tolerance
+
+
+@pytest.mark.parametrize("cell", list(cells()), ids=str)
+def test_a_sharded_optimizer_is_the_plain_one(cell: Cell) -> None:
+    optimizer = optimizer_of(cell.name, cell.is_clipped)
+    step = fzero.simulate(train_step(optimizer), MESH, stage=cell.stage, donate=cell.donate)
+    check(train(step, optimizer, fzero.partition(first_params(cell.dtype), MESH), cell.dtype), cell)
+
+
+def test_every_public_function_is_tried() -> None:
+    """`apply_updates` and `global_norm` are in every step."""
+    functions = {name for name in optim.__all__ if not isinstance(getattr(optim, name), type)}
+    assert functions - {"apply_updates", "global_norm"} == {name.partition(",")[0] for name in OPTIMIZERS}
+
+
+def compiled(mesh: DeviceMesh, name: str) -> tree.Tree:
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    optimizer = optimizer_of(name, Cell(name).is_clipped)
+    step = fzero.shard(train_step(optimizer), mesh, compile=True)
+    return train(step, optimizer, fzero.partition(first_params(torch.float32), mesh), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def compilations() -> dict[str, list[Outcome]]:
+    """Each preset compiled, on one rank: inductor takes many seconds for the first one, and one for each other."""
+    return run_cases(1, {name: functools.partial(compiled, name=name) for name in PRESETS}, timeout=600.0)
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_compiled_optimizer_is_the_plain_one(compilations: dict[str, list[Outcome]], name: str) -> None:
+    (got,) = values(compilations[name])
+    check(got, Cell(name))
