@@ -44,10 +44,9 @@ def rules(text: str) -> tuple[Rule, ...]:
 
 
 WAITING: dict[str, str] = {
-    "norms-in-a-loop": "stage 1 reads a buffer before it is written",
-    "batch-norm": "the running statistics that batch_norm writes stay as they were",
-    "narrow-norms": "squares of float16 overflow",
-    "power-of-lists": "_foreach_pow(2.0, leaves) is no list of slices to the pass donate",
-    "context": "autocast and inference_mode around a call",
+    "cache": "a table that one trace made and the next reads",
+    "constant": "torch.zeros(()) in a step",
+    "plain-state": "a transposed leaf comes back as it was",
+    "context": "inference_mode around a call; autocast around one of a step with float16",
 }
 """Switch -> the cause that is still open. Steps with a rule of such a switch are not drawn, except with `--all`."""

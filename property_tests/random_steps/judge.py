@@ -129,7 +129,7 @@ def _check(program: Program, expected: list[Call]) -> None:
             new, out, results, own = step(p, s, *map(torch.clone, batch))
         _compare_trees(f"call {number + 1} new", new, call.new, tolerance)
         _compare_trees(f"call {number + 1} out", out, call.out, tolerance)
-        _compare_trees(f"call {number + 1} results", results, call.results, tolerance)
+        _compare_trees(f"call {number + 1} results", results, call.results, tolerance, are_results=True)
         _compare_own(f"call {number + 1} own", own, call.own, tolerance)
         if before is not None:
             _compare_trees(f"call {number + 1} arguments", (p, s), before, 0.0)
@@ -169,12 +169,11 @@ def _tolerance(program: Program) -> float:
     )
 
 
-def _compare_trees(where: str, got: Any, expected: Any, tolerance: float) -> None:
+def _compare_trees(where: str, got: Any, expected: Any, tolerance: float, *, are_results: bool = False) -> None:
     if tree.paths(got) != tree.paths(expected):
         raise Drift(f"{where}: other structure: {tree.paths(got)} and {tree.paths(expected)}")
-    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.leaves(expected)):
-        a = _full(a) if " results" not in where else _repeat(_full(a), b)
-        _compare(f"{where} {path}", a, b, tolerance)
+    for path, a, b in zip(tree.paths(got), map(_full, tree.leaves(got)), tree.leaves(expected)):
+        _compare(f"{where} {path}", _repeat(a, b) if are_results else a, b, tolerance)
 
 
 def _repeat(got: Tensor, expected: Tensor) -> Tensor:

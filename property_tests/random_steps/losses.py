@@ -111,7 +111,6 @@ TERMS = rules("""
 <X>.double().cos().mean()
 F.mse_loss(<R>, x)
 F.cross_entropy(<R>, t % <D>)
-F.gaussian_nll_loss(<R>, x, <R>.square() + 0.5)
 F.nll_loss(F.log_softmax(<R> * <B>, -1), t % <D>)
 F.binary_cross_entropy_with_logits(<R> + <B>, (x > 0).double())
 <X>.square().sum() / len(x)
@@ -120,6 +119,9 @@ torch.stack([row.square().mean() for row in <X>]).mean()
 sum(row.square().sum() for row in <R>) / len(x)
 torch.einsum("ni,ij,nj->n", <R>, <W>, <R>).mean()
 torch.dot(<R>.mean(0), <B>)
+
+## checks-of-values 0.2
+F.gaussian_nll_loss(<R>, x, <R>.square() + 0.5)
 
 ## meets
 (<B> * <R>.mean(0)).sum()

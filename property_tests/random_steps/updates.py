@@ -37,13 +37,6 @@ moments = torch._foreach_lerp(fzero.tree.leaves(s["m"]), fzero.tree.leaves(g), 0
 out["m"] = fzero.tree.unflatten(treedef, list(moments))
 new = fzero.tree.unflatten(treedef, [a - 0.1 * m for a, m in zip(leaves, moments)])
 
-buffer = torch.zeros((), dtype=torch.float64)
-fresh = []
-for leaf, grad in zip(fzero.tree.leaves(p), fzero.tree.leaves(g)):
-    buffer.copy_(leaf.double().norm())
-    fresh.append(leaf - 0.1 * grad / (1 + buffer))
-new = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh)
-
 ## nonlinear blocks
 scale = torch.clamp(0.3 / (fzero.optim.global_norm(g) + 1e-6), max=1.0)
 new = fzero.tree.map(lambda a, b: a - scale * b, p, g)
@@ -56,13 +49,6 @@ new = fzero.tree.map(lambda a, b: a - 0.1 * b / (1 + norm), p, g)
 
 norm = torch.stack(list(torch._foreach_norm(fzero.tree.leaves(g)))).norm()
 new = fzero.tree.map(lambda a, b: a - 0.1 * b / (1 + norm), p, g)
-
-buffer = torch.zeros((), dtype=torch.float64)
-fresh = []
-for leaf, grad in zip(fzero.tree.leaves(p), fzero.tree.leaves(g)):
-    buffer.fill_(0).add_(grad.double().square().sum())
-    fresh.append(leaf - 0.1 * grad / (1 + buffer.sqrt()))
-new = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh)
 
 out["m"] = fzero.tree.map(lambda m, b: 0.9 * m + 0.1 * b.square(), s["m"], g)
 new = fzero.tree.map(lambda a, b, m: a - 0.1 * b / (m.abs().sqrt() + 0.1), p, g, out["m"])
@@ -87,6 +73,22 @@ new = fzero.optim.apply_updates(p, updates)
 ## nonlinear
 new = fzero.tree.map(lambda a, b: a - 0.05 * b / (0.1 + b.abs().max()), p, g)
 new = fzero.tree.map(lambda a, b: a - 0.05 * b / (1 + b.norm()) * (1 + a.norm()), p, g)
+
+## constant blocks
+buffer = torch.zeros((), dtype=torch.float64)
+fresh = []
+for leaf, grad in zip(fzero.tree.leaves(p), fzero.tree.leaves(g)):
+    buffer.copy_(leaf.double().norm())
+    fresh.append(leaf - 0.1 * grad / (1 + buffer))
+new = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh)
+
+## constant nonlinear blocks
+buffer = torch.zeros((), dtype=torch.float64)
+fresh = []
+for leaf, grad in zip(fzero.tree.leaves(p), fzero.tree.leaves(g)):
+    buffer.fill_(0).add_(grad.double().square().sum())
+    fresh.append(leaf - 0.1 * grad / (1 + buffer.sqrt()))
+new = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh)
 
 ## norms-in-a-loop nonlinear blocks
 norms = torch.zeros(len(fzero.tree.leaves(g)), dtype=torch.float64)
