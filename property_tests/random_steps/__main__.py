@@ -47,6 +47,7 @@ def main() -> int:
         print(f"{outcome.verdict.outcome}: {outcome.verdict.reason}\n{outcome.verdict.detail}")
         return outcome.verdict.outcome in BAD
     first = secrets.randbelow(10**9) if options.first is None else options.first
+    print(f"seeds from {first} on", flush=True)
     return report(collect(options, first, waiting), first, options.show)
 
 

@@ -119,32 +119,40 @@ def _check(program: Program, expected: list[Call]) -> None:
     s = fzero.partition(script["init"](plain), mesh, like=p)
     step = fzero.simulate(script["step"], mesh, stage=program.stage, donate=program.donate)
     tolerance = _tolerance(program)
-    for number, (rows, context, call) in enumerate(zip(program.rows, program.contexts, expected)):
+    kept: list[tuple[str, Any, Any]] = _hold(program, p)  # what a user holds: must not change under them
+    for number, (rows, context, call) in enumerate(zip(program.rows, program.contexts, expected), start=1):
         batch = script["batch"](rows * program.world)
-        if number:
+        if number > 1:
             _between(program, [script])
-        before = tree.map(lambda leaf: _full(leaf).clone(), (p, s)) if not program.donate else None
-        held, copy = _hold(program, p) if number == 0 else (None, None)
+        if not program.donate:
+            kept.append((f"arguments of call {number}", (p, s), tree.map(lambda leaf: _full(leaf).clone(), (p, s))))
+        kept.append((f"batch of call {number}", batch, tree.map(torch.clone, batch)))
         with _context(context):
-            new, out, results, own = step(p, s, *map(torch.clone, batch))
-        _compare_trees(f"call {number + 1} new", new, call.new, tolerance)
-        _compare_trees(f"call {number + 1} out", out, call.out, tolerance)
-        _compare_trees(f"call {number + 1} results", results, call.results, tolerance, are_results=True)
-        _compare_own(f"call {number + 1} own", own, call.own, tolerance)
-        if before is not None:
-            _compare_trees(f"call {number + 1} arguments", (p, s), before, 0.0)
-        if held is not None:
-            with contextlib.suppress(fzero.FzeroError):  # the value says that it was donated
-                _compare("held value", _full(held), copy, 0.0)
+            new, out, results, own = step(p, s, *batch)
+        _compare_trees(f"call {number} new", new, call.new, tolerance)
+        _compare_trees(f"call {number} out", out, call.out, tolerance)
+        _compare_trees(f"call {number} results", results, call.results, tolerance, are_results=True)
+        _compare_own(f"call {number} own", own, call.own, tolerance)
+        for where, values, copies in kept:
+            _compare_held(f"{where} after call {number}", values, copies)
+        shown = (results, own)
+        kept.append((f"results of call {number}", shown, tree.map(lambda leaf: _full(leaf).clone(), shown)))
         p, s = new, out
 
 
-def _hold(program: Program, p: Any) -> tuple[Any, Tensor | None]:
-    """What a user makes of the leaf `w` before a step, and a copy of its elements."""
+def _hold(program: Program, p: Any) -> list[tuple[str, Any, Any]]:
+    """What a user makes of the leaf `w` before the first call, and a copy."""
     if not program.held:
-        return None, None
+        return []
     held = eval(f"p['w']{program.held}", {"p": p, "torch": torch})
-    return held, _full(held).clone()
+    return [("held value", held, _full(held).clone())]
+
+
+def _compare_held(where: str, values: Any, copies: Any) -> None:
+    """Refuse values that changed. A value may say that it was donated."""
+    for path, value, copy in zip(tree.paths(values), tree.leaves(values), tree.leaves(copies)):
+        with contextlib.suppress(fzero.FzeroError):
+            _compare(f"{where} {path}", _full(value), copy, 0.0)
 
 
 def _full(value: Any) -> Tensor:
