@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.passes.run import Pass
 from fzero.simulation import simulate
@@ -58,7 +59,7 @@ def check_equivalence(
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:
         sharded = (*sharded, partition(part, mesh, like=sharded))
-    plain = tree.map(torch.clone, state)
+    plain = tree.map(lambda leaf: freeze(leaf.detach().clone(), leaf), state)
     largest: dict[str, Difference] = {}
     for number in range(1, steps + 1):
         got, expected = _run_step(step, sharded, batch), _run_step(train_step, plain, batch)

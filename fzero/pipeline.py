@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.passes import resolve, run_passes
 from fzero.passes.run import Pass
 from fzero.program.operation import Node
@@ -23,6 +24,8 @@ from fzero.program.rates import Rates
 from fzero.program.records import follow_memory
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
+from fzero.tracing.escapes import check_argument
+from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.trace import trace
 from fzero.tracing.watches import Watch, describe_value, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
@@ -61,14 +64,15 @@ class Pipeline(Generic[T]):
         """The program for these arguments, traced now.
 
         Raises:
-            FzeroError: for state of another mesh, or a constant that does not hash.
+            FzeroError: for state of another mesh, or a leaf that a trace cannot see into.
         """
         self._check(*tree.flatten(args))
         with _pause_garbage_collection():
             with forget_casts():
-                program = trace(self.fn, args, self.on.mesh)
+                traced = trace(self.fn, args, self.on.mesh)
+            check_mistakes(traced, self.fn, warn=not self._cache)
             with disable_autocast():
-                return run_passes(replace(resolve(program), measured=self._measured), self.passes)
+                return run_passes(replace(resolve(traced), measured=self._measured), self.passes)
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
@@ -81,18 +85,18 @@ class Pipeline(Generic[T]):
         Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
         which Python compares by identity first.
         """
-        signature = (
-            find_ambient(),
-            treedef,
-            [leaf.form if isinstance(leaf, Sharded) else _describe(leaf) for leaf in leaves],
-        )
-        seen = [known for known in self._cache if known.signature == signature]
-        for known in seen:
-            if all(value.is_unchanged for value in known.watches):
+        try:
+            described = [leaf.form if isinstance(leaf, Sharded) else _describe(leaf) for leaf in leaves]
+        except Exception:  # a tensor without strides
+            self._check(leaves, treedef)
+            raise
+        signature = find_ambient(), treedef, described
+        for known in self._cache:
+            if known.signature == signature and all(value.is_unchanged for value in known.watches):
                 return known.finished
         self._check(leaves, treedef)
         if self._cache:
-            _log.warning("%r is traced again: %s", self.fn, _explain(seen[-1:], len(self._cache)))
+            _log.warning("%r is traced again: %s", self.fn, _explain(self._cache, signature))
         watches = find_watches(self.fn)
         program = self.program(tree.unflatten(treedef, leaves))
         with disable_autocast():
@@ -101,17 +105,13 @@ class Pipeline(Generic[T]):
         return finished
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
-        """Refuse state of another mesh, and constants that do not hash."""
-        for position, leaf in enumerate(leaves):
+        """Refuse state of another mesh, and leaves that a trace cannot see into."""
+        for key, leaf in zip(tree.keys(treedef), leaves):
             if isinstance(leaf, Sharded):
                 if leaf.on is not self.on:
                     raise _refuse_mesh(leaf, self.on)
-            elif not isinstance(leaf, Tensor) and not _is_hashable(leaf):
-                raise FzeroError(
-                    f"argument {tree.dotted(tree.keys(treedef)[position])}",
-                    f"a {type(leaf).__name__} is no tensor and does not hash",
-                    "give a tensor or a number",
-                )
+            else:
+                check_argument(f"argument {tree.dotted(key)}", leaf)
 
 
 class Returned:
@@ -255,25 +255,39 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _explain(latest: list[_Traced], count: int) -> str:
-    """Why a program does not fit: `latest` is one of the same signature, if there is one among the `count` known."""
-    for known in latest:
-        changed = ", ".join(value.name for value in known.watches if not value.is_unchanged)
-        return f"it reads {changed}, which changed since its last trace; give it as an argument"
-    return f"its arguments, or settings such as autocast, differ from the {count} seen"
+def _explain(cache: list[_Traced], signature: Any) -> str:
+    """Why none of the programs in `cache` fits arguments of this signature."""
+    for known in cache:
+        if known.signature == signature:
+            changed = ", ".join(value.name for value in known.watches if not value.is_unchanged)
+            return f"it reads {changed}, which changed since its last trace; give it as an argument"
+    count, last = len(cache), cache[-1].signature
+    if last[1:] == signature[1:]:
+        return f"settings such as autocast differ from the {count} seen"
+    return f"its arguments differ from the {count} seen, {_describe_change(last[1:], signature[1:])}"
 
 
 def _describe(leaf: Any) -> Any:
     """The properties of a leaf that is no state on which the program depends."""
-    return (leaf.shape, leaf.dtype, leaf.device, leaf.stride()) if isinstance(leaf, Tensor) else describe_value(leaf)
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), is_frozen(leaf)
+    return describe_value(leaf)
 
 
-def _is_hashable(leaf: Any) -> bool:
-    try:
-        hash(leaf)
-    except TypeError:
-        return False
-    return True
+def _describe_change(known: Any, signature: Any) -> str:
+    """The first argument in which two signatures differ, with both values of a constant."""
+    (before, old), (treedef, new) = known, signature
+    if before != treedef:
+        mismatch = tree.mismatch(before, treedef)
+        return f"argument {mismatch.where}: {mismatch.problem}"
+    path, a, b = next((path, a, b) for path, a, b in zip(tree.keys(treedef), old, new) if a != b)
+    return f"argument {tree.dotted(path)}: was {_format_signature(a)}, is {_format_signature(b)}"
+
+
+def _format_signature(leaf: Any) -> str:
+    if isinstance(leaf, Form):
+        return f"{leaf.dtype} in {leaf.layout.leaves[leaf.leaf].path} of {leaf.layout}"
+    return repr(leaf[1]) if len(leaf) == 2 else f"{leaf[1]} {list(leaf[0])} on {leaf[2]} with strides {leaf[3]}"
 
 
 def _refuse_mesh(leaf: Sharded, on: Performer) -> FzeroError:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import choose_passes
@@ -106,6 +108,8 @@ class Simulation:
         return [at(i, leaf) if _is_batch(leaf) else leaf for i, leaf in enumerate(leaves)]
 
     def _cut_batch(self, position: int, leaf: Tensor, treedef: tree.TreeDef, number: int) -> Tensor:
+        if not is_dense(leaf):
+            check_dense(f"argument {tree.dotted(tree.keys(treedef)[position])}", leaf)
         if not leaf.ndim:
             return leaf
         ranks = len(self._seats)
@@ -116,7 +120,7 @@ class Simulation:
                 f"give a multiple of {ranks}; tensors that are not partitioned are batches, cut along dim 0",
             )
         rows = leaf.shape[0] // ranks
-        return leaf[number * rows : (number + 1) * rows]
+        return freeze(leaf[number * rows : (number + 1) * rows], leaf)
 
     def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
         """The tensor arguments of each rank: copies of its slices, those of a bucket in one block, and its rows of each

@@ -205,15 +205,19 @@ def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tens
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:
         return tensors
-    taken, is_inference = set(donated), torch.is_inference_mode_enabled()
-    kept = {tensor.data_ptr() for i, tensor in enumerate(tensors) if i not in taken}
-    batches = {x.untyped_storage().data_ptr() for x, value in zip(tensors, values) if x is value}  # or views of state
-    for i in donated:
-        tensor = tensors[i]
-        pointer = tensor.data_ptr()
-        if (tensor.is_inference() and not is_inference) or (
-            tensor.numel() and (pointer in kept or tensor.untyped_storage().data_ptr() in batches)
-        ):
-            tensors[i] = tensor.clone()
-        kept.add(pointer)
+    pointers = [tensor.data_ptr() for tensor in tensors]  # 0 for a tensor without elements
+    written = [pointers[i] for i in donated]
+    # a batch may be a view of state
+    storages = [x.untyped_storage() for x, value in zip(tensors, values) if x is value]
+    batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
+    is_shared = len(set(pointers) - {0}) < len(pointers) - pointers.count(0)
+    is_batch = any(any(map(batch.__contains__, written)) for batch in batches)
+    is_frozen = not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in donated)
+    if is_shared or is_batch or is_frozen:
+        taken = set(donated)
+        kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
+        for i, pointer in zip(donated, written):
+            if (pointer and (pointer in kept or any(pointer in batch for batch in batches))) or is_frozen:
+                tensors[i] = tensors[i].clone()
+            kept.add(pointer)
     return tensors

@@ -2,6 +2,9 @@
 
     IN_A_STEP     steps of a user that let ranks drift apart
     IMPURE        steps of a user that write into memory of others
+    UNMEANT       steps that let each rank train alone, or train nothing
+    DOUBTFUL      steps that are warned of: they may be meant
+    MEANT         steps that resemble these, and are right
     IN_A_PASS     mistakes of a pass, seeded into the program of a good step
     UNSEEN        mistakes of a pass that are the same on all ranks: `verify` accepts them
     WRONG_PASSES  passes from outside of the package, refused by name
@@ -17,8 +20,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from programs import MESH, Case, apply, calls, layers, on_rows, trained
-from torch import Tensor, fx
+from programs import MESH, Case, apply, calls, layers, loss, mlp, on_rows, trained, training
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fzero
@@ -124,6 +127,155 @@ IMPURE: dict[str, tuple[Callable[..., Any], str]] = {
     "a captured constant": (lambda params, x: CAPTURED.add_(x.sum(0)), "a tensor that the step captured"),
 }
 """`step(params, x)` of `layers(1)`, and what it writes into."""
+
+# steps that compute something, and not what is meant: each on the arguments that one rank of two gives to `shard`
+
+
+class Unmeant(NamedTuple):
+    """`step(*args)`, and the message of the error or the warning."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    message: str = ""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+PLAIN = layers(1)
+HELD = fzero.partition(PLAIN, MESH)
+ROWS = torch.linspace(-1, 1, 10).view(2, 5)
+ADAM = optim.adamw(0.1)
+MOMENTS = tree.map(torch.zeros_like, PLAIN)
+model = Net()
+frozen = Net().requires_grad_(False)
+
+
+def descend(params: Any, x: Tensor) -> Any:
+    return tree.map(lambda p, g: p - 0.1 * g, params, torch.func.grad(loss)(params, x))
+
+
+def descend_together(params: Any, x: Tensor) -> Any:
+    grads = fzero.pmean(torch.func.grad(loss)(params, x), "fsdp")
+    return tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def momentum(params: Any, moments: Any, x: Tensor) -> Any:
+    grads = fzero.grad(loss)(params, x)
+    moments = tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+    return tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+
+def forget_moments(params: Any, moments: Any, x: Tensor) -> Any:
+    return momentum(params, moments, x)[0], x.sum()
+
+
+def forget_state(params: Any, state: Any, x: Tensor) -> Any:
+    params, _, value = training(ADAM)(params, state, x)
+    return params, value
+
+
+def call_module(params: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def count_steps(params: Any, state: Any, x: Tensor) -> Any:
+    rate = 0.1 / (state["count"] + 1)
+    return tree.map(lambda p, g: p - rate * g, params, fzero.grad(loss)(params, x)), {"count": state["count"] + 1}
+
+
+def distil(params: Any, teacher: Any, x: Tensor) -> Any:
+    grads = fzero.grad(lambda p: (mlp(p, x) - mlp(teacher, x)).square().mean())(params)
+    return tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def anchor(params: Any, start: Any, x: Tensor) -> Any:
+    def anchored(p: Any) -> Tensor:
+        return loss(p, x) + sum((a - b).square().sum() for a, b in zip(tree.leaves(p), tree.leaves(start)))
+
+    return tree.map(lambda p, g: p - 0.1 * g, params, fzero.grad(anchored)(params))
+
+
+def attack(x: Tensor, y: Tensor) -> Tensor:
+    return x + 0.1 * fzero.grad(lambda x: (frozen(x) - y).square().mean())(x).sign()
+
+
+def explain(x: Tensor, y: Tensor) -> Tensor:
+    return x * fzero.grad(lambda x: (frozen(x) - y).square().mean())(x)
+
+
+ALONE = r": is a plain tensor, which counts as .*batch \(.*\.py:\d+ in .*\): each of 2 ranks would train alone"
+STATE = "a plain tensor in the place of state, meets a slice of this leaf in"
+UNMEANT: dict[str, Unmeant] = {
+    "parameters are not partitioned": Unmeant(
+        training(ADAM), (PLAIN, ADAM.init(PLAIN), ROWS), rf"^argument 0\.layers\.0\.b{ALONE}"
+    ),
+    "parameters of an update by hand are not": Unmeant(descend, (PLAIN, ROWS), rf"^argument 0\.layers\.0\.b{ALONE}"),
+    "a number is not": Unmeant(
+        lambda p, x: p - 0.1 * fzero.grad(lambda p: (p * x).sum())(p), (torch.tensor(0.5), ROWS), rf"^argument 0{ALONE}"
+    ),
+    "one of two models is not": Unmeant(
+        lambda mine, theirs, x: (descend(mine, x), descend(theirs, x)),
+        (HELD, PLAIN, ROWS),
+        rf"^argument 1\.layers\.0\.b{ALONE}",
+    ),
+    "the loss calls the module": Unmeant(
+        lambda params, x: fzero.value_and_grad(call_module)(params, x),
+        (HELD, ROWS),
+        r"^model\.blocks\.0\.weight: call_module uses this parameter, and no leaf of its first argument "
+        r"\(.*mistakes\.py:\d+ in call_module\): .*; call apply\(params, \.\.\.\)",
+    ),
+    "moments are plain": Unmeant(
+        momentum, (HELD, MOMENTS, ROWS), rf"^layers\.0\.b: argument 1\.layers\.0\.b, {STATE} .*like=params"
+    ),
+    "the state of an optimizer is plain": Unmeant(
+        training(ADAM), (HELD, ADAM.init(PLAIN), ROWS), rf"argument 1\.0\.mu\.\S+, {STATE} .*optimizer\.init\(params\)"
+    ),
+    "a step count is plain": Unmeant(
+        count_steps,
+        (HELD, {"count": torch.zeros(())}, ROWS),
+        rf"^layers\.0\.b: argument 1\.count, {STATE} .*optimizer\.init\(params\); or make it .*fzero\.pmean\(x, ",
+    ),
+}
+
+LOST = r"argument {} meets gradients \(.*\.py:\d+ in .*\), and is not returned while other state is"
+CAPTURES = r"uses model\.blocks\.0\.weight, model\.blocks\.0\.bias, which requires grad and is no argument"
+DOUBTFUL: dict[str, Unmeant] = {
+    "the state of an optimizer is not returned": Unmeant(forget_state, (HELD, ADAM.init(HELD), ROWS), LOST.format(1)),
+    "moments like parameters are not returned": Unmeant(
+        forget_moments, (HELD, fzero.partition(MOMENTS, MESH, like=HELD), ROWS), LOST.format(1)
+    ),
+    "moments in front of parameters are not returned": Unmeant(
+        lambda moments, params, x: forget_moments(params, moments, x),
+        (fzero.partition(MOMENTS, MESH, like=HELD), HELD, ROWS),
+        LOST.format(0),
+    ),
+    "a module is captured": Unmeant(lambda params, x: model(x) + mlp(params, x), (HELD, ROWS), CAPTURES),
+    "torch.func differentiates a function that calls the module": Unmeant(
+        lambda params, x: torch.func.grad(call_module)(params, x), (HELD, ROWS), CAPTURES
+    ),
+}
+MEANT: dict[str, Unmeant] = {
+    "training": Unmeant(training(ADAM), (HELD, ADAM.init(HELD), ROWS)),
+    "an average of plain gradients": Unmeant(descend_together, (PLAIN, ROWS)),
+    "a gradient of inputs": Unmeant(explain, (ROWS, ROWS)),
+    "an attack on inputs": Unmeant(attack, (ROWS, ROWS)),
+    "recurrent state of a rank": Unmeant(lambda h, x: torch.tanh(h + x @ torch.eye(5)), (torch.zeros(5), ROWS)),
+    "a frozen module": Unmeant(lambda params, x: mlp(params, frozen(x)), (HELD, ROWS)),
+    "a teacher": Unmeant(distil, (HELD, fzero.partition(layers(1, seed=1), MESH), ROWS)),
+    "an anchor": Unmeant(anchor, (HELD, fzero.partition(layers(1, seed=1), MESH, like=HELD), ROWS)),
+    "an attack on inputs of a sharded model": Unmeant(
+        lambda params, x, y: x + 0.1 * fzero.grad(lambda x: (mlp(params, x) - y).square().mean())(x), (HELD, ROWS, ROWS)
+    ),
+    "evaluation": Unmeant(loss, (HELD, ROWS)),
+    "gradients alone": Unmeant(fzero.grad(loss), (HELD, ROWS)),
+}
 
 # mistakes of a pass: each seeded into the program of a good step
 

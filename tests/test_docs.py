@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import run
 from test_package import LEVELS
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
@@ -317,6 +318,25 @@ def _deep(page: Page, rewrite: Pass) -> None:
     step.trace(fzero.partition(whole, page["mesh"]), torch.ones(4, 8))
 
 
+def _fills_late(program: Program) -> Program:
+    program = program.copy()
+    nodes = {node.name: node for node in program.graph.nodes}
+    nodes["zeros"].append(nodes["sum_1"])
+    return program
+
+
+def _fill(page: Page) -> None:
+    """Trace a step that fills a buffer and reads it."""
+
+    def step(x: Tensor) -> Tensor:
+        buffer = torch.zeros(5)
+        buffer[0].copy_(x.mean())
+        return buffer.sum()
+
+    rewrites = passes.insert(passes.defaults(stage=3), _fills_late, before="prefetch")
+    fzero.simulate(step, page["mesh"], passes=rewrites).trace(torch.ones(4, 8))
+
+
 def _give_uniform(walk: Any, node: Any) -> Any:
     return ops.UNIFORM
 
@@ -335,6 +355,7 @@ MISTAKES: dict[str, Callable[[Page], Any]] = {
     "a placeholder without an argument": _trace(_adds_a_placeholder),
     "a collective that nothing waits for": _trace(_drops_a_wait),
     "a leaf, bucket, axis or size that does not exist": _trace(_renames_a_bucket),
+    "a node moves past a write into memory that it reads": _fill,
     "a value of one rank's batch meets a slice": _trace(_drops_means, "bucket"),
     "state that depends on one rank's batch": _trace(_keeps_a_loss, "coalesce"),
     "two states of one path": _trace(_adds_twice),

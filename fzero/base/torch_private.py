@@ -34,6 +34,42 @@ def group_timeouts(group: dist.ProcessGroup) -> Iterator[timedelta]:
     return (group._get_backend(device).options._timeout for device in group._device_types)
 
 
+# for base: pytrees, tensors of torch.func
+
+pytree_nodes: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
+"""Class -> how torch's pytree takes it apart (`flatten_fn`, `flatten_with_keys_fn`, `unflatten_fn`).
+
+Public replacement: a public `torch.utils.pytree` with a function that lists its classes.
+"""
+
+
+def key_of_entry(entry: Any) -> Any:
+    """The dict key, position or field name in an entry of `flatten_with_keys_fn`. Public replacement: as above."""
+    return next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), str(entry))
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    """The tensor that torch.func wrapped, without its wrappers. Public replacement: such a function in `torch.func`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_batch(tensor: Tensor) -> bool:
+    """Whether a tensor is what a function under vmap sees: one example of a batch. Public replacement: a `torch.func`
+    predicate."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is made of other tensors, as a DTensor is. Public replacement: a predicate in `torch.utils`."""
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
 # for values: the torch.func transforms that the code at hand runs in
 
 _Kind = torch._C._functorch.TransformType
@@ -117,6 +153,16 @@ def is_called_by_functorch() -> bool:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass. Public replacement: a predicate in `torch.autograd`."""
     return torch._C._current_autograd_node() is not None
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether autograd calls functions with a tensor's gradient. Public replacement: such a predicate on the tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_full_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has full backward hooks or backward pre-hooks of its own. Public replacement: as above."""
+    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
 
 
 def copy_attributes(module: nn.Module) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """Pytrees: optree with fixed options, leaves named by their paths, split and merge by predicate.
 
-A tree is any nesting of dicts, lists, tuples, NamedTuples and classes registered with optree under the namespace
-"fzero"; `None` is an empty node. Dict entries are visited in sorted order of their keys.
+A tree is any nesting of dicts, lists, tuples, NamedTuples and registered classes; `None` is an empty node. Dict entries
+are visited in sorted order of their keys. A class is registered with torch's pytree, as the outputs of transformers'
+models are, or with optree under the namespace "fzero".
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
+from torch import Size, Tensor
 
+from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 
 Tree = Any
@@ -20,6 +24,7 @@ NAMESPACE = "fzero"
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     """`(leaves, treedef)` with `unflatten(treedef, leaves) == tree`."""
+    _adopt_nodes(len(torch_private.pytree_nodes))
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
@@ -30,7 +35,40 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of a tree, in order."""
+    _adopt_nodes(len(torch_private.pytree_nodes))
     return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+@functools.lru_cache(maxsize=1)
+def _adopt_nodes(count: int) -> None:
+    """Register the classes that torch's pytree knows with optree. `count` is how many there are: the cache makes the
+    call free until another class is registered.
+
+    Tensors and shapes stay leaves. So does `Sharded`: fzero's own classes are registered with optree where they are to
+    be trees.
+    """
+    register: Any = optree.register_pytree_node  # whose types want a Collection, and a ModelOutput is none
+    for cls, node in list(torch_private.pytree_nodes.items()):
+        if not isinstance(cls, type) or issubclass(cls, (Tensor, Size)) or cls.__module__.startswith("fzero."):
+            continue
+        is_known = register.get(cls, namespace=NAMESPACE) is not None
+        if not (is_known or optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)):
+            register(cls, _flatten_by(node), _unflatten_by(node), namespace=NAMESPACE)
+
+
+def _flatten_by(node: Any) -> Callable[[Any], tuple[list[Any], Any, tuple[Any, ...]]]:
+    def flatten(tree: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+        children, context = node.flatten_fn(tree)
+        if node.flatten_with_keys_fn is None:
+            return children, context, tuple(range(len(children)))
+        entries, _ = node.flatten_with_keys_fn(tree)  # whose context is another for dataclasses, in torch 2.13
+        return children, context, tuple(torch_private.key_of_entry(entry) for entry, _ in entries)
+
+    return flatten
+
+
+def _unflatten_by(node: Any) -> Callable[[Any, Iterable[Any]], Any]:
+    return lambda context, children: node.unflatten_fn(list(children), context)
 
 
 def keys(treedef: TreeDef) -> list[tuple[str | int, ...]]:
@@ -90,14 +128,32 @@ def split(tree: Tree, predicate: Callable[[str, Any], bool]) -> tuple[Tree, Tree
     )
 
 
+def split_as(tree: Tree, other: Tree) -> tuple[Tree, Tree]:
+    """Split a tree into `(chosen, others)` by where another tree of its structure has leaves: None there is `others`.
+
+    Raises:
+        FzeroError: where the structures differ otherwise.
+    """
+    leaves, treedef = _flatten_with_none(tree)
+    given, other_def = _flatten_with_none(other)
+    if treedef != other_def:
+        raise mismatch(flatten(tree)[1], flatten(other)[1])
+    if all(leaf is not None for leaf in given):
+        return tree, unflatten(treedef, [None] * len(leaves))
+    return (
+        unflatten(treedef, [None if at is None else leaf for leaf, at in zip(leaves, given)]),
+        unflatten(treedef, [leaf if at is None else None for leaf, at in zip(leaves, given)]),
+    )
+
+
 def merge(tree: Tree, other: Tree) -> Tree:
     """Merge two trees into one that has every leaf of both: the inverse of `split`.
 
     Raises:
         FzeroError: where both trees have a leaf, or where their structures differ.
     """
-    left, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    right, other_def = optree.tree_flatten(other, none_is_leaf=True, namespace=NAMESPACE)
+    left, treedef = _flatten_with_none(tree)
+    right, other_def = _flatten_with_none(other)
     if treedef != other_def:
         raise mismatch(treedef, other_def)
     for key, a, b in zip(keys(treedef), left, right):
@@ -111,11 +167,30 @@ def mismatch(expected: TreeDef, got: TreeDef) -> FzeroError:
     want, have = ([dotted(key) for key in keys(treedef)] for treedef in (expected, got))
     missing, surplus = [p for p in want if p not in set(have)], [p for p in have if p not in set(want)]
     sizes = f"({len(want)} leaves expected, {len(have)} given)"
+    if missing and missing[0] in _none_paths(got):
+        way_out = "a frozen leaf has no gradient: take such leaves out of both trees with fzero.tree.split"
+        return FzeroError(missing[0], f"this leaf is None {sizes}", way_out)
     if missing:
         return FzeroError(missing[0], f"this leaf is missing {sizes}", "give a tree of the same structure")
     if surplus:
         return FzeroError(surplus[0], f"this leaf was not expected {sizes}", "give a tree of the same structure")
     return FzeroError("", f"trees differ in their containers: {expected} against {got}", "give the same containers")
+
+
+def _none_paths(treedef: TreeDef, head: tuple[str | int, ...] = ()) -> set[str]:
+    """The dotted paths at which a tree has None."""
+    if treedef.type is type(None):
+        return {dotted(head)}
+    if treedef.is_leaf():
+        return set()
+    children = zip(_names(treedef), treedef.children())
+    return set().union(*(_none_paths(child, (*head, name)) for name, child in children))
+
+
+def _flatten_with_none(tree: Tree) -> tuple[list[Any], TreeDef]:
+    """As `flatten`, with each None as a leaf."""
+    _adopt_nodes(len(torch_private.pytree_nodes))
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def _leaves_as(treedef: TreeDef, other: Tree) -> list[Any]:

@@ -30,7 +30,7 @@ ALIGN = 16
 class Leaf:
     """A leaf: its dotted path, its global shape, and the elements of a block. No rank boundary cuts a block.
 
-    Blocks are counted from the leaf's start. The last block may be shorter.
+    Blocks are counted from the leaf's start. The last block may be shorter. No step trains a frozen leaf.
 
     Raises:
         FzeroError: for a block below 1 element.
@@ -39,6 +39,7 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     block: int = 1
+    is_frozen: bool = False
 
     def __post_init__(self) -> None:
         if self.block < 1:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.base.tree import Tree, TreeDef
 
 State = Any
@@ -92,13 +93,16 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """`params + updates`, each leaf in its parameter's dtype. The sum is rounded once, as in optax.
 
+    A leaf whose update is None, as a frozen leaf's is, stays as it is.
+
     Raises:
         FzeroError: where the trees differ in structure or shapes, naming the leaf.
     """
-    treedef, (weights, steps) = flatten_alike(params, updates)
+    moving, still = tree.split_as(params, updates)
+    treedef, (weights, steps) = flatten_alike(moving, updates)
     if not weights:
         return params
-    return tree.unflatten(treedef, cast(torch._foreach_add(weights, steps), weights))
+    return tree.merge(tree.unflatten(treedef, cast(torch._foreach_add(weights, steps), weights)), still)
 
 
 def flatten_alike(first: Tree, *rest: Tree) -> tuple[TreeDef, list[list[Any]]]:
@@ -127,7 +131,7 @@ def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
 
 
 def init_zeros(params: Tree) -> Tree:
-    """Zeros with the shapes, dtypes and layouts of `params`.
+    """Zeros with the shapes, dtypes and layouts of `params`; None in the places of frozen leaves.
 
     Raises:
         FzeroError: for a parameter whose dtype is not floating, naming the leaf.
@@ -136,6 +140,8 @@ def init_zeros(params: Tree) -> Tree:
 
 
 def _zeros_like(path: str, leaf: Any) -> Any:
+    if is_frozen(leaf):
+        return None
     if not leaf.dtype.is_floating_point:
         raise FzeroError(
             path,

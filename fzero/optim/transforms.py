@@ -103,6 +103,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     def update(updates: Tree, params: Tree | None) -> Tree:
         if params is None:
             raise FzeroError("add_decayed_weights", "has no parameters", "pass them: update(updates, state, params)")
+        params, _ = tree.split_as(params, updates)
         treedef, (weights, steps) = flatten_alike(params, updates)
         chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or mask(path, weights[i])]
         if not chosen:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.passes.order import erase_unused
+from fzero.passes.order import erase_dead
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -31,7 +31,7 @@ def accumulate(program: Program) -> Program:
         scatters = [source for source in node.all_input_nodes if is_call(source, ops.scatter)]
         if scatters and _is_linear(node, scatters):
             _swap(program, node, scatters[0])
-    erase_unused(program.graph)
+    erase_dead(program.graph)
     return program
 
 

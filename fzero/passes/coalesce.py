@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from fzero.passes.order import count_depths, find_changed, restore_order
+from fzero.passes.order import count_depths, find_changes, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -22,7 +22,7 @@ def coalesce(program: Program) -> Program:
     program = program.copy()
     depth = count_depths(program.graph, lambda node: is_call(node, ops.all_reduce))
     groups: dict[tuple[object, ...], list[Node]] = {}
-    changed = find_changed(program.graph)
+    changed = find_changes(program.graph)
     for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
         value = node.meta["val"]
         if storage(node.args[0]) not in changed:

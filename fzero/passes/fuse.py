@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fzero.optim.kernels import scale_by_adam
-from fzero.passes.order import find_changed, restore_order
+from fzero.passes.order import find_changes, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -39,7 +39,7 @@ def fuse(program: Program) -> Program:
     Same results up to the rounding of a few operations: the kernel decays the parameter before it adds the step.
     """
     program = program.copy()
-    changed = find_changed(program.graph)
+    changed = find_changes(program.graph)
     for adam in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
         groups: dict[tuple[Any, ...], list[_Row]] = {}
         lists = _Lists()

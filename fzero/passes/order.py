@@ -1,7 +1,7 @@
 """The order of a graph's nodes. Passes move nodes with the functions of this file only.
 
 A node stands behind its inputs. Where a node writes into memory, the reads and writes of the memory also keep the order
-in which they were traced: `find_dependences` lists these pairs of nodes, `reorder` keeps them, and `erase_unused` keeps
+in which they were traced: `find_dependences` lists these pairs of nodes, `reorder` keeps them, and `erase_dead` keeps
 what they need.
 """
 
@@ -22,12 +22,12 @@ from fzero.program.refusals import PASS_BUG
 # memory
 
 
-def find_changed(graph: fx.Graph) -> set[Any]:
+def find_changes(graph: fx.Graph) -> set[Any]:
     """The memory that some node writes into. Nothing reads it earlier or later than the trace does."""
     return {storage(written) for node in graph.nodes for written in find_writes(node)}
 
 
-def find_touched(node: Node) -> list[Node]:
+def find_accesses(node: Node) -> list[Node]:
     """The operands whose memory a node reads or writes. A view reads nothing; a wait reads what its collective sent."""
     operation = record(node) if node.op == "call_function" else None
     if operation is None:
@@ -37,13 +37,13 @@ def find_touched(node: Node) -> list[Node]:
     return [*node.all_input_nodes, *(node.args[0].all_input_nodes if operation.waits else ())]
 
 
-def find_dependences(graph: fx.Graph, touched: Callable[[Node], list[Node]] = find_touched) -> dict[Node, list[Node]]:
+def find_dependences(graph: fx.Graph, touched: Callable[[Node], list[Node]] = find_accesses) -> dict[Node, list[Node]]:
     """Node -> the nodes that it must stay behind without using their values: one of both writes into memory that the
     other reads or writes. Empty where nothing writes.
 
     The list has the last write of each memory that the node touches and, where the node writes, the reads since then.
     """
-    changed = find_changed(graph)
+    changed = find_changes(graph)
     dependences: dict[Node, list[Node]] = {}
     last_write: dict[Any, Node] = {}
     reads_since: dict[Any, list[Node]] = {}
@@ -62,10 +62,10 @@ def find_dependences(graph: fx.Graph, touched: Callable[[Node], list[Node]] = fi
     return dependences
 
 
-def erase_unused(graph: fx.Graph) -> None:
+def erase_dead(graph: fx.Graph) -> None:
     """Erase the nodes whose value no result needs, and which write into no memory that a later node reads or the caller
     holds."""
-    changed = find_changed(graph)
+    changed = find_changes(graph)
     needed: set[Node] = set()
     read = {storage(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")} & changed
     for node in reversed(list(graph.nodes)):
@@ -95,7 +95,7 @@ def restore_order(graph: fx.Graph) -> None:
     Nodes that stand behind their inputs keep their order.
     """
     _rearrange(graph, _sort(graph.nodes, find_dependences(graph)))
-    erase_unused(graph)
+    erase_dead(graph)
 
 
 def _sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list[Node]:
@@ -151,7 +151,7 @@ def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
     buffer alone and whose memory nothing writes to.
     """
     origin: dict[Node, Node] = {}
-    changed = find_changed(graph)
+    changed = find_changes(graph)
     for node in graph.nodes:
         if starts(node) == direction:
             origin[node] = node

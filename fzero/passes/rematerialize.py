@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fzero.passes.order import erase_unused
+from fzero.passes.order import erase_dead
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_writes, name_of, record, storage
@@ -34,7 +34,7 @@ def rematerialize(program: Program) -> Program:
         writers = _find_writers(program.graph)
         for region, members in regions.items():
             _recompute(program, region, members, writers)
-    erase_unused(program.graph)
+    erase_dead(program.graph)
     return program
 
 

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
-from fzero.passes.order import erase_unused, find_changed
+from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, axes_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, storage
+from fzero.program.records import find_writes, is_call, name_of, record, storage
+
+_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
+"""Operations that count elements from the start of their operand's memory."""
 
 
 def resolve(program: Program) -> Program:
@@ -25,6 +28,8 @@ def resolve(program: Program) -> Program:
     * The `beside` marks go: only inference reads them.
     * A value that is gathered or scattered, and overwritten later, is copied first. So later passes may move its
       collective, whose result is the value's memory on a mesh of one rank.
+    * A leaf or a reduced value that `as_strided` looks into is copied: it becomes a view of a buffer, and `as_strided`
+      counts elements from the start of the memory.
     * Each result notes the axes along which it varies (`Result.varies`).
 
     Raises:
@@ -37,14 +42,15 @@ def resolve(program: Program) -> Program:
     check_results(program, kinds)
     _average_results(program, kinds)
     program = _note_axes(program, kinds)
-    changed = find_changed(program.graph)
+    changed = find_changes(program.graph)
     if changed:
         _copy_overwritten(program)
+    _copy_for_strides(program)
     for node in list(program.graph.nodes):
         is_identity = is_call(node, ops.beside) or _is_needless_mean(node, kinds)
         if is_identity and storage(node.args[0]) not in changed:  # else it is a copy of what lies there by then
             program.substitute(node, node.args[0])
-    erase_unused(program.graph)
+    erase_dead(program.graph)
     return program
 
 
@@ -56,6 +62,25 @@ def _copy_overwritten(program: Program) -> None:
             with program.graph.inserting_before(node):
                 node.replace_input_with(node.args[0], program.emit(torch.ops.aten.clone.default, node.args[0]))
         written_later.update(storage(written) for written in find_writes(node))
+
+
+def _copy_for_strides(program: Program) -> None:
+    """Let each `as_strided` of state, or of a collective's result, read a copy, which begins memory of its own."""
+    strided = [node for node in program.graph.nodes if node.op == "call_function" and name_of(node) in _STRIDED]
+    if not strided:
+        return
+    roots: dict[object, Node] = {}
+    for node in program.graph.nodes:
+        roots.setdefault(storage(node), node)
+    state = {node for node, argument in zip(program.placeholders, program.arguments) if argument.bucket is not None}
+    for root in {roots[storage(node.args[0])]: None for node in strided}:
+        if root in state or (root.op == "call_function" and record(root).perform is not None):
+            users = [user for user in root.users if user.op != "output"]
+            with program.graph.inserting_after(root):
+                copy = program.emit(torch.ops.aten.clone.default, root)
+            for user in users:
+                user.replace_input_with(root, copy)
+            program.refresh([copy])
 
 
 def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_changed, find_dependences, find_touched
+from fzero.passes.order import find_accesses, find_changes, find_dependences
 from fzero.passes.verify import verify
 from fzero.program.listing import format_size
 from fzero.program.operation import Node, nbytes
@@ -48,7 +48,7 @@ def check_moves(name: str, before: fx.Graph, after: fx.Graph) -> None:
     A node is the same in both graphs where it has the same name and calls the same operation. The operands that it has
     in both graphs count: a pass that gives a node another operand replaces what the node reads.
     """
-    if after is before or not find_changed(before):
+    if after is before or not find_changes(before):
         return
     moved = {node.name: node for node in after.nodes}
     position = {name: index for index, name in enumerate(moved)}
@@ -57,8 +57,8 @@ def check_moves(name: str, before: fx.Graph, after: fx.Graph) -> None:
         other = moved.get(node.name)
         if other is None or other.target != node.target:
             return []
-        kept = {x.name for x in find_touched(other)}
-        return [x for x in find_touched(node) if x.name in kept]
+        kept = {x.name for x in find_accesses(other)}
+        return [x for x in find_accesses(node) if x.name in kept]
 
     for node, earlier in find_dependences(before, find_kept).items():
         for first in earlier:

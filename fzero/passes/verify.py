@@ -85,10 +85,13 @@ def check_writes(program: Program) -> None:
 def _check_writes_of(program: Program, node: Node, given: dict[object, str], sending: dict[Node, set[object]]) -> None:
     for memory in map(storage, find_writes(node)):
         if memory in given:
+            in_place = name_of(node).endswith("_")
             raise FzeroError(
                 given[memory],
                 f"{name_of(node)} writes into it, but a step is a pure function{line_of(node)}",
-                "write the operation without its trailing underscore, or clone first",
+                "write the operation without its trailing underscore, or clone first"
+                if in_place
+                else "give the operation a clone, and return the clone",
             )
         for start, sent in sending.items():
             if memory in sent:

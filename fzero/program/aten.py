@@ -241,8 +241,9 @@ def infer(walk: Walk, node: Node) -> Kind:
 def _infer_write(walk: Walk, node: Node, lost: Sequence[Node]) -> Kind:
     """The kind of a result where the node overwrites the elements of the operands `lost`. These do not count, but what
     else lies in their memory does."""
-    given = [x for x in node.all_input_nodes if x not in lost or isinstance(walk.of(x), Slice)]
-    beside = [x for x in lost if x not in given and not _fills_its_memory(x)]
+    within = walk.find_source_within(node)  # of which elements that nothing has set stay so
+    given = [x for x in node.all_input_nodes if x is not within and (x not in lost or isinstance(walk.of(x), Slice))]
+    beside = [x for x in lost if x not in given and not _fills_its_memory(x)] + ([within] if within is not None else [])
     is_pointwise = walk.record(node).is_pointwise
     kind = walk.join(node, given, is_pointwise)
     if isinstance(kind, Slice):

@@ -28,12 +28,23 @@ class Unset:
         dims = [_Dim(stride, size) for stride, size in zip(value.stride(), value.shape) if size > 1]
         self._dims = sorted(dims, reverse=True)
         self._left: list[Box] = [tuple(range(size) for _, size in self._dims)] if value.numel() else []
+        """Boxes that cover these elements."""
 
     def set(self, view: Tensor) -> None:
         """Note that a node overwrites every element of a view of the tensor."""
         box = self._find_box(view)
         if box is not None:
             self._left = [rest for each in self._left for rest in _subtract(each, box)]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Note that a node copies one view of the tensor into another: what was not set is not set in the target."""
+        given, box = self._find_box(source), self._find_box(target)
+        if given is None or box is None or [*map(len, given)] != [*map(len, box)]:
+            return
+        unset = [both for each in self._left if (both := _intersect(each, given)) is not None]
+        self.set(target)
+        shifts = [b.start - a.start for a, b in zip(given, box)]
+        self._left += [tuple(range(x.start + by, x.stop + by) for x, by in zip(each, shifts)) for each in unset]
 
     def reaches(self, view: Tensor) -> bool:
         """Whether a view of the tensor may have an element that is not set."""

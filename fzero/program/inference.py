@@ -73,6 +73,12 @@ class Walk:
         kind = self._kinds[given]
         return kind | self._written.get(storage(given), UNIFORM) if isinstance(kind, frozenset) else kind
 
+    def find_source_within(self, node: Node) -> Node | None:
+        """The source of a copy that lies in the memory of the copy's target; None for any other node."""
+        source = node.args[1] if self.name_of(node) == "copy_" else None
+        is_within = isinstance(source, fx.Node) and storage(source) == storage(node.args[0])
+        return source if is_within else None
+
     def leave_unset(self, node: Node) -> None:
         """Note that a node makes a tensor whose elements are whatever is in the memory, until nodes set them."""
         self._unset[storage(node)] = Unset(node.meta["val"])
@@ -141,7 +147,11 @@ class Walk:
             self._written[memory] = self._written.get(memory, UNIFORM) | axes_of(self.program, new)
         for overwritten in record(node).overwrites(node) if self._unset else ():
             if storage(overwritten) in self._unset:
-                self._unset[storage(overwritten)].set(overwritten.meta["val"])
+                unset, source = self._unset[storage(overwritten)], self.find_source_within(node)
+                if source is None:
+                    unset.set(overwritten.meta["val"])
+                else:
+                    unset.copy(source.meta["val"], overwritten.meta["val"])
 
     # for the rules of operations
 

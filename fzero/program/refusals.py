@@ -8,6 +8,7 @@ from fzero.base.errors import FzeroError
 from fzero.program.kinds import RAGGED, Buffer, Kind, Slice, axes_of
 from fzero.program.operation import Node
 from fzero.program.records import leaves_of, name_of, record
+from fzero.program.variation import find_sources, is_in_place_of_state, is_number
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
@@ -30,9 +31,19 @@ def refuse_drift(
     """
     use = node if use is None else use
     met = name_of(use if use.op == "call_function" else node)
-    problem = f"a per-rank value meets a slice of this leaf in {met}: ranks would drift apart"
     where = path_of(program, leaf) if leaf is not None else leaf_near(program, node)
-    return FzeroError(where, problem + (line_of(node) or line_of(use)), advise_mean(axes))
+    sources = find_sources(program, node)
+    if sources and all(is_in_place_of_state(program, source) for source in sources):
+        names = " and ".join(f"argument {source.path}" for source in sources[:2])
+        problem = f"{names}, a plain tensor in the place of state, meets a slice of this leaf in {met}: a plain tensor "
+        problem += "counts as this rank's batch, and ranks would drift apart"
+        way_out = "partition it, with fzero.partition(state, mesh, like=params), or make it with optimizer.init(params)"
+        if all(is_number(program, source) for source in sources):
+            way_out += f"; or {advise_mean(axes)}"
+    else:
+        problem = f"a per-rank value meets a slice of this leaf in {met}: ranks would drift apart"
+        way_out = advise_mean(axes)
+    return FzeroError(where, problem + (line_of(node) or line_of(use)), way_out)
 
 
 def refuse_state(program: Program, where: str, path: str, kind: Kind, node: Node) -> FzeroError:

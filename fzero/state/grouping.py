@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero.base import tree
+from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values.functions import is_sharded
@@ -34,7 +35,7 @@ def plan_leaves(
     found = _match_params(keys, leaves, like, mesh)
     for i, leaf in enumerate(leaves):
         if i not in found and leaf.shape.numel() <= persist:
-            own = Leaf(tree.dotted(keys[i]), tuple(leaf.shape))
+            own = Leaf(tree.dotted(keys[i]), tuple(leaf.shape), is_frozen=is_frozen(leaf))
             found[i] = (Layout(bucket_of(keys[i]), (own,), mesh, replicated=True), 0)
     rest = [i for i in range(len(leaves)) if i not in found]
     for layout, members in plan_buckets([keys[i] for i in rest], [leaves[i] for i in rest], mesh, layers, granularity):
@@ -60,7 +61,7 @@ def plan_buckets(
         (
             Layout(
                 name if dtypes[name] == 1 else f"{name}:{str(dtype).removeprefix('torch.')}",
-                tuple(_leaf(tree.dotted(keys[i]), tuple(leaves[i].shape), granularity) for i in members),
+                tuple(_leaf(tree.dotted(keys[i]), leaves[i], granularity) for i in members),
                 mesh,
             ),
             members,
@@ -69,9 +70,10 @@ def plan_buckets(
     ]
 
 
-def _leaf(path: str, shape: tuple[int, ...], granularity: Granularity | None) -> Leaf:
+def _leaf(path: str, leaf: Any, granularity: Granularity | None) -> Leaf:
+    shape = tuple(leaf.shape)
     block = granularity(path, shape) if granularity is not None else None
-    return Leaf(path, shape) if block is None else Leaf(path, shape, block)
+    return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf))
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:

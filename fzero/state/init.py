@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.base.randomness import fold
 from fzero.state.initializers import Initializer
 from fzero.state.partition import partition
@@ -54,6 +55,7 @@ class Initial:
             problem = f"the rule gives a {type(initializer).__name__} for it"
             raise FzeroError(path, problem, "give one of fzero.initializers, such as normal(0.02)")
         self.path, self.shape, self.dtype = path, torch.Size(leaf.shape), leaf.dtype
+        self.is_frozen = is_frozen(leaf)
         self.initializer: Initializer = initializer
         self.seed = seed
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
 from fzero.ranks.agreement import agree, digest
@@ -75,7 +76,9 @@ def partition(
     on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
-    targets = [_Absent(source.shape, to, source.path) for source, to in zip(sources, dtypes)]
+    targets = [
+        _Absent(source.shape, to, source.path, is_frozen(leaf)) for source, to, leaf in zip(sources, dtypes, leaves)
+    ]
     planned = plan_leaves(keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
     feed = _make_feed(on, source_rank, sources, targets)
     values: dict[int, Sharded] = {}
@@ -99,6 +102,7 @@ class _Absent:
     shape: torch.Size
     dtype: torch.dtype
     path: str
+    is_frozen: bool = False
 
     def read(self, start: int, out: Tensor) -> None:
         raise FzeroError(

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
+from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
 from fzero.layout.boxes import boxes
 
@@ -38,16 +39,18 @@ class TensorSource:
     `dtype` is the source's dtype, by default the tensor's. Values are cast only while they are read.
 
     Raises:
-        FzeroError: for a meta tensor, which has no values, and for a sparse tensor, which has no strides.
+        FzeroError: for a meta tensor, which has no values; for a sparse tensor, a nested tensor or a DTensor.
     """
 
-    def __init__(self, tensor: Tensor, path: str = "", dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, path: str = "", dtype: torch.dtype | None = None, is_frozen: bool = False
+    ) -> None:
         if tensor.is_meta:
             raise FzeroError(path, "is on the meta device: it has a shape but no values", "give a tensor with values")
-        if tensor.layout is not torch.strided:
-            raise FzeroError(path, f"is a {tensor.layout} tensor, which has no strides", "give tensor.to_dense()")
+        check_dense(path, tensor)
         self.tensor = tensor.detach()
         self.shape, self.dtype, self.path = tensor.shape, dtype or tensor.dtype, path
+        self.is_frozen = is_frozen
 
     def read(self, start: int, out: Tensor) -> None:
         done = 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live
@@ -94,10 +95,11 @@ def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
     """A leaf as a new whole tensor, on every rank or on `rank` alone."""
     if rank is None or not isinstance(leaf.on, Live):
         full = leaf.full_tensor()
-        return full if leaf.on.is_tracing else full.detach()
+        return full if leaf.on.is_tracing else freeze(full.detach(), leaf)
     if rank not in leaf.on.ranks:
         raise FzeroError("rank", f"is {rank}, the mesh has ranks {list(leaf.on.ranks)}", "name one of them")
-    return _collect(leaf, leaf.on, rank)
+    whole = _collect(leaf, leaf.on, rank)
+    return None if whole is None else freeze(whole, leaf)
 
 
 def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:

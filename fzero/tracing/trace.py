@@ -11,14 +11,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import FakeTensorMode, TraceGraph, schema_of
+from fzero.base.torch_private import FakeTensorMode, TraceGraph, schema_of, unwrap
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of, shares_memory
 from fzero.tracing.call_mode import CallMode
+from fzero.tracing.escapes import check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
@@ -128,10 +130,11 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
             out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         read.extend(mode.read)
-        results.extend(
-            _describe_result(path, leaf, tracer) for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves)
-        )
-        return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in out_leaves if _is_tensor(leaf)]
+        for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves):
+            check_result(path, leaf, leaves)
+            results.append(_describe_result(path, leaf, tracer))
+        # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
+        return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
     with bind_axes(tracer), fake_mode, NameErrors(fn):
@@ -140,6 +143,9 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     program = describe(traced.graph, constants)
     _number_draws(program)
     _fix_storage_offsets(program)
+    check_escapes(
+        program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
+    )
     return program
 
 
@@ -156,7 +162,7 @@ def _wrap(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
 def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode) -> Tensor:
     """A tensor without data, of the shape that rank `RANK` holds of a leaf."""
     if not isinstance(leaf, Sharded):
-        return fake_mode.from_tensor(leaf.detach(), static_shapes=True)
+        return freeze(fake_mode.from_tensor(leaf.detach(), static_shapes=True), leaf)
     layout = leaf.form.layout
     shape = leaf.shape if layout.replicated else (len(layout.part(leaf.index, RANK)),)
     with fake_mode:

@@ -9,6 +9,9 @@ The tree mirrors the module:
 * A submodule without tensors is not in the tree; in a list it is `{}`.
 * A leaf's dotted path is its `state_dict` key.
 
+A parameter that does not require grad is a frozen leaf: `fzero.grad` gives None for it, an optimizer keeps no state for
+it, and `apply_updates` returns it as it is.
+
 A tensor with several names in the module (a tied weight) is one leaf, at its first name in the order of
 `module.named_parameters()`. `apply` puts the leaf in the places of all its names. So the gradient of a tied weight is
 the sum over its uses, and no second copy can drift away.
@@ -17,6 +20,7 @@ the sum over its uses, and no second copy can drift away.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,7 +33,10 @@ from torch.nn.parameter import is_lazy
 
 from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze, is_frozen
 from fzero.base.tree import Tree, TreeDef
+
+_log = logging.getLogger("fzero")
 
 
 def lower(module: nn.Module) -> tuple[Tree, Apply]:
@@ -40,7 +47,8 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
     are constants of `apply`.
 
     Raises:
-        FzeroError: for lazy parameters; for a module that changes its buffers, here (BatchNorm in training mode) or in
+        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks; for a module
+            that changes its buffers, here (BatchNorm in training mode) or in
             `apply` (any other). Lower such a module with `lower_stateful`.
     """
     _check_module(module)
@@ -48,6 +56,7 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
     if path is not None:
         raise _change_error(type(module).__name__, path, is_buffer=True)
     params = _nest(module, dict(module.named_parameters()))
+    _report_frozen(module)
     return params, Apply(module, params)
 
 
@@ -59,10 +68,11 @@ def lower_stateful(module: nn.Module) -> tuple[Tree, Tree, StatefulApply]:
     (`has_aux=True`).
 
     Raises:
-        FzeroError: for lazy parameters.
+        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks.
     """
     _check_module(module)
     params = _nest(module, dict(module.named_parameters()))
+    _report_frozen(module)
     buffers = _nest(module, dict(module.named_buffers()))
     return params, buffers, StatefulApply(module, params, buffers)
 
@@ -236,12 +246,24 @@ def _check_module(module: Any) -> None:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise FzeroError(path, "this lazy parameter has no shape yet", "run the module once on an example batch")
+        if torch_private.has_hooks(tensor):
+            problem = "a hook waits for this parameter's gradient, and a function of tensors has no such hooks"
+            raise FzeroError(
+                path, problem, "remove the hook, and change the gradients that fzero.value_and_grad returns"
+            )
+    for path, child in module.named_modules():
+        if torch_private.has_full_backward_hooks(child):
+            problem = "this module has a full backward hook, which torch.func cannot call"
+            way_out = "remove it, and register a forward hook that calls output.register_hook(fn)"
+            raise FzeroError(path or type(child).__name__, problem, way_out)
 
 
 def _nest(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> Tree:
-    """The tree of a module's `tensors`, detached, from `{dotted name: tensor}`; {} for a module without tensors."""
+    """The tree of a module's `tensors`, detached, from `{dotted name: tensor}`; {} for a module without tensors.
+    Frozen parameters stay frozen."""
     own = (name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
-    entries: dict[str, Tree] = {name: tensors[prefix + name].detach() for name in own if prefix + name in tensors}
+    held = {name: tensors[prefix + name] for name in own if prefix + name in tensors}
+    entries: dict[str, Tree] = {name: freeze(tensor.detach(), tensor) for name, tensor in held.items()}
     children = {name: _nest(child, tensors, f"{prefix}{name}.") for name, child in module.named_children()}
     entries |= {name: child for name, child in children.items() if child}
     if entries and isinstance(module, (nn.ModuleList, nn.Sequential, nn.ParameterList)):
@@ -249,6 +271,16 @@ def _nest(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") ->
         if entries.keys() <= set(positions):
             return [entries.get(position, {}) for position in positions]
     return entries
+
+
+def _report_frozen(module: nn.Module) -> None:
+    """Log the parameters that do not require grad."""
+    parameters = dict(module.named_parameters())
+    frozen = [path for path, param in parameters.items() if is_frozen(param)]
+    if frozen:
+        some = ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else "")
+        message = "%s: %d of %d parameters do not require grad and are frozen, without gradient and optimizer state: %s"
+        _log.info(message, type(module).__name__, len(frozen), len(parameters), some)
 
 
 def _copy_to_meta(module: nn.Module) -> nn.Module:

@@ -73,7 +73,7 @@ class Sharded(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's slice itself, no copy: a step that updates the value in place writes over it. Clone what you keep.
+        """This rank's slice itself: a step that updates the value in place writes over it. Clone what you keep.
 
         Raises:
             FzeroError: when this value was donated to a step.

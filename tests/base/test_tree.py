@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import collections
+import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils import _pytree
 
 from fzero import tree
 from fzero.base.errors import FzeroError
@@ -66,6 +69,13 @@ def test_map_names_the_first_leaf_that_differs(other: tree.Tree, message: str) -
     assert str(error.value).startswith(message)
 
 
+def test_a_leaf_that_is_none_is_named() -> None:
+    with pytest.raises(
+        FzeroError, match=r"^b\.c: this leaf is None \(2 leaves expected, 1 given\); a frozen leaf has no"
+    ):
+        tree.map(lambda a, b: a, {"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": None}})
+
+
 def test_map_tells_containers_apart() -> None:
     with pytest.raises(FzeroError, match="trees differ in their containers"):
         tree.map(lambda a, b: a, [1], (1,))
@@ -88,3 +98,77 @@ def test_merge_refuses_a_leaf_that_both_have() -> None:
 def test_merge_refuses_trees_of_other_structure() -> None:
     with pytest.raises(FzeroError, match="b: this leaf is missing"):
         tree.merge({"a": 1, "b": 2}, {"a": None})
+
+
+# classes that torch's pytree knows
+
+
+@dataclasses.dataclass
+class Output:
+    """A dataclass that is registered with torch's pytree."""
+
+    hidden: Any
+    count: int = 0
+
+
+class Registered(collections.OrderedDict[str, Any]):
+    """Registered as transformers registers the outputs of its models."""
+
+
+class Pairs:
+    """Registered without names of its children."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+torch.export.register_dataclass(Output)
+_pytree.register_pytree_node(
+    Registered,
+    lambda x: (list(x.values()), list(x)),
+    lambda values, names: Registered(zip(names, values)),
+    flatten_with_keys_fn=lambda x: ([(_pytree.MappingKey(key), value) for key, value in x.items()], list(x)),
+)
+_pytree.register_pytree_node(Pairs, lambda x: (list(x.values), None), lambda values, _: Pairs(*values))
+
+KNOWN_TO_TORCH = [
+    (Output(torch.ones(2), 3), ["hidden", "count"]),
+    (Registered(b=torch.ones(2), a=[torch.ones(1)]), ["b", "a.0"]),
+    (Pairs(torch.ones(2), {"k": torch.ones(1)}), ["0", "1.k"]),
+]
+
+
+@pytest.mark.parametrize(("value", "paths"), KNOWN_TO_TORCH, ids=["dataclass", "dict", "no names"])
+def test_what_is_a_tree_to_torch_is_one_here(value: Any, paths: list[str]) -> None:
+    leaves, treedef = tree.flatten([value])
+    assert all(mine is theirs for mine, theirs in zip(leaves, _pytree.tree_leaves([value]), strict=True))
+    assert tree.paths([value]) == [f"0.{path}" for path in paths]
+    (rebuilt,) = tree.unflatten(treedef, leaves)
+    assert type(rebuilt) is type(value) and tree.flatten([rebuilt])[1] == treedef
+
+
+def test_a_class_that_is_registered_later_is_seen() -> None:
+    class Late(Pairs):
+        pass
+
+    assert len(tree.leaves(Late(1, 2))) == 1
+    _pytree.register_pytree_node(Late, lambda x: (list(x.values), None), lambda values, _: Late(*values))
+    assert tree.leaves(Late(1, 2)) == [1, 2]
+    assert tree.map(lambda x: 2 * x, Late(1, 2)).values == (2, 4)
+
+
+def test_shapes_and_tensors_stay_leaves() -> None:
+    assert tree.leaves({"a": torch.Size([2, 3]), "b": 1}) == [torch.Size([2, 3]), 1]
+
+
+def test_split_and_merge_look_into_them() -> None:
+    chosen, others = tree.split(Registered(b=1, a=2), lambda path, leaf: path == "b")
+    assert (chosen, others) == (Registered(b=1, a=None), Registered(b=None, a=2))
+    assert tree.merge(chosen, others) == Registered(b=1, a=2)
+
+
+def test_outputs_of_transformers_models_are_trees() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    output = outputs.CausalLMOutput(loss=torch.ones(()), logits=torch.ones(2, 3))
+    assert tree.paths(output) == ["loss", "logits"]
+    assert tree.map(lambda x: x + 1, output).logits.tolist() == [[2.0] * 3] * 2

@@ -307,3 +307,59 @@ def test_only_casts_of_state_as_it_is_given_are_the_gathers() -> None:
     program = bucketed(on_rows(step, layers(1)))
     (gather,) = calls(program, ops.all_gather)
     assert sorted(map(name_of, gather.args[0])) == ["_to_copy", "arg1_1"]
+
+
+# memory that the step writes into
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_is_sent_behind_what_is_written_into_it(stage: int, world: int) -> None:
+    """torch makes the gradient of `as_strided_scatter` by a copy into a view of new zeros."""
+
+    def scattered(params: tree.Tree, x: Tensor) -> Tensor:
+        (layer,) = params["layers"]
+        return (x @ torch.as_strided_scatter(layer["w"], layer["b"], (5,), (6,), 0)).square().mean()
+
+    case = differentiated(scattered, layers(1), VirtualMesh(fsdp=world))
+    before = case.trace()
+    assert_same(case.run(apply(before, *fzero.passes.defaults(stage=stage))), case.run(before))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_slices_that_are_overwritten_later_are_gathered_as_they_were(stage: int, world: int) -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, ...]:
+        (layer,) = params["layers"]
+        w = layer["w"].with_local(layer["w"].local * 1)
+        before, others = x @ w.full_tensor(), x @ layer["w"]
+        w.local.mul_(2.0)
+        return before, others, x @ w.with_local(w.local).full_tensor()
+
+    case = on_rows(step, layers(1), mesh=VirtualMesh(fsdp=world))
+    before, others, after = zip(*case.run(apply(case.trace(), *fzero.passes.defaults(stage=stage))))
+    for a, b, c in zip(before, others, after):
+        assert torch.equal(a, b) and torch.allclose(c, 2 * a)
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_leaf_is_strided_from_its_own_first_element(stage: int, replicated: bool) -> None:
+    """In a buffer another leaf comes first."""
+
+    def step(params: tree.Tree) -> tuple[Tensor, ...]:
+        (layer,) = params["layers"]
+        w, mean = layer["w"], fzero.pmean(layer["w"] @ layer["w"], "fsdp")
+        product = fzero.psum(mean.sum(0) * 1, "fsdp") / (1 if isinstance(w, Tensor) else 2)
+        strided = torch.as_strided(product, (2,), (1,), 1)
+        return w.T.as_strided((2, 2), (1, 2), 3), torch.as_strided_copy(w, (3,), (2,), 1), strided, mean
+
+    plain = layers(1)
+    params = fzero.partition(plain, MESH)
+    if replicated:
+        (layer,) = params["layers"]
+        copy = layer["w"].new_zeros(5, 5)
+        params["layers"][0]["w"] = copy.with_local(copy.local + plain["layers"][0]["w"])
+    got = fzero.simulate(step, MESH, passes=fzero.passes.defaults(stage=stage))(params)
+    for mine, theirs in zip(got, step(plain), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -10,7 +10,7 @@ import torch
 from programs import MESH, calls, differentiated, layers, loss, names, on_rows
 from torch import Tensor, fx
 
-from fzero import tree
+from fzero import FzeroError, tree
 from fzero.passes import bucket, defaults
 from fzero.passes.order import count_depths, find_origins, reorder, restore_order, sink_gathers
 from fzero.program import ops
@@ -161,3 +161,47 @@ def test_what_reads_memory_keeps_its_place_among_what_writes_to_it() -> None:
     calls(program, torch.ops.aten.exp.default)[0].append(late)
     restore_order(program.graph)
     assert names(program) == ["mul", "t", "exp", "sin", "add", "add_", "cos", "neg"]
+
+
+def test_what_nobody_reads_is_not_written() -> None:
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        read, unread = torch.zeros(5), torch.zeros(5)
+        view = read[1:]
+        unread.add_(x[0])
+        view.add_(x[0, 1:])
+        unread[:2].mul_(2.0)
+        result = read * 2
+        view.zero_()  # behind the last read
+        return (result,)
+
+    assert names(on_rows(step).trace()) == ["zeros", "slice", "select", "slice", "add_", "mul"]
+
+
+def test_a_write_into_what_is_returned_is_kept() -> None:
+    def step(x: Tensor) -> Tensor:
+        result = x * 2
+        result.t()[0].zero_()
+        return result
+
+    assert names(on_rows(step).trace())[-1] == "zero_"
+
+
+def test_a_cycle_is_an_error() -> None:
+    graph, nodes = graph_of(x="", a="x", b="a", out="b")
+    nodes["a"].args = (nodes["b"],)
+    with pytest.raises(FzeroError, match="depends on itself, through a value or through memory"):
+        restore_order(graph)
+
+
+def test_depths_count_along_memory() -> None:
+    def step(x: Tensor) -> Tensor:
+        buffer = torch.zeros(5)
+        buffer.copy_(x.sin()[0])
+        first = buffer.cos()
+        buffer.copy_(x.exp()[0])
+        return first + buffer.cos()
+
+    program = on_rows(step).trace()
+    depth = count_depths(program.graph, lambda node: name_of(node) == "copy_")
+    assert [depth[node] for node in calls(program, torch.ops.aten.cos.default)] == [1, 2]
+    assert [depth[node] for node in calls(program, torch.ops.aten.exp.default)] == [0]

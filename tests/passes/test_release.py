@@ -277,3 +277,33 @@ def test_a_gradient_times_itself_is_the_square_of_the_mean() -> None:
     case = forward(lambda params, x: tree.map(lambda g: g * g, grad(loss)(params, x)), 1)
     program = case.trace()
     assert_same(case.run(apply(program, accumulate)), case.run(program))
+
+
+# memory that the step writes into
+
+
+def norms_in_a_loop(grads: tree.Tree) -> Tensor:
+    norms = torch.zeros(len(tree.leaves(grads)))
+    for i, leaf in enumerate(tree.leaves(grads)):
+        norms[i] = leaf.norm()
+    return norms
+
+
+def one_buffer_for_all(grads: tree.Tree) -> Tensor:
+    total, buffer = torch.zeros(()), torch.zeros(())
+    for leaf in tree.leaves(grads):
+        buffer.zero_()
+        buffer.add_(leaf.square().sum())
+        total = total + buffer
+    return total
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("fill", [norms_in_a_loop, one_buffer_for_all])
+def test_what_gradients_are_written_into_is_read_behind_the_write(fill: Callable[..., Tensor], stage: int) -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, tree.Tree]:
+        grads = grad(loss)(params, x)
+        filled = fill(grads)
+        return filled, tree.map(lambda p, g: p - g / (1 + filled.sum()), params, grads)
+
+    released(forward(step, 3), stage)

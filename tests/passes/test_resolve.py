@@ -219,3 +219,15 @@ def odd(params: tree.Tree, x: Tensor) -> Any:
 @pytest.mark.parametrize("mesh", [VirtualMesh(fsdp=1), VirtualMesh(fsdp=3), HYBRID], ids=str)
 def test_leaves_of_any_dtype_and_size_are_accepted(mesh: VirtualMesh) -> None:
     fzero.check_equivalence(odd, (ODD,), (torch.zeros(12),), ranks=mesh, steps=3)
+
+
+def test_a_mean_that_is_needless_keeps_what_lay_in_memory_by_then() -> None:
+    def step(params: tree.Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        counts = params["layers"][0]["b"] @ torch.eye(5)
+        mean = fzero.pmean(counts, "fsdp")
+        return mean, counts.zero_()
+
+    mesh = VirtualMesh(fsdp=2)
+    case = Case(step, mesh, (fzero.partition(layers(1), mesh), rows(mesh)))
+    for mean, counts in case.run(case.trace()):
+        assert mean.all() and not counts.any()

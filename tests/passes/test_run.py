@@ -14,6 +14,7 @@ from torch import Tensor
 import fzero
 from fzero import FzeroError, Program, ops, optim, passes, tree
 from fzero.passes.run import is_foreign, name_of_pass
+from fzero.program.records import name_of
 
 MESH = fzero.VirtualMesh(fsdp=2)
 SGD = optim.sgd(0.1)
@@ -59,6 +60,26 @@ def test_a_pass_that_raises_the_peak_is_told(caplog: pytest.LogCaptureFixture) -
         fzero.simulate(fzero.grad(loss), MESH, passes=chosen).trace(params, torch.ones(4, 5))
     (record,) = caplog.records
     assert "without the passes keeps_copies it is" in record.getMessage()
+
+
+def reads_too_early(program: Program) -> Program:
+    """Moves the sum of a buffer in front of what fills the buffer."""
+    program = program.copy()
+    nodes = {name_of(node): node for node in program.graph.nodes}
+    nodes["zeros"].append(nodes["sum"])
+    return program
+
+
+def test_a_pass_that_moves_a_read_past_a_write_is_named() -> None:
+    def step(x: Tensor) -> Tensor:
+        buffer = torch.zeros(5)
+        buffer[0].copy_(x.sin().mean())
+        return buffer.sum()
+
+    chosen = passes.insert(passes.defaults(stage=3), reads_too_early, before="prefetch")
+    moved = r"pass 'reads_too_early': moves sum_1 in front of copy_, and one of both writes what the other touches"
+    with pytest.raises(FzeroError, match=moved + r" \(.*test_run.py:\d+ in step: return buffer.sum\(\)\)"):
+        fzero.simulate(step, MESH, passes=chosen)(torch.ones(4, 5))
 
 
 # state

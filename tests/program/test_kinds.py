@@ -110,6 +110,12 @@ def filled(into: Tensor, *parts: slice) -> Tensor:
     return into
 
 
+def copied(into: Tensor) -> Tensor:
+    """`into`, of which the second row is the first."""
+    into[1].copy_(into[0])
+    return into
+
+
 def unwritten(x: Tensor) -> Tensor:
     first, second = torch.split(torch.zeros(2, 5), 1)
     first.add_(x[:1])
@@ -145,6 +151,9 @@ def unwritten(x: Tensor) -> Tensor:
         (lambda w, x: filled(torch.empty(4), slice(4)).add_(x[0, :4]), PER_RANK),
         (lambda w, x: torch.nn.functional.pad((w @ w)[None], (1, 2), mode="circular"), UNIFORM),
         (lambda w, x: torch.nn.functional.pad((w @ w + x[0])[None], (1, 2), mode="circular"), PER_RANK),
+        (lambda w, x: torch.nn.functional.pad((w @ w)[None, None], (1, 2, 2, 1), mode="circular"), UNIFORM),
+        (lambda w, x: copied(torch.empty(2, 5)), PER_RANK),
+        (lambda w, x: copied(torch.zeros(2, 5)), UNIFORM),
         (lambda w, x: torch.add(w @ w, 1, out=torch.empty(5, 5)), UNIFORM),
         (lambda w, x: torch.add(x, 1, out=torch.zeros(2, 5)), PER_RANK),
         (lambda w, x: torch.nn.functional.rrelu(w @ w), UNIFORM),

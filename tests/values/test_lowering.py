@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fzero
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.values.lowering import lower, lower_stateful
@@ -581,3 +582,78 @@ def test_the_module_itself_is_left_alone() -> None:
     params, apply = lower(module)
     apply(params, torch.randn(2, 4))
     assert {name: (id(param), param.requires_grad) for name, param in module.named_parameters()} == before
+
+
+# hooks
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def scale_gradient_of_output(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda gradient: gradient * 3)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda module: module.register_forward_hook(lambda module, args, output: output * 3),
+    "forward pre": lambda module: module.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+    "of an output": lambda module: module.register_forward_hook(scale_gradient_of_output),
+    "backward": lambda module: module.register_backward_hook(
+        lambda module, inputs, outputs: tuple(None if g is None else g * 3 for g in inputs)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("sharded", [False, True], ids=["one device", "sharded"])
+def test_hooks_of_modules_run_as_in_the_module(name: str, sharded: bool) -> None:
+    module, x = Hooked(), torch.randn(6, 4)
+    HOOKS[name](module.first)
+    module(x).mean().backward()
+    params, apply = lower(module)
+    differentiated = fzero.grad(lambda params, x: apply(params, x).mean())
+    mesh = fzero.VirtualMesh(fsdp=3)
+    if sharded:
+        gradient = fzero.simulate(differentiated, mesh)(fzero.partition(params, mesh), x)
+    else:
+        gradient = differentiated(params, x)
+    expected = {name: param.grad for name, param in module.named_parameters()}
+    for path, leaf in zip(tree.paths(gradient), tree.leaves(fzero.unpartition(gradient))):
+        # sums over 2 rows a rank in place of 6
+        torch.testing.assert_close(leaf, expected[path], rtol=1e-5, atol=1e-6)
+
+
+REFUSED_HOOKS: dict[str, tuple[Callable[[Hooked], Any], str]] = {
+    "of a parameter": (lambda m: m.first.weight.register_hook(lambda g: g * 2), r"^first\.weight: a hook waits for"),
+    "behind its accumulation": (
+        lambda m: m.second.bias.register_post_accumulate_grad_hook(lambda p: None),
+        r"^second\.bias: a hook waits for this parameter's gradient.*fzero\.value_and_grad returns",
+    ),
+    "full backward": (
+        lambda m: m.first.register_full_backward_hook(lambda module, gi, go: None),
+        r"^first: this module has a full backward hook.*output\.register_hook",
+    ),
+    "full backward pre": (
+        lambda m: m.register_full_backward_pre_hook(lambda module, go: None),
+        r"^Hooked: this module has a full backward hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_HOOKS)
+@pytest.mark.parametrize("lowered", [lower, lower_stateful])
+def test_hooks_that_would_vanish_are_refused(name: str, lowered: Callable[..., Any]) -> None:
+    module = Hooked()
+    register, message = REFUSED_HOOKS[name]
+    handle = register(module)
+    with pytest.raises(FzeroError, match=message):
+        lowered(module)
+    handle.remove()
+    lowered(module)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import Tree
 from fzero.ranks.agreement import agree, digest
@@ -161,7 +162,7 @@ def _partition(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) -> Tr
 
 def _plan(params: Tree, mesh: Any, how: dict[str, Any]) -> Tree:
     """The result of `partition` on the meta device."""
-    absent = tree.map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
+    absent = tree.map(lambda x: freeze(torch.empty(x.shape, dtype=x.dtype, device="meta"), x), params)
     return partition(absent, mesh, **{**how, "device": "meta", "pin": False})
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.state.partition import partition
 from fzero.state.safetensors.reading import FileSource, open_safetensors
 from fzero.state.sources import Source, TensorSource
@@ -95,7 +96,7 @@ def _leaf(leaf: Tensor, path: str, source: FileSource | None, dtype: torch.dtype
     """The source of one leaf: the file's tensor, or the leaf's own values where the files have none."""
     target = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
     if source is None:
-        return TensorSource(leaf, path, target)
+        return TensorSource(leaf, path, target, is_frozen(leaf))
     if source.shape != leaf.shape:
         problem = f"has shape {list(source.shape)} in {source.file.path}, {list(leaf.shape)} in the tree"
         raise FzeroError(path, problem, "give the tree of the model that was saved, or rename the leaf to another key")
@@ -103,7 +104,7 @@ def _leaf(leaf: Tensor, path: str, source: FileSource | None, dtype: torch.dtype
         raise FzeroError(
             path, f"is {source.stored} in {source.file.path}, {target} in the tree", "cast the file or `like`"
         )
-    return FileSource(source.file, source.key, path, target)
+    return FileSource(source.file, source.key, path, target, is_frozen(leaf))
 
 
 def _mismatch_error(where: str, missing: Mapping[str, str | None], surplus: list[str]) -> FzeroError:

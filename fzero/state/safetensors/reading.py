@@ -111,7 +111,15 @@ class FileSource:
         FzeroError: when the file has no such key.
     """
 
-    def __init__(self, file: TensorFile, key: str, path: str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        file: TensorFile,
+        key: str,
+        path: str | None = None,
+        dtype: torch.dtype | None = None,
+        is_frozen: bool = False,
+    ) -> None:
+        self.is_frozen = is_frozen
         self.path = key if path is None else path
         if key not in file.header.entries:
             raise FzeroError(self.path, f"{file.path} has no {key!r} among its {len(file.header.entries)} tensors")

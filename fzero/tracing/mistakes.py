@@ -1,0 +1,200 @@
+"""Mistakes of a step that computes something, and not what its author means.
+
+    plain parameters             ranks train apart: parameters were not partitioned
+    captured parameters          they are constants of the program: no step trains them
+    state that is not returned   an optimizer begins anew at each step
+
+What is certainly wrong is an error. What may be meant is a warning of the logger "fzero".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from fzero.base.errors import FzeroError
+from fzero.base.reachable import walk
+from fzero.program import ops
+from fzero.program.operation import Node
+from fzero.program.program import Argument, Program
+from fzero.program.records import is_call, record, shares_memory
+from fzero.program.refusals import line_of
+from fzero.values.regions import get_mark
+
+_log = logging.getLogger("fzero")
+
+
+def check_mistakes(program: Program, fn: Callable[..., Any], *, warn: bool = True) -> None:
+    """Look for mistakes in a program that was just traced from `fn`.
+
+    Raises:
+        FzeroError: where each rank would update plain tensors by gradients of its own batch.
+    """
+    _refuse_plain_parameters(program)
+    if warn:
+        _warn_of_captured_parameters(program, fn)
+        _warn_of_lost_state(program)
+
+
+# parameters that were not partitioned
+
+
+def _refuse_plain_parameters(program: Program) -> None:
+    """Refuse a step that updates plain arguments by gradients which no collective averaged.
+
+    An update is computed from the argument and the gradient element by element, outside of the backward pass, and is
+    returned at the argument's place with its shape. Two kinds of update are meant, and silent: of state that no
+    gradient meets, and of a part of the batch, which has the other batch arguments' first dimension.
+    """
+    if program.mesh.size() == 1:
+        return
+    gradients = _find_gradients(program, through_collectives=False)
+    given = zip(program.arguments, program.placeholders)
+    plain = {argument: node for argument, node in given if argument.bucket is None}
+    updated: dict[Argument, Node] = {}
+    for argument, node in plain.items():
+        users = _follow_elementwise([node]) & gradients
+        for result, value in zip(program.tensor_results, program.output.args[0]) if users else ():
+            if value in users and _has_place_of(result.path, argument) and _has_type_of(value, node):
+                updated[argument] = value
+    others = [node.meta["val"] for argument, node in plain.items() if argument not in updated]
+    rows = {value.shape[0] for value in others if value.ndim}
+    for argument, value in updated.items():
+        shape = value.meta["val"].shape
+        if rows and not (shape and shape[0] in rows):
+            raise FzeroError(
+                f"argument {argument.path}",
+                "is a plain tensor, which counts as this rank's batch, and is updated by a gradient of this rank's "
+                f"batch{_find_line(value)}: each of {program.mesh.size()} ranks would train alone",
+                "partition the parameters first, with fzero.partition(params, mesh)",
+            )
+
+
+def _has_place_of(path: str, argument: Argument) -> bool:
+    """Whether the path of a result ends as the path of an argument, without the argument's position."""
+    inner = argument.path.partition(".")[2]
+    return not inner or path == inner or path.endswith(f".{inner}")
+
+
+def _has_type_of(value: Node, other: Node) -> bool:
+    a, b = value.meta["val"], other.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+# parameters that the step captured
+
+
+def _warn_of_captured_parameters(program: Program, fn: Callable[..., Any]) -> None:
+    captured = {id(value): name for name, value in program.constants.items() if value.requires_grad}
+    if not captured:
+        return
+    places = {id(value): name for name, value in walk("step", fn) if isinstance(value, Tensor)}
+    names = [places.get(each, captured[each]) for each in captured]
+    message = (
+        "%s: uses %s, which requires grad and is no argument: it is a constant of the program, and no step trains it; "
+        "call apply(params, ...) of fzero.lower(module) with the params that the step is given, or freeze the module "
+        "with requires_grad_(False)"
+    )
+    _log.warning(message, program.name, _list_some(names))
+
+
+def _list_some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
+
+# state that is not returned
+
+
+def _warn_of_lost_state(program: Program) -> None:
+    """Warn of an argument whose slices meet gradients and which the step does not return, where it returns other state.
+
+    Arguments of one structure are told apart by their use: what is gathered too is taken for the parameters.
+    """
+    gradients = _find_gradients(program, through_collectives=True)
+    returned = [result.path for result in program.tensor_results if result.bucket is not None]
+    state = zip(program.tensor_results, program.output.args[0])
+    if not any(result.bucket is not None and value in gradients for result, value in state):
+        return
+    nodes: dict[str, dict[str, Node]] = {}  # position of an argument -> path in it -> node
+    for argument, node in zip(program.arguments, program.placeholders):
+        if argument.bucket is not None:
+            position, _, inner = argument.path.partition(".")
+            nodes.setdefault(position, {})[inner] = node
+    uses = {position: _follow_elementwise(held.values()) for position, held in nodes.items()}
+    meeting = [position for position in nodes if uses[position] & gradients]
+    count = Counter(frozenset(nodes[position]) for position in meeting)
+    for position in sorted(meeting, key=lambda position: _is_gathered(uses[position] | {*nodes[position].values()})):
+        paths = frozenset(nodes[position])
+        if count[paths] > _count_copies(paths, returned):
+            count[paths] -= 1
+            meets = next(node for node in program.graph.nodes if node in uses[position] & gradients)
+            message = (
+                "%s: argument %s meets gradients%s, and is not returned while other state is: the next step would "
+                "begin with its old values; return it if it is state of an optimizer"
+            )
+            _log.warning(message, program.name, position, line_of(meets))
+
+
+def _is_gathered(uses: Iterable[Node]) -> bool:
+    return any(is_call(user, ops.gather) for node in uses for user in node.users)
+
+
+def _count_copies(paths: frozenset[str], returned: list[str]) -> int:
+    """How many trees with these paths are among the paths of results."""
+    first = min(paths)
+    heads = [path.removesuffix(first) for path in returned if path == first or path.endswith(f".{first}") or not first]
+    return sum({head + path if path else head for path in paths} <= set(returned) for head in heads)
+
+
+# flow
+
+
+def _is_in_backward(node: Node) -> bool:
+    return node.op == "call_function" and get_mark(node).in_backward
+
+
+def _find_gradients(program: Program, *, through_collectives: bool) -> set[Node]:
+    """The nodes of the backward pass and all that is computed from them; without `through_collectives`, from what no
+    collective has moved."""
+    found: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or (not through_collectives and record(node).moves is not None):
+            continue
+        if _is_in_backward(node) or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _follow_elementwise(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes outside of the backward pass that are computed from `nodes` element by element, step by step."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and _is_elementwise(user) and not _is_in_backward(user):
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Whether a node is elementwise. A function that returns a list is one of lists, elementwise at each position."""
+    if node.op != "call_function" or record(node).moves is not None:
+        return False
+    return record(node).is_pointwise or shares_memory(node) or isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _find_line(node: Node) -> str:
+    """The user's line of a node, or of the nearest of its inputs that has one."""
+    frontier, seen = [node], set[Node]()
+    while frontier:
+        for near in frontier:
+            if line_of(near):
+                return line_of(near)
+        seen.update(frontier)
+        frontier = [x for near in frontier for x in near.all_input_nodes if x not in seen]
+    return ""
