@@ -44,9 +44,8 @@ def rules(text: str) -> tuple[Rule, ...]:
 
 
 WAITING: dict[str, str] = {
-    "cache": "a table that one trace made and the next reads",
     "constant": "torch.zeros(()) in a step",
-    "plain-state": "a transposed leaf comes back as it was",
+    "transposed": "a transposed leaf comes back as it was",
     "context": "inference_mode around a call; autocast around one of a step with float16",
 }
 """Switch -> the cause that is still open. Steps with a rule of such a switch are not drawn, except with `--all`."""

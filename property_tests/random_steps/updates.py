@@ -172,6 +172,9 @@ out["mean"], out["var"] = s["mean"] * flat[:<D>], s["var"] + flat[<D>:]
 old = p["b"].detach()
 results["old"] = old
 
+## transposed
+new["w"] = p["w"].T
+
 ## plain-state 0.5
 out["history"] = torch.cat([s["history"][1:], new["b"].double()[None]])
 out["history"] = torch.roll(s["history"], 1, 0)
@@ -184,7 +187,6 @@ new["w"] = torch.softmax(p["w"], -1)
 new["w"] = torch.cumsum(p["w"], 0) * 0.5
 new["w"] = torch.addmm(p["w"], p["w"], p["w"]) * 0.5
 new["w"] = p["w"].T.contiguous()
-new["w"] = p["w"].T
 new["w"] = p["w"].flip(0)
 new["w"] = torch.sort(p["w"], 0).values
 new["w"] = p["w"] - p["w"].mean(0)
