@@ -4,12 +4,13 @@
 PYTHON ?= python3
 ARGS ?=
 EXAMPLES ?= 1000
+MINUTES ?= 2
 WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test prove conformance mutate check format clean
+.PHONY: train test steps prove conformance mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -17,8 +18,13 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests property_tests $(ARGS)
 
-# EXAMPLES random cases of each property, other ones each time, and a fifth of it of those that run a step: hours.
+# MINUTES of random train steps against plain torch, other ones each time. `make steps ARGS="--seed 12"` shows one.
+steps: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m property_tests.random_steps --minutes $(MINUTES) --workers $(WORKERS) $(ARGS)
+
+# Random steps, then EXAMPLES random cases of each property, and a fifth of it of those that run a step: hours.
 prove: $(READY)
+	$(MAKE) steps ARGS=
 	$(BIN)/pytest property_tests --hypothesis-profile=deep --examples=$(EXAMPLES) $(ARGS)
 
 # torch's operators, modules and optimizers, with all their samples, against tests/conformance/table.txt: hours. A run

@@ -1,0 +1,112 @@
+"""Random steps equal plain torch or are refused; and what finds, prints and shrinks them works."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from property_tests.random_steps import losses, updates, values
+from property_tests.random_steps.draw import draw, draw_setting
+from property_tests.random_steps.grammar import Rule
+from property_tests.random_steps.judge import Verdict, judge
+from property_tests.random_steps.program import Program
+from property_tests.random_steps.run import run
+from property_tests.random_steps.scope import Scope
+from property_tests.random_steps.shrink import shrink
+
+SEEDS = 48
+TABLES = (
+    *(values.UNIFORM, values.ROWS, losses.LOCAL, losses.OWN),
+    *(losses.TERMS, losses.LOCAL_TERMS, losses.PENALTIES, losses.NUMBERS),
+    *(updates.OPTIMIZERS, updates.STATE, updates.METRICS),
+)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 16))
+def test_a_random_step_is_plain_torchs_or_refused(first: int) -> None:
+    outcomes = [run(seed) for seed in range(first, first + 16)]
+    found = [f"seed {x.seed}: {x.verdict}" for x in outcomes if x.verdict.outcome not in ("equal", "refused")]
+    assert not found, "\n".join(found)
+
+
+def test_most_random_steps_are_not_refused() -> None:
+    """Else the grammar would be about errors."""
+    assert sum(run(seed).verdict.outcome == "equal" for seed in range(1000, 1024)) > 16
+
+
+def test_a_seed_has_one_source() -> None:
+    assert draw(7).source() == draw(7).source() != draw(8).source()
+
+
+def made(**fields: object) -> Program:
+    """A step of one statement, on two ranks."""
+    program = replace(draw(0), is_local=False, mesh=(("fsdp", 2),), rows=(2,), contexts=("",), between="", held="")
+    shapes = {"b": ((program.width,), "float64", 0.5)}
+    bare = replace(program, shapes=shapes, layers=0, loss=(), rowwise={}, own={}, metrics=(), dtype="float64")
+    sgd = "new = fzero.tree.map(lambda a, b: a - 0.1 * b, p, g)"
+    return replace(bare, **{"terms": ('(x * p["b"]).mean()',), "update": (sgd,), **fields})  # type: ignore[arg-type]
+
+
+def test_a_mean_over_examples_is_equal() -> None:
+    assert judge(made()) == Verdict("equal")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"terms": ('(x * p["b"]).sum()',)},  # no mean over examples
+        {"terms": ('(x * p["b"]).mean().square()',)},
+        {"own": {"own": "fzero.pmean(x.mean(0), 'fsdp')"}},  # not this rank's own
+    ],
+)
+def test_another_number_than_plain_torchs_is_wrong(fields: dict[str, object]) -> None:
+    assert judge(made(**fields)).outcome == "wrong"
+
+
+def test_an_error_of_fzero_is_a_refusal_and_any_other_is_raw() -> None:
+    refused = made(update=("new = dict(p, b=p['b'] + x[0])",), is_local=True)
+    assert judge(refused).outcome == "refused"
+    assert judge(made(loss=("if isinstance(p['b'], fzero.Sharded): raise KeyError",))).outcome == "raw"
+
+
+def test_a_step_that_plain_torch_refuses_is_invalid() -> None:
+    assert judge(made(loss=("x @ torch.ones(7, 7)",))).outcome == "invalid"
+
+
+def test_shrinking_keeps_what_the_failure_needs() -> None:
+    """Here: the verdict is `wrong` as long as the source has an `embedding`."""
+    large = next(step for step in map(draw, range(100)) if "embedding" in step.text and len(step.loss) > 3)
+
+    def has_embedding(program: Program) -> Verdict:
+        return Verdict("wrong" if "embedding" in program.text else "equal")
+
+    small, verdict = shrink(large, Verdict("wrong"), has_embedding)
+    assert verdict.outcome == "wrong" and len(small.loss) + len(small.terms) <= 3
+    assert len(small.rows) == 1 and small.mesh == (("fsdp", 2),) and not small.metrics
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table[0].text.split("\n")[0])
+def test_each_rule_runs_in_plain_torch(table: tuple[Rule, ...]) -> None:
+    """Else a rule with a slip would never be drawn."""
+    scopes = [Scope(draw_setting(seed, draws := random.Random(seed)), draws, frozenset()) for seed in range(20)]
+    for scope in scopes:
+        scope.run(BEFORE)
+    for rule in table:
+        assert any(_runs(scope, rule) for scope in scopes), rule
+
+
+BEFORE = """
+mean, var, buffers = s["mean"] * 1, s["var"] * 1, s["norm"]
+loss, g, results, out, new = x.mean(), fzero.tree.map(torch.ones_like, p), {}, {}, dict(p)
+"""
+
+
+def _runs(scope: Scope, rule: Rule) -> bool:
+    """Whether the text of a rule runs beside the variables of a step."""
+    try:
+        scope.run(scope.fill(rule.text, "made"))
+    except Exception:
+        return False
+    return True
