@@ -287,7 +287,10 @@ def _describe_change(known: Any, signature: Any) -> str:
 def _format_signature(leaf: Any) -> str:
     if isinstance(leaf, Form):
         return f"{leaf.dtype} in {leaf.layout.leaves[leaf.leaf].path} of {leaf.layout}"
-    return repr(leaf[1]) if len(leaf) == 2 else f"{leaf[1]} {list(leaf[0])} on {leaf[2]} with strides {leaf[3]}"
+    if isinstance(leaf[0], torch.Size):
+        return f"{leaf[1]} {list(leaf[0])} on {leaf[2]} with strides {leaf[3]}"
+    kind, value, *attributes = leaf
+    return " with ".join([repr(value) if not attributes else kind.__name__, *map(repr, attributes)])
 
 
 def _refuse_mesh(leaf: Sharded, on: Performer) -> FzeroError:

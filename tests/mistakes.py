@@ -211,7 +211,7 @@ def explain(x: Tensor, y: Tensor) -> Tensor:
 
 
 ALONE = r": is a plain tensor, which counts as .*batch \(.*\.py:\d+ in .*\): each of 2 ranks would train alone"
-STATE = "a plain tensor in the place of state, meets a slice of this leaf in"
+STATE = "a plain tensor in the place of state, meets this leaf in"
 UNMEANT: dict[str, Unmeant] = {
     "parameters are not partitioned": Unmeant(
         training(ADAM), (PLAIN, ADAM.init(PLAIN), ROWS), rf"^argument 0\.layers\.0\.b{ALONE}"

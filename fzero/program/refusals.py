@@ -32,24 +32,36 @@ def refuse_drift(
     use = node if use is None else use
     met = name_of(use if use.op == "call_function" else node)
     where = path_of(program, leaf) if leaf is not None else leaf_near(program, node)
-    sources = find_sources(program, node)
-    if sources and all(is_in_place_of_state(program, source) for source in sources):
-        names = " and ".join(f"argument {source.path}" for source in sources[:2])
-        problem = f"{names}, a plain tensor in the place of state, meets a slice of this leaf in {met}: a plain tensor "
-        problem += "counts as this rank's batch, and ranks would drift apart"
-        way_out = "partition it, with fzero.partition(state, mesh, like=params), or make it with optimizer.init(params)"
-        if all(is_number(program, source) for source in sources):
-            way_out += f"; or {advise_mean(axes)}"
-    else:
-        problem = f"a per-rank value meets a slice of this leaf in {met}: ranks would drift apart"
-        way_out = advise_mean(axes)
+    problem = f"a per-rank value meets a slice of this leaf in {met}: ranks would drift apart"
+    plain, way_out = _find_plain_state(program, node, axes)
+    if plain:
+        problem = f"{plain} meets this leaf in {met}: {_IS_BATCH}"
     return FzeroError(where, problem + (line_of(node) or line_of(use)), way_out)
 
 
 def refuse_state(program: Program, where: str, path: str, kind: Kind, node: Node) -> FzeroError:
     """The error of the result at `path`: new state of the leaf `where` that differs between ranks since `node`."""
     problem = f"result {path!r} is state but depends on this rank's batch in {node.name}: ranks would drift apart"
-    return FzeroError(where, problem + line_of(node), advise_mean(axes_of(program, kind)))
+    plain, way_out = _find_plain_state(program, node, axes_of(program, kind))
+    if plain:
+        problem = f"{plain} meets this leaf in {node.name}: {_IS_BATCH}"
+    return FzeroError(where, problem + line_of(node), way_out)
+
+
+_IS_BATCH = "a plain tensor counts as this rank's batch, and ranks would drift apart"
+
+
+def _find_plain_state(program: Program, node: Node, axes: frozenset[str]) -> tuple[str, str]:
+    """The plain arguments in the place of state from which the variation of a node comes, in words, "" where it comes
+    from others too; and the way out."""
+    sources = find_sources(program, node)
+    if not sources or not all(is_in_place_of_state(program, source) for source in sources):
+        return "", advise_mean(axes)
+    way_out = "partition it, with fzero.partition(state, mesh, like=params), or make it with optimizer.init(params)"
+    if all(is_number(program, source) for source in sources):
+        way_out += f"; or {advise_mean(axes)}"
+    names = " and ".join(f"argument {source.path}" for source in sources[:2])
+    return f"{names}, a plain tensor in the place of state,", way_out
 
 
 def advise_mean(axes: frozenset[str]) -> str:

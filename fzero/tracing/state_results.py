@@ -38,7 +38,7 @@ def take_state(given: tree.Tree, returned: tree.Tree, kinds: Kinds) -> tree.Tree
         return returned
     results, result_def = tree.flatten(returned)
     paths = tree.paths(returned)
-    for at, like in _find_pairs(_list_state(treedef, leaves), leaves, result_def, results):
+    for at, like in _find_pairs(_list_places(treedef, leaves), leaves, result_def, results):
         result = results[at]
         if isinstance(result, Tensor) and not isinstance(result, Sharded):
             if kinds.varies(result):
@@ -47,11 +47,13 @@ def take_state(given: tree.Tree, returned: tree.Tree, kinds: Kinds) -> tree.Tree
     return tree.unflatten(result_def, results)
 
 
-def _list_state(treedef: tree.TreeDef, leaves: list[Any]) -> list[Place]:
-    """The arguments that have state, and their subtrees with state, the larger ones first."""
-    places = [place for place in _list_subtrees(treedef) if _has_state(place, leaves)]
+def _list_places(treedef: tree.TreeDef, leaves: list[Any]) -> list[Place]:
+    """The arguments and their subtrees, the larger ones first. Of single tensors only arguments that are state."""
     tops = set(_children((treedef, 0)))
-    return [place for place in places[1:] if not place[0].is_leaf() or place in tops]
+    _, *places = _list_subtrees(treedef)
+    return [
+        place for place in places if not place[0].is_leaf() or (place in tops and isinstance(leaves[place[1]], Sharded))
+    ]
 
 
 def _list_subtrees(treedef: tree.TreeDef) -> Iterator[Place]:
@@ -68,33 +70,28 @@ def _children(place: Place) -> Iterator[Place]:
         start += child.num_leaves
 
 
-def _has_state(place: Place, leaves: list[Any]) -> bool:
-    treedef, start = place
-    return any(isinstance(leaf, Sharded) for leaf in leaves[start : start + treedef.num_leaves])
-
-
 def _find_pairs(
-    state: list[Place], leaves: list[Any], result_def: tree.TreeDef, results: list[Any]
+    places: list[Place], leaves: list[Any], result_def: tree.TreeDef, results: list[Any]
 ) -> Iterator[tuple[int, Sharded]]:
     """`(position of a result, the state leaf in whose place it stands)`."""
     pending, tops = [(result_def, 0)], {(result_def, 0), *_children((result_def, 0))}
     for place in pending:
-        found = next((other for other in state if _fits(place, other, results, leaves, place in tops)), None)
+        found = next((other for other in places if _fits(place, other, results, leaves, place in tops)), None)
         if found is None:
             pending += _children(place)
             continue
-        state = [*(other for other in state if other != found), found]  # trees of one structure pair up in order
+        places = [*(other for other in places if other != found), found]  # trees of one structure pair up in order
         for i in range(place[0].num_leaves):
             if isinstance(leaves[found[1] + i], Sharded):
                 yield place[1] + i, leaves[found[1] + i]
 
 
-def _fits(place: Place, state: Place, results: list[Any], leaves: list[Any], is_top: bool) -> bool:
+def _fits(place: Place, other: Place, results: list[Any], leaves: list[Any], is_top: bool) -> bool:
     """Whether a subtree of the result has the structure and shapes of a subtree of the arguments."""
     treedef = place[0]
-    if treedef != state[0]:
+    if treedef != other[0]:
         return False
-    ours, theirs = results[place[1] :][: treedef.num_leaves], leaves[state[1] :][: treedef.num_leaves]
+    ours, theirs = results[place[1] :][: treedef.num_leaves], leaves[other[1] :][: treedef.num_leaves]
     if treedef.is_leaf() and not (is_top and getattr(theirs[0], "ndim", None)):
         return False
     return all(getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in zip(ours, theirs))
