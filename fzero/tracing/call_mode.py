@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -25,6 +25,7 @@ _CHECKS = {
 class CallMode(TorchFunctionMode):
     """While this mode is active,
 
+    * state that the step captured is refused: a rank's part of it would be a constant of the program;
     * a tensor is not converted to numpy, which would read memory that a traced tensor does not have;
     * a check of input by torch is a node of the program, which raises when the step runs: a trace has no values;
     * `one_hot` with a number of classes needs no values.
@@ -34,6 +35,10 @@ class CallMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        for given in args:
+            for x in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(x, Sharded) and not x.on.is_tracing:
+                    _refuse_captured(x)
         if name == "__bool__":
             return _check_later(func, args[0])
         if name in ("numpy", "__array__"):
@@ -42,6 +47,11 @@ class CallMode(TorchFunctionMode):
         if name == "one_hot":
             return _one_hot(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _refuse_captured(x: Sharded) -> NoReturn:
+    problem = f"{x.path or 'a leaf'} is state that the step captured, and it would be a constant of the program"
+    raise FzeroError(current_user_line(), problem, "give it to the step as an argument")
 
 
 def _check_later(func: Callable[..., Any], x: Tensor) -> bool:

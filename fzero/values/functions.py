@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def is_sharded(value: Any) -> TypeGuard[Sharded]:
     """Whether `value` is a `Sharded`."""
-    return hasattr(value, "form")
+    return isinstance(value, Tensor) and hasattr(value, "form")
 
 
 def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,6 +61,7 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of the full tensors."""
     gathered: list[tuple[Sharded, Tensor]] = []
 
     def gather(x: Any) -> Any:
@@ -115,11 +116,8 @@ def _write_full(
     _gather_and_apply(func, args, kwargs)
     if full.shape != value.shape or value.on.varies(full):
         what = "another shape" if full.shape != value.shape else "what differs between ranks"
-        problem, way_out = (
-            f"{name} would write {what} into a slice",
-            "write into a plain tensor, value.full_tensor().clone()",
-        )
-        raise FzeroError(value.path, problem, way_out)
+        way_out = "write into a plain tensor: value.full_tensor().clone()"
+        raise FzeroError(value.path, f"{name} would write {what} into a slice", way_out)
     value.local.copy_(value.slice_of(full).local)
 
 

@@ -235,3 +235,12 @@ def test_kernels_below_torch_functions_refuse_the_leaf() -> None:
         torch.DisableTorchFunctionSubclass(),
     ):
         torch.sin(held()["w"])
+
+
+@pytest.mark.parametrize(
+    "use", [lambda leaf: leaf.sum(), lambda leaf: leaf * 2, lambda leaf: torch.stack([leaf, leaf])]
+)
+def test_state_that_a_step_captures_is_refused(use: Callable[[Any], Any]) -> None:
+    captured = held()["w"]
+    with pytest.raises(FzeroError, match=r"test_as_tensor.py.*: w is state that the step captured.*as an argument"):
+        fzero.simulate(lambda p: (p, use(captured)), MESH)(held())
