@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from types import ModuleType
 
@@ -11,6 +12,7 @@ from conformance.verdict import OUTCOMES, Cell, Trial, Verdict, deadline, silenc
 Row = dict[Cell, Verdict]
 
 
+@functools.cache
 def names() -> list[str]:
     """Every name: `abs`, `nn.Linear`, `optim.Adam`."""
     return [*operators.names(), *modules.names(), *optimizers.names()]
