@@ -27,8 +27,8 @@ prove: $(READY)
 	$(MAKE) steps ARGS=
 	$(BIN)/pytest property_tests --hypothesis-profile=deep --examples=$(EXAMPLES) $(ARGS)
 
-# Each operator of torch's operator database, with all its samples, against tests/conformance/table.txt: nine
-# minutes of one core. `make conformance ARGS=--write` rewrites the table.
+# torch's operators, modules and optimizers, with all their samples, against tests/conformance/table.txt: hours. A run
+# that was stopped goes on. `make conformance ARGS=--write` rewrites the table and docs/conformance.md.
 conformance: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m conformance --workers $(WORKERS) $(ARGS)
 

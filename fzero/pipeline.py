@@ -177,7 +177,7 @@ def _find_aliases(program: Program) -> tuple[dict[int, int], dict[int, int], lis
         key = node, result.bucket, result.leaf
         if key in first:
             equal[i] = first[key]
-        elif is_owners and _is_same_tensor(node, owner):
+        elif is_owners and all(_is_same_tensor(view, owner) for view in views):
             given[i] = position
         elif owner in kept or owner in first or owner.op == "get_attr" or not all(map(_has_distinct_elements, views)):
             copied.append(i)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.ambient import disable_autocast
 from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
@@ -99,8 +100,10 @@ class Simulation:
             if argument.donated and isinstance(value, Sharded):
                 value.give_up()
         outputs = run(program, arguments, watch)
-        joined = [self._join(program, result, list(row)) for result, row in zip(program.tensor_results, zip(*outputs))]
-        return Returned(program, self._pipeline.on)(joined, given)
+        with disable_autocast():  # as in the program, whose casts are nodes
+            rows = zip(program.tensor_results, zip(*outputs))
+            joined = [self._join(program, result, list(row)) for result, row in rows]
+            return Returned(program, self._pipeline.on)(joined, given)
 
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""

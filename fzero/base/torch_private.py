@@ -242,6 +242,11 @@ class TraceGraph:
             following = following.next
 
 
+assert_later: Callable[..., None] = torch._assert_async
+"""Raise an error with this message where a 0-d tensor is false, when it is known. Public replacement: the same name
+without its underscore."""
+
+
 def has_known_value(x: Any) -> bool:
     """Whether torch remembers the value of a fake tensor, and computes with it at trace time.
 

@@ -131,7 +131,7 @@ class _Ranks:
     def note_versions(self) -> None:
         """Note the versions that tensors have behind a write elsewhere: the slices of a bucket share one counter."""
         for each in itertools.chain(*self.sending):
-            each.versions[:] = [x._version for x in each.sent]
+            each.versions[:] = [version_of(x) for x in each.sent]
 
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """The values of a node on all ranks, given each rank's arguments."""

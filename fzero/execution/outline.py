@@ -17,7 +17,7 @@ from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, Kind
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, is_random, name_of, shares_memory
+from fzero.program.records import alias_of, find_writes, is_call, is_random, name_of, shares_memory
 from fzero.values.regions import DOTS
 
 LEAST = 2
@@ -143,7 +143,7 @@ def _select_inside(run: Sequence[Node]) -> list[Node]:
     """The nodes that a run computes, and views of these, without views of earlier values."""
     inside: dict[Node, None] = {}
     for node in run:
-        if node.op == "call_function" and (not shares_memory(node) or node.all_input_nodes[0] in inside):
+        if node.op == "call_function" and (alias_of(node) is None or alias_of(node) in inside):
             inside[node] = None
     return list(inside)
 

@@ -14,7 +14,7 @@ from fzero.base.torch_private import overload_name
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call, name_of, record, shares_memory, starts, storage
+from fzero.program.records import alias_of, is_call, name_of, record, starts, storage
 
 
 def donate(program: Program) -> Program:
@@ -69,8 +69,9 @@ class _Owners:
             started = node.args[0].args[0]
             sent = record(started).alias_at(started, node.args[3])
             return storage(node) if sent is None else self.owner[sent]
-        sources = [self.owner[source] for source in node.all_input_nodes] if shares_memory(node) else []
-        return sources[0] if sources and not isinstance(sources[0], fx.Node) else storage(node)
+        source = alias_of(node)
+        owner = None if source is None else self.owner[source]
+        return storage(node) if owner is None or isinstance(owner, fx.Node) else owner
 
     def _read(self, node: Node, at: int) -> None:
         """Note that `node` is read here, later than anywhere so far. A collective reads its operands until its wait."""

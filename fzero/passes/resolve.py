@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fzero.base.errors import FzeroError
+from fzero.base.torch_private import schema_of
 from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
@@ -33,8 +35,8 @@ def resolve(program: Program) -> Program:
     * Each result notes the axes along which it varies (`Result.varies`).
 
     Raises:
-        FzeroError: where a per-rank value meets a slice or is returned as state, or where the step writes into its
-            arguments, with the leaf and the user's line.
+        FzeroError: where a per-rank value meets a slice or is returned as state, where the step writes into its
+            arguments, or looks at a fixed place of a batch's memory, with the leaf and the user's line.
     """
     program = program.copy()
     check_writes(program)
@@ -65,14 +67,28 @@ def _copy_overwritten(program: Program) -> None:
 
 
 def _copy_for_strides(program: Program) -> None:
-    """Let each `as_strided` of state, or of a collective's result, read a copy, which begins memory of its own."""
+    """Let each `as_strided` of state, or of a collective's result, read a copy, which begins memory of its own.
+
+    Raises:
+        FzeroError: for a storage offset into the memory of a batch: only the caller knows where a batch lies.
+    """
     strided = [node for node in program.graph.nodes if node.op == "call_function" and name_of(node) in _STRIDED]
     if not strided:
         return
     roots: dict[object, Node] = {}
     for node in program.graph.nodes:
         roots.setdefault(storage(node), node)
-    state = {node for node, argument in zip(program.placeholders, program.arguments) if argument.bucket is not None}
+    given = dict(zip(program.placeholders, program.arguments))
+    for node in strided:
+        owner = given.get(roots[storage(node.args[0])])
+        if owner is not None and owner.bucket is None and _find_storage_offset(node) is not None:
+            raise FzeroError(
+                node.stack_trace or f"argument {owner.path}",
+                f"{name_of(node)} with storage_offset {_find_storage_offset(node)} reads a fixed place of the memory "
+                f"of argument {owner.path}, which lies elsewhere on other ranks and in other calls",
+                "leave storage_offset out, or clone the batch first",
+            )
+    state = {node for node, argument in given.items() if argument.bucket is not None}
     for root in {roots[storage(node.args[0])]: None for node in strided}:
         if root in state or (root.op == "call_function" and record(root).perform is not None):
             users = [user for user in root.users if user.op != "output"]
@@ -81,6 +97,12 @@ def _copy_for_strides(program: Program) -> None:
             for user in users:
                 user.replace_input_with(root, copy)
             program.refresh([copy])
+
+
+def _find_storage_offset(node: Node) -> Any:
+    """The argument `storage_offset` of a node of `_STRIDED`, None where there is none."""
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    return node.kwargs.get("storage_offset", dict(zip(names, node.args)).get("storage_offset"))
 
 
 def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:

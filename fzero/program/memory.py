@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fzero.layout.layout import Layout, Wire, wire
 from fzero.program.operation import Node
-from fzero.program.records import name_of, record, shares_memory
+from fzero.program.records import alias_of, name_of, record
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
@@ -187,9 +187,10 @@ class Allocator:
         operation = record(node)
         if operation.memory is not None:
             return operation.memory(self, node)
-        if not shares_memory(node):
+        source = alias_of(node)
+        if source is None:
             return (self._allocate(node, value, self._count_like(node)),)
-        same = self._at[node.args[0]]
+        same = self._at[source]
         if node.target is operator.getitem:
             return (same[node.args[1]] if isinstance(same, list) else same,)
         return ([same] * len(value) if isinstance(value, (list, tuple)) else same,)

@@ -165,6 +165,14 @@ def shares_memory(node: Node) -> bool:
     return node.op == "call_function" and record(node).shares(node)
 
 
+def alias_of(node: Node) -> Node | None:
+    """The operand whose memory a node's result has: the one that it writes to, or the one that it views; None where the
+    result has memory of its own."""
+    if not shares_memory(node):
+        return None
+    return next(iter(find_writes(node) or node.all_input_nodes), None)
+
+
 def follow_memory(node: Node) -> Iterator[Node]:
     """The nodes whose values may lie in the memory of a node's value, from the node to the one that made the memory.
 
@@ -181,8 +189,10 @@ def follow_memory(node: Node) -> Iterator[Node]:
         if known is not None and known.names == "position":
             started = made.args[0].args[0]
             source = record(started).alias_at(started, made.args[3])
-        elif known is not None and (known.shares(made) or known.moves is not None):
+        elif known is not None and known.moves is not None:
             source = next(iter(made.all_input_nodes), None)
+        else:
+            source = alias_of(made)
 
 
 def find_writes(node: Node) -> list[Node]:

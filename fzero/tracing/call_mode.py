@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fzero.base.torch_private import DataDependentOutputException
+from fzero.base.errors import FzeroError
+from fzero.base.torch_private import DataDependentOutputException, assert_later
+from fzero.tracing.user_line import current_user_line
 from fzero.values.sharded import Sharded
 
 _CHECKS = {
@@ -24,6 +25,7 @@ _CHECKS = {
 class CallMode(TorchFunctionMode):
     """While this mode is active,
 
+    * a tensor is not converted to numpy, which would read memory that a traced tensor does not have;
     * a check of input by torch is a node of the program, which raises when the step runs: a trace has no values;
     * `one_hot` with a number of classes needs no values.
     """
@@ -34,6 +36,9 @@ class CallMode(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__bool__":
             return _check_later(func, args[0])
+        if name in ("numpy", "__array__"):
+            problem = "numpy reads the elements of a tensor, which a trace does not have"
+            raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if name == "one_hot":
             return _one_hot(func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -48,7 +53,7 @@ def _check_later(func: Callable[..., Any], x: Tensor) -> bool:
         where = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if where not in _CHECKS:
             raise
-        torch._assert_async(_gather(x).detach(), f"{where[1]} of {where[0]} found invalid values")
+        assert_later(_gather(x).detach(), f"{where[1]} of {where[0]} found invalid values")
         return True
 
 

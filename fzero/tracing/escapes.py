@@ -9,6 +9,7 @@ trees are looked into. So these checks refuse
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -91,7 +92,7 @@ def _refuse_opaque(where: str, leaf: Any, way_out: str) -> None:
 
 def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[tuple[str, Any]]) -> None:
     """Refuse a traced value that can be reached from the step, or from `(name, object)` of its constant arguments, and
-    a captured tensor that an earlier trace left behind.
+    a captured tensor that an earlier trace left behind. A `functools.lru_cache` that holds one is cleared.
 
     Raises:
         FzeroError: naming the place, and the user's line that computed the value.
@@ -100,9 +101,12 @@ def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[
         if isinstance(unwrap(program.constants[node.target]), FakeTensor):
             problem = f"the step uses a tensor without data, which an earlier trace left behind{_find_use(node)}"
             raise FzeroError(program.name, problem, "make the tensor anew, outside of a step")
-    for root, held in (("", fn), *constants):
-        for name, value in walk(root or getattr(fn, "__name__", "step"), held):
-            if isinstance(value, Tensor) and _is_traced(value, program):
+    for root, held in ((getattr(fn, "__name__", "step"), fn), *constants):
+        for cache in [value for _, value in walk(root, held) if isinstance(value, functools._lru_cache_wrapper)]:
+            if any(_is_traced(value, program) for _, value in walk("", cache)):
+                cache.cache_clear()  # it computes its results again when it is asked for them
+        for name, value in walk(root, held):
+            if _is_traced(value, program):
                 raise _refuse_escape(program, name, value)
 
 
@@ -110,10 +114,10 @@ def _find_use(node: Node) -> str:
     return next((line_of(user) for user in node.users if user.stack_trace), "")
 
 
-def _is_traced(value: Tensor, program: Program) -> bool:
+def _is_traced(value: Any, program: Program) -> bool:
     if isinstance(value, Sharded):
         return value.on.is_tracing
-    inner = unwrap(value)
+    inner = unwrap(value) if isinstance(value, Tensor) else None
     return isinstance(inner, FakeTensor) and inner.fake_mode is program.fake_mode
 
 

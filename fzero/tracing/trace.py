@@ -13,12 +13,12 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import FakeTensorMode, TraceGraph, schema_of, unwrap
+from fzero.base.torch_private import FakeTensorMode, TraceGraph, unwrap
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
-from fzero.program.records import find_writes, is_random, name_of, shares_memory
+from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.escapes import check_escapes, check_result
 from fzero.tracing.kinds import Kinds
@@ -142,7 +142,6 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = describe(traced.graph, constants)
     _number_draws(program)
-    _fix_storage_offsets(program)
     check_escapes(
         program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
     )
@@ -217,37 +216,3 @@ def _emit_draw(program: Program, number: int, node: Node) -> Node:
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
     clone = emit(_aten.clone.default, first)
     return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, clone, *rest, **node.kwargs))
-
-
-def _fix_storage_offsets(program: Program) -> None:
-    """Make a storage offset that user code gives, as to `as_strided`, mean the same place in every run.
-
-    A leaf starts its memory while it is traced, but may lie anywhere in a bucket when the program runs: such an operand
-    is copied first. Where a batch lies is known to its caller only.
-
-    Raises:
-        FzeroError: for a storage offset into the memory of a batch.
-    """
-    given = dict(zip(program.placeholders, program.arguments))
-    for node in list(program.graph.nodes):
-        if _find_storage_offset(node) is None:
-            continue
-        owner = node.args[0]
-        while shares_memory(owner):
-            owner = owner.all_input_nodes[0]
-        if owner in given and given[owner].bucket is None:
-            raise FzeroError(
-                node.stack_trace or given[owner].path,
-                f"{name_of(node)} with storage_offset {_find_storage_offset(node)} reads a fixed place of the memory "
-                f"of argument {given[owner].path}, which lies elsewhere on other ranks and in other calls",
-                "leave storage_offset out, or clone the batch first",
-            )
-        if owner in given or getattr(owner.target, "namespace", "") == "fzero":
-            with program.graph.inserting_before(node):
-                node.replace_input_with(node.args[0], program.emit(_aten.clone.default, node.args[0]))
-
-
-def _find_storage_offset(node: Node) -> Any:
-    """The argument `storage_offset` of a node, None where there is none."""
-    names = [argument.name for argument in getattr(schema_of(node.target), "arguments", ())]
-    return node.kwargs.get("storage_offset", dict(zip(names, node.args)).get("storage_offset"))

@@ -186,7 +186,8 @@ def _list_paths(code: CodeType, is_inner: bool = False) -> frozenset[_Path]:
     path: _Path | None = None
     item: Any = None
     for each in dis.get_instructions(code):
-        name = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
+        is_pair = isinstance(each.argval, tuple) and "FAST" in each.opname  # two variables, loaded by one instruction
+        name = each.argval[-1] if is_pair else each.argval
         kind = next((_ROOTS[root] for root in _ROOTS if each.opname.startswith(root)), None)
         if path is not None and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             path = path._replace(steps=(*path.steps, (False, name)))

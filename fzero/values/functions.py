@@ -57,10 +57,10 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         result = _reduce(rules.REDUCTIONS[name], *args, **kwargs)
         if result is not None:
             return result
-    return _apply_to_gathered(func, args, kwargs)
+    return _gather_and_apply(func, args, kwargs)
 
 
-def _apply_to_gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gathered: list[tuple[Sharded, Tensor]] = []
 
     def gather(x: Any) -> Any:
@@ -86,7 +86,7 @@ def _write(func: Callable[..., Any], name: str, written: Any, args: tuple[Any, .
         FzeroError: for a value that is immutable, or that would differ between ranks.
     """
     if not _has_sharded(written):
-        return _apply_to_gathered(func, args, kwargs)
+        return _gather_and_apply(func, args, kwargs)
     values = [x for x in (written if isinstance(written, (list, tuple)) else [written]) if is_sharded(x)]
     for value in values:
         if rules.is_accessor(func) or not value.on.may_write(value.local) or _is_computed_in_full(value):
@@ -112,7 +112,7 @@ def _write_full(
     """Write into a full copy of `value`, and the slice of the copy into the slice of `value`."""
     full = value.full_tensor().clone()
     args, kwargs = torch_private.map_pytree(lambda x: full if x is value else x, (args, kwargs), is_leaf=is_sharded)
-    _apply_to_gathered(func, args, kwargs)
+    _gather_and_apply(func, args, kwargs)
     if full.shape != value.shape or value.on.varies(full):
         what = "another shape" if full.shape != value.shape else "what differs between ranks"
         problem, way_out = (

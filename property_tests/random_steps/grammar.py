@@ -43,9 +43,5 @@ def rules(text: str) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-WAITING: dict[str, str] = {
-    "constant": "torch.zeros(()) in a step",
-    "transposed": "a transposed leaf comes back as it was",
-    "context": "inference_mode around a call; autocast around one of a step with float16",
-}
+WAITING: dict[str, str] = {}
 """Switch -> the cause that is still open. Steps with a rule of such a switch are not drawn, except with `--all`."""

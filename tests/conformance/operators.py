@@ -1,79 +1,75 @@
 """Each operator of torch's operator database, in a step on three virtual ranks, compared with plain torch.
 
-The first tensor of a sample is partitioned. The step closes over all other arguments, so that every rank sees the same
-values. The outcome of a sample is one of
-
-    equal    the results, and the gradient of the first tensor, are plain torch's
-    refused  fzero raises an FzeroError
-    raw      something else is raised
-    wrong    a result or the gradient differs
-    skipped  there is nothing to compare; the reason says why
-
-The outcome of an operator is the worst of its samples', skipped ones left out.
+Some tensors of a sample are partitioned, as the form of the trial says. The step closes over all other arguments, so
+that every rank sees the same values; in the form `batch` they are arguments of the step, the same for each rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import random
-import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from conformance.forms import FORMS, Form, is_sharded
+from conformance.verdict import (
+    DOUBLE,
+    DTYPES,
+    MESH,
+    Cell,
+    Trial,
+    Verdict,
+    choose_stages,
+    compare_lists,
+    compare_runs,
+    describe,
+    flatten,
+    make_weight,
+    to_double,
+    weighted_sum,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 
-MESH = fzero.VirtualMesh(fsdp=3)
-DTYPE = torch.float64
-TOLERANCE = 1e-12
-"""The largest difference allowed, in units of the largest element expected.
-
-A gathered tensor goes through torch's own kernel, with the bits that plain torch has. Two things round differently: a
-sum that is taken slice by slice, and a vectorized kernel, whose blocks begin elsewhere in a slice. With one sample of
-each operator the differences were below 1e-15, and 1.6e-15 in a solve, which magnifies them.
-"""
-
 MAX_NUMEL = 1 << 16
 """Samples with a larger tensor are left out: one of grid_sampler_3d has five million elements."""
 
-OUTCOMES = ("wrong", "raw", "refused", "equal")
-"""From worst to best."""
-
-
-class Verdict(NamedTuple):
-    """The outcome of a sample, or of an operator: then `sample` is the first sample that has this outcome."""
-
-    outcome: str
-    reason: str = ""
-    sample: int = 0
-
 
 class Case(NamedTuple):
-    """An operator with the arguments of one sample, as the leaves of a pytree."""
+    """An operator with the arguments of one sample, as the leaves of a pytree; which are partitioned, and how used."""
 
     op: Any
     sample: Any
     leaves: list[Any]
     treedef: pytree.TreeSpec
-    first: int  # position of the leaf that is partitioned
+    partitioned: tuple[int, ...]  # positions in `leaves`
+    form: Form
+    dtype: torch.dtype
+    stage: int
 
-    def call(self, x: Any, others: list[Any]) -> Any:
-        """The operator's result, with `x` as the first tensor."""
-        leaves = [*others[: self.first], x, *others[self.first + 1 :]]
+    def call(self, leaves: list[Any]) -> Any:
+        """What the form makes of the operator."""
         given, args, kwargs = pytree.tree_unflatten(leaves, self.treedef)
-        return self.op(given, *args, **kwargs)
+        return self.form.call(self.op, given, args, kwargs)
 
     def differentiable(self, results: Any) -> list[Any]:
         """What goes into the loss. The database makes it of the results, so that its derivative is well defined."""
         return flatten(self.sample.output_process_fn_grad(results))
+
+    def place(self, values: dict[int, Any]) -> list[Any]:
+        """The leaves with other values at some positions."""
+        return [values.get(i, leaf) for i, leaf in enumerate(copy_leaves(self.leaves))]
+
+    @property
+    def floating(self) -> list[int]:
+        """The positions whose gradients are compared."""
+        is_differentiated = self.form.differentiates and has_derivative(self.op, self.dtype)
+        return [i for i in self.partitioned if is_differentiated and is_floating(self.leaves[i])]
 
 
 class Expected(NamedTuple):
@@ -81,7 +77,8 @@ class Expected(NamedTuple):
 
     results: list[Any]
     weights: dict[int, Tensor]  # position of a differentiable result -> its weight in the loss
-    gradient: Tensor | None  # None where torch has none
+    gradients: list[Tensor]  # none where torch has none
+    precise: Expected | None = None  # the same in double precision, of a case in single precision
 
 
 def name_of(op: Any) -> str:
@@ -98,71 +95,57 @@ def operators() -> dict[str, Any]:
     return {name_of(op): op for op in op_db}
 
 
-def judge(name: str, limit: int | None = None, also: int = 0) -> Verdict:
-    """The outcome of an operator.
-
-    With `limit`, only so many samples are tested, skipped ones not counted: sample `also`, then others in the order of
-    a fixed shuffle, because the first samples of many operators are 0-d.
-    """
-    found: list[Verdict] = []
-    with silence():
-        for verdict in judge_samples(operators()[name], also if limit else None):
-            found.append(verdict)
-            if limit and sum(verdict.outcome in OUTCOMES for verdict in found) == limit:
-                break
-    found.sort(key=lambda verdict: verdict.sample)
-    tested = [verdict for verdict in found if verdict.outcome in OUTCOMES]
-    if not tested:
-        return found[0] if found else Verdict("skipped", "no samples")
-    return min(tested, key=lambda verdict: OUTCOMES.index(verdict.outcome))
+def names() -> list[str]:
+    return sorted(operators())
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """No warnings, and no log: torch logs the stack trace of each error in a fake tensor."""
-    before = logging.root.manager.disable
-    logging.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+def cells(name: str) -> list[Cell]:
+    """The dtypes and forms that torch has of an operator."""
+    op = operators()[name]
+    return [
+        Cell(form, dtype)
+        for dtype in DTYPES
+        if DTYPES[dtype] in op.supported_dtypes("cpu")
+        for form in FORMS
+        if FORMS[form].exists(op)
+    ]
 
 
-def judge_samples(op: Any, first: int | None = None) -> Iterator[Verdict]:
-    """The outcome of each sample, in order; with `first`, of that sample and then of the others, shuffled."""
+def trials(name: str, cell: Cell) -> Iterator[Trial]:
+    """Every sample, at one stage each; the one in the middle at all, because the first are 0-d."""
+    op, form = operators()[name], FORMS[cell.form]
     if "empty" in op.name:
-        yield Verdict("skipped", "its values are what memory held")
+        yield Trial(0, lambda: Verdict("skipped", "its values are what memory held"))
         return
-    if DTYPE not in op.supported_dtypes("cpu"):
-        yield Verdict("skipped", "no float64 on CPU")
-        return
-    every = draw_samples(op)
-    order = list(range(len(every)))
-    if first is not None:
-        random.Random(0).shuffle(order)
-        order.sort(key=lambda index: index != first)
-    for index in order:
-        yield judge_sample(op, every[index])._replace(sample=index)
+    samples = draw_samples(name, cell.dtype)
+    for index, sample in enumerate(samples):
+        for stage in choose_stages(index, len(samples)):
+            yield Trial(index, functools.partial(judge_sample, op, sample, form, DTYPES[cell.dtype], stage, index))
 
 
-def draw_samples(op: Any) -> list[Any]:
+@functools.lru_cache(2)
+def draw_samples(name: str, dtype: str) -> list[Any]:
     """The samples of an operator. The same at each call."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    return list(op.sample_inputs("cpu", DTYPE, requires_grad=has_derivative(op)))
+    op = operators()[name]
+    return list(op.sample_inputs("cpu", DTYPES[dtype], requires_grad=has_derivative(op, DTYPES[dtype])))
 
 
-def has_derivative(op: Any) -> bool:
-    return op.supports_autograd and DTYPE in op.supported_backward_dtypes("cpu")
+def has_derivative(op: Any, dtype: torch.dtype) -> bool:
+    return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+
+
+def is_floating(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 class Draws(TorchDispatchMode):
     """Sets `any` when an operation draws random numbers.
 
-    The generator's state before and after an operator does not tell: the database's operators restore it.
+    The generator's state before and after an operator does not tell: the database's operators restore it. Results
+    inside are not used: `linalg.pinv` of complex numbers returns other ones under a dispatch mode.
     """
 
     def __init__(self) -> None:
@@ -176,8 +159,8 @@ class Draws(TorchDispatchMode):
         return result
 
 
-def judge_sample(op: Any, sample: Any) -> Verdict:
-    """The outcome of one sample."""
+def judge_sample(op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: int = 3, turn: int = 0) -> Verdict:
+    """The outcome of one sample: the worst, where each of several tensors is a leaf in turn."""
     leaves, treedef = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -185,118 +168,198 @@ def judge_sample(op: Any, sample: Any) -> Verdict:
         return Verdict("skipped", "no tensor")
     if any(leaves[i].numel() > MAX_NUMEL for i in tensors):
         return Verdict("skipped", "too large")
-    case = Case(op, sample, leaves, treedef, tensors[0])
+    verdicts = []
+    for partitioned in choose_leaves(form, tensors, turn):
+        case = Case(op, sample, leaves, treedef, partitioned, form, dtype, stage)
+        try:
+            case = prepare_out(case) if form in (FORMS["out"], FORMS["out_leaf"]) else case
+            with Draws() as draws:
+                call_plain(case)
+            expected = run_plain(case)._replace(precise=run_precise(case))
+        except Exception as error:
+            return Verdict("skipped", f"plain torch raises {describe(error)}")
+        if draws.any:
+            return Verdict("skipped", "random")
+        verdicts.append(judge_case(case, expected))
+        if verdicts[-1].outcome in ("wrong", "raw"):
+            break
+    order = ("wrong", "raw", "refused", "equal", "skipped")
+    return min(verdicts, key=lambda verdict: order.index(verdict.outcome), default=Verdict("skipped", "one tensor"))
+
+
+def choose_leaves(form: Form, tensors: list[int], turn: int) -> list[tuple[int, ...]]:
+    """The positions of the tensors to be partitioned, for each case of a sample."""
+    first, *others = tensors
+    match form.leaves:
+        case "first":
+            return [(first,)] if others or not form.batches else []
+        case "others":
+            return [(i,) for i in others]
+        case "all":
+            return [tuple(tensors)] if others else []
+        case _:
+            return [tuple(tensors) if turn % 2 else (first,)]
+
+
+def prepare_out(case: Case) -> Case:
+    """The case with the shapes and dtypes of its results as `out`; or with a leaf that takes the result."""
+    given, args, kwargs = pytree.tree_unflatten(copy_leaves(case.leaves), case.treedef)
+    results = case.op(given, *args, **kwargs)
+    if not all(isinstance(y, Tensor) for y in flatten(results)):
+        raise TypeError("a result is no tensor")
+    if not case.form.writes_leaf:
+        shapes = tuple((y.shape, y.dtype) for y in flatten(results))
+        leaves, treedef = pytree.tree_flatten((given, args, {**kwargs, "out": Shapes(shapes)}))
+        return case._replace(leaves=leaves, treedef=treedef)
+    if not isinstance(results, Tensor):
+        raise TypeError("several results")
+    leaves, treedef = pytree.tree_flatten((torch.zeros_like(results), (), {"of": (given, args, kwargs)}))
+    return case._replace(leaves=leaves, treedef=treedef, partitioned=(0,))
+
+
+class Shapes(list[Any]):
+    """Shapes and dtypes: a class of its own, so that pytree takes it for a leaf."""
+
+
+def run_plain(case: Case) -> Expected:
+    """Results and gradients without fzero."""
+    results = flatten(call_plain(case))
+    if not case.floating:
+        return Expected(results, {}, [])
+    xs = {i: case.leaves[i].clone().requires_grad_() for i in case.floating}
     try:
-        with Draws() as draws:
-            expected = run_plain(case)
-    except Exception as error:
-        return Verdict("skipped", f"plain torch raises {describe(error)}")
-    if draws.any:
-        return Verdict("skipped", "random")
-    found = judge_case(case, expected)
-    if found.outcome in ("refused", "raw") and expected.gradient is not None:
-        # A wrong result, of another shape say, may be what makes the loss raise.
-        results_alone = judge_case(case, expected._replace(gradient=None))
-        return results_alone if results_alone.outcome == "wrong" else found
-    return found
+        outputs = case.differentiable(case.call(case.place(xs)))
+        weights = {i: make_weight(y) for i, y in enumerate(outputs) if isinstance(y, Tensor) and y.requires_grad}
+        if not weights:
+            return Expected(results, {}, [])
+        gradients = torch.autograd.grad(weighted_sum(outputs, weights), list(xs.values()), allow_unused=True)
+    except Exception:  # a derivative that torch lacks: the results are compared all the same
+        return Expected(results, {}, [])
+    return Expected(results, weights, [torch.zeros_like(x) if g is None else g for x, g in zip(xs.values(), gradients)])
+
+
+def run_precise(case: Case) -> Expected | None:
+    """Results and gradients in double precision; None where torch has none."""
+    if case.dtype not in DOUBLE:
+        return None
+    try:
+        return run_plain(case._replace(leaves=[to_double(x) for x in case.leaves], dtype=DOUBLE[case.dtype]))
+    except Exception:  # an argument such as `dtype` that does not fit
+        return None
+
+
+def call_plain(case: Case) -> Any:
+    return case.call(copy_leaves(case.leaves))
 
 
 def judge_case(case: Case, expected: Expected) -> Verdict:
     """The outcome of a case."""
-    try:
-        results, gradient = run_simulated(case, expected)
-    except fzero.FzeroError as error:
-        return Verdict("refused", describe(error))
-    except Exception as error:
-        return Verdict("raw", describe(error))
-    return compare(results, gradient, expected)
+    if case.form is FORMS["state"]:
+        return judge_state(case, expected)
+    found = compare_runs(lambda: run_sharded(case, expected), expected, compare)
+    if found.outcome in ("refused", "raw") and expected.gradients:
+        # A wrong result, of another shape say, may be what makes the loss raise.
+        alone = expected._replace(gradients=[])
+        results_alone = compare_runs(lambda: run_sharded(case, alone), alone, compare)
+        return results_alone if results_alone.outcome == "wrong" else found
+    if case.form.writes_leaf and found.outcome == "equal":
+        return Verdict("wrong", "is not refused, but writes to a leaf")
+    is_empty = all(isinstance(want, Tensor) and not want.numel() for want in expected.results)
+    return Verdict("skipped", "no elements") if is_empty and found.outcome == "equal" else found
 
 
-def run_plain(case: Case) -> Expected:
-    """Results and gradient without fzero."""
-    results = flatten(case.call(case.leaves[case.first].clone(), copy_leaves(case.leaves)))
-    x = case.leaves[case.first].clone()
-    if not has_derivative(case.op) or not (x.is_floating_point() or x.is_complex()):
-        return Expected(results, {}, None)
-    try:
-        outputs = case.differentiable(case.call(x.requires_grad_(), copy_leaves(case.leaves)))
-        weights = {i: make_weight(y) for i, y in enumerate(outputs) if isinstance(y, Tensor) and y.requires_grad}
-        gradient = torch.autograd.grad(weighted_sum(outputs, weights), x)[0] if weights else None
-    except Exception:  # a derivative that torch lacks: the results are compared all the same
-        return Expected(results, {}, None)
-    return Expected(results, weights, gradient)
+def run_sharded(case: Case, expected: Expected) -> Expected:
+    """Results and gradients of a step on virtual ranks, whole."""
+    captured = case.leaves if case.form.batches else copy_leaves(case.leaves)
+    batch = {i: repeat(x) for i, x in enumerate(captured) if case.form.batches and is_strided(x)}
+
+    def call(params: dict[str, Any], batch: dict[int, Any]) -> Any:
+        values = {int(key): value for key, value in params.items()}
+        return case.call([values.get(i, batch.get(i, leaf)) for i, leaf in enumerate(captured)])
+
+    def loss_of(params: dict[str, Any], others: dict[str, Any], batch: dict[int, Any]) -> Any:
+        return weighted_sum(case.differentiable(call({**params, **others}, batch)), expected.weights)
+
+    def step(params: dict[str, Any], batch: dict[int, Any]) -> Any:
+        results = call(params, batch)
+        if not expected.gradients:
+            return results, {}
+        floating = {str(i): params[str(i)] for i in case.floating}
+        others = {key: value for key, value in params.items() if key not in floating}
+        return results, fzero.value_and_grad(loss_of)(floating, others, batch)[1]
+
+    params = fzero.partition({str(i): case.leaves[i] for i in case.partitioned}, MESH)
+    batch = {i: x for i, x in batch.items() if i not in case.partitioned}
+    returned = fzero.simulate(step, MESH, stage=case.stage, donate=False)(params, batch)
+    results, gradients = fzero.unpartition(returned)
+    results = flatten(results)
+    if case.form.batches:
+        results = [undo_repeat(got, want) for got, want in zip(results, expected.results)]
+    return Expected(results, expected.weights, [gradients[str(i)] for i in case.floating] if gradients else [])
 
 
-def run_simulated(case: Case, expected: Expected) -> tuple[list[Any], Tensor | None]:
-    """Results and gradient of a step on virtual ranks, whole."""
-    others = copy_leaves(case.leaves)
-
-    def loss_of(params: dict[str, Any]) -> Any:
-        return weighted_sum(case.differentiable(case.call(params["x"], others)), expected.weights)
-
-    def step(params: dict[str, Any]) -> Any:
-        results = case.call(params["x"], others)
-        gradient = fzero.value_and_grad(loss_of)(params)[1]["x"] if expected.gradient is not None else None
-        return results, gradient
-
-    params = fzero.partition({"x": case.leaves[case.first]}, MESH)
-    results, gradient = fzero.unpartition(fzero.simulate(step, MESH)(params))
-    return flatten(results), gradient
+def is_strided(x: Any) -> bool:
+    """Whether `x` is a tensor that can be a batch: a sparse one cannot be cut."""
+    return isinstance(x, Tensor) and x.layout == torch.strided
 
 
-def flatten(results: Any) -> list[Any]:
-    return pytree.tree_leaves(results, is_leaf=lambda value: isinstance(value, fzero.Sharded))
+def repeat(x: Tensor) -> Tensor:
+    """A batch in which each rank has `x`: a 0-d tensor goes to every rank."""
+    return torch.cat([x] * MESH.size()) if x.ndim else x
+
+
+def undo_repeat(got: Any, want: Any) -> Any:
+    """One rank's value of a result that may be joined from all ranks; `got` where the ranks' values differ."""
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor) or got.shape == want.shape:
+        return got
+    parts = got.chunk(MESH.size()) if want.ndim and got.ndim else got.reshape(-1).unbind()
+    same = len(parts) == MESH.size() and all(torch.equal(part.nan_to_num(), parts[0].nan_to_num()) for part in parts)
+    return parts[0] if same else got
+
+
+def compare(got: Expected, expected: Expected) -> str:
+    """How the results of a case differ; "" where they are equal."""
+    precise = expected.precise or expected
+    return compare_lists(got.results, expected.results, "result", precise.results) or compare_lists(
+        got.gradients, expected.gradients, "gradient", precise.gradients
+    )
+
+
+def judge_state(case: Case, expected: Expected) -> Verdict:
+    """The outcome where the result is the leaf's new state, after each of two steps that donate.
+
+    A result that is a plain tensor in the sharded step is added to the leaf first: what a step returns as state must be
+    partitioned. The plain second step begins where the sharded first one ended.
+    """
+    (position,) = case.partitioned
+    x = case.leaves[position]
+    fits = [i for i, y in enumerate(expected.results) if isinstance(y, Tensor)]
+    fits = [i for i in fits if (expected.results[i].shape, expected.results[i].dtype) == (x.shape, x.dtype)]
+    if not fits or not x.numel() or x.dtype == torch.bool:
+        return Verdict("skipped", "no result of the leaf's shape and dtype")
+    captured, is_added = copy_leaves(case.leaves), False
+
+    def step(params: dict[str, Any]) -> dict[str, Any]:
+        nonlocal is_added
+        leaf = params["x"]
+        y = flatten(case.call([leaf if i == position else other for i, other in enumerate(captured)]))[fits[0]]
+        is_added = not is_sharded(y) if is_sharded(leaf) else is_added
+        return {"x": leaf + y if is_added else y}
+
+    def run() -> list[Any]:
+        simulated = fzero.simulate(step, MESH, stage=case.stage)
+        params = simulated(fzero.partition({"x": x}, MESH))
+        first = fzero.unpartition(params)["x"].clone()
+        pairs = [(first, step({"x": x.clone()})["x"])]
+        try:
+            second = step({"x": first.clone()})["x"]
+        except Exception:  # plain torch takes no second step: the first may have given a zero to divide by
+            return pairs
+        return [*pairs, (fzero.unpartition(simulated(params))["x"], second)]
+
+    return compare_runs(run, None, lambda got, _: compare_lists(*map(list, zip(*got)), "state"))
 
 
 def copy_leaves(leaves: list[Any]) -> list[Any]:
     """Copies, because an operator may write to its arguments: batch norm writes to its running mean."""
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def make_weight(y: Tensor) -> Tensor:
-    """The weight of each element of `y` in the loss. They differ, so that a gradient in the wrong place shows."""
-    real = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape)
-    return torch.complex(real, 2.5 - real).to(y.dtype) if y.is_complex() else real.to(y.dtype)
-
-
-def weighted_sum(results: list[Any], weights: dict[int, Tensor]) -> Any:
-    return sum((results[i] * w).sum().real for i, w in weights.items())
-
-
-def compare(results: list[Any], gradient: Tensor | None, expected: Expected) -> Verdict:
-    """The outcome of a case that has run."""
-    if len(results) != len(expected.results):
-        return Verdict("wrong", f"{len(results)} results, expected {len(expected.results)}")
-    for i, (got, want) in enumerate(zip(results, expected.results)):
-        found = compare_values(got, want)
-        if found:
-            return Verdict("wrong", f"result {i} {found}")
-    found = compare_values(gradient, expected.gradient)
-    if found:
-        return Verdict("wrong", f"gradient {found}")
-    is_empty = all(isinstance(want, Tensor) and not want.numel() for want in expected.results)
-    return Verdict("skipped", "no elements") if is_empty else Verdict("equal")
-
-
-def compare_values(got: Any, want: Any) -> str:
-    """How two results differ; "" where they are equal. NaN equals NaN."""
-    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
-        same = type(got) is type(want) and got == want
-        return "" if same else f"is {got!r}, expected {want!r}"
-    if (got.dtype, got.shape) != (want.dtype, want.shape):
-        return f"is {got.dtype} {list(got.shape)}, expected {want.dtype} {list(want.shape)}"
-    got, want = got.detach().to_dense(), want.detach().to_dense()
-    if want.dtype.is_floating_point or want.dtype.is_complex:
-        finite = want[want.isfinite()].abs()
-        largest = float(finite.max()) if finite.numel() else 0.0
-        close = torch.isclose(got, want, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True)
-    else:
-        close = got == want
-    return "" if close.all() else f"differs in {int((~close).sum())} of {want.numel()} elements"
-
-
-def describe(error: Exception) -> str:
-    """The error's type and the start of its message, without paths, lines and addresses."""
-    message = error.problem if isinstance(error, fzero.FzeroError) else str(error)
-    message = re.sub(r"\S*[/\\]\S*|0x[0-9a-f]+", "...", " ".join(message.split(" (/")[0].split()))
-    return f"{type(error).__name__}: {message}"[:100].rstrip()

@@ -98,3 +98,11 @@ def test_a_result_that_differs_between_ranks_is_refused_at_the_line_where_it_beg
 def test_a_result_of_another_shape_is_no_state() -> None:
     found = fzero.simulate(lambda p, x: {**p, "w": p["w"].sum(0)}, MESH)(fzero.partition(params(), MESH), batch())
     assert not isinstance(found["w"], fzero.Sharded)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_transposed_leaf_is_no_alias_of_the_leaf(donate: bool) -> None:
+    leaf = torch.arange(16.0).view(4, 4)  # of which rank 0 holds all elements
+    step = fzero.simulate(lambda p: {"w": p["w"].T}, fzero.VirtualMesh(fsdp=2), donate=donate)
+    found = step(fzero.partition({"w": leaf}, fzero.VirtualMesh(fsdp=2)))
+    assert torch.equal(found["w"].full_tensor(), leaf.T)

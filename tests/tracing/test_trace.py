@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from programs import EVERY_STEP, MESH, Case, calls, layers, loss, moved, names, on_rows, rows, tried, whole
@@ -240,3 +241,12 @@ def test_a_storage_offset_into_a_batch_is_refused() -> None:
         fzero.simulate(lambda x: x[1:].as_strided((2,), (1,), x.storage_offset() + 2), 2)(x)
     step = fzero.simulate(lambda x: (x * 1).as_strided((len(x),), (2,), 1), 2)  # new memory begins at 0
     assert step(x).tolist() == x[:, 1].tolist()
+
+
+@pytest.mark.parametrize("read", [lambda x: x.numpy(), lambda x: np.asarray(x), lambda x: captured.numpy()])
+def test_a_tensor_is_not_converted_to_numpy(read: Any) -> None:
+    with pytest.raises(FzeroError, match=r"test_trace.py.*numpy reads the elements of a tensor"):
+        fzero.simulate(lambda x: x * float(read(x)[0]), 1)(torch.ones(2))
+
+
+captured = torch.arange(3.0)

@@ -157,3 +157,7 @@ def test_watches_keep_no_object_alive() -> None:
     del holder
     gc.collect()
     assert there() is None and not found[0].is_unchanged
+
+
+def test_an_empty_tuple_in_the_code_is_no_pair_of_variables() -> None:
+    assert not find_watches(lambda: torch.zeros(()))

@@ -1,0 +1,43 @@
+"""torch's operators, modules and optimizers do in a sharded step what they do in plain torch, as the table says.
+
+Everything that the table has, in a few forms and dtypes with a sample each. `make conformance` takes all.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conformance import judge, page, table
+
+CELLS = 4
+"""Forms and dtypes of each name. The whole file takes some two minutes of one core."""
+
+ROWS = table.from_text(table.FILE.read_text())
+SAMPLES = min(3, table.samples_in(table.FILE.read_text()) or 3)
+"""Samples of a cell that may be skipped in search of one that is not: no more than the table is made of."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_outcome_is_worse_than_in_the_table(name: str) -> None:
+    if name not in judge.names():
+        pytest.skip(f"torch {torch.__version__} lacks {name}")
+    worse = table.regressions(table.load(), {name: judge.judge_some(name, CELLS, SAMPLES)})
+    assert not worse, "\n".join(worse[name])
+
+
+def test_the_table_is_sorted_and_reads_as_it_is_written() -> None:
+    text = table.FILE.read_text()
+    assert text.splitlines()[1:] == table.to_text(ROWS, None).splitlines()[1:]
+    assert table.counts(ROWS) in text.splitlines()[0]
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    text = table.FILE.read_text()
+    if not table.is_of_this_torch(text):
+        pytest.skip(f"the table is not of torch {torch.__version__}")
+    assert page.FILE.read_text() == page.render(ROWS, table.samples_in(text))
+
+
+def test_the_table_and_torch_have_the_same_names() -> None:
+    if table.is_of_this_torch(table.FILE.read_text()):
+        assert sorted(ROWS) == sorted(judge.names())
