@@ -93,6 +93,8 @@ t.sum()
 t
 t.float().mean()
 len(x) * <S>
+torch.add(<R>.detach(), <B>.detach(), out=torch.zeros(len(x), <D>, dtype=torch.float64))
+torch.sum(<R>.detach(), 0, out=torch.zeros(<D>, dtype=torch.float64))
 
 ## meets
 <X>.sum() * <S>

@@ -74,6 +74,18 @@ new = fzero.optim.apply_updates(p, updates)
 new = fzero.tree.map(lambda a, b: a - 0.05 * b / (0.1 + b.abs().max()), p, g)
 new = fzero.tree.map(lambda a, b: a - 0.05 * b / (1 + b.norm()) * (1 + a.norm()), p, g)
 
+## write-a-copy-of-a-leaf 0.5 blocks
+fresh, treedef = fzero.tree.flatten(fzero.tree.map(lambda a: a * 1, p))
+torch._foreach_add_(fresh, fzero.tree.leaves(g), alpha=-0.1)
+new = fzero.tree.unflatten(treedef, fresh)
+
+fresh = list(torch._foreach_mul(fzero.tree.leaves(g), -0.1))
+torch._foreach_add_(fresh, fzero.tree.leaves(p))
+new = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh)
+
+fresh = fzero.tree.map(lambda b: b * 0.9, g)
+new = fzero.tree.map(lambda a, b: b.mul_(-0.1).add_(a), p, fresh)
+
 ## constant blocks
 buffer = torch.zeros((), dtype=torch.float64)
 fresh = []
@@ -266,6 +278,10 @@ p["b"]
 p["w"][0]
 p["w"].T
 p["w"].argmax()
+torch.mul(p["w"].double(), 2.0, out=torch.zeros(p["w"].shape, dtype=torch.float64))
+torch.cumsum(p["w"].double(), 0, out=torch.zeros(p["w"].shape, dtype=torch.float64))
+torch.zeros_like(p["w"]).copy_(p["w"])
+torch.zeros(p["w"].shape, dtype=torch.float64).add_(p["w"]).mul_(2.0)
 (p["w"] > 0).sum()
 (p["w"] > 0).any()
 p["w"].double().std()

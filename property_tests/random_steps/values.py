@@ -289,6 +289,8 @@ torch.cond(<S> > 0, lambda a, b: a * b, lambda a, b: a + b, (<R>, <B>))
 fzero.remat(lambda h, m: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], m[:1, :1])[:, 0])(<R>, <W>)
 fzero.remat(lambda h: torch.tanh(h @ <W> + <B>))(<R>)
 fzero.remat(lambda h, w: (h @ w).sin())(<R>, <W>)
+fzero.remat(lambda h: (h * 1).mul_(<B>).tanh())(<R>)
+fzero.remat(lambda h: fzero.remat(torch.tanh)(h @ <W>) + h)(<R>)
 fzero.remat(lambda h: h * <W>.norm() / (1 + <S>.square()))(<R>)
 
 ## write 0.7 blocks
