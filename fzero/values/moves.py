@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private
+from fzero.base.ambient import disable_autocast
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
@@ -130,10 +131,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, *ctx.constants = inputs
+        ctx.set_materialize_grads(False)  # zeros that autograd makes for a slice are no slice to a program
 
     @classmethod
-    def backward(cls, ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        for move in TRANSPOSES[cls]:
+    def backward(cls, ctx: Any, cotangent: Any) -> tuple[Any, ...]:
+        for move in TRANSPOSES[cls] if cotangent is not None else ():
             cotangent = move.apply(cotangent, *ctx.constants)
         return cotangent, *(None for _ in ctx.constants)
 
@@ -321,7 +323,8 @@ class Peak(_Move):
 
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str, op: str) -> Tensor:
-        padded = torch.cat([x.reshape(-1), x.new_full((1,), _identity(x.dtype, op))])  # a slice may be empty
+        with disable_autocast():  # which casts what `cat` joins
+            padded = torch.cat([x.reshape(-1), x.new_full((1,), _identity(x.dtype, op))])  # a slice may be empty
         return on.all_reduce(padded.amax() if op == "max" else padded.amin(), op, on.mesh.shard_axis)
 
     @staticmethod

@@ -97,6 +97,9 @@ WRITTEN: dict[str, Loss] = {
     "a list": lambda p, x, ids: of_each(
         x, lambda row: torch._foreach_mul([p["w"], p["b"]], [row[:, None], row[:3]])[0]
     ),
+    "one position of a list": lambda p, x, ids: (
+        x[:, :3] + torch._foreach_mul([p["w"], p["b"]], [p["other"], p["b"]])[1]
+    ),
     "+=": lambda p, x, ids: add_in_place(x @ p["w"], p["b"]),
     "add_": lambda p, x, ids: (x @ p["w"]).add_(p["b"]),
     "a write into a row": lambda p, x, ids: write_rows(x @ p["w"], p["b"]),
@@ -112,7 +115,7 @@ WRITTEN: dict[str, Loss] = {
 
 def params() -> Params:
     draw = torch.Generator().manual_seed(0)
-    shapes = {"w": (5, 3), "b": (3,), "one": (1,), "s": (), "square": (5, 5)}
+    shapes = {"w": (5, 3), "other": (5, 3), "b": (3,), "one": (1,), "s": (), "square": (5, 5)}
     return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
 
 
@@ -244,3 +247,9 @@ def test_state_that_a_step_captures_is_refused(use: Callable[[Any], Any]) -> Non
     captured = held()["w"]
     with pytest.raises(FzeroError, match=r"test_as_tensor.py.*: w is state that the step captured.*as an argument"):
         fzero.simulate(lambda p: (p, use(captured)), MESH)(held())
+
+
+def test_the_largest_element_under_autocast_of_another_dtype() -> None:
+    leaf = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fzero.simulate(lambda p: p.max(), MESH)(fzero.partition(leaf, MESH)) == 3.0
