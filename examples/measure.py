@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fzero import Sharded
+
 PERIOD = 0.0002
 """Seconds between two samples."""
 
@@ -43,7 +45,8 @@ def measure(run: Callable[[], object], state: Any, device: torch.device) -> Cost
 
 def nbytes(state: Any) -> int:
     """Bytes of the storages under all tensors of a tree (under the slices of its sharded leaves), each counted once."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    held = (leaf.local if isinstance(leaf, Sharded) else leaf for leaf in tree_leaves(state))
+    storages = [leaf.untyped_storage() for leaf in held if isinstance(leaf, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -97,8 +97,8 @@ class Pipeline(Generic[T]):
         self._check(leaves, treedef)
         if self._cache:
             _log.warning("%r is traced again: %s", self.fn, _explain(self._cache, signature))
-        watches = find_watches(self.fn)
         program = self.program(tree.unflatten(treedef, leaves))
+        watches = find_watches(self.fn)  # after the trace, which may count itself
         with disable_autocast():
             finished = self.finish(program)
         self._cache.append(_Traced(signature, watches + watch_elements(program, watches), finished))

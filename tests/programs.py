@@ -11,7 +11,7 @@ stand the steps on which all passes are tried.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +24,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.execution import lockstep
 from fzero.passes.order import find_origins
 from fzero.program import ops
+from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import name_of
 from fzero.tracing import trace
@@ -32,6 +33,23 @@ Pass = Callable[[Program], Program]
 Outputs = list[list[Tensor]]
 """The tensors that a program returns, rank by rank."""
 MESH = VirtualMesh(fsdp=2)
+
+
+class Storages:
+    """Counts the bytes that the values of a rank keep alive, each storage once. A rank's rows are a view of the batch
+    of all ranks: of that storage they alone count."""
+
+    def __init__(self, program: Program) -> None:
+        given = zip(program.placeholders, program.arguments)
+        self._batches = {node for node, argument in given if argument.bucket is None}
+        self._rows: dict[int, int] = {}
+
+    def count(self, values: dict[Node, Any], tensors: Iterable[Tensor]) -> int:
+        """The bytes of the storages of `tensors`, which are those among `values`."""
+        for node in self._batches & values.keys():
+            self._rows[values[node].untyped_storage()._cdata] = nbytes(values[node])
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+        return sum(self._rows.get(key, size) for key, size in storages.items())
 
 
 class Case(NamedTuple):

@@ -38,7 +38,7 @@ class CallMode(TorchFunctionMode):
         for given in args:
             for x in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(x, Sharded) and not x.on.is_tracing:
-                    _refuse_captured(x)
+                    _refuse_capture(x)
         if name == "__bool__":
             return _check_later(func, args[0])
         if name in ("numpy", "__array__"):
@@ -49,7 +49,7 @@ class CallMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _refuse_captured(x: Sharded) -> NoReturn:
+def _refuse_capture(x: Sharded) -> NoReturn:
     problem = f"{x.path or 'a leaf'} is state that the step captured, and it would be a constant of the program"
     raise FzeroError(current_user_line(), problem, "give it to the step as an argument")
 

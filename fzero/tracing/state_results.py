@@ -38,12 +38,15 @@ def take_state(given: tree.Tree, returned: tree.Tree, kinds: Kinds) -> tree.Tree
         return returned
     results, result_def = tree.flatten(returned)
     paths = tree.paths(returned)
+    taken: set[int] = set()  # state leaves that have a result already: another tree of numbers may be metrics
     for at, like in _find_pairs(_list_places(treedef, leaves), leaves, result_def, results):
         result = results[at]
         if isinstance(result, Tensor) and not isinstance(result, Sharded):
-            if kinds.varies(result):
+            if not kinds.varies(result):
+                results[at] = like.slice_of(result)
+            elif id(like) not in taken:
                 raise _refuse(kinds, like, paths[at], result)
-            results[at] = like.slice_of(result)
+        taken.add(id(like))
     return tree.unflatten(result_def, results)
 
 
@@ -73,17 +76,28 @@ def _children(place: Place) -> Iterator[Place]:
 def _find_pairs(
     places: list[Place], leaves: list[Any], result_def: tree.TreeDef, results: list[Any]
 ) -> Iterator[tuple[int, Sharded]]:
-    """`(position of a result, the state leaf in whose place it stands)`."""
+    """`(position of a result, the state leaf in whose place it stands)`.
+
+    Numbers in the place of state that has new values already are taken for metrics.
+    """
     pending, tops = [(result_def, 0)], {(result_def, 0), *_children((result_def, 0))}
+    claimed: set[int] = set()  # leaves of the arguments
     for place in pending:
-        found = next((other for other in places if _fits(place, other, results, leaves, place in tops)), None)
+        fitting = (other for other in places if _fits(place, other, results, leaves, place in tops))
+        found = next((other for other in fitting if not (other[1] in claimed and _has_numbers(other, leaves))), None)
         if found is None:
             pending += _children(place)
             continue
         places = [*(other for other in places if other != found), found]  # trees of one structure pair up in order
+        claimed.update(range(found[1], found[1] + found[0].num_leaves))
         for i in range(place[0].num_leaves):
             if isinstance(leaves[found[1] + i], Sharded):
                 yield place[1] + i, leaves[found[1] + i]
+
+
+def _has_numbers(place: Place, leaves: list[Any]) -> bool:
+    """Whether all leaves of a subtree are numbers or 0-d tensors."""
+    return not any(getattr(leaf, "ndim", 0) for leaf in leaves[place[1] :][: place[0].num_leaves])
 
 
 def _fits(place: Place, other: Place, results: list[Any], leaves: list[Any], is_top: bool) -> bool:

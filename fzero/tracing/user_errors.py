@@ -26,6 +26,7 @@ _KNOWN = {
         "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
         "make modules outside of the step",
     ),
+    "primals and tangents": ("primals and tangents are of different leaves", "give each leaf its own tangent"),
     "Sharded": ("torch takes no Sharded here", "give leaf.full_tensor()"),
     "functorch": ("torch.func does not support this", "take it out of the loss, or out of the step"),
     "vmap": ("torch.func does not support this", "take it out of the loss, or out of the step"),
@@ -60,4 +61,4 @@ class NameErrors:
             message = str(error)
             for part, (problem, way_out) in _KNOWN.items():
                 if part in message:
-                    raise FzeroError(where, f"{problem}: {message.splitlines()[0][:200]}", way_out) from error
+                    raise FzeroError(where, f"{problem}: {message.splitlines()[0][:500]}", way_out) from error

@@ -179,10 +179,16 @@ def _follow(root: Callable[[], Any], steps: tuple[tuple[bool, Any], ...]) -> Any
 _ROOTS = {"LOAD_FAST": "LOCAL", "LOAD_DEREF": "CELL", "LOAD_CLASSDEREF": "CELL", "LOAD_GLOBAL": "GLOBAL"}
 
 
+_WRITES = ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR")
+
+
 @functools.lru_cache(maxsize=4096)
 def _list_paths(code: CodeType, is_inner: bool = False) -> frozenset[_Path]:
-    """The paths in the code of a function, and in that of the functions inside it, whose locals are their own."""
+    """The paths in the code of a function, and in that of the functions inside it, whose locals are their own. Without
+    the variables and attributes that the code itself writes: it would be traced at each call for a count of its calls.
+    """
     found: set[_Path] = set()
+    written = {each.argval for each in dis.get_instructions(code) if each.opname in _WRITES}
     path: _Path | None = None
     item: Any = None
     for each in dis.get_instructions(code):
@@ -198,5 +204,6 @@ def _list_paths(code: CodeType, is_inner: bool = False) -> frozenset[_Path]:
         else:
             found |= {path} - {None}  # type: ignore[arg-type]
             path, item = _Path(kind, name, ()) if kind and not (is_inner and kind == "LOCAL") else None, None
+    own = {path for path in found if (path.steps[-1][1] if path.steps else path.root) not in written}
     inner = (_list_paths(x, True) for x in code.co_consts if isinstance(x, CodeType))
-    return frozenset(found).union(*inner)
+    return frozenset(own).union(*inner)

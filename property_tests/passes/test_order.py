@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
 def _whole(leaf: Any) -> Tensor:
     """A leaf in full; outside a sharded step the leaf itself."""
-    return leaf if isinstance(leaf, Tensor) else leaf.full_tensor()
+    return leaf.full_tensor() if isinstance(leaf, fzero.Sharded) else leaf
 
 
 def _fit(y: Tensor, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from programs import Storages
 from torch import Tensor
 
 import fzero
@@ -32,11 +33,6 @@ RAGGED = Step(VirtualMesh(fsdp=3), (Op("dense", through=("gated", "gated", "tanh
 """Rank 1 holds more of the matrix than rank 0, and more of every value computed from the slice."""
 
 
-def alive(values: dict[Node, Any]) -> int:
-    """Bytes of the storages of all tensors among a rank's values, each counted once."""
-    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors(values.values())}.values())
-
-
 def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -47,10 +43,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def peaks(running: Running) -> list[int]:
     """Each rank's most bytes alive behind a node."""
-    most = [0] * running.program.mesh.size()
+    most, storages = [0] * running.program.mesh.size(), Storages(running.program)
 
     def watch(node: Node, ranks: Values) -> None:
-        most[:] = [max(peak, alive(values)) for peak, values in zip(most, ranks)]
+        found = [storages.count(values, tensors(values.values())) for values in ranks]
+        most[:] = map(max, most, found)
 
     running.outputs(watch=watch)
     return most

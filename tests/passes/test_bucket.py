@@ -350,7 +350,7 @@ def test_a_leaf_is_strided_from_its_own_first_element(stage: int, replicated: bo
     def step(params: tree.Tree) -> tuple[Tensor, ...]:
         (layer,) = params["layers"]
         w, mean = layer["w"], fzero.pmean(layer["w"] @ layer["w"], "fsdp")
-        product = fzero.psum(mean.sum(0) * 1, "fsdp") / (1 if isinstance(w, Tensor) else 2)
+        product = fzero.psum(mean.sum(0) * 1, "fsdp") / (2 if isinstance(w, fzero.Sharded) else 1)
         strided = torch.as_strided(product, (2,), (1,), 1)
         return w.T.as_strided((2, 2), (1, 2), 3), torch.as_strided_copy(w, (3,), (2,), 1), strided, mean
 

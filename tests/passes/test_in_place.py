@@ -69,7 +69,7 @@ def list_functions(operands: tuple[Any, ...], *, in_place: bool) -> Iterator[str
 
 
 def whole(leaf: Any) -> Tensor:
-    return leaf if isinstance(leaf, Tensor) else leaf.full_tensor()
+    return leaf.full_tensor() if isinstance(leaf, fzero.Sharded) else leaf
 
 
 def check(step: Callable[[Any], Any], params: dict[str, Tensor], stage: int, donate: bool) -> None:

@@ -106,3 +106,12 @@ def test_a_transposed_leaf_is_no_alias_of_the_leaf(donate: bool) -> None:
     step = fzero.simulate(lambda p: {"w": p["w"].T}, fzero.VirtualMesh(fsdp=2), donate=donate)
     found = step(fzero.partition({"w": leaf}, fzero.VirtualMesh(fsdp=2)))
     assert torch.equal(found["w"].full_tensor(), leaf.T)
+
+
+def test_numbers_beside_the_new_values_of_numbers_are_metrics() -> None:
+    def step(p: Any, x: Tensor) -> Any:
+        return p, [x.mean(), fzero.pmean(x.mean(), "fsdp")]
+
+    scales = {"scales": [torch.tensor(1.0), torch.tensor(2.0)]}
+    _, metrics = fzero.simulate(step, MESH)(fzero.partition(scales, MESH), batch())
+    assert not any(isinstance(x, fzero.Sharded) for x in metrics)

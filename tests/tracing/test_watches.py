@@ -161,3 +161,18 @@ def test_watches_keep_no_object_alive() -> None:
 
 def test_an_empty_tuple_in_the_code_is_no_pair_of_variables() -> None:
     assert not find_watches(lambda: torch.zeros(()))
+
+
+def test_a_count_of_its_own_calls_does_not_have_a_step_traced_again() -> None:
+    class Counter:
+        steps = 0
+
+        def step(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return x * 2
+
+    counter = Counter()
+    step = fzero.simulate(counter.step, 2)
+    for _ in range(3):
+        step(torch.ones(2))
+    assert counter.steps == 1

@@ -331,7 +331,9 @@ def test_what_a_transform_cannot_do_is_refused(name: str) -> None:
 
 def test_a_tangent_of_another_leaf_is_named() -> None:
     step: Step = lambda p, x: jvp(torch.sin, (p["table"],), (p["scale"],))  # noqa: E731
-    with pytest.raises(RuntimeError, match=r"table on VirtualMesh\(fsdp=2\).*scale on VirtualMesh\(fsdp=2\)"):
+    with pytest.raises(
+        FzeroError, match=r"different leaves.*table on VirtualMesh\(fsdp=2\).*scale on VirtualMesh\(fsdp=2\)"
+    ):
         on_params(step).trace()
 
 

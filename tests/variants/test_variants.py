@@ -11,6 +11,7 @@ import pytest
 import torch
 from mlp import STEPS, VARIANTS, Run, on_real, on_virtual, rewrites, tensors, train_step
 from processes import Outcome, run_cases, values
+from programs import Storages
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -144,14 +145,15 @@ def in_flight(program: Program, node: Node, value: Any) -> int:
 def test_the_predicted_peak_covers_virtual_ranks_and_is_near_what_real_ones_hold(variant: str, stage: int) -> None:
     run, virtual, real = on_virtual(variant, stage, WORLD), [0] * WORLD, [0] * WORLD
     program = run.trace()
+    storages = Storages(program)
 
     def watch(node: Node, ranks: list[dict[Node, Any]]) -> None:
         for rank, held in enumerate(ranks):
-            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(held.values())}
+            alive = storages.count(held, tensors(held.values()))
             flying = [(node, value) for node, value in held.items() if node.op != "placeholder"]
             flying = [(node, value) for node, value in flying if ops.record(node).starts]
-            virtual[rank] = max(virtual[rank], sum(storages.values()))
-            real[rank] = max(real[rank], sum(storages.values()) + sum(in_flight(program, *each) for each in flying))
+            virtual[rank] = max(virtual[rank], alive)
+            real[rank] = max(real[rank], alive + sum(in_flight(program, *each) for each in flying))
 
     run.train(run.begin(), range(1), watch=watch)
     peak = program.memory().peak
