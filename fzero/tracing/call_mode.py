@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import DataDependentOutputException, assert_later
+from fzero.base.torch_private import DataDependentOutputException, assert_later, version_of
 from fzero.tracing.user_line import current_user_line
 from fzero.values.sharded import Sharded
 
@@ -28,6 +28,7 @@ class CallMode(TorchFunctionMode):
     * state that the step captured is refused: a rank's part of it would be a constant of the program;
     * a tensor is not converted to numpy, which would read memory that a traced tensor does not have;
     * a check of input by torch is a node of the program, which raises when the step runs: a trace has no values;
+    * a function with `out=` writes into that;
     * `one_hot` with a number of classes needs no values.
     """
 
@@ -46,7 +47,20 @@ class CallMode(TorchFunctionMode):
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if name == "one_hot":
             return _one_hot(func, *args, **kwargs)
+        if isinstance(kwargs.get("out"), Tensor):
+            return _write_out(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function with `out=`. torch traces some, such as `linalg.matrix_rank`, without the write into that tensor. The
+    version of the tensor then stays, and the write is made here."""
+    out = kwargs["out"]
+    before = version_of(out)
+    result = func(*args, **kwargs)
+    if isinstance(out, Sharded) or not out.numel() or version_of(out) != before:
+        return result
+    return out.copy_(func(*args, **{**kwargs, "out": None}))
 
 
 def _refuse_capture(x: Sharded) -> NoReturn:

@@ -9,6 +9,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from fzero.tracing.user_line import user_line_of_error
 
+_NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
 _KNOWN = {
     "setup_context": (
         "a torch.autograd.Function whose forward takes ctx cannot be differentiated in a step",
@@ -26,11 +27,19 @@ _KNOWN = {
         "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
         "make modules outside of the step",
     ),
+    "metadata mutating": (
+        "this changes the shape of a tensor in place, beside one that the step captured",
+        "make a tensor of that shape",
+    ),
+    "do not have strides": ("the step uses a sparse tensor, and programs have dense ones", "give tensor.to_dense()"),
+    "data is not allocated": (_NEEDS_VALUES, "give the numbers as Python numbers"),
+    "Cannot access data pointer": (_NEEDS_VALUES, "give the numbers as Python numbers"),
+    "match the broadcast shape": ("torch cannot tell the shape of this while it traces", "write the shapes out"),
     "primals and tangents": ("primals and tangents are of different leaves", "give each leaf its own tangent"),
     "Sharded": ("torch takes no Sharded here", "give leaf.full_tensor()"),
     "functorch": ("torch.func does not support this", "take it out of the loss, or out of the step"),
     "vmap": ("torch.func does not support this", "take it out of the loss, or out of the step"),
-    "FakeTensor": ("this needs the values of a tensor, which a trace does not have", "do it outside of the step"),
+    "FakeTensor": (_NEEDS_VALUES, "do it outside of the step"),
 }
 """A part of a message of torch -> the problem and the way out."""
 
@@ -57,7 +66,7 @@ class NameErrors:
                 "Python needs a value, or a shape, that is only known when the step runs",
                 "choose with torch.where, or return the tensor and look at it outside the step",
             ) from error
-        if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError)):
+        if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError, AssertionError)):
             message = str(error)
             for part, (problem, way_out) in _KNOWN.items():
                 if part in message:

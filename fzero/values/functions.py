@@ -97,7 +97,8 @@ def _write(func: Callable[..., Any], name: str, written: Any, args: tuple[Any, .
         _apply_to_lists(func, args, kwargs, values)
     else:
         (value,) = values
-        anchor = _find_anchor(name, args, kwargs) if name.removesuffix("_") in rules.ELEMENTWISE | rules.FILLS else None
+        base = name.removesuffix("_")
+        anchor = _find_anchor(base, args, kwargs) if base in rules.ELEMENTWISE | rules.FILLS else None
         if anchor is not None and anchor.form[:2] == value.form[:2]:
             func(*(_to_slice(x, value) for x in args), **{key: _to_slice(x, value) for key, x in kwargs.items()})
         else:

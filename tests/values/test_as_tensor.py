@@ -253,3 +253,13 @@ def test_the_largest_element_under_autocast_of_another_dtype() -> None:
     leaf = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fzero.simulate(lambda p: p.max(), MESH)(fzero.partition(leaf, MESH)) == 3.0
+
+
+def test_a_function_that_torch_traces_without_its_out_writes_into_that() -> None:
+    def step(p: Params) -> tuple[Tensor, Tensor]:
+        rank, doubled = torch.zeros((), dtype=torch.int64), torch.zeros(5, 5, dtype=torch.float64)
+        torch.linalg.matrix_rank(p["square"] + p["square"].T, hermitian=True, out=rank)
+        return rank, torch.mul(p["square"], 2.0, out=doubled)
+
+    for found, expected in zip(fzero.simulate(step, MESH)(held()), step(params())):
+        assert torch.equal(found, expected)

@@ -75,6 +75,7 @@ RIGHT: dict[str, Step] = {
     "out=": copy_of_weight(lambda new, p: torch.sin(p["w"], out=new)),
     "out= of no elementwise function": copy_of_weight(lambda new, p: torch.cumsum(p["w"], 0, out=new)),
     "inplace=": copy_of_weight(lambda new, p: torch.nn.functional.relu(new.sub_(0.5), inplace=True)),
+    "a number beside a 0-d leaf": lambda p, x: {**p, "s": p["s"].clone().masked_fill_(torch.tensor(True), p["s"] * 2)},
     "a 0-d leaf": lambda p, x: {**p, "s": p["s"].clone().mul_(3.0)},
     "new_zeros": lambda p, x: {**p, "w": p["w"] + p["w"].new_zeros(4, 3).add_(p["b"])},
 }
