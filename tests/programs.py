@@ -41,13 +41,14 @@ class Storages:
 
     def __init__(self, program: Program) -> None:
         given = zip(program.placeholders, program.arguments)
-        self._batches = {node for node, argument in given if argument.bucket is None}
+        self._batches = {node.name for node, argument in given if argument.bucket is None}
         self._rows: dict[int, int] = {}
 
     def count(self, values: dict[Node, Any], tensors: Iterable[Tensor]) -> int:
         """The bytes of the storages of `tensors`, which are those among `values`."""
-        for node in self._batches & values.keys():
-            self._rows[values[node].untyped_storage()._cdata] = nbytes(values[node])
+        for node, value in values.items():
+            if node.op == "placeholder" and node.name in self._batches:
+                self._rows[value.untyped_storage()._cdata] = nbytes(value)
         storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
         return sum(self._rows.get(key, size) for key, size in storages.items())
 
