@@ -234,6 +234,11 @@ class TraceGraph:
         slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(x, self._tracer, None)
         return None if slot is None else slot.proxy.node
 
+    def find_last(self) -> Any:
+        """The last node, None where there is no node."""
+        last = self.graph._root.prev
+        return None if last is self.graph._root else last
+
     def nodes_after(self, node: Any) -> Iterator[Any]:
         """The nodes behind a node, in order; all of them for None."""
         following = self.graph._root.next if node is None else node.next

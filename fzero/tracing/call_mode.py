@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import DataDependentOutputException, assert_later, version_of
+from fzero.base.torch_private import DataDependentOutputException, assert_later
+from fzero.tracing.kinds import Kinds
 from fzero.tracing.user_line import current_user_line
 from fzero.values.sharded import Sharded
 
@@ -32,6 +33,10 @@ class CallMode(TorchFunctionMode):
     * `one_hot` with a number of classes needs no values.
     """
 
+    def __init__(self, kinds: Kinds) -> None:
+        super().__init__()
+        self._kinds = kinds
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -48,17 +53,15 @@ class CallMode(TorchFunctionMode):
         if name == "one_hot":
             return _one_hot(func, *args, **kwargs)
         if isinstance(kwargs.get("out"), Tensor):
-            return _write_out(func, args, kwargs)
+            return _write_out(self._kinds, func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function with `out=`. torch traces some, such as `linalg.matrix_rank`, without the write into that tensor. The
-    version of the tensor then stays, and the write is made here."""
-    out = kwargs["out"]
-    before = version_of(out)
+def _write_out(kinds: Kinds, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function with `out=`. torch traces some, such as `linalg.matrix_rank`, without a write: it is made here."""
+    out, last = kwargs["out"], kinds.find_last()
     result = func(*args, **kwargs)
-    if isinstance(out, Sharded) or not out.numel() or version_of(out) != before:
+    if isinstance(out, Sharded) or kinds.has_write(last):
         return result
     return out.copy_(func(*args, **{**kwargs, "out": None}))
 

@@ -12,7 +12,7 @@ from fzero.program.inference import Walk
 from fzero.program.kinds import Kind
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import storage
+from fzero.program.records import find_writes, storage
 
 
 class Kinds:
@@ -41,6 +41,14 @@ class Kinds:
         views = (item for item in pytree_leaves(result) if isinstance(item, Tensor))
         if self._memory(x) != self._memory(full) and any(self._memory(view) == self._memory(full) for view in views):
             self._fixed.add(self._memory(x))
+
+    def find_last(self) -> Node:
+        """The node that was traced last."""
+        return self._traced.find_last()
+
+    def has_write(self, last: Node) -> bool:
+        """Whether a node behind `last` writes into memory."""
+        return any(map(find_writes, self._traced.nodes_after(last)))
 
     def _memory(self, x: Tensor) -> Any:
         node = self.node_of(x)

@@ -126,7 +126,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
         tracer.kinds = Kinds(describe(traced.graph, {}), traced)
-        with TraceMode() as mode, CallMode():
+        with TraceMode() as mode, CallMode(tracer.kinds):
             out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         read.extend(mode.read)
