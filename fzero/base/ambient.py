@@ -53,6 +53,19 @@ def disable_autocast() -> AbstractContextManager[Any]:
     return stack
 
 
+def leave_inference_mode() -> AbstractContextManager[Any]:
+    """A context without inference mode, in which gradients are enabled or not as before.
+
+    While `torch.compiler.is_compiling()` is true, `torch.func.vjp` does not leave inference mode for a backward pass.
+    """
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        is_enabled = torch.is_grad_enabled()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(is_enabled))
+    return stack
+
+
 @contextmanager
 def forget_casts() -> Iterator[None]:
     """Begin and end a block with an empty cache of autocast.

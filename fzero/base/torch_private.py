@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +124,9 @@ EinopsTorchBackend = _backends.TorchBackend
 
 NormBase = nn.modules.batchnorm._NormBase
 """The base class of BatchNorm and InstanceNorm. Public replacement: such a base class in `torch.nn`."""
+
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+"""The base class of BatchNorm and SyncBatchNorm. Public replacement: as above."""
 
 register_pytree_node = torch.utils._pytree.register_pytree_node
 """Make a class a node of the pytrees that torch.func sees. Public replacement: a public `torch.utils.pytree`."""
@@ -245,6 +248,20 @@ class TraceGraph:
         while following is not self.graph._root:
             yield following
             following = following.next
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` true within a block, as torch's own traces do.
+
+    Public replacement: such a context in `torch.compiler`.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 assert_later: Callable[..., None] = torch._assert_async

@@ -179,6 +179,20 @@ def _draws(node: Node) -> bool:
     return not (is_off or any(operands.get(name) == 0 for name in ("dropout_p", "dropout")))
 
 
+def find_functional(target: Any) -> Any:
+    """The operation that returns what a random operation writes into operands other than its first; None where torch
+    has none."""
+    if target in (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default):
+        return _aten.rrelu_with_noise_functional.default  # the result, and the noise
+    packet, overload = target.overloadpacket, overload_name(target)
+    name = overload.removesuffix("out").removesuffix("_") or "default"
+    if name == overload or name not in packet.overloads():
+        return None
+    functional = getattr(packet, name)
+    is_pure = not any(map(_is_written, functional._schema.arguments))
+    return functional if is_pure and len(functional._schema.returns) == 1 else None
+
+
 def _estimate_work(name: str, views: bool, writes: bool, node: Node) -> Work:
     """The flops and bytes of a node whose operation has this name, returns an operand or not, and writes into operands
     or not.

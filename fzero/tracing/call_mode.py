@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import DataDependentOutputException, assert_later
 from fzero.tracing.kinds import Kinds
+from fzero.tracing.substitutes import SUBSTITUTES
 from fzero.tracing.user_line import current_user_line
 from fzero.values.sharded import Sharded
 
@@ -22,6 +23,9 @@ _CHECKS = {
 }
 """(module, function) of torch that asks for the truth of a tensor only to raise an error where it is false."""
 
+_HINTS = {("torch.nn.modules.transformer", "_detect_is_causal_mask")}
+"""(module, function) of torch that asks for the truth of a tensor only to choose a faster way where it is true."""
+
 
 class CallMode(TorchFunctionMode):
     """While this mode is active,
@@ -30,7 +34,8 @@ class CallMode(TorchFunctionMode):
     * a tensor is not converted to numpy, which would read memory that a traced tensor does not have;
     * a check of input by torch is a node of the program, which raises when the step runs: a trace has no values;
     * a function with `out=` writes into that;
-    * `one_hot` with a number of classes needs no values.
+    * a branch of torch that only saves time is not taken where it depends on values;
+    * `one_hot` with a number of classes needs no values, and neither do the functions of `substitutes`.
     """
 
     def __init__(self, kinds: Kinds) -> None:
@@ -52,6 +57,8 @@ class CallMode(TorchFunctionMode):
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if name == "one_hot":
             return _one_hot(func, *args, **kwargs)
+        if name in SUBSTITUTES:
+            return SUBSTITUTES[name](func, *args, **kwargs)
         if isinstance(kwargs.get("out"), Tensor):
             return _write_out(self._kinds, func, args, kwargs)
         return func(*args, **kwargs)
@@ -72,12 +79,14 @@ def _refuse_capture(x: Sharded) -> NoReturn:
 
 
 def _check_later(func: Callable[..., Any], x: Tensor) -> bool:
-    """The truth of `x`; True where a check of input asks for a truth that the trace does not know."""
+    """The truth of `x`. Where the trace does not know the truth: True for a check of input, False for a hint."""
     try:
         return func(x)
     except DataDependentOutputException:
         frame = sys._getframe(2)
         where = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if where in _HINTS:
+            return False
         if where not in _CHECKS:
             raise
         assert_later(_gather(x).detach(), f"{where[1]} of {where[0]} found invalid values")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +11,21 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.base import tree
+from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import FakeTensorMode, TraceGraph, unwrap
+from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, schema_of, unwrap
 from fzero.layout.layout import Layout
 from fzero.program import ops
+from fzero.program.aten import find_functional
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.escapes import check_escapes, check_result
 from fzero.tracing.kinds import Kinds
+from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
@@ -126,7 +130,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
         tracer.kinds = Kinds(describe(traced.graph, {}), traced)
-        with TraceMode() as mode, CallMode(tracer.kinds):
+        with TraceMode() as mode, CallMode(tracer.kinds), ModuleHooks():
             out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         read.extend(mode.read)
@@ -137,7 +141,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with bind_axes(tracer), fake_mode, NameErrors(fn):
+    with bind_axes(tracer), fake_mode, NameErrors(fn), compiling(), leave_inference_mode():
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = describe(traced.graph, constants)
@@ -191,10 +195,11 @@ def _emit_draw(program: Program, number: int, node: Node) -> Node:
     """The node that replaces a random operation.
 
     `ops.draw` may write only into memory that no other node uses. An in-place operation on such memory, a new empty
-    tensor, stays in place; any other draws into a clone, which is then copied into the operand.
+    tensor, stays in place; any other draws into a clone, which is then copied into the operand. An operation that
+    writes into other operands gives way to its functional form, whose results are then copied into these.
 
     Raises:
-        FzeroError: for an operation that writes into an argument other than its first.
+        FzeroError: for an operation that writes into such an operand and has no functional form.
     """
     meta = {key: value for key, value in node.meta.items() if key != "val"}
 
@@ -207,11 +212,19 @@ def _emit_draw(program: Program, number: int, node: Node) -> Node:
     if not written:
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
     if written != [first]:
-        raise FzeroError(
-            node.stack_trace,
-            f"{name_of(node)} writes what it draws into an argument other than its first",
-            "draw with an operation that returns it, such as torch.rand_like",
-        )
+        functional = find_functional(node.target)
+        if functional is None:
+            problem = f"{name_of(node)} writes what it draws into an argument other than its first"
+            way_out = "draw with an operation that returns it, such as torch.rand_like"
+            raise FzeroError(node.stack_trace, problem, way_out)
+        value, taken = written[-1].meta["val"], {x.name for x in schema_of(functional).arguments}
+        kwargs = {"dtype": value.dtype, "device": value.device, **node.kwargs}
+        kwargs = {key: value for key, value in kwargs.items() if key in taken}
+        drawn = emit(ops.draw, number, functional, *node.args, **kwargs)
+        count = len(schema_of(functional).returns)
+        items = [emit(operator.getitem, drawn, i) for i in range(count)] if count > 1 else [drawn]
+        copies = [emit(_aten.copy_.default, *pair) for pair in zip(written[::-1], items[::-1])]
+        return items[0] if len(written) < count else copies[-1]
     if len(first.users) == 1 and "empty" in name_of(first):
         return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
     clone = emit(_aten.clone.default, first)

@@ -82,6 +82,14 @@ def overwriting(p: Any, x: Tensor) -> Tensor:
     return y
 
 
+def into_given(p: Any, x: Tensor) -> Tensor:
+    """Some into memory that holds other values too."""
+    y = torch.zeros(2, 3, dtype=torch.float64)
+    torch.rand(3, out=y[0])
+    torch.bernoulli(y[0], out=y[1])
+    return y
+
+
 DRAWS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "dropout": (lambda p, x: F.dropout(x), ["bernoulli_"]),
     "its derivative": (lambda p, x: torch.func.grad(lambda x: F.dropout(x).sum())(x), ["bernoulli"]),
@@ -92,6 +100,13 @@ DRAWS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "vmap": (lambda p, x: torch.func.vmap(F.dropout, randomness="different")(x), ["bernoulli"]),
     "attention": (lambda p, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), ["bernoulli_"]),
     "attention without dropout": (lambda p, x: F.scaled_dot_product_attention(x[None], x[None], x[None]), []),
+    "out": (into_given, ["rand", "bernoulli"]),
+    "rrelu": (lambda p, x: F.rrelu(-x.abs(), training=True), ["rrelu_with_noise_functional"]),
+    "rrelu in place": (
+        lambda p, x: F.rrelu(-x.abs(), training=True, inplace=True),
+        ["rrelu_with_noise_functional"],
+    ),
+    "rrelu outside of training": (lambda p, x: F.rrelu(x), []),
     "dropout of nothing": (lambda p, x: F.dropout(x, 0.0) + F.dropout(x, training=False), []),
 }
 
@@ -170,13 +185,33 @@ def test_a_program_without_draws_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+# draws into operands
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rrelu_multiplies_by_the_noise_that_its_derivative_reads(stage: int, in_place: bool) -> None:
+    def loss(p: Any, x: Tensor) -> Any:
+        y = F.rrelu(x @ p["w"], 0.25, 0.5, training=True, inplace=in_place)
+        return y.sum(), y
+
+    x, params = torch.randn(6, 5), {"w": torch.eye(5)}
+    step = fzero.simulate(fzero.value_and_grad(loss, has_aux=True), MESH, stage=stage)
+    (_, y), grads = step(fzero.partition(params, MESH), x)
+    slopes = y / x
+    assert torch.equal(slopes[x >= 0], torch.ones(int((x >= 0).sum())))
+    assert 0.25 <= slopes[x < 0].min() < slopes[x < 0].max() <= 0.5
+    torch.testing.assert_close(fzero.unpartition(grads)["w"], x.T @ slopes / MESH.size())
+
+
+def test_a_draw_into_a_tensor_has_its_dtype_and_leaves_the_rest() -> None:
+    drawn = fzero.simulate(lambda x: into_given(None, x) + 0 * x.sum(), MESH)(torch.zeros(2, 3))
+    rows = drawn.view(MESH.size(), 2, 3)
+    assert drawn.dtype == torch.float64 and set(rows[:, 1].unique().tolist()) <= {0.0, 1.0}
+    assert (rows[:, 0] * 2**24 % 1).any()  # finer than float32
+
+
 # refusals
-
-
-def into_given(p: Any, x: Tensor) -> Tensor:
-    y = torch.empty(3)
-    torch.rand(3, out=y)
-    return y
 
 
 @pytest.mark.parametrize(
@@ -184,8 +219,6 @@ def into_given(p: Any, x: Tensor) -> Tensor:
     [
         (lambda p, x: torch.rand(2, generator=torch.Generator()), "a generator is given"),
         (lambda p, x: torch.empty_like(x).uniform_(generator=torch.Generator()), "a generator is given"),
-        (lambda p, x: F.rrelu(x, training=True), "writes what it draws into an argument other than its first"),
-        (into_given, "writes what it draws into an argument other than its first"),
         (lambda p, x: x.clone().random_(0, 5), r"torch cannot trace aten.random_.from"),
         (lambda p, x: x.uniform_(), "writes into it, but a step is a pure function"),
     ],

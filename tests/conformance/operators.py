@@ -142,7 +142,7 @@ def is_floating(x: Tensor) -> bool:
 
 
 class Draws(TorchDispatchMode):
-    """Sets `any` when an operation draws random numbers.
+    """Sets `any` when an operation draws random numbers, be it none because its result is empty.
 
     The generator's state before and after an operator does not tell: the database's operators restore it. Results
     inside are not used: `linalg.pinv` of complex numbers returns other ones under a dispatch mode.
@@ -155,7 +155,10 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = torch.get_rng_state()
         result = func(*args, **(kwargs or {}))
-        self.any = self.any or not torch.equal(torch.get_rng_state(), before)
+        empty = torch.Tag.nondeterministic_seeded in func.tags and not any(
+            x.numel() for x in flatten(result) if isinstance(x, Tensor)
+        )
+        self.any = self.any or empty or not torch.equal(torch.get_rng_state(), before)
         return result
 
 

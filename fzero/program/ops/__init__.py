@@ -12,6 +12,7 @@ from fzero.program.operation import NO_WORK, Operation, Work
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
+from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.updates import adamw, adamw_
 from fzero.program.records import define, is_call, record
@@ -37,6 +38,8 @@ __all__ = [
     "all_reduce_list",
     "axis_index",
     "beside",
+    "ctc_loss",
+    "ctc_loss_backward",
     "define",
     "draw",
     "gather",

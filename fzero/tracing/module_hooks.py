@@ -1,0 +1,81 @@
+"""Module hooks: what a trace does for modules of torch whose forward asks for the values of tensors."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fzero.base.torch_private import BatchNormBase, assert_later
+
+
+class ModuleHooks(ExitStack):
+    """Within this context
+
+    * a batch norm without momentum computes its cumulative average from the number of batches as a tensor;
+    * an `nn.TransformerEncoder` returns what it does with nested tensors, which a trace cannot have.
+    """
+
+    def __enter__(self) -> ModuleHooks:
+        super().__enter__()
+        self._averages: dict[Any, tuple[Tensor, Tensor]] = {}  # of the batch norms whose forward is running
+        self.callback(lambda: [self._restore(module) for module in list(self._averages)])
+        self.enter_context(register_module_forward_pre_hook(self._before))
+        self.enter_context(register_module_forward_hook(self._after, with_kwargs=True))
+        return self
+
+    def _before(self, module: Any, args: Any) -> None:
+        if _is_cumulative(module):
+            self._averages[module] = mean, var = module.running_mean, module.running_var
+            # With a momentum of 1 the forward computes the statistics of the batch. It does so in copies: autograd
+            # saves what the forward writes into, and refuses another write.
+            module.running_mean, module.running_var, module.momentum = mean.clone(), var.clone(), 1.0
+
+    def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        if module in self._averages:
+            statistics = module.running_mean, module.running_var
+            for average, new in zip(self._restore(module), statistics):
+                average.lerp_(new, module.num_batches_tracked.to(new.dtype).reciprocal())
+        if isinstance(module, nn.TransformerEncoder):
+            return _zero_padding(module, output, *args, **kwargs)
+        return None
+
+    def _restore(self, module: Any) -> tuple[Tensor, Tensor]:
+        module.momentum, (module.running_mean, module.running_var) = None, self._averages.pop(module)
+        return module.running_mean, module.running_var
+
+
+def _is_cumulative(module: Any) -> bool:
+    """Whether the forward of a module is about to update a cumulative average."""
+    is_training = isinstance(module, BatchNormBase) and module.training
+    return is_training and module.momentum is None and module.num_batches_tracked is not None
+
+
+def _zero_padding(
+    encoder: nn.TransformerEncoder,
+    output: Tensor,
+    src: Tensor,
+    mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Tensor | None:
+    """The output of an encoder with 0 at padded positions, before the last norm, where plain torch takes nested
+    tensors; None elsewhere.
+
+    torch does so where the padding is at the end of each row of the batch: the step checks that when it runs.
+    """
+    layer = encoder.layers[0]
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (src, *layer.parameters()))
+    is_nested = encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled()
+    if src_key_padding_mask is None or mask is not None or not is_nested or layer.training or differentiates:
+        return None
+    if src.dim() != 3 or torch.is_autocast_enabled():
+        return None
+    is_padded = src_key_padding_mask != 0
+    message = "nn.TransformerEncoder: padding stands before other elements of a row; give enable_nested_tensor=False"
+    assert_later((is_padded[:, :-1] <= is_padded[:, 1:]).all(), message)
+    zeros = torch.zeros_like(output)
+    return torch.where(is_padded.unsqueeze(-1), zeros if encoder.norm is None else encoder.norm(zeros), output)
