@@ -39,7 +39,7 @@ class ModuleHooks(ExitStack):
             statistics = module.running_mean, module.running_var
             for average, new in zip(self._restore(module), statistics):
                 average.lerp_(new, module.num_batches_tracked.to(new.dtype).reciprocal())
-        if isinstance(module, nn.TransformerEncoder):
+        if type(module).forward is nn.TransformerEncoder.forward:
             return _zero_padding(module, output, *args, **kwargs)
         return None
 
@@ -54,6 +54,9 @@ def _is_cumulative(module: Any) -> bool:
     return is_training and module.momentum is None and module.num_batches_tracked is not None
 
 
+_WAY_OUT = "give the encoder enable_nested_tensor=False"
+
+
 def _zero_padding(
     encoder: nn.TransformerEncoder,
     output: Tensor,
@@ -65,7 +68,8 @@ def _zero_padding(
     """The output of an encoder with 0 at padded positions, before the last norm, where plain torch takes nested
     tensors; None elsewhere.
 
-    torch does so where the padding is at the end of each row of the batch: the step checks that when it runs.
+    torch does so where the padding is at the end of each row of the batch, and leaves out elements whose mask is any
+    number but 0. The step checks when it runs that there is no other padding, and no number but 0 and -inf.
     """
     layer = encoder.layers[0]
     differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (src, *layer.parameters()))
@@ -75,7 +79,10 @@ def _zero_padding(
     if src.dim() != 3 or torch.is_autocast_enabled():
         return None
     is_padded = src_key_padding_mask != 0
-    message = "nn.TransformerEncoder: padding stands before other elements of a row; give enable_nested_tensor=False"
-    assert_later((is_padded[:, :-1] <= is_padded[:, 1:]).all(), message)
+    is_last = is_padded[:, :-1] <= is_padded[:, 1:]
+    assert_later(is_last.all(), f"nn.TransformerEncoder: padding stands before other elements of a row; {_WAY_OUT}")
+    if src_key_padding_mask.dtype != torch.bool:
+        is_mask = is_padded.logical_not() | src_key_padding_mask.isneginf()
+        assert_later(is_mask.all(), f"nn.TransformerEncoder: a padding mask has numbers besides 0 and -inf; {_WAY_OUT}")
     zeros = torch.zeros_like(output)
     return torch.where(is_padded.unsqueeze(-1), zeros if encoder.norm is None else encoder.norm(zeros), output)

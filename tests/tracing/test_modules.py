@@ -121,6 +121,17 @@ def test_an_encoder_without_gradients_is_that_of_plain_torch(name: str, norm: bo
     assert norm or name != "padding" or not expected[PADDING].any()
 
 
+def test_a_padding_mask_of_other_numbers_is_refused_when_the_step_runs() -> None:
+    params, apply = fzero.lower(encoder().eval())
+    step = fzero.simulate(lambda p, x, padding: apply(p, x, src_key_padding_mask=padding), MESH)
+    placed, x = fzero.partition(params, MESH), draw(ROWS, LENGTH, WIDTH)
+    step(placed, x, torch.where(PADDING, -torch.inf, 0.0).double())
+    with pytest.raises(
+        RuntimeError, match=r"has numbers besides 0 and -inf; give the encoder enable_nested_tensor=False"
+    ):
+        step(placed, x, torch.where(PADDING, -1.0, 0.0).double())
+
+
 def test_padding_before_other_elements_is_refused_when_the_step_runs() -> None:
     x, padding = draw(ROWS, LENGTH, WIDTH), PADDING.flip(1)
     for options in ({}, {"enable_nested_tensor": False}):
@@ -132,7 +143,7 @@ def test_padding_before_other_elements_is_refused_when_the_step_runs() -> None:
                 expected = module(x, src_key_padding_mask=padding)
             torch.testing.assert_close(step(fzero.partition(params, MESH), x, padding), expected)
         else:
-            with pytest.raises(RuntimeError, match="give enable_nested_tensor=False"):
+            with pytest.raises(RuntimeError, match="give the encoder enable_nested_tensor=False"):
                 step(fzero.partition(params, MESH), x, padding)
 
 
@@ -149,6 +160,26 @@ def test_a_transformer_trains_as_in_plain_torch(training: bool, stage: int) -> N
 
     batch = draw(ROWS, LENGTH, WIDTH), draw(ROWS, LENGTH, WIDTH, seed=1), PADDING
     assert_trains_as_plain(loss, params, *batch, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_decoder_of_transformers_takes_a_padded_mask(attention: str, is_padded: bool, stage: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation=attention, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    params, apply = fzero.lower(transformers.LlamaForCausalLM(config).double())
+
+    def loss(p: Any, ids: Tensor, padding: Tensor) -> Tensor:
+        labels = ids.masked_fill(padding, -100)
+        return apply(p, ids, labels=labels, attention_mask=(~padding).long() if is_padded else None).loss
+
+    ids = torch.randint(32, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    assert_trains_as_plain(loss, params, ids, PADDING, stage=stage)
 
 
 # batch norm
