@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._decomp
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.distributed as dist
@@ -155,6 +156,15 @@ def in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+def name_of_backward() -> str:
+    """The name of the node that autograd is running, such as `MulBackward0`; "" outside of a backward pass.
+
+    Public replacement: as above.
+    """
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether autograd calls functions with a tensor's gradient. Public replacement: such a predicate on the tensor."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
@@ -262,6 +272,11 @@ def has_known_value(x: Any) -> bool:
     mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
     slot = None if mode is None else torch.fx.experimental.proxy_tensor.get_proxy_slot(x, mode.tracer, None)
     return slot is not None and slot.constant is not None
+
+
+decompositions: Callable[..., Any] = torch._decomp.get_decompositions
+"""Operations -> a dict from each to the function that composes it of others. Public replacement: the table of
+`torch.export.default_decompositions`, once that has them."""
 
 
 def overload_name(operation: Any) -> str:

@@ -13,13 +13,14 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import FakeTensorMode, TraceGraph, unwrap
+from fzero.base.torch_private import FakeTensorMode, TraceGraph, decompositions, unwrap
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
+from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.state_results import take_state
@@ -29,6 +30,9 @@ from fzero.values.collectives import bind_axes
 from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
+
+DECOMPOSITIONS = decompositions([_aten.index_fill.int_Tensor, _aten.index_fill_.int_Tensor])
+"""Operation whose kernel asks for a value -> torch's own composition of others that do not."""
 
 
 class Tracer:
@@ -126,7 +130,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
         tracer.kinds = Kinds(describe(traced.graph, {}), traced)
-        with TraceMode() as mode, CallMode(tracer.kinds):
+        checks = Checks(tracer.kinds)
+        with TraceMode(checks) as mode, CallMode(tracer.kinds, checks):
             out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         read.extend(mode.read)
@@ -138,7 +143,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
     with bind_axes(tracer), fake_mode, NameErrors(fn):
-        traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
+        # "real" takes inputs as they are: these are fake already
+        traced = make_fx(flat, DECOMPOSITIONS, tracing_mode="real")(*fakes)
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = describe(traced.graph, constants)
     _number_draws(program)

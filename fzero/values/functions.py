@@ -111,15 +111,20 @@ def _write(func: Callable[..., Any], name: str, written: Any, args: tuple[Any, .
 def _write_full(
     func: Callable[..., Any], name: str, value: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Write into a full copy of `value`, and the slice of the copy into the slice of `value`."""
+    """Write into a full copy of `value`, and the slice of the copy into the slice of `value`.
+
+    A value that has another shape afterwards, as after `squeeze_`, is replicated.
+    """
     full = value.full_tensor().clone()
     args, kwargs = torch_private.map_pytree(lambda x: full if x is value else x, (args, kwargs), is_leaf=is_sharded)
     _gather_and_apply(func, args, kwargs)
-    if full.shape != value.shape or value.on.varies(full):
-        what = "another shape" if full.shape != value.shape else "what differs between ranks"
+    if value.on.varies(full):
         way_out = "write into a plain tensor: value.full_tensor().clone()"
-        raise FzeroError(value.path, f"{name} would write {what} into a slice", way_out)
-    value.local.copy_(value.slice_of(full).local)
+        raise FzeroError(value.path, f"{name} would write what differs between ranks into a slice", way_out)
+    if full.shape == value.shape:
+        value.local.copy_(value.slice_of(full).local)
+    else:
+        value.become_replicated(full)
 
 
 def _find_path(given: Any) -> str:

@@ -1,7 +1,8 @@
 """Each operator of torch's operator database, in a step on three virtual ranks, compared with plain torch.
 
 Some tensors of a sample are partitioned, as the form of the trial says. The step closes over all other arguments, so
-that every rank sees the same values; in the form `batch` they are arguments of the step, the same for each rank.
+that every rank sees the same values; in the form `batch` they are arguments of the step, the same for each rank. What
+an operator writes to, as batch norm its running mean, is a clone that the step makes and returns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from conformance.verdict import (
     choose_stages,
     compare_lists,
     compare_runs,
+    compare_values,
     describe,
     flatten,
     make_weight,
@@ -51,15 +53,17 @@ class Case(NamedTuple):
     form: Form
     dtype: torch.dtype
     stage: int
+    written: tuple[int, ...] = ()  # positions of what the operator writes to
 
-    def call(self, leaves: list[Any]) -> Any:
-        """What the form makes of the operator."""
+    def call(self, leaves: list[Any]) -> tuple[Any, list[Any]]:
+        """What the form makes of the operator, and what the operator wrote to."""
+        leaves = [leaf.clone() if i in self.written else leaf for i, leaf in enumerate(leaves)]
         given, args, kwargs = pytree.tree_unflatten(leaves, self.treedef)
-        return self.form.call(self.op, given, args, kwargs)
+        return self.form.call(self.op, given, args, kwargs), [leaves[i] for i in self.written]
 
-    def differentiable(self, results: Any) -> list[Any]:
+    def differentiable(self, called: tuple[Any, list[Any]]) -> list[Any]:
         """What goes into the loss. The database makes it of the results, so that its derivative is well defined."""
-        return flatten(self.sample.output_process_fn_grad(results))
+        return flatten(self.sample.output_process_fn_grad(called[0]))
 
     def place(self, values: dict[int, Any]) -> list[Any]:
         """The leaves with other values at some positions."""
@@ -174,7 +178,7 @@ def judge_sample(op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: in
         try:
             case = prepare_out(case) if form in (FORMS["out"], FORMS["out_leaf"]) else case
             with Draws() as draws:
-                call_plain(case)
+                case = case._replace(written=find_written(case))
             expected = run_plain(case)._replace(precise=run_precise(case))
         except Exception as error:
             return Verdict("skipped", f"plain torch raises {describe(error)}")
@@ -250,6 +254,14 @@ def run_precise(case: Case) -> Expected | None:
 
 def call_plain(case: Case) -> Any:
     return case.call(copy_leaves(case.leaves))
+
+
+def find_written(case: Case) -> tuple[int, ...]:
+    """The positions of the tensors that the operator writes to, where that is no leaf that the form lets it write to."""
+    leaves = copy_leaves(case.leaves)
+    case.call(leaves)
+    changed = [isinstance(x, Tensor) and compare_values(x, y) != "" for x, y in zip(leaves, case.leaves)]
+    return () if case.form.writes_leaf else tuple(i for i, is_changed in enumerate(changed) if is_changed)
 
 
 def judge_case(case: Case, expected: Expected) -> Verdict:

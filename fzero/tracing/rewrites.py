@@ -1,0 +1,70 @@
+"""Functions of torch whose code asks for values, written without: a trace has no values.
+
+Each takes the function that it stands for, and its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base.torch_private import assert_later
+from fzero.values.sharded import Sharded
+
+
+def _one_hot(func: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Tensor:
+    """`torch.nn.functional.one_hot`. Refuses a class out of range when the step runs."""
+    if num_classes < 0:
+        return func(x, num_classes)
+    x = _gather(x)
+    return x.new_zeros((*x.shape, num_classes)).scatter(-1, x.unsqueeze(-1), 1)
+
+
+def _cov(
+    func: Callable[..., Any],
+    x: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
+    """`torch.cov`. Refuses a weight below 0, and weights that sum to 0, when the step runs."""
+    if x.ndim > 2:
+        return func(x, correction=correction, fweights=fweights, aweights=aweights)  # which raises an error
+    x, frequency, weight = _gather(x), _gather(fweights), _gather(aweights)
+    rows = x if x.ndim == 2 else x.reshape(1, -1)
+    for given in (frequency, weight):
+        if given is not None:
+            assert_later((given >= 0).all(), "cov found a weight below 0")
+    w = frequency if weight is None else weight if frequency is None else frequency * weight
+    total = torch.tensor(rows.shape[1], dtype=rows.real.dtype, device=x.device) if w is None else w.sum()
+    if w is not None:
+        assert_later(total != 0, "cov found weights that sum to 0")
+    mean = (rows if w is None else rows * w).sum(1) / total
+    removed = correction if weight is None or w is None else correction * (w * weight).sum() / total
+    centered = rows - mean.unsqueeze(1)
+    weighted = centered if w is None else centered * w
+    return ((weighted @ centered.mH) / (total - removed).clamp_min(0)).squeeze()
+
+
+def _corrcoef(func: Callable[..., Any], x: Tensor) -> Tensor:
+    """`torch.corrcoef`."""
+    if x.ndim > 2:
+        return func(x)  # which raises an error
+    c = _cov(torch.cov, x)
+    if c.ndim == 0:
+        return c / c
+    deviation = c.diagonal().real.sqrt()
+    c = c / deviation.unsqueeze(1) / deviation
+    return torch.view_as_complex(torch.view_as_real(c).clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
+
+
+def _gather(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, Sharded) else x
+
+
+REWRITES = {"one_hot": _one_hot, "cov": _cov, "corrcoef": _corrcoef}
+"""Name of a function of torch -> what is called in its place."""
