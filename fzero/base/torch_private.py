@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._decomp
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.distributed as dist
@@ -272,11 +271,6 @@ def has_known_value(x: Any) -> bool:
     mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
     slot = None if mode is None else torch.fx.experimental.proxy_tensor.get_proxy_slot(x, mode.tracer, None)
     return slot is not None and slot.constant is not None
-
-
-decompositions: Callable[..., Any] = torch._decomp.get_decompositions
-"""Operations -> a dict from each to the function that composes it of others. Public replacement: the table of
-`torch.export.default_decompositions`, once that has them."""
 
 
 def overload_name(operation: Any) -> str:

@@ -38,7 +38,7 @@ class CallMode(TorchFunctionMode):
             for x in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(x, Sharded) and not x.on.is_tracing:
                     _refuse_capture(x)
-        self._checks.running = place_of_caller(1) if name == "__bool__" else name
+        self._checks.note_call(place_of_caller(1) if name == "__bool__" else name)
         if name in ("numpy", "__array__"):
             problem = "numpy reads the elements of a tensor, which a trace does not have"
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")

@@ -62,9 +62,36 @@ def _corrcoef(func: Callable[..., Any], x: Tensor) -> Tensor:
     return torch.view_as_complex(torch.view_as_real(c).clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
 
 
+def _index_fill(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """`index_fill`. torch asks for the value of a tensor, and for the number of equal indices in its derivative."""
+    if not isinstance(value, Tensor):
+        return func(x, dim, index, value)
+    x = _gather(x)
+    is_filled = x.new_zeros(x.shape[dim] if x.ndim else 1, dtype=torch.bool).index_fill(0, _gather(index), True)
+    shape = [-1 if i == dim % x.ndim else 1 for i in range(x.ndim)]
+    return torch.where(is_filled.reshape(shape), _gather(value).to(x.dtype), x)
+
+
+def _index_fill_(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """`index_fill_`."""
+    return x.copy_(_index_fill(torch.index_fill, x, dim, index, value))
+
+
+def _resize_as_(func: Callable[..., Any], x: Tensor, like: Tensor, **options: Any) -> Tensor:
+    """`resize_as_`. It needs the shape of `like` alone, whose elements may differ between ranks."""
+    return x.resize_(like.shape, **options)
+
+
 def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
 
-REWRITES = {"one_hot": _one_hot, "cov": _cov, "corrcoef": _corrcoef}
+REWRITES: dict[str, Callable[..., Any]] = {
+    "one_hot": _one_hot,
+    "cov": _cov,
+    "corrcoef": _corrcoef,
+    "index_fill": _index_fill,
+    "index_fill_": _index_fill_,
+    "resize_as_": _resize_as_,
+}
 """Name of a function of torch -> what is called in its place."""

@@ -13,7 +13,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import FakeTensorMode, TraceGraph, decompositions, unwrap
+from fzero.base.torch_private import FakeTensorMode, TraceGraph, unwrap
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.operation import Node
@@ -30,9 +30,6 @@ from fzero.values.collectives import bind_axes
 from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
-
-DECOMPOSITIONS = decompositions([_aten.index_fill.int_Tensor, _aten.index_fill_.int_Tensor])
-"""Operation whose kernel asks for a value -> torch's own composition of others that do not."""
 
 
 class Tracer:
@@ -143,8 +140,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
     with bind_axes(tracer), fake_mode, NameErrors(fn):
-        # "real" takes inputs as they are: these are fake already
-        traced = make_fx(flat, DECOMPOSITIONS, tracing_mode="real")(*fakes)
+        traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = describe(traced.graph, constants)
     _number_draws(program)

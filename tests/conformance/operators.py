@@ -7,6 +7,7 @@ an operator writes to, as batch norm its running mean, is a clone that the step 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Iterator
@@ -173,12 +174,13 @@ def judge_sample(op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: in
     if any(leaves[i].numel() > MAX_NUMEL for i in tensors):
         return Verdict("skipped", "too large")
     verdicts = []
+    written = tuple(tensors) if writes_operands(name_of(op), dtype) and not form.writes_leaf else ()
     for partitioned in choose_leaves(form, tensors, turn):
-        case = Case(op, sample, leaves, treedef, partitioned, form, dtype, stage)
+        case = Case(op, sample, leaves, treedef, partitioned, form, dtype, stage, written)
         try:
             case = prepare_out(case) if form in (FORMS["out"], FORMS["out_leaf"]) else case
             with Draws() as draws:
-                case = case._replace(written=find_written(case))
+                call_plain(case)
             expected = run_plain(case)._replace(precise=run_precise(case))
         except Exception as error:
             return Verdict("skipped", f"plain torch raises {describe(error)}")
@@ -256,12 +258,22 @@ def call_plain(case: Case) -> Any:
     return case.call(copy_leaves(case.leaves))
 
 
-def find_written(case: Case) -> tuple[int, ...]:
-    """The positions of the tensors that the operator writes to, where that is no leaf that the form lets it write to."""
-    leaves = copy_leaves(case.leaves)
-    case.call(leaves)
-    changed = [isinstance(x, Tensor) and compare_values(x, y) != "" for x, y in zip(leaves, case.leaves)]
-    return () if case.form.writes_leaf else tuple(i for i, is_changed in enumerate(changed) if is_changed)
+@functools.lru_cache(2)
+def writes_operands(name: str, dtype: torch.dtype) -> bool:
+    """Whether some sample shows that the operator writes to its operands. With a momentum of 0 it does not show."""
+    key = next(key for key in DTYPES if DTYPES[key] == dtype)
+    return any(changes_operand(operators()[name], sample) for sample in draw_samples(name, key))
+
+
+def changes_operand(op: Any, sample: Any) -> bool:
+    """Whether an operator changes a tensor of the sample."""
+    leaves, treedef = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    before = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    after = copy_leaves(before)
+    given, args, kwargs = pytree.tree_unflatten(after, treedef)
+    with contextlib.suppress(Exception):  # what raises an error is skipped
+        op(given, *args, **kwargs)
+    return any(isinstance(x, Tensor) and compare_values(x, y) != "" for x, y in zip(after, before))
 
 
 def judge_case(case: Case, expected: Expected) -> Verdict:
