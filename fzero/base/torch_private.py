@@ -158,6 +158,15 @@ def in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+def name_of_backward() -> str:
+    """The name of the node that autograd is running, such as `MulBackward0`; "" outside of a backward pass.
+
+    Public replacement: as above.
+    """
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether autograd calls functions with a tensor's gradient. Public replacement: such a predicate on the tensor."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

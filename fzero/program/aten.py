@@ -124,8 +124,9 @@ def _is_pointwise(target: Any, name: str) -> bool:
         return True
     if not (_is_aten(target) and name.endswith("_")):
         return False
-    functional = getattr(getattr(_aten, name.removesuffix("_"), None), overload_name(target), None)
-    return functional is not None and _is_pointwise(functional, name.removesuffix("_"))
+    base = name.removesuffix("_")  # its overloads may have other names: `floor_divide_.Tensor`, `floor_divide.default`
+    functional = getattr(getattr(_aten, base, None), overload_name(target), None)
+    return base in _ELEMENTWISE or (functional is not None and _is_pointwise(functional, base))
 
 
 def _find_writes(name: str, node: Node) -> list[Node]:

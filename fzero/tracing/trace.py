@@ -23,6 +23,7 @@ from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
+from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.module_hooks import ModuleHooks
@@ -130,7 +131,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
         tracer.kinds = Kinds(describe(traced.graph, {}), traced)
-        with TraceMode() as mode, CallMode(tracer.kinds), ModuleHooks():
+        checks = Checks(tracer.kinds)
+        with TraceMode(checks) as mode, CallMode(tracer.kinds, checks), ModuleHooks():
             out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         read.extend(mode.read)

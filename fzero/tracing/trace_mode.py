@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.fx.traceback import get_current_meta, preserve_node_meta, set_stack_trace
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import FakeTensor, TorchDispatchMode, has_known_value, overload_name
+from fzero.base.torch_private import (
+    DataDependentOutputException,
+    FakeTensor,
+    TorchDispatchMode,
+    has_known_value,
+    overload_name,
+)
 from fzero.program.records import record
+from fzero.tracing.checks import Checks
 from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
 
@@ -27,14 +34,17 @@ class TraceMode(TorchDispatchMode):
     * has the mark of the present `regions`,
     * does not have a result computed at trace time, or a kind of zeros that a trace loses.
 
+    `checks` answers where torch's own code asks for the truth of a traced tensor.
+
     `read` lists the captured tensors whose elements Python has read: these stand in the program as numbers.
 
     Raises:
         FzeroError: for an operation that cannot be in a program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checks: Checks) -> None:
         super().__init__()
+        self._checks = checks
         self.read: list[Tensor] = []
 
     def __enter__(self) -> TraceMode:
@@ -57,7 +67,12 @@ class TraceMode(TorchDispatchMode):
             args = tuple(_forget_constant(arg) for arg in args)
         if func is _aten._efficientzerotensor.default:
             func = _aten.zeros.default  # forward mode makes these lazy zeros; a trace turns them into meta tensors
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            result = self._checks.answer(func, args, kwargs)
+            if result is None:
+                raise
         if isinstance(result, Tensor) and result.layout is not torch.strided:
             raise FzeroError(line, f"makes a {result.layout} tensor, and programs have dense ones", "leave it dense")
         return result

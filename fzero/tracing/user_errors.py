@@ -27,6 +27,10 @@ _KNOWN = {
         "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
         "make modules outside of the step",
     ),
+    "mutate a captured Tensor": (
+        "a tensor from outside of a gradient is written to, inside",
+        "write into a copy that is made inside, and return it",
+    ),
     "metadata mutating": (
         "this changes the shape of a tensor in place, beside one that the step captured",
         "make a tensor of that shape",

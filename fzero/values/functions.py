@@ -57,7 +57,17 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         result = _reduce(rules.REDUCTIONS[name], *args, **kwargs)
         if result is not None:
             return result
-    return _gather_and_apply(func, args, kwargs)
+    return _apply_in_full(func, name, args, kwargs)
+
+
+def _apply_in_full(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of the full tensors. One that moves running statistics writes into values: those that the step made
+    and that have no gradient. Which of them the statistics are, does not matter."""
+    if name not in rules.MOVES_STATISTICS:
+        return _gather_and_apply(func, args, kwargs)
+    given = torch_private.pytree_leaves((args, kwargs), is_leaf=is_sharded)
+    values = [x for x in given if is_sharded(x) and x.on.may_write(x.local) and not x.requires_grad]
+    return _write_full(func, name, values, args, kwargs)
 
 
 def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +97,7 @@ def _write(func: Callable[..., Any], name: str, written: Any, args: tuple[Any, .
         FzeroError: for a value that is immutable, or that would differ between ranks.
     """
     if not _has_sharded(written):
-        return _gather_and_apply(func, args, kwargs)
+        return _apply_in_full(func, name, args, kwargs)
     values = [x for x in (written if isinstance(written, (list, tuple)) else [written]) if is_sharded(x)]
     for value in values:
         if rules.is_accessor(func) or not value.on.may_write(value.local) or _is_computed_in_full(value):
@@ -96,30 +106,39 @@ def _write(func: Callable[..., Any], name: str, written: Any, args: tuple[Any, .
     if name.startswith("_foreach_"):
         _apply_to_lists(func, args, kwargs, values)
     else:
-        (value,) = values
-        base = name.removesuffix("_")
+        value, base = values[0], name.removesuffix("_")
         anchor = _find_anchor(base, args, kwargs) if base in rules.ELEMENTWISE | rules.FILLS else None
-        if anchor is not None and anchor.form[:2] == value.form[:2]:
+        if len(values) == 1 and anchor is not None and anchor.form[:2] == value.form[:2]:
             func(*(_to_slice(x, value) for x in args), **{key: _to_slice(x, value) for key, x in kwargs.items()})
         else:
-            _write_full(func, name, value, args, kwargs)
+            _write_full(func, name, values, args, kwargs)
+            return written
     for value in values:
         value.on.note_write()
     return written
 
 
 def _write_full(
-    func: Callable[..., Any], name: str, value: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Write into a full copy of `value`, and the slice of the copy into the slice of `value`."""
-    full = value.full_tensor().clone()
-    args, kwargs = torch_private.map_pytree(lambda x: full if x is value else x, (args, kwargs), is_leaf=is_sharded)
-    _gather_and_apply(func, args, kwargs)
-    if full.shape != value.shape or value.on.varies(full):
-        what = "another shape" if full.shape != value.shape else "what differs between ranks"
-        way_out = "write into a plain tensor: value.full_tensor().clone()"
-        raise FzeroError(value.path, f"{name} would write {what} into a slice", way_out)
-    value.local.copy_(value.slice_of(full).local)
+    func: Callable[..., Any], name: str, values: list[Sharded], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Write into full copies of `values`, and the slices of the copies into their slices. Returns what `func` does.
+
+    A value that has another shape afterwards, as after `squeeze_`, is replicated.
+    """
+    copies = {id(value): value.full_tensor().clone() for value in values}
+    replace = functools.partial(torch_private.map_pytree, lambda x: copies.get(id(x), x), is_leaf=is_sharded)
+    result = _gather_and_apply(func, *replace((args, kwargs)))
+    for value in values:
+        full = copies[id(value)]
+        if value.on.varies(full):
+            way_out = "write into a plain tensor: value.full_tensor().clone()"
+            raise FzeroError(value.path, f"{name} would write what differs between ranks into a slice", way_out)
+        if full.shape == value.shape:
+            value.local.copy_(value.slice_of(full).local)
+        else:
+            value.become_replicated(full)
+        value.on.note_write()
+    return result
 
 
 def _find_path(given: Any) -> str:

@@ -57,6 +57,11 @@ GATHERED_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
 LIST_REDUCTIONS = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.max}
 """Name of a function on a list that reduces each leaf -> the function of one leaf."""
 
+MOVES_STATISTICS = frozenset(
+    "batch_norm instance_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update".split()
+)
+"""Names of functions that write into operands, though neither the name nor `out=` says so."""
+
 METADATA = frozenset(
     """
     layout names itemsize nbytes is_leaf grad_fn retains_grad output_nr _version _base _backward_hooks is_sparse

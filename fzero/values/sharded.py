@@ -165,6 +165,19 @@ class Sharded(Tensor):
         value._full = (full, self.on.writes) if self.on.is_tracing and torch.is_grad_enabled() else None
         return value
 
+    def become_replicated(self, full: Tensor) -> None:
+        """Turn into the value of which every rank holds `full`, of another shape. The object stays the same.
+
+        Raises:
+            FzeroError: inside of another transform of torch.func than the one that made the value: `full` ends there.
+        """
+        if self._level != torch_private.depth():
+            problem = "the shape of a value from outside of a gradient is changed in place, inside"
+            raise FzeroError(self.path, problem, "reshape it into a new value")
+        value = Sharded(full, replicated_layout(full.shape, self.form.layout.mesh), 0, self.on)
+        with torch.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(self, value)
+
     def new_zeros(self, *shape: Any, **options: Any) -> Tensor:
         """Zeros. In a step a plain tensor. Elsewhere a replicated value on this value's mesh, of which every rank
         holds all: state such as a step count."""

@@ -1,11 +1,13 @@
 """Each operator of torch's operator database, in a step on three virtual ranks, compared with plain torch.
 
 Some tensors of a sample are partitioned, as the form of the trial says. The step closes over all other arguments, so
-that every rank sees the same values; in the form `batch` they are arguments of the step, the same for each rank.
+that every rank sees the same values; in the form `batch` they are arguments of the step, the same for each rank. What
+an operator writes to, as batch norm its running mean, is a clone that the step makes and returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from conformance.verdict import (
     choose_stages,
     compare_lists,
     compare_runs,
+    compare_values,
     describe,
     flatten,
     make_weight,
@@ -51,15 +54,17 @@ class Case(NamedTuple):
     form: Form
     dtype: torch.dtype
     stage: int
+    written: tuple[int, ...] = ()  # positions of what the operator writes to
 
-    def call(self, leaves: list[Any]) -> Any:
-        """What the form makes of the operator."""
+    def call(self, leaves: list[Any]) -> tuple[Any, list[Any]]:
+        """What the form makes of the operator, and what the operator wrote to."""
+        leaves = [leaf.clone() if i in self.written else leaf for i, leaf in enumerate(leaves)]
         given, args, kwargs = pytree.tree_unflatten(leaves, self.treedef)
-        return self.form.call(self.op, given, args, kwargs)
+        return self.form.call(self.op, given, args, kwargs), [leaves[i] for i in self.written]
 
-    def differentiable(self, results: Any) -> list[Any]:
+    def differentiable(self, called: tuple[Any, list[Any]]) -> list[Any]:
         """What goes into the loss. The database makes it of the results, so that its derivative is well defined."""
-        return flatten(self.sample.output_process_fn_grad(results))
+        return flatten(self.sample.output_process_fn_grad(called[0]))
 
     def place(self, values: dict[int, Any]) -> list[Any]:
         """The leaves with other values at some positions."""
@@ -172,8 +177,9 @@ def judge_sample(op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: in
     if any(leaves[i].numel() > MAX_NUMEL for i in tensors):
         return Verdict("skipped", "too large")
     verdicts = []
+    written = tuple(tensors) if writes_operands(name_of(op), dtype) and not form.writes_leaf else ()
     for partitioned in choose_leaves(form, tensors, turn):
-        case = Case(op, sample, leaves, treedef, partitioned, form, dtype, stage)
+        case = Case(op, sample, leaves, treedef, partitioned, form, dtype, stage, written)
         try:
             case = prepare_out(case) if form in (FORMS["out"], FORMS["out_leaf"]) else case
             with Draws() as draws:
@@ -253,6 +259,24 @@ def run_precise(case: Case) -> Expected | None:
 
 def call_plain(case: Case) -> Any:
     return case.call(copy_leaves(case.leaves))
+
+
+@functools.lru_cache(2)
+def writes_operands(name: str, dtype: torch.dtype) -> bool:
+    """Whether some sample shows that the operator writes to its operands. With a momentum of 0 it does not show."""
+    key = next(key for key in DTYPES if DTYPES[key] == dtype)
+    return any(changes_operand(operators()[name], sample) for sample in draw_samples(name, key))
+
+
+def changes_operand(op: Any, sample: Any) -> bool:
+    """Whether an operator changes a tensor of the sample."""
+    leaves, treedef = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    before = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    after = copy_leaves(before)
+    given, args, kwargs = pytree.tree_unflatten(after, treedef)
+    with contextlib.suppress(Exception):  # what raises an error is skipped
+        op(given, *args, **kwargs)
+    return any(isinstance(x, Tensor) and compare_values(x, y) != "" for x, y in zip(after, before))
 
 
 def judge_case(case: Case, expected: Expected) -> Verdict:

@@ -1,0 +1,70 @@
+"""Checks in torch's own code that ask for the truth of a tensor. A trace has no truths: it goes on as torch does where
+the check passes, and the check becomes a node of the program, which raises an error when the step runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from fzero.base.torch_private import assert_later, depth, name_of_backward
+from fzero.program.records import name_of
+from fzero.tracing.kinds import Kinds
+
+_aten = torch.ops.aten
+
+_PASSES = {
+    "torch.distributions.distribution.__init__": True,
+    "torch.distributions.distribution._validate_sample": True,
+    "torch.distributions.constraints.check": True,
+    "gaussian_nll_loss": False,
+    "istft": False,
+    "LinalgSvdBackward": True,
+}
+"""Who asks -> the truth with which the check passes. Who asks is a function of torch, a backward node of autograd, or
+the place of a `bool(x)` in torch's Python code."""
+
+_HINTS = {"torch.nn.modules.transformer._detect_is_causal_mask"}
+"""Who asks only to choose a faster way where the truth is True."""
+
+_OF_SECOND_ORDER = {
+    ("ScatterReduceBackward", "any"),
+    ("IndexReduceBackward", "any"),
+    ("torch::autograd::CopySlices", "any"),  # one of these two, in place on a view
+}
+"""(who asks, the operation that made the tensor), for checks that the first derivative does not depend on."""
+
+
+class Checks:
+    """What a trace answers to the checks of torch."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self._running, self._in_transform = "", False
+
+    def note_call(self, name: str) -> None:
+        """Note the function of torch that the step calls. Below it torch shows no transforms."""
+        self._running = name
+        if name == "grad":
+            self._in_transform = depth() > 0
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+        """The truth of `func(*args)`, for which torch asks, with which a check passes. The check is then a node of the
+        program. None where no check of the tables asks."""
+        asks = name_of_backward().rstrip("0123456789") or self._running
+        if asks in _PASSES:
+            x = torch.isclose(*args, **kwargs).all() if func is _aten.allclose.default else args[0]
+            assert_later(x if _PASSES[asks] else ~x, f"{asks} found invalid values")
+            return _PASSES[asks]
+        if asks in _HINTS:
+            return False
+        node = self._kinds.node_of(args[0])
+        is_known = node is not None and (asks, name_of(node)) in _OF_SECOND_ORDER
+        return False if is_known and not self._in_transform else None  # there it may be differentiated again
+
+
+def place_of_caller(above: int) -> str:
+    """The module and function of a frame so many above the caller's: `torch.distributions.constraints.check`."""
+    frame: Any = sys._getframe(above + 1)
+    return f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"

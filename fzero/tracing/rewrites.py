@@ -1,0 +1,132 @@
+"""Functions of torch whose code asks for values, written without: a trace has no values.
+
+Each takes the function that it stands for, and its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base.torch_private import assert_later
+from fzero.tracing.ctc import ctc_loss
+from fzero.values.sharded import Sharded
+
+
+def _one_hot(func: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Tensor:
+    """`torch.nn.functional.one_hot`. Refuses a class out of range when the step runs."""
+    if num_classes < 0:
+        return func(x, num_classes)
+    x = _gather(x)
+    return x.new_zeros((*x.shape, num_classes)).scatter(-1, x.unsqueeze(-1), 1)
+
+
+def _cov(
+    func: Callable[..., Any],
+    x: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
+    """`torch.cov`. Refuses a weight below 0, and weights that sum to 0, when the step runs."""
+    if x.ndim > 2:
+        return func(x, correction=correction, fweights=fweights, aweights=aweights)  # which raises an error
+    x, frequency, weight = _gather(x), _gather(fweights), _gather(aweights)
+    rows = x if x.ndim == 2 else x.reshape(1, -1)
+    for given in (frequency, weight):
+        if given is not None:
+            assert_later((given >= 0).all(), "cov found a weight below 0")
+    w = frequency if weight is None else weight if frequency is None else frequency * weight
+    total = torch.tensor(rows.shape[1], dtype=rows.real.dtype, device=x.device) if w is None else w.sum()
+    if w is not None:
+        assert_later(total != 0, "cov found weights that sum to 0")
+    mean = (rows if w is None else rows * w).sum(1) / total
+    removed = correction if weight is None or w is None else correction * (w * weight).sum() / total
+    centered = rows - mean.unsqueeze(1)
+    weighted = centered if w is None else centered * w
+    return ((weighted @ centered.mH) / (total - removed).clamp_min(0)).squeeze()
+
+
+def _corrcoef(func: Callable[..., Any], x: Tensor) -> Tensor:
+    """`torch.corrcoef`."""
+    if x.ndim > 2:
+        return func(x)  # which raises an error
+    c = _cov(torch.cov, x)
+    if c.ndim == 0:
+        return c / c
+    deviation = c.diagonal().real.sqrt()
+    c = c / deviation.unsqueeze(1) / deviation
+    return torch.view_as_complex(torch.view_as_real(c).clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
+
+
+def _index_fill(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """`index_fill`. torch asks for the value of a tensor, and for the number of equal indices in its derivative."""
+    if not isinstance(value, Tensor):
+        return func(x, dim, index, value)
+    x = _gather(x)
+    is_filled = x.new_zeros(x.shape[dim] if x.ndim else 1, dtype=torch.bool).index_fill(0, _gather(index), True)
+    shape = [-1 if i == dim % x.ndim else 1 for i in range(x.ndim)]
+    return torch.where(is_filled.reshape(shape), _gather(value).to(x.dtype), x)
+
+
+def _index_fill_(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """`index_fill_`."""
+    return x.copy_(_index_fill(torch.index_fill, x, dim, index, value))
+
+
+def _resize_as_(func: Callable[..., Any], x: Tensor, like: Tensor, **options: Any) -> Tensor:
+    """`resize_as_`. It needs the shape of `like` alone, whose elements may differ between ranks."""
+    return x.resize_(like.shape, **options)
+
+
+def _lstsq(
+    func: Callable[..., Any],
+    a: Tensor,
+    b: Tensor,
+    rcond: float | None = None,
+    *,
+    driver: str | None = None,
+    out: Any = None,
+) -> Any:
+    """`torch.linalg.lstsq` of matrices of full rank. A matrix of lower rank raises an error when the step runs."""
+    if out is not None or min(a.shape[-2:]) == 0:
+        return func(a, b, rcond, driver=driver, **({} if out is None else {"out": out}))
+    a, b = _gather(a), _gather(b)
+    driver = driver or ("gelsy" if a.device.type == "cpu" else "gels")
+    rows, columns = a.shape[-2:]
+    is_vector = b.ndim == 1 or b.shape == a.shape[:-1]
+    right = b.unsqueeze(-1) if is_vector else b
+    solution = torch.linalg.pinv(a) @ right
+    rank = torch.linalg.matrix_rank(a.detach(), rtol=rcond)
+    assert_later((rank == min(rows, columns)).all(), "linalg.lstsq: in a step a matrix must have full rank")
+    # What a driver does not compute has no elements.
+    residuals = values = a.new_empty(0, dtype=a.dtype.to_real())
+    if rows > columns and driver != "gelsy":
+        residuals = (a @ solution - right).abs().square().sum(-2)
+    if driver in ("gelss", "gelsd"):
+        values = torch.linalg.svdvals(a.detach())
+    rank = rank.new_empty(0) if driver == "gels" else rank
+    solution = solution.squeeze(-1) if is_vector else solution
+    made = solution, residuals, rank, values
+    return torch.return_types.linalg_lstsq(made)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+def _gather(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, Sharded) else x
+
+
+REWRITES: dict[str, Callable[..., Any]] = {
+    "one_hot": _one_hot,
+    "cov": _cov,
+    "corrcoef": _corrcoef,
+    "index_fill": _index_fill,
+    "index_fill_": _index_fill_,
+    "resize_as_": _resize_as_,
+    "ctc_loss": ctc_loss,
+    "linalg_lstsq": _lstsq,
+}
+"""Name of a function of torch -> what is called in its place."""

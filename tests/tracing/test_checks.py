@@ -1,0 +1,165 @@
+"""Where torch asks for values, a step computes what plain torch does; a check that fails does so when the step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fzero
+from fzero.base.errors import FzeroError
+
+MESH = fzero.VirtualMesh(fsdp=3)
+INDEX = torch.tensor([0, 2, 0])
+Params = dict[str, Tensor]
+Loss = Callable[[Params], Tensor]
+
+
+def params() -> Params:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"w": (4, 3), "v": (4, 3), "s": (), "wave": (24,)}
+    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def through_svd(p: Params) -> Tensor:
+    """A number that does not depend on the phases of singular vectors."""
+    u, s, vh = torch.linalg.svd(torch.complex(p["w"], p["v"]), full_matrices=False)
+    return torch.view_as_real((u * s.log1p()) @ vh)
+
+
+def invert_stft(p: Params) -> Tensor:
+    window = torch.hann_window(8, dtype=torch.float64)
+    spectrum = torch.stft(p["wave"], 8, window=window, return_complex=True)
+    return torch.istft(spectrum.square(), 8, window=window)
+
+
+def in_place(p: Params, write: Callable[[Tensor, Params], object]) -> Tensor:
+    """A copy of the weight after a write."""
+    copy = p["w"].clone()
+    write(copy, p)
+    return copy
+
+
+def column_of_clone(p: Params) -> Tensor:
+    """The products of rows with equal indices, written into a view."""
+    both = torch.stack([p["w"], p["v"]])
+    both[0].scatter_reduce_(0, INDEX.expand(3, 3).T, p["v"][:3].square(), "prod")
+    return both
+
+
+CHECKED: dict[str, Loss] = {
+    "gaussian_nll_loss": lambda p: F.gaussian_nll_loss(p["w"], p["v"], p["s"].exp().expand(4, 3)),
+    "a distribution": lambda p: torch.distributions.Normal(p["w"], p["s"].exp(), validate_args=True).log_prob(p["v"]),
+    "istft": invert_stft,
+    "svd of complex numbers": through_svd,
+    "scatter_reduce": lambda p: p["w"].scatter_reduce(0, INDEX.expand(3, 3).T, p["v"][:3].relu(), "prod"),
+    "index_reduce": lambda p: p["w"].index_reduce(0, INDEX, p["v"][:3].relu(), "prod"),
+    "scatter_reduce_ of a view": column_of_clone,
+    "cov": lambda p: torch.cov(p["w"]),
+    "cov of one row": lambda p: torch.cov(p["wave"], correction=0),
+    "cov of too few columns": lambda p: torch.cov(p["w"], correction=3).isinf().double() * p["s"],
+    "cov with both weights": lambda p: torch.cov(
+        p["w"], fweights=torch.tensor([1, 2, 1]), aweights=p["v"][0].exp(), correction=0
+    ),
+    "cov with frequencies": lambda p: torch.cov(p["w"], fweights=torch.tensor([1, 2, 0])),
+    "cov with weights": lambda p: torch.cov(p["w"], aweights=p["v"][0].abs()),
+    "cov of complex numbers": lambda p: torch.view_as_real(torch.cov(torch.complex(p["w"], p["v"]))),
+    "corrcoef": lambda p: torch.corrcoef(p["w"]),
+    "corrcoef of one row": lambda p: torch.corrcoef(p["wave"]) * p["s"],
+    "corrcoef of complex numbers": lambda p: torch.view_as_real(torch.corrcoef(torch.complex(p["w"], p["v"]))),
+    "index_fill": lambda p: p["w"].index_fill(-1, INDEX, p["s"]),
+    "index_fill of one number": lambda p: p["wave"].sum().index_fill(0, INDEX[:1], p["s"]),
+    "index_fill by a number": lambda p: p["w"].index_fill(0, INDEX, 2.0),
+    "index_fill_": lambda p: in_place(p, lambda copy, p: copy.index_fill_(0, INDEX, p["s"])),
+    "squeeze_": lambda p: in_place(p, lambda copy, p: copy.unsqueeze_(1).squeeze_().mul_(p["w"])),
+    "t_": lambda p: in_place(p, lambda copy, p: copy.t_()) @ p["v"],
+    "as_strided_": lambda p: in_place(p, lambda copy, p: copy.as_strided_((2, 3), (6, 1)).mul_(p["s"])),
+    "resize_": lambda p: in_place(p, lambda copy, p: copy.detach().resize_(2, 2)) * p["s"],
+    "resize_as_": lambda p: in_place(p, lambda copy, p: copy.detach().resize_as_(torch.empty(2, 2))) * p["s"],
+    "floor_divide_": lambda p: in_place(p, lambda copy, p: copy.detach().floor_divide_(p["v"].detach())) * p["s"],
+}
+
+
+def run(loss: Loss, stage: int = 3) -> tuple[Tensor, Params]:
+    step = fzero.simulate(fzero.value_and_grad(lambda p: loss(p).square().sum()), MESH, stage=stage)
+    value, grads = step(fzero.partition(params(), MESH))
+    return value, fzero.unpartition(grads)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", CHECKED)
+def test_it_is_what_plain_torch_computes(name: str, stage: int) -> None:
+    leaves = {key: leaf.requires_grad_() for key, leaf in params().items()}
+    expected = CHECKED[name](leaves).square().sum()
+    gradients = torch.autograd.grad(expected, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    value, found = run(CHECKED[name], stage)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, dict(zip(leaves, gradients)), rtol=1e-10, atol=1e-10)
+
+
+FAILING: dict[str, tuple[Loss, str]] = {
+    "a variance below 0": (
+        lambda p: F.gaussian_nll_loss(p["w"], p["v"], p["w"], reduction="none"),
+        "gaussian_nll_loss found invalid",
+    ),
+    "a distribution": (
+        lambda p: torch.distributions.Normal(p["w"], p["v"], validate_args=True).mean,
+        r"torch\.distributions\.distribution\.__init__ found invalid",
+    ),
+    "a weight below 0": (lambda p: torch.cov(p["w"], aweights=p["v"][0]), "cov found a weight below 0"),
+    "weights that sum to 0": (lambda p: torch.cov(p["w"], aweights=p["v"][0] * 0), "cov found weights that sum to 0"),
+    "a window of zeros": (
+        lambda p: torch.istft(torch.complex(p["w"], p["v"])[:3], 4, window=p["v"][:, 0] * 0),
+        "istft found invalid",
+    ),
+    "a loss of the phases": (
+        lambda p: torch.view_as_real(torch.linalg.svd(torch.complex(p["w"], p["v"]), full_matrices=False)[0]),
+        "LinalgSvdBackward found invalid",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_check_fails_when_the_step_runs(name: str) -> None:
+    loss, message = FAILING[name]
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.autograd.grad(loss({k: x.requires_grad_() for k, x in params().items()})[..., 0].sum(), [])
+    with pytest.raises(RuntimeError, match=message):
+        run(lambda p: loss(p)[..., 0])
+
+
+def test_a_second_derivative_with_a_check_of_its_own_is_refused() -> None:
+    def slope(p: Params) -> Tensor:
+        return fzero.grad(lambda p: CHECKED["scatter_reduce"](p).square().sum())(p)["v"].full_tensor()
+
+    with pytest.raises(FzeroError, match="Python needs a value.*"):
+        run(slope)
+
+
+def test_what_the_user_asks_for_is_no_check() -> None:
+    def ask(p: Params) -> Tensor:
+        return p["w"] if (p["w"] < 0).any() else p["v"]
+
+    with pytest.raises(FzeroError, match=r"test_checks.*Python needs a value"):
+        run(ask)
+
+
+def test_a_shape_is_not_changed_from_inside_of_a_gradient() -> None:
+    def step(p: Params) -> Params:
+        copy = p["w"].clone()
+        return fzero.grad(lambda p: (copy.unsqueeze_(0) * p["w"]).sum())(p)
+
+    with pytest.raises(FzeroError, match="^w: the shape of a value from outside of a gradient is changed"):
+        fzero.simulate(step, MESH)(fzero.partition(params(), MESH))
+
+
+def test_what_is_outside_of_a_gradient_is_not_written_to_inside() -> None:
+    def step(p: Params) -> Params:
+        copy = p["w"].clone()
+        return fzero.grad(lambda p: (copy.mul_(p["w"]) * p["w"]).sum())(p)
+
+    with pytest.raises(FzeroError, match="test_checks.*a tensor from outside of a gradient is written to"):
+        fzero.simulate(step, MESH)(fzero.partition(params(), MESH))
