@@ -22,9 +22,10 @@ class ModuleHooks(ExitStack):
     def __enter__(self) -> ModuleHooks:
         super().__enter__()
         self._averages: dict[Any, tuple[Tensor, Tensor]] = {}  # of the batch norms whose forward is running
+        self._encoders: set[nn.Module] = set()
         self.callback(lambda: [self._restore(module) for module in list(self._averages)])
         self.enter_context(register_module_forward_pre_hook(self._before))
-        self.enter_context(register_module_forward_hook(self._after, with_kwargs=True))
+        self.enter_context(register_module_forward_hook(self._after))
         return self
 
     def _before(self, module: Any, args: Any) -> None:
@@ -33,15 +34,16 @@ class ModuleHooks(ExitStack):
             # With a momentum of 1 the forward computes the statistics of the batch. It does so in copies: autograd
             # saves what the forward writes into, and refuses another write.
             module.running_mean, module.running_var, module.momentum = mean.clone(), var.clone(), 1.0
+        if type(module).forward is nn.TransformerEncoder.forward and module not in self._encoders:
+            # A hook of all modules that takes keyword arguments would leave an entry in a table of torch for ever.
+            self._encoders.add(module)
+            self.enter_context(module.register_forward_hook(_zero_padding, with_kwargs=True))
 
-    def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    def _after(self, module: Any, args: Any, output: Any) -> None:
         if module in self._averages:
             statistics = module.running_mean, module.running_var
             for average, new in zip(self._restore(module), statistics):
                 average.lerp_(new, module.num_batches_tracked.to(new.dtype).reciprocal())
-        if type(module).forward is nn.TransformerEncoder.forward:
-            return _zero_padding(module, output, *args, **kwargs)
-        return None
 
     def _restore(self, module: Any) -> tuple[Tensor, Tensor]:
         module.momentum, (module.running_mean, module.running_var) = None, self._averages.pop(module)
@@ -57,32 +59,27 @@ def _is_cumulative(module: Any) -> bool:
 _WAY_OUT = "give the encoder enable_nested_tensor=False"
 
 
-def _zero_padding(
-    encoder: nn.TransformerEncoder,
-    output: Tensor,
-    src: Tensor,
-    mask: Tensor | None = None,
-    src_key_padding_mask: Tensor | None = None,
-    is_causal: bool | None = None,
-) -> Tensor | None:
+def _zero_padding(encoder: nn.TransformerEncoder, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """The output of an encoder with 0 at padded positions, before the last norm, where plain torch takes nested
     tensors; None elsewhere.
 
     torch does so where the padding is at the end of each row of the batch, and leaves out elements whose mask is any
     number but 0. The step checks when it runs that there is no other padding, and no number but 0 and -inf.
     """
+    given = dict(zip(("src", "mask", "src_key_padding_mask"), args)) | kwargs
+    src, mask, padding = given["src"], given.get("mask"), given.get("src_key_padding_mask")
     layer = encoder.layers[0]
     differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (src, *layer.parameters()))
     is_nested = encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled()
-    if src_key_padding_mask is None or mask is not None or not is_nested or layer.training or differentiates:
+    if padding is None or mask is not None or not is_nested or layer.training or differentiates:
         return None
     if src.dim() != 3 or torch.is_autocast_enabled():
         return None
-    is_padded = src_key_padding_mask != 0
+    is_padded = padding != 0
     is_last = is_padded[:, :-1] <= is_padded[:, 1:]
     assert_later(is_last.all(), f"nn.TransformerEncoder: padding stands before other elements of a row; {_WAY_OUT}")
-    if src_key_padding_mask.dtype != torch.bool:
-        is_mask = is_padded.logical_not() | src_key_padding_mask.isneginf()
+    if padding.dtype != torch.bool:
+        is_mask = is_padded.logical_not() | padding.isneginf()
         assert_later(is_mask.all(), f"nn.TransformerEncoder: a padding mask has numbers besides 0 and -inf; {_WAY_OUT}")
     zeros = torch.zeros_like(output)
     return torch.where(is_padded.unsqueeze(-1), zeros if encoder.norm is None else encoder.norm(zeros), output)

@@ -160,10 +160,9 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = torch.get_rng_state()
         result = func(*args, **(kwargs or {}))
-        empty = torch.Tag.nondeterministic_seeded in func.tags and not any(
-            x.numel() for x in flatten(result) if isinstance(x, Tensor)
-        )
-        self.any = self.any or empty or not torch.equal(torch.get_rng_state(), before)
+        tensors = [x for x in flatten(result) if isinstance(x, Tensor)]
+        draws_none = torch.Tag.nondeterministic_seeded in func.tags and not any(x.numel() for x in tensors)
+        self.any = self.any or draws_none or not torch.equal(torch.get_rng_state(), before)
         return result
 
 
