@@ -122,10 +122,11 @@ def trials(name: str, cell: Cell) -> Iterator[Trial]:
     if "empty" in op.name:
         yield Trial(0, lambda: Verdict("skipped", "its values are what memory held"))
         return
-    samples = draw_samples(name, cell.dtype)
+    samples, writes = draw_samples(name, cell.dtype), writes_operands(name, cell.dtype)
+    judge = functools.partial(judge_sample, op, form=form, dtype=DTYPES[cell.dtype], writes=writes)
     for index, sample in enumerate(samples):
         for stage in choose_stages(index, len(samples)):
-            yield Trial(index, functools.partial(judge_sample, op, sample, form, DTYPES[cell.dtype], stage, index))
+            yield Trial(index, functools.partial(judge, sample, stage=stage, turn=index))
 
 
 @functools.lru_cache(2)
@@ -166,8 +167,11 @@ class Draws(TorchDispatchMode):
         return result
 
 
-def judge_sample(op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: int = 3, turn: int = 0) -> Verdict:
-    """The outcome of one sample: the worst, where each of several tensors is a leaf in turn."""
+def judge_sample(
+    op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: int = 3, turn: int = 0, writes: bool = False
+) -> Verdict:
+    """The outcome of one sample: the worst, where each of several tensors is a leaf in turn. `writes` says whether the
+    operator writes to its operands."""
     leaves, treedef = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -176,7 +180,7 @@ def judge_sample(op: Any, sample: Any, form: Form, dtype: torch.dtype, stage: in
     if any(leaves[i].numel() > MAX_NUMEL for i in tensors):
         return Verdict("skipped", "too large")
     verdicts = []
-    written = tuple(tensors) if writes_operands(name_of(op), dtype) and not form.writes_leaf else ()
+    written = tuple(tensors) if writes and not form.writes_leaf else ()
     for partitioned in choose_leaves(form, tensors, turn):
         case = Case(op, sample, leaves, treedef, partitioned, form, dtype, stage, written)
         try:
@@ -261,10 +265,9 @@ def call_plain(case: Case) -> Any:
 
 
 @functools.lru_cache(2)
-def writes_operands(name: str, dtype: torch.dtype) -> bool:
+def writes_operands(name: str, dtype: str) -> bool:
     """Whether some sample shows that the operator writes to its operands. With a momentum of 0 it does not show."""
-    key = next(key for key in DTYPES if DTYPES[key] == dtype)
-    return any(changes_operand(operators()[name], sample) for sample in draw_samples(name, key))
+    return any(changes_operand(operators()[name], sample) for sample in draw_samples(name, dtype))
 
 
 def changes_operand(op: Any, sample: Any) -> bool:
