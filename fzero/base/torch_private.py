@@ -6,7 +6,6 @@ which public name would replace the private one. A section a room; the heading n
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -119,75 +118,57 @@ def _differentiating_transforms() -> list[Any]:
     return [transform for transform in _transform_stack() if transform.key() != _Kind.Vmap]
 
 
-# for values: custom autograd Functions under torch.func
+# for values: custom autograd Functions
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
-"""Call an `autograd.Function` that has `setup_context` under torch.func. Public replacement: `Function.apply`, once
-`replace_custom_call` is not needed."""
+"""Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
 
-_has_setup_context: Callable[..., bool] = torch.autograd.function._is_setup_context_defined
-
-_custom_calls: list[Callable[..., Any]] = []
-_custom_calls_lock = threading.Lock()
-
-
-def has_setup_context(function: type[torch.autograd.Function]) -> bool:
-    """Whether a Function has `setup_context`. Public replacement: such a predicate in `torch.autograd.function`."""
-    return _has_setup_context(function.setup_context)
+_is_separate: Callable[..., bool] = torch.autograd.function._is_setup_context_defined
+_blocks, _blocks_lock = list[object](), threading.Lock()  # of `replace_custom_call`, which run now
 
 
 class _NotYet:
-    """False when asked first, True afterwards. `Function.apply` asks twice whether a class has `setup_context`: to bind
-    the arguments to a forward without ctx, and, where a transform is active, to refuse the class."""
+    """False when asked first, then True: `Function.apply` asks when it binds arguments, then when it would refuse."""
 
-    def __init__(self) -> None:
-        self._was_asked = False
+    _asked = False
 
     def __bool__(self) -> bool:
-        was_asked, self._was_asked = self._was_asked, True
-        return was_asked
+        asked, self._asked = self._asked, True
+        return asked
 
 
 @contextmanager
 def replace_custom_call(call: Callable[..., Any]) -> Iterator[None]:
-    """Within a block, `Function.apply` under torch.func is `call(function, *args, **kwargs)`, also for a class without
-    `setup_context`. Other blocks at the same time, of other threads say, must give the same `call`.
+    """In a block, `Function.apply` under torch.func is `call(function, *args, **kwargs)`, also without `setup_context`.
 
-    `Function.apply` consults no mode before it refuses such a class, and users keep `apply = F.apply`, so replacing
-    the method would miss calls. These two names of its module are what `apply` looks up at each call. The last block
-    that ends restores them. Other threads see no difference, except that torch.func takes such a class there too.
-
-    Public replacement: none is needed once torch.func takes a Function without `setup_context`.
+    `apply` refuses such a class before it asks any mode, and users keep `apply = F.apply`. So two names that `apply`
+    looks up are replaced, and not the method. The last block that ends, of all threads, restores them; all blocks give
+    the same `call`. Public replacement: none is needed once torch.func takes a Function without `setup_context`.
     """
     module: Any = torch.autograd.function
-    with _custom_calls_lock:
-        _custom_calls.append(call)
+    with _blocks_lock:
+        _blocks.append(call)
         module.custom_function_call = call
-        module._is_setup_context_defined = lambda method: _has_setup_context(method) or _NotYet()
+        module._is_setup_context_defined = lambda method: _is_separate(method) or _NotYet()
     try:
         yield
     finally:
-        with _custom_calls_lock:
-            _custom_calls.pop()
-            if not _custom_calls:
-                module.custom_function_call = custom_function_call
-                module._is_setup_context_defined = _has_setup_context
+        with _blocks_lock:
+            _blocks.pop()
+            if not _blocks:
+                module.custom_function_call, module._is_setup_context_defined = custom_function_call, _is_separate
 
 
 def requires_grad(tensor: Tensor) -> bool:
-    """Whether any active transform, or autograd outside of them, differentiates by a tensor.
-
-    Public replacement: `Tensor.requires_grad`, once it knows of outer transforms.
-    """
+    """Whether autograd, in a transform or outside, differentiates by a tensor. Public replacement: as for `unwrap`."""
     while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.requires_grad
 
 
-no_forward_mode: Callable[[], AbstractContextManager[Any]] = functools.partial(
-    torch.autograd.forward_ad._set_fwd_grad_enabled, False
-)
-"""Disable forward-mode derivatives within a block. Public replacement: such a context beside `torch.no_grad`."""
+def no_forward_mode() -> AbstractContextManager[Any]:
+    """Disable forward-mode derivatives in a block. Public replacement: such a context beside `torch.no_grad`."""
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(False)
 
 
 # for values: pytrees, modules, einops

@@ -33,7 +33,7 @@ def take_custom_functions() -> AbstractContextManager[None]:
 
 def _call(function: type[Function], *args: Any, **kwargs: Any) -> Any:
     """What `function.apply(*args, **kwargs)` returns under torch.func."""
-    if torch_private.has_setup_context(function):
+    if function.setup_context != Function.setup_context:
         return _call_separate(_refuse_twice(function), args, kwargs)
     if torch_private.in_vmap():
         problem = "vmap maps over an autograd Function whose forward takes ctx"
@@ -117,6 +117,7 @@ class _Call:
         with torch.no_grad(), torch_private.no_forward_mode():
             result, state = _gather((function.forward(ctx, *args), vars(ctx)))
         state.pop("needs_input_grad", None)
+        marked, dirty = state.pop("non_differentiable", ()), state.get("dirty_tensors", ())
         results = result if isinstance(result, tuple) else (result,)
         outputs = [x for x in results if isinstance(x, Tensor)]
         inputs = {id(x): _Place(True, i) for i, x in enumerate(_flatten(args)) if isinstance(x, Tensor)}
@@ -124,7 +125,6 @@ class _Call:
         if len(places) < len(outputs):
             problem = "forward of an autograd Function returns one tensor twice"
             raise FzeroError(_name(function), problem, "return it once, or a clone of it")
-        template = tuple(places.get(id(x), x) for x in results)
 
         def place(x: Any) -> Any:
             """The place of a tensor, of an input where it is both; what the forward did not make stands for itself."""
@@ -137,11 +137,15 @@ class _Call:
             return at or x
 
         self._function, self.n_outputs = function, len(outputs)
+        self._is_output = [isinstance(x, Tensor) for x in results]
+        template = tuple(places.get(id(x), x) for x in results)
         template, self._state = torch_private.map_pytree(place, (template, state))
         self.result = template if isinstance(result, tuple) else template[0]
-        self._is_output = [isinstance(x, Tensor) for x in results]
-        self._values = [inputs.get(id(x), torch_private.unwrap(x)) for x in outputs]
+        self._marked = [places[id(x)].index for x in marked if id(x) in places]
+        self._marked += range(self.n_outputs, len(outputs))
         self._n_saved = len(outputs) - self.n_outputs
+        self._dirty = {inputs[id(x)] for x in dirty if id(x) in inputs}
+        self._values = [inputs.get(id(x), torch_private.unwrap(x)) for x in outputs]
 
     def fill(self, template: Any, inputs: Any, outputs: Sequence[Tensor]) -> Any:
         """A template with tensors in their places."""
@@ -164,16 +168,22 @@ class _Call:
         )
 
     def _forward(self, *args: Any) -> tuple[Tensor, ...]:
-        """All outputs, without the wrappers of any transform."""
-        values = self.fill(self._values, args, ())
+        """All outputs, without the wrappers of any transform. An input is returned as a view, as by autograd."""
+        given = _flatten(args)
+
+        def take(x: Any) -> Tensor:
+            if not isinstance(x, _Place):
+                return x
+            return given[x.index] if x in self._dirty else given[x.index].view_as(given[x.index])
+
+        values = tuple(map(take, self._values))
         self._values.clear()  # the garbage collector frees classes late
-        return tuple(values)
+        return values
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        state = self.fill(self._state, inputs, outputs)
-        state["non_differentiable"] = (*state.get("non_differentiable", ()), *outputs[self.n_outputs :])
-        for name, value in state.items():
+        for name, value in self.fill(self._state, inputs, outputs).items():
             setattr(ctx, name, value)
+        ctx.mark_non_differentiable(*(outputs[i] for i in self._marked))
 
     def _backward(self, ctx: Any, *cotangents: Tensor | None) -> Any:
         given = iter(cotangents)
