@@ -122,7 +122,6 @@ def _differentiating_transforms() -> list[Any]:
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
 """Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
-
 _is_separate: Callable[..., bool] = torch.autograd.function._is_setup_context_defined
 _blocks, _blocks_lock = list[object](), threading.Lock()  # of `replace_custom_call`, which run now
 
@@ -138,17 +137,25 @@ class _NotYet:
 
 
 @contextmanager
-def replace_custom_call(call: Callable[..., Any]) -> Iterator[None]:
-    """In a block, `Function.apply` under torch.func is `call(function, *args, **kwargs)`, also without `setup_context`.
+def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -> Iterator[None]:
+    """In a block, `Function.apply` under torch.func is `call(function, *args, **kwargs)`, also without `setup_context`;
+    in an operation's kernel for one transform, autograd applies the class `adapt(function)`.
 
     `apply` refuses such a class before it asks any mode, and users keep `apply = F.apply`. So two names that `apply`
-    looks up are replaced, and not the method. The last block that ends, of all threads, restores them; all blocks give
-    the same `call`. Public replacement: none is needed once torch.func takes a Function without `setup_context`.
+    looks up are replaced, and not the method. The last block that ends, of all threads, restores them; all blocks are
+    alike. Public replacement: none is needed once torch.func takes a Function without `setup_context`.
     """
+
+    def call_or_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode):
+            return call(function, *args, **kwargs)
+        with torch._functorch.utils.enable_single_level_autograd_function():
+            return super(torch.autograd.Function, adapt(function)).apply(*args, **kwargs)
+
     module: Any = torch.autograd.function
     with _blocks_lock:
         _blocks.append(call)
-        module.custom_function_call = call
+        module.custom_function_call = call_or_apply
         module._is_setup_context_defined = lambda method: _is_separate(method) or _NotYet()
     try:
         yield
@@ -166,10 +173,8 @@ def requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def no_forward_mode() -> AbstractContextManager[Any]:
-    """Disable forward-mode derivatives in a block. Public replacement: such a context beside `torch.no_grad`."""
-    return torch.autograd.forward_ad._set_fwd_grad_enabled(False)
-
+set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd.forward_ad._set_fwd_grad_enabled
+"""Allow or forbid forward-mode derivatives in a block. Public replacement: `torch.set_grad_enabled` of forward mode."""
 
 # for values: pytrees, modules, einops
 
@@ -184,7 +189,6 @@ register_pytree_node = torch.utils._pytree.register_pytree_node
 
 map_pytree: Callable[..., Any] = torch.utils._pytree.tree_map
 """Map a function over the leaves of such a pytree. Public replacement: a public `torch.utils.pytree`."""
-
 
 pytree_leaves: Callable[..., list[Any]] = torch.utils._pytree.tree_leaves
 """The leaves of a pytree of torch. Public replacement: a public `torch.utils.pytree`."""
@@ -283,9 +287,7 @@ class TraceGraph:
 
     def node_of(self, x: Tensor) -> Any:
         """The node of a traced tensor, which transforms of torch.func may have wrapped; None where it has no node."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(x):
-            x = torch._C._functorch.get_unwrapped(x)
-        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(x, self._tracer, None)
+        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(unwrap(x), self._tracer, None)
         return None if slot is None else slot.proxy.node
 
     def find_last(self) -> Any:

@@ -3,6 +3,8 @@
 * A combined forward, as torch's docs call it: `forward(ctx, ...)` without `setup_context`. torch.func refuses it.
 * A backward marked `once_differentiable`. torch.func takes its second derivative for zero; here it is refused.
 * `torch.no_grad()` around `apply`, which torch.func honours in the innermost transform only.
+* An operation of `torch.library` with `register_autograd`. torch.func refuses it, because torch makes its derivative a
+  Function with a combined forward.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _ONCE = once_differentiable(lambda ctx: None).__code__
 
 def take_custom_functions() -> AbstractContextManager[None]:
     """A context in which `Function.apply` does under torch.func what it does outside of torch.func."""
-    return torch_private.replace_custom_call(_call)
+    return torch_private.replace_custom_call(_call, _differentiate_outside)
 
 
 def _call(function: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +60,17 @@ def _call_separate(function: type[Function], args: tuple[Any, ...], kwargs: dict
         return result
     given = {id(x) for x in _flatten(args)}
     return torch_private.map_pytree(lambda x: x.detach() if isinstance(x, Tensor) and id(x) not in given else x, result)
+
+
+def _differentiate_outside(function: type[Function]) -> type[Function]:
+    """`function` for one transform, in the kernel of an operation: outer transforms differentiate its forward."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(enabled), torch_private.set_forward_mode(True):
+            return function.forward(*args, **kwargs)
+
+    enabled = torch.is_grad_enabled()
+    return _make_function(function.__name__, function, forward=forward)
 
 
 def _refuse_twice(function: type[Function]) -> type[Function]:
@@ -114,7 +127,7 @@ class _Call:
     def __init__(self, function: type[Function], args: tuple[Any, ...]) -> None:
         ctx: Any = FunctionCtx()
         ctx.needs_input_grad = tuple(_has_derivative(x) for x in args)
-        with torch.no_grad(), torch_private.no_forward_mode():
+        with torch.no_grad(), torch_private.set_forward_mode(False):
             result, state = _gather((function.forward(ctx, *args), vars(ctx)))
         state.pop("needs_input_grad", None)
         marked, dirty = state.pop("non_differentiable", ()), state.get("dirty_tensors", ())
@@ -133,7 +146,7 @@ class _Call:
                 outputs.append(x)
             at = inputs.get(id(x)) or places.get(id(x))
             if at is None and torch_private.in_second_order():
-                _check_held(function, x)
+                _refuse_constant(function, x)
             return at or x
 
         self._function, self.n_outputs = function, len(outputs)
@@ -197,7 +210,7 @@ class _Call:
         return (*of_outputs, *[None] * self._n_saved)
 
 
-def _check_held(function: type[Function], held: Any) -> None:
+def _refuse_constant(function: type[Function], held: Any) -> None:
     """Refuse what ctx holds where a second derivative would take it for a constant."""
     if any(_has_derivative(x) for _, x in walk("", held)):
         problem = "ctx of an autograd Function holds a tensor with a derivative that is no argument of apply"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,99 @@ class Recomputes(SavedInput):
             return torch.autograd.grad(x**3, x, cotangent)[0]
 
 
+class Box:
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+
+class Opaque(SavedInput):
+    """Keeps its tensors in an object that is no tree."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.box = Box(x, x.sin())
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        x, s = ctx.box.tensors
+        return cotangent * (x**2 + s)
+
+
+def captured(w: Tensor, x: Tensor) -> Tensor:
+    doubled = w * 2
+
+    class Captured(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(doubled, x)
+            return x @ doubled
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            return cotangent @ ctx.saved_tensors[0].T * ctx.saved_tensors[1]
+
+    return Captured.apply((x @ w) @ w.T)
+
+
+class Mixed(Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return cotangent @ w.T, x.T @ cotangent
+
+
+class Writes(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mul_(2) * 1
+
+
+class Returned(Function):
+    """Returns and saves its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return ctx.saved_tensors[0] * cotangent
+
+
+class Twins(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        y = x * 2
+        return y, y
+
+
+class Branch(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Tangents(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_forward(x)
+        ctx.cube = x**3
+        return ctx.cube, x * 2
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Any:
+        return 7 * ctx.saved_tensors[0] ** 2 * tangent + ctx.cube, 2 * tangent
+
+
 class Dirty(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -227,6 +321,18 @@ class ByName(Function):
         return x * factor, factor
 
 
+@torch.library.custom_op("fzero_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x**3
+
+
+cube.register_fake(torch.empty_like)
+cube.register_autograd(
+    lambda ctx, cotangent: 3 * ctx.saved_tensors[0] ** 2 * cotangent,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
 def several(x: Tensor) -> Tensor:
     a, b, number, half, where, nothing, (mask, most), last = Several.apply(x, (0.5, 2.0), None)
     assert (number, nothing) == (3, None) and where.dtype == torch.int64
@@ -245,7 +351,14 @@ LOSSES: dict[str, Loss] = {
     "and of an activation": lambda p, x: LinearLoss.apply((x * p["b5"]).tanh(), p["w"], labels(x)),
     "saved output": lambda p, x: SavedOutput.apply(x @ p["w"]) * SavedOutput.apply(p["b"]),
     "saved input": lambda p, x: SavedInput.apply(x @ SavedInput.apply(p["w"])),
-    "attributes": lambda p, x: Attributes.apply(x @ p["w"], p["b"].expand(len(x), 4)) + Attributes.apply(p["b"], p["b"]),
+    "attributes": lambda p, x: Attributes.apply(x @ p["w"], p["b"].expand(len(x), 4)) * p["s"],
+    "attributes that are leaves": lambda p, x: x @ p["w"] + Attributes.apply(p["b"], p["b"]),
+    "captured values": lambda p, x: captured(p["w"], x),
+    "an opaque attribute": lambda p, x: Opaque.apply(x @ p["w"]),
+    "differentiates in backward": lambda p, x: Recomputes.apply(x @ Recomputes.apply(p["w"])),
+    "autocast": lambda p, x: Mixed.apply(x, p["w"]),
+    "writes into its argument": lambda p, x: (lambda h: Writes.apply(h) + h)(x @ p["w"]),
+    "a returned input": lambda p, x: x @ Returned.apply(p["w"]) + Returned.apply(x @ p["w"]),
     "several outputs": lambda p, x: several(x @ p["w"]) + several(p["w"]).mean(),
     "no cotangent": lambda p, x: Lazy.apply(x @ p["w"])[0] + Lazy.apply(p["b"])[0],
     "an output without use": lambda p, x: Lazy.apply(x @ p["w"])[0],
@@ -258,9 +371,10 @@ LOSSES: dict[str, Loss] = {
     "under no_grad": lambda p, x: torch.no_grad()(Straight.apply)(p["w"]).sum() + x @ p["w"],
     "remat": lambda p, x: fzero.remat(lambda h: SavedOutput.apply(SavedInput.apply(h)).sin())(x @ p["w"]),
     "a 0-d leaf": lambda p, x: SavedInput.apply(p["s"]) * (x @ p["w"]),
+    "an operation with register_autograd": lambda p, x: cube(x @ cube(p["w"])),
     "a leaf in a closure": lambda p, x: closed(p["w"], x),
 }  # fmt: skip
-ONCE = {"once differentiable"}
+REFUSED_TWICE = {"once differentiable", "captured values", "an opaque attribute", "differentiates in backward"}
 """These have no second derivative."""
 
 
@@ -330,9 +444,88 @@ def twice(loss: Loss) -> Callable[[Params, Tensor], Params]:
     return fzero.grad(penalty)
 
 
-@pytest.mark.parametrize("name", LOSSES.keys() - ONCE)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in REFUSED_TWICE])
 def test_second_derivatives_are_those_of_plain_torch(name: str) -> None:
     run = fzero.simulate(twice(LOSSES[name]), MESH)
-    torch.testing.assert_close(
-        fzero.unpartition(run(fzero.partition(params(), MESH), batch())), plain_twice(LOSSES[name])
-    )
+    got = fzero.unpartition(run(fzero.partition(params(), MESH), batch()))
+    torch.testing.assert_close(got, plain_twice(LOSSES[name]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (LOSSES["once differentiable"], r"Once \(.*test_custom_functions.py:.*once_differentiable"),
+        (lambda p, x: x @ OnceSeparate.apply(p["w"]), "OnceSeparate .*once_differentiable"),
+        (LOSSES["captured values"], "Captured .*no argument of apply; give it to apply"),
+        (LOSSES["an opaque attribute"], "Opaque .*no argument of apply; give it to apply"),
+        (LOSSES["differentiates in backward"], "in backward: .*torch.func does not support this"),
+    ],
+)
+def test_a_second_derivative_that_would_be_wrong_is_refused(loss: Loss, message: str) -> None:
+    with pytest.raises(FzeroError, match=message):
+        fzero.simulate(twice(loss), MESH)(fzero.partition(params(), MESH), batch())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, x: x @ Writes.apply(p["w"]), r"^Writes \(.* writes into a leaf.*leaf.clone\(\)"),
+        (lambda p, x: x @ Dirty.apply(p["w"]), "^Dirty .* writes into a leaf"),
+        (lambda p, x: sum(Twins.apply(x @ p["w"])), "^Twins .* one tensor twice"),
+        (lambda p, x: Branch.apply(x @ p["w"]), "in forward: .*Python needs a value"),
+        (lambda p, x: torch.func.vmap(Straight.apply)(x @ p["w"]), "^Straight .*generate_vmap_rule"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(loss: Loss, message: str) -> None:
+    with pytest.raises(FzeroError, match=message):
+        fzero.simulate(step(loss), MESH)(fzero.partition(params(), MESH), batch())
+
+
+def test_transforms_of_torch_func_in_a_step() -> None:
+    def run(p: Params) -> Any:
+        w = p["w"].full_tensor()
+        tangents = torch.func.jvp(Tangents.apply, (w,), (torch.ones_like(w),))[1]
+        return torch.func.grad(lambda w: SavedInput.apply(w).sum())(w), *tangents, straight(w), straight(p["w"])
+
+    w = params()["w"]
+    expected = 3 * w**2, 7 * w**2 + w**3, torch.full_like(w, 2), w.round(), w.round()
+    torch.testing.assert_close(fzero.simulate(run, MESH)(fzero.partition(params(), MESH)), expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gradient_outside_of_a_step(name: str) -> None:
+    of_ranks = [
+        fzero.value_and_grad(lambda p, x: LOSSES[name](p, x).square().mean())(params(), x) for x in batch().chunk(3)
+    ]
+    mean = fzero.tree.map(lambda *xs: torch.stack(xs).mean(0), *of_ranks)
+    torch.testing.assert_close(mean, plain(LOSSES[name]))
+
+
+def test_autograd_outside_of_the_gradient_sees_the_second_derivative() -> None:
+    x = torch.linspace(-1, 1, 5, dtype=torch.float64, requires_grad=True)
+    first = fzero.grad(lambda x: SavedInput.apply(x).sum())(x)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 6 * x.detach())
+
+
+def test_torch_is_as_before_after_the_last_of_two_threads() -> None:
+    module: Any = torch.autograd.function
+    before = module.custom_function_call, module._is_setup_context_defined
+    inside, done = threading.Barrier(2), threading.Event()
+
+    def differentiate() -> None:
+        def loss(x: Tensor) -> Tensor:
+            inside.wait()  # both threads are in their gradients
+            inside.wait()
+            return straight(x).sum()
+
+        fzero.grad(loss)(torch.ones(()))
+        done.set()
+
+    other = threading.Thread(target=differentiate)
+    with pytest.raises(ZeroDivisionError):
+        fzero.grad(lambda x: (other.start(), inside.wait(), straight(x) / 0, 1 // 0))(torch.ones(()))
+    inside.wait()
+    other.join()
+    assert done.is_set() and before == (module.custom_function_call, module._is_setup_context_defined)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(straight)(torch.ones(()))
