@@ -126,14 +126,12 @@ _is_separate: Callable[..., bool] = torch.autograd.function._is_setup_context_de
 _blocks, _blocks_lock = list[object](), threading.Lock()  # of `replace_custom_call`, which run now
 
 
-class _NotYet:
+class _NotYet(list[None]):
     """False when asked first, then True: `Function.apply` asks when it binds arguments, then when it would refuse."""
 
-    _asked = False
-
     def __bool__(self) -> bool:
-        asked, self._asked = self._asked, True
-        return asked
+        self.append(None)
+        return len(self) > 1
 
 
 @contextmanager
@@ -142,8 +140,8 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
     in an operation's kernel for one transform, autograd applies the class `adapt(function)`.
 
     `apply` refuses such a class before it asks any mode, and users keep `apply = F.apply`. So two names that `apply`
-    looks up are replaced, and not the method. The last block that ends, of all threads, restores them; all blocks are
-    alike. Public replacement: none is needed once torch.func takes a Function without `setup_context`.
+    looks up are replaced, and not the method. The last block of all threads restores them; all blocks are alike.
+    Public replacement: none is needed once torch.func takes a Function without `setup_context`.
     """
 
     def call_or_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,9 +166,11 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
 
 def requires_grad(tensor: Tensor) -> bool:
     """Whether autograd, in a transform or outside, differentiates by a tensor. Public replacement: as for `unwrap`."""
-    while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    while not tensor.requires_grad or (tensor.is_leaf and tensor._base is not None):  # a view made under no_grad
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.requires_grad
+    return True
 
 
 set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd.forward_ad._set_fwd_grad_enabled

@@ -230,6 +230,8 @@ def _differentiate(function: type[Function], ctx: Any, cotangents: Sequence[Tens
         return result
     gradients = list(result) if isinstance(result, tuple) else [result]
     at = [i for i, x in enumerate(gradients) if isinstance(x, Tensor)]
+    if not at:
+        return result
     for i, x in zip(at, _Once.apply(_name(function), len(at), *(gradients[i] for i in at), *used)):
         gradients[i] = x
     return tuple(gradients)

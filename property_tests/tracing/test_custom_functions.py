@@ -64,7 +64,8 @@ class Recipe:
             def forward(ctx: Any, x: Tensor, factor: float, y: Tensor) -> Any:
                 values = [x, y]
                 for operation, a, b in recipe.operations:
-                    values.append(OPERATIONS[operation](values[a], values[b]) * factor)
+                    values.append(OPERATIONS[operation](values[a], values[b]))
+                values[2] = values[2] * factor
                 ctx.kept, ctx.needed = {"list": []}, ctx.needs_input_grad
                 ctx.save_for_backward(None, *(values[i] for i, how in recipe.saved if how == "saved"))
                 for k, (i, how) in enumerate(recipe.saved):

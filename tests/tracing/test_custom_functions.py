@@ -272,6 +272,33 @@ class Returned(Function):
         return ctx.saved_tensors[0] * cotangent
 
 
+class Pairs(Function):
+    """Takes a list, whose tensors have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: list[Tensor], y: Tensor) -> Tensor:
+        ctx.pair = pair
+        return pair[0] * y + pair[1]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return None, cotangent * ctx.pair[0]
+
+
+class Views(Function):
+    """Saves views of its input: they are constants of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.view(-1), x[:1])
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        flat, first = ctx.saved_tensors
+        return cotangent * flat.view(-1, 4) + first * cotangent
+
+
 class Twins(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
@@ -358,6 +385,8 @@ LOSSES: dict[str, Loss] = {
     "differentiates in backward": lambda p, x: Recomputes.apply(x @ Recomputes.apply(p["w"])),
     "autocast": lambda p, x: Mixed.apply(x, p["w"]),
     "writes into its argument": lambda p, x: (lambda h: Writes.apply(h) + h)(x @ p["w"]),
+    "saved views": lambda p, x: Views.apply(x @ p["w"]),
+    "tensors in a list": lambda p, x: Pairs.apply([x @ p["w"], p["b"]], x @ p["w"]),
     "a returned input": lambda p, x: x @ Returned.apply(p["w"]) + Returned.apply(x @ p["w"]),
     "several outputs": lambda p, x: several(x @ p["w"]) + several(p["w"]).mean(),
     "no cotangent": lambda p, x: Lazy.apply(x @ p["w"])[0] + Lazy.apply(p["b"])[0],
