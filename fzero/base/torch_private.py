@@ -1,4 +1,4 @@
-"""Every private name of torch that fzero uses, each behind a small function.
+"""Every private name of torch that fzero uses, each behind a small function; `torch_private_functions` has the rest.
 
 A torch release may rename or remove a private name, and this file is then the only one to mend. Each function says
 which public name would replace the private one. A section a room; the heading names the room that uses it.
@@ -134,7 +134,6 @@ register_pytree_node = torch.utils._pytree.register_pytree_node
 map_pytree: Callable[..., Any] = torch.utils._pytree.tree_map
 """Map a function over the leaves of such a pytree. Public replacement: a public `torch.utils.pytree`."""
 
-
 pytree_leaves: Callable[..., list[Any]] = torch.utils._pytree.tree_leaves
 """The leaves of a pytree of torch. Public replacement: a public `torch.utils.pytree`."""
 
@@ -241,9 +240,7 @@ class TraceGraph:
 
     def node_of(self, x: Tensor) -> Any:
         """The node of a traced tensor, which transforms of torch.func may have wrapped; None where it has no node."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(x):
-            x = torch._C._functorch.get_unwrapped(x)
-        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(x, self._tracer, None)
+        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(unwrap(x), self._tracer, None)
         return None if slot is None else slot.proxy.node
 
     def find_last(self) -> Any:

@@ -31,6 +31,7 @@ from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
+from fzero.values.custom_functions import take_custom_functions
 from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
@@ -143,7 +144,14 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with bind_axes(tracer), fake_mode, NameErrors(fn), compiling(), leave_inference_mode():
+    with (
+        bind_axes(tracer),
+        fake_mode,
+        NameErrors(fn),
+        compiling(),
+        leave_inference_mode(),
+        take_custom_functions(),
+    ):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = describe(traced.graph, constants)

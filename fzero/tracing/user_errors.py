@@ -11,9 +11,9 @@ from fzero.tracing.user_line import user_line_of_error
 
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
 _KNOWN = {
-    "setup_context": (
-        "a torch.autograd.Function whose forward takes ctx cannot be differentiated in a step",
-        "write forward without ctx, and setup_context(ctx, inputs, output), as torch.func asks",
+    "saved tensor hooks": (
+        "torch.utils.checkpoint without reentry, and other hooks on saved tensors, have no place under torch.func",
+        "compute again with fzero.remat(fn)",
     ),
     "TransformType": (
         "torch has no derivative of this higher-order operation under torch.func",

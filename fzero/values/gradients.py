@@ -16,6 +16,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.reachable import find_tensor, walk
 from fzero.base.torch_private import unwrap
+from fzero.values.custom_functions import take_custom_functions
 from fzero.values.sharded import Sharded
 
 
@@ -49,8 +50,9 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
             return value, tensors
 
         primals = [leaves[i] for i in trained]
-        value, pull_back, tensors = torch.func.vjp(fn_of_leaves, *primals, has_aux=True)  # type: ignore[misc]
-        cotangents = pull_back(torch.ones_like(value), retain_graph=False)
+        with take_custom_functions():
+            value, pull_back, tensors = torch.func.vjp(fn_of_leaves, *primals, has_aux=True)  # type: ignore[misc]
+            cotangents = pull_back(torch.ones_like(value), retain_graph=False)
         gradient = tree.unflatten(treedef, _replace([None] * len(leaves), trained, cotangents))
         return ((value, rebuild(tensors)) if has_aux else value), gradient
 

@@ -69,6 +69,8 @@ torch.cond(<T> > 0, lambda a: a * 2, lambda a: a.tanh(), (<R>,))
 ## function
 Straight.apply(<W> * <T>)[0] * <R>
 <R> * Scale.apply(<S>, <T>)
+<R> * Parts.apply(<S>, <T>)[0]
+Clip.apply(<W> * <T>, 0.5)[0] * <R>
 
 ## batch-norm 3
 <N> = F.batch_norm(<R>, mean, var, <B>, <B>, True, 0.2)

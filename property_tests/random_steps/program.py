@@ -47,6 +47,32 @@ class Scale(torch.autograd.Function):
         return grad * y, (grad * x).sum()
 
 
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bound):
+        ctx.save_for_backward(x.abs() <= bound)
+        return x.clamp(-bound, bound)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inside,) = ctx.saved_tensors
+        return grad * inside + 0.1 * grad, None
+
+
+class Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.x, ctx.kept = x, {"y": y, "sine": x.sin()}
+        positive = x > 0
+        ctx.mark_non_differentiable(positive)
+        return ctx.kept["sine"] * y, positive, x
+
+    @staticmethod
+    def backward(ctx, grad, _, of_x):
+        y, sine = ctx.kept["y"], ctx.kept["sine"]
+        return grad * y * ctx.x.cos() + of_x, (grad * sine).sum() if ctx.needs_input_grad[1] else None
+
+
 TABLE = torch.linspace(0.5, 1.0, 8, dtype=torch.float64)
 CACHE = {}
 

@@ -104,6 +104,9 @@ Straight.apply(<W>)
 Straight.apply(<L>)
 Straight.apply(<L>)
 Scale.apply(<W>, <S>)
+Clip.apply(<W>, 0.5)
+Clip.apply(<L>, 0.5)
+Parts.apply(<W>, <S>)[0]
 
 ## unpartition 0.5
 fzero.unpartition(<W>)
@@ -260,6 +263,9 @@ CACHE.setdefault('rows', torch.linspace(0.1, 1, <D>, dtype=torch.float64)) * <R>
 Straight.apply(<R>)
 Scale.apply(<R>, <S>)
 Scale.apply(<R>, <L>.mean())
+Clip.apply(<R>, 0.5)
+Parts.apply(<R>, <S>)[0] * Parts.apply(<R>, <L>.mean())[1]
+Parts.apply(<R>, <S>)[2]
 <R> @ Straight.apply(<L>).reshape(-1)[:1].expand(<D>, <D>)
 
 ## pmean

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.base.errors import FzeroError
@@ -36,17 +37,6 @@ class Straight(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return torch.where(x.abs() < 1, cotangent, 0.0)
-
-
-class OldStyle(Straight):
-    """The same, in the form without `setup_context`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        return x.round()
-
-    setup_context = torch.autograd.Function.setup_context
 
 
 LINEAR = nn.Linear(3, 5).double()
@@ -161,7 +151,10 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda p, x, ids: x @ OldStyle.apply(p["w"]), "Function whose forward takes ctx .*setup_context"),
+        (
+            lambda p, x, ids: checkpoint(lambda h: h.sin(), x @ p["w"], use_reentrant=False),
+            "no place under torch.func.*fzero.remat",
+        ),
         (
             lambda p, x, ids: torch.cond(torch.tensor(True), torch.sin, torch.cos, (x @ p["w"],)),
             "no derivative of this higher-order operation.*torch.where",

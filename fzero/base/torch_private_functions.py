@@ -1,0 +1,67 @@
+"""Private names of torch about custom autograd Functions, each behind a small function, as in `torch_private`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
+"""Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
+_is_separate: Callable[..., bool] = torch.autograd.function._is_setup_context_defined
+_blocks, _blocks_lock = list[object](), threading.Lock()  # of `replace_custom_call`, which run now
+
+
+class _NotYet(list[None]):
+    """False when asked first, then True: `Function.apply` asks when it binds arguments, then when it would refuse."""
+
+    def __bool__(self) -> bool:
+        self.append(None)
+        return len(self) > 1
+
+
+@contextmanager
+def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -> Iterator[None]:
+    """In a block, `Function.apply` under torch.func is `call(function, *args, **kwargs)`, also without `setup_context`;
+    in an operation's kernel for one transform, autograd applies the class `adapt(function)`.
+
+    `apply` refuses such a class before it asks any mode, and users keep `apply = F.apply`. So two names that `apply`
+    looks up are replaced, and not the method. The last block of all threads restores them; all blocks are alike.
+    Public replacement: none is needed once torch.func takes a Function without `setup_context`.
+    """
+
+    def call_or_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode):
+            return call(function, *args, **kwargs)
+        with torch._functorch.utils.enable_single_level_autograd_function():
+            return super(torch.autograd.Function, adapt(function)).apply(*args, **kwargs)
+
+    module: Any = torch.autograd.function
+    with _blocks_lock:
+        _blocks.append(call)
+        module.custom_function_call = call_or_apply
+        module._is_setup_context_defined = lambda method: _is_separate(method) or _NotYet()
+    try:
+        yield
+    finally:
+        with _blocks_lock:
+            _blocks.pop()
+            if not _blocks:
+                module.custom_function_call, module._is_setup_context_defined = custom_function_call, _is_separate
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """Whether autograd, in a transform or outside, differentiates by a tensor. Public replacement: as for `unwrap`."""
+    while not tensor.requires_grad or (tensor.is_leaf and tensor._base is not None):  # a view made under no_grad
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return True
+
+
+set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd.forward_ad._set_fwd_grad_enabled
+"""Allow or forbid forward-mode derivatives in a block. Public replacement: `torch.set_grad_enabled` of forward mode."""
