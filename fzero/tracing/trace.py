@@ -153,8 +153,10 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         take_custom_functions(),
     ):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
-    constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
-    program = describe(traced.graph, constants)
+    captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
+    for node, tensor in captured.items():
+        node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)  # the tensor that its views are views of
+    program = describe(traced.graph, {node.target: tensor for node, tensor in captured.items()})
     _number_draws(program)
     check_escapes(
         program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))

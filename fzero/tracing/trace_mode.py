@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class TraceMode(TorchDispatchMode):
         line, kwargs = current_user_line(), kwargs or {}
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())
-        _check_call(line, func, kwargs)
+        _check_call(line, func, args, kwargs)
         if func in _READS:
             self.read += [x for x in args if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
         if record(func).perform is not None:
@@ -90,10 +90,20 @@ def _forget_constant(arg: Any) -> Any:
     return arg.expand(2, *arg.shape).select(0, 0)
 
 
-def _check_call(line: str, func: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a random operation with a generator, and an operation that torch cannot write as Python code.
+class _Call(NamedTuple):
+    """What a record asks of a node, before there is one."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _check_call(line: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a random operation with a generator, a write to a captured tensor, and an operation that torch cannot
+    write as Python code.
 
     A generator's draws follow each other in an order, and a program has no such order: passes move and repeat draws.
+    A write whose operands are all captured would happen now, and not when the step runs.
     """
     if kwargs.get("generator") is not None:
         raise FzeroError(
@@ -101,5 +111,9 @@ def _check_call(line: str, func: Any, kwargs: dict[str, Any]) -> None:
             "a generator is given, but what a step draws follows from its seed alone",
             "leave it out; torch.manual_seed and torch.get_rng_state seed and save the steps' draws",
         )
+    written: Any = record(func).writes(_Call(func, args, kwargs))  # type: ignore[arg-type]
+    if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in written):
+        problem = f"{record(func).name} writes into it, but a step is a pure function ({line})"
+        raise FzeroError("a tensor that the step captured", problem, "give it to the step, and return a new one")
     if keyword.iskeyword(overload_name(func)):
         raise FzeroError(line, f"torch cannot trace {func}, whose name is no name in Python", "draw with torch.randint")

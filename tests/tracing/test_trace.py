@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import EVERY_STEP, MESH, Case, calls, layers, loss, moved, names, on_rows, rows, tried, whole
 from torch import Tensor
+from torch.nn import functional as F
 
 import fzero
 from fzero import tree
@@ -250,3 +251,26 @@ def test_a_tensor_is_not_converted_to_numpy(read: Any) -> None:
 
 
 captured = torch.arange(3.0)
+
+
+CAPTURED = torch.zeros(3)
+WRITES = {
+    "of nothing traced": lambda w: CAPTURED.add_(1),
+    "of a leaf": lambda w: CAPTURED.add_(w),
+    "of a list": lambda w: torch._foreach_add_([w.clone(), CAPTURED], 1.0),
+    "of out=": lambda w: torch.exp(torch.ones(3), out=CAPTURED),
+    "of random numbers": lambda w: CAPTURED.uniform_(),
+    "of statistics": lambda w: F.batch_norm(torch.rand(4, 3), CAPTURED, torch.ones(3), training=True),
+    "of a view": lambda w: CAPTURED[:1].fill_(2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_refused_write_leaves_a_captured_tensor_as_it_was(name: str) -> None:
+    def step(params: dict[str, Tensor]) -> Tensor:
+        WRITES[name](params["w"])
+        return params["w"].sum()
+
+    with pytest.raises(FzeroError, match="a tensor that the step captured: .* writes into it"):
+        fzero.simulate(step, fzero.VirtualMesh(fsdp=2))(fzero.partition({"w": torch.ones(3)}, fzero.VirtualMesh(fsdp=2)))
+    assert CAPTURED.tolist() == [0, 0, 0]
