@@ -13,6 +13,7 @@ from fzero.tracing.checks import Checks, place_of_caller
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.rewrites import REWRITES
 from fzero.tracing.user_line import current_user_line
+from fzero.values.moves import MovePerformer
 from fzero.values.sharded import Sharded
 
 
@@ -26,9 +27,9 @@ class CallMode(TorchFunctionMode):
     * `checks` knows which function is running.
     """
 
-    def __init__(self, kinds: Kinds, checks: Checks) -> None:
+    def __init__(self, kinds: Kinds, checks: Checks, on: MovePerformer) -> None:
         super().__init__()
-        self._kinds, self._checks = kinds, checks
+        self._kinds, self._checks, self._on = kinds, checks, on
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -36,7 +37,7 @@ class CallMode(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         for given in args:
             for x in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(x, Sharded) and not x.on.is_tracing:
+                if isinstance(x, Sharded) and x.on is not self._on:
                     _refuse_capture(x)
         self._checks.note_call(place_of_caller(1) if name == "__bool__" else name)
         if name in ("numpy", "__array__"):
@@ -59,5 +60,8 @@ def _write_out(kinds: Kinds, func: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _refuse_capture(x: Sharded) -> NoReturn:
+    if x.on.is_tracing:
+        problem = f"the step uses {x.path or 'a value'} of an earlier trace, which left no data behind"
+        raise FzeroError(current_user_line(), problem, "return the value from the step, and pass it in again")
     problem = f"{x.path or 'a leaf'} is state that the step captured, and it would be a constant of the program"
     raise FzeroError(current_user_line(), problem, "give it to the step as an argument")

@@ -115,8 +115,9 @@ def _find_use(node: Node) -> str:
 
 
 def _is_traced(value: Any, program: Program) -> bool:
+    """Whether a value is of the trace that made the program: what an earlier one left behind is no matter of this."""
     if isinstance(value, Sharded):
-        return value.on.is_tracing
+        return value.on.is_tracing and _is_traced(value.local, program)
     inner = unwrap(value) if isinstance(value, Tensor) else None
     return isinstance(inner, FakeTensor) and inner.fake_mode is program.fake_mode
 

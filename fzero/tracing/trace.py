@@ -133,7 +133,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         traced = TraceGraph()
         tracer.kinds = Kinds(describe(traced.graph, {}), traced)
         checks = Checks(tracer.kinds)
-        with TraceMode(checks) as mode, CallMode(tracer.kinds, checks), ModuleHooks():
+        with TraceMode(checks) as mode, CallMode(tracer.kinds, checks, tracer), ModuleHooks():
             out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
         out_tree.append(out_def)
         read.extend(mode.read)

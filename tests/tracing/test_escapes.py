@@ -412,3 +412,35 @@ def test_a_batch_of_another_shape_is_named(caplog: pytest.LogCaptureFixture) -> 
     assert "argument 0.x: was torch.float32 [2, 5]" in caplog.text and "is torch.float32 [1, 5]" in caplog.text
     step({"x": torch.ones(2, 5), "y": 1})
     assert "argument 0.y: this leaf was not expected" in caplog.text
+
+
+# what an earlier trace left behind
+
+
+LEFT: list[Any] = []
+
+
+def leave(p: Any) -> Tensor:
+    LEFT.append(p["w"] * 2)
+    return p["w"].sum()
+
+
+@pytest.fixture
+def left() -> Any:
+    """State, and in `LEFT` a value of the trace of a step that was refused."""
+    given = fzero.partition({"w": torch.ones(4)}, MESH)
+    with pytest.raises(FzeroError, match=r"LEFT\[0\]: holds float32\[4\] of the step after its trace"):
+        fzero.simulate(leave, MESH)(given)
+    yield given
+    LEFT.clear()
+
+
+def test_another_step_may_reach_what_an_earlier_trace_left_behind(left: Any) -> None:
+    step = fzero.simulate(lambda p: p["w"].sum() * len(LEFT), MESH)
+    assert step(left) == 4
+
+
+def test_another_step_may_not_use_what_an_earlier_trace_left_behind(left: Any) -> None:
+    step = fzero.simulate(lambda p: (LEFT[0] * p["w"]).sum(), MESH)
+    with pytest.raises(FzeroError, match="test_escapes.*the step uses w of an earlier trace"):
+        step(left)

@@ -272,5 +272,7 @@ def test_a_refused_write_leaves_a_captured_tensor_as_it_was(name: str) -> None:
         return params["w"].sum()
 
     with pytest.raises(FzeroError, match="a tensor that the step captured: .* writes into it"):
-        fzero.simulate(step, fzero.VirtualMesh(fsdp=2))(fzero.partition({"w": torch.ones(3)}, fzero.VirtualMesh(fsdp=2)))
+        fzero.simulate(step, fzero.VirtualMesh(fsdp=2))(
+            fzero.partition({"w": torch.ones(3)}, fzero.VirtualMesh(fsdp=2))
+        )
     assert CAPTURED.tolist() == [0, 0, 0]
