@@ -111,7 +111,7 @@ def _check_call(line: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
             "a generator is given, but what a step draws follows from its seed alone",
             "leave it out; torch.manual_seed and torch.get_rng_state seed and save the steps' draws",
         )
-    written: Any = record(func).writes(_Call(func, args, kwargs))  # type: ignore[arg-type]
+    written: Any = record(func).writes(_Call(func, args, kwargs))
     if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in written):
         problem = f"{record(func).name} writes into it, but a step is a pure function ({line})"
         raise FzeroError("a tensor that the step captured", problem, "give it to the step, and return a new one")
