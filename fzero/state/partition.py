@@ -20,8 +20,9 @@ from fzero.ranks.virtual import Virtual, virtual
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, group_by_layout, plan_leaves
 from fzero.state.send import Feed
-from fzero.state.sources import Source, source_of
+from fzero.state.sources import Source, fingerprint, source_of
 from fzero.values.functions import is_sharded
+from fzero.values.origin import UNKNOWN, Origin
 from fzero.values.sharded import Sharded
 
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
@@ -90,9 +91,18 @@ def partition(
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
+            values[i].origin = _origin_of(sources[i], values[i], feed)
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+
+
+def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
+    """The origin of a leaf, by which ranks notice at the next step that they were given other values."""
+    if not isinstance(value.on, Live) or value.local.is_meta:
+        return UNKNOWN
+    # the other ranks do not have the values of the source rank: they know the call that sent them
+    return Origin(0, fingerprint(source) if feed is None else value.on.members.agreements)
 
 
 @dataclass
@@ -139,7 +149,7 @@ def _make_feed(
     if source_rank is None or not isinstance(on, Live):
         return None
     lines = [f"leaf {a.path}: {list(a.shape)} {a.dtype}, as {b.dtype}" for a, b in zip(sources, targets)]
-    agree(on.members, digest(lines), lines)
+    agree(on.members, digest(lines), lambda: lines, what="agreement before partition")
     return Feed(on, source_rank)
 
 

@@ -45,14 +45,15 @@ class _Exchange(NamedTuple):
 class SameHost(PointToPoint):
     """Gathers and means have the bits of `PointToPoint`. Other reductions up to `LARGE` are in rank order too.
 
-    If there are cores to spare, a thread reads, in the order in which collectives were started. Otherwise `wait` reads.
+    If all ranks have cores to spare, a thread reads, in the order in which collectives were started. Otherwise `wait`
+    reads.
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Members, board: Board) -> None:
         super().__init__(group, members.timeout)
         self.board = board
         members.at_failure.append(board.fail)
-        self._reader = Worker("fzero reads other ranks' memory") if _are_cores_spare(self.world) else None
+        self._reader = Worker("fzero reads other ranks' memory") if board.reads_on_thread else None
         self._number = 0
         self._open: dict[int, _Exchange] = {}  # tensors that others may still read, in order
         self._last: _Exchange | None = None  # an all-gather that this rank has done, and others may not have
@@ -176,6 +177,6 @@ class SameHost(PointToPoint):
         del self._open[exchange.number]
 
 
-def _are_cores_spare(world: int) -> bool:
+def are_cores_spare(world: int) -> bool:
     """Whether this host has more cores than `world` ranks have threads."""
     return len(os.sched_getaffinity(0)) > world * torch.get_num_threads()

@@ -65,7 +65,7 @@ def save_safetensors(
 class _Announcement(NamedTuple):
     """The words of a rank to the other ranks before they write."""
 
-    digest: str  # of the header
+    digest: str  # of the header, and of where the state came from
     temporary: str  # the name of the file that the first rank made; "" from the others
 
 
@@ -123,7 +123,8 @@ class _Save:
             self.temporary = f".{self.target.name}.{secrets.token_hex(4)}.tmp"
             with open(self.target.with_name(self.temporary), "xb") as file:
                 file.truncate(len(self.head) + header.nbytes)
-        return _Announcement(hashlib.sha256(self.head).hexdigest(), self.temporary)
+        origins = "".join(f"{leaf.origin}\n" for leaf in self.leaves if isinstance(leaf, Sharded))
+        return _Announcement(hashlib.sha256(self.head + origins.encode()).hexdigest(), self.temporary)
 
     def _plan(self) -> Header:
         """The header of the file. Sets `self.pieces`."""
@@ -147,7 +148,7 @@ class _Save:
         digests = len({digest for digest, _ in announcements})
         if digests > 1:
             ranks = len(announcements)
-            problem = f"{ranks} ranks save {digests} different trees: of other leaves, shapes, dtypes or metadata"
+            problem = f"{ranks} ranks save {digests} different trees: other leaves, shapes, dtypes, metadata or steps"
             raise FzeroError(str(self.target), problem, "give save_safetensors the same tree on every rank")
         self.temporary = next(name for _, name in announcements if name)
 
