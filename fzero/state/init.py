@@ -71,13 +71,14 @@ class Initial:
 
     def fingerprint(self) -> bytes:
         """Some values, drawn for this purpose alone: drawing a chunk takes too long."""
-        values = self._draw(number=-1, numel=min(PROBE, self.shape.numel()))
+        values = self._draw_elements(min(PROBE, self.shape.numel()), number=-1)
         return repr((self.seed, values.tolist())).encode()
 
-    def _draw(self, number: int, numel: int | None = None) -> Tensor:
-        """[numel] chunk `number`; by default DRAWN_TOGETHER elements, in the last chunk fewer."""
-        if numel is None:
-            numel = min(DRAWN_TOGETHER, self.shape.numel() - number * DRAWN_TOGETHER)
+    def _draw(self, number: int) -> Tensor:
+        """[at most DRAWN_TOGETHER] chunk `number`; the last chunk is shorter."""
+        return self._draw_elements(min(DRAWN_TOGETHER, self.shape.numel() - number * DRAWN_TOGETHER), number)
+
+    def _draw_elements(self, numel: int, number: int) -> Tensor:
         values = torch.empty(numel, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(fold(self.seed, self.path, number))
         try:

@@ -21,7 +21,7 @@ from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
 from fzero.layout.boxes import boxes
 
-SAMPLE = 256
+SAMPLE = 64
 """Elements by which ranks compare values that they read."""
 
 

@@ -5,7 +5,7 @@ Exchanges are numbered from 1, in the order in which ranks start them, which is 
 a slot of the table, with three entries:
 
     posted      the number of the exchange, written once `where` is right
-    where       the address of an array with the addresses of the tensors that the rank sends
+    where       the address of an array that says what tensors the rank sends (`describe`)
     done        the number of the exchange, written once the rank has read what all others send
 """
 
@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from fzero.ranks.processes import Process, this_process
 from fzero.ranks.transports.process_memory import EndedError, read
@@ -54,21 +55,29 @@ class Board:
         # decided by all ranks: a rank that reads on a thread waits for others in the order in which exchanges started
         self.reads_on_thread = all(each.has_spare_cores for each in ranks)
 
-    def post(self, number: int, addresses: Any) -> None:
-        """Post the addresses of the tensors that this rank sends: an array of int64 that must outlive the exchange."""
+    def post(self, number: int, words: Any) -> None:
+        """Post what this rank sends: `words` are those of `describe`, which must outlive the exchange."""
         slot = number % SLOTS
         with self._lock:  # a lock orders the two writes on processors that may reorder them; no thread waits for it
-            self._table[WHERE + slot] = ctypes.addressof(addresses)
+            self._table[WHERE + slot] = ctypes.addressof(words)
         with self._lock:
             self._table[POSTED + slot] = number
 
-    def read_addresses(self, rank: int, number: int, count: int) -> list[int]:
-        """Wait until `rank` has posted the exchange, and read the `count` addresses that it posted."""
+    def read_addresses(self, rank: int, number: int, words: Any) -> list[int]:
+        """Wait until `rank` has posted the exchange, and read the addresses of its tensors: as many tensors, of as many
+        bytes, as in the `words` of this rank.
+
+        Raises:
+            RuntimeError: when the rank sends other tensors.
+        """
         self._wait_for(rank, POSTED, number)
-        found = (ctypes.c_int64 * count)()
-        where = self._entry(rank, WHERE + number % SLOTS)
+        found = type(words)()
+        where, sizes = self._entry(rank, WHERE + number % SLOTS), 1 + words[0]
         read(self._ranks[rank][0], where, ctypes.addressof(found), ctypes.sizeof(found))
-        return list(found)
+        if found[:sizes] != words[:sizes]:
+            problem = f"sends {found[0]} tensors of {found[1:sizes]} bytes, not {words[0]} of {words[1:sizes]}"
+            raise RuntimeError(f"rank {rank} of the group {problem}")
+        return found[sizes:]
 
     def read(self, rank: int, address: int, target: int, nbytes: int) -> None:
         """Copy bytes from an address in the memory of `rank` to the address `target` in this process."""
@@ -103,6 +112,12 @@ class Board:
         (process, table), found = self._ranks[rank], ctypes.c_int64()
         read(process, table + index * 8, ctypes.addressof(found), 8)
         return found.value
+
+
+def describe(sent: Sequence[Tensor]) -> Any:
+    """What a rank posts, as int64: how many tensors are sent, the bytes of each, the address of each."""
+    words = [len(sent), *[x.nbytes for x in sent], *[x.data_ptr() for x in sent]]
+    return (ctypes.c_int64 * len(words))(*words)
 
 
 def share_board(group: dist.ProcessGroup, timeout: timedelta, has_spare_cores: bool) -> Board | None:
