@@ -99,7 +99,7 @@ class Live:
         agree(self.members, digest(lines), lambda: lines, what=f"agreement before {what}")
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        self.agree(f"all_gather of {layout.leaves[leaf].path}: {x.dtype} of {layout}")
+        self.agree(f"all_gather of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")
         return self.gather_agreed(x, layout, leaf)
 
     def gather_agreed(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
@@ -111,7 +111,7 @@ class Live:
         return full.clone() if layout.world == 1 else full  # one rank gathers a view of its slice
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        self.agree(f"reduce_scatter of {layout.leaves[leaf].path}: {x.dtype} of {layout}")
+        self.agree(f"reduce_scatter of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")
         along = wire(layout, (leaf,))
         return buffers.slice_of(complete(average_leaves([x], along), None, self.begin), along, self.rank, 0)
 
@@ -131,6 +131,12 @@ class Live:
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return torch.full((), self.along(axis), device=device)  # not torch.tensor, which a CUDA graph cannot capture
+
+
+def describe_leaf(layout: Layout, leaf: int, dtype: torch.dtype) -> str:
+    """What ranks have to know alike of a leaf to communicate about the leaf."""
+    at, shape = layout.leaf_ranges[leaf], list(layout.leaves[leaf].shape)
+    return f"{dtype} {shape}, [{at.start}:{at.stop}] of bucket {layout.bucket!r} with {layout.shard} elements a rank"
 
 
 def live(mesh: Any) -> Live:

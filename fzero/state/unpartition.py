@@ -14,7 +14,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
-from fzero.ranks.live import Live
+from fzero.ranks.live import Live, describe_leaf
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, fingerprint
@@ -44,7 +44,7 @@ def _agree(what: str, params: tree.Tree) -> None:
 
 def _lines(leaf: Sharded) -> list[str]:
     """What is the same on all ranks about a leaf."""
-    held = f"{leaf.dtype} {list(leaf.shape)}, leaf {leaf.index} of {leaf.form.layout}"
+    held = describe_leaf(leaf.form.layout, leaf.index, leaf.dtype)
     return [f"leaf {leaf.path}: {held}", f"state {leaf.path}: made {leaf.origin}"]
 
 
