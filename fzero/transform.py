@@ -118,7 +118,7 @@ class _Lines:
         made = follow(origins, members.agreements)  # so that a call's state differs from that of an equal call before
 
         def lines() -> list[str]:
-            return [*self._lines, *self._constant_lines, *_state_lines(self._state, origins)]
+            return [*self._lines, *self._constant_lines, *_list_origins(self._state, origins)]
 
         return agree(members, (self._number ^ made.number) & MASK, lines, vote=vote), made
 
@@ -201,7 +201,7 @@ class Step:
             raise
 
 
-def _state_lines(state: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> list[str]:
+def _list_origins(state: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> list[str]:
     """The origin of each argument that is state, one line each."""
     return [f"state {path}: made {origin}" for (_, path), origin in zip(state, origins)]
 

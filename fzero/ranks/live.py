@@ -155,7 +155,7 @@ def live(mesh: Any) -> Live:
     groups = tuple(mesh.get_group(axis) for axis in shape.names)
     key = shape, groups, mesh.device_type, tuple(mesh.mesh.flatten().tolist())
     if key not in _lives:
-        _forget_destroyed()
+        _purge_lives()
         _lives[key] = Live(*key)
     return _lives[key]
 
@@ -164,7 +164,7 @@ _lives: dict[tuple[VirtualMesh, tuple[dist.ProcessGroup, ...], str, tuple[int, .
 """A mesh has one `Live` as long as its process groups exist: values compare the `Live` by identity."""
 
 
-def _forget_destroyed() -> None:
+def _purge_lives() -> None:
     """Free the connections and threads of each mesh whose process groups the user has destroyed."""
     for key in [key for key in _lives if not all(map(_exists, key[1]))]:
         _lives.pop(key).members.close()

@@ -39,10 +39,10 @@ def _agree(what: str, params: tree.Tree) -> None:
     leaves = [leaf for leaf in tree.leaves(params) if is_sharded(leaf)]
     for on in dict.fromkeys(leaf.on for leaf in leaves):
         if isinstance(on, Live):
-            on.agree(what, [line for leaf in leaves if leaf.on is on for line in _lines(leaf)])
+            on.agree(what, [line for leaf in leaves if leaf.on is on for line in _describe(leaf)])
 
 
-def _lines(leaf: Sharded) -> list[str]:
+def _describe(leaf: Sharded) -> list[str]:
     """What is the same on all ranks about a leaf."""
     held = describe_leaf(leaf.form.layout, leaf.index, leaf.dtype)
     return [f"leaf {leaf.path}: {held}", f"state {leaf.path}: made {leaf.origin}"]

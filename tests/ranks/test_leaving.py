@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import optim
 from fzero.ranks.live import live
-from fzero.ranks.transports import Transport
+from fzero.ranks.transports import SameHost, Transport
+from fzero.ranks.transports.worker import Worker
 
 AT_ONCE = 8.0
 """Seconds: FAREWELL, and room for a busy machine."""
@@ -86,6 +87,24 @@ def test_the_others_are_told_at_once(said: str, transport: Callable[[DeviceMesh]
         assert ends.first.kind == "FzeroError" and ends.first.seconds < AT_ONCE, ends
         assert ends.first.message.startswith(f"{what}: rank 1 left a step by {said}; mend it there")
         assert ends.then.message == ends.first.message and ends.then.seconds < 1
+
+
+def all_leave(mesh: DeviceMesh) -> Ends:
+    """Each rank raises an error of its own, in the same collective."""
+    job = Job(mesh)
+    job.step()
+
+    def act() -> None:
+        raise ValueError(f"on {job.rank}")
+
+    job.before("all_gather of layers.1", {0: act, 1: act})
+    return Ends(caught(job.step), caught(job.step))
+
+
+def test_all_ranks_may_leave() -> None:
+    for rank, ends in enumerate(run(2, all_leave)):
+        assert (ends.first.kind, ends.first.message) == ("ValueError", f"on {rank}") and ends.first.seconds < AT_ONCE
+        assert ends.then.message.startswith(f"a step: this rank left it by ValueError: on {rank}; ")
 
 
 def leaving_the_agreement(mesh: DeviceMesh) -> Refusal:
@@ -227,11 +246,19 @@ def interrupts(delay: float, kind: type[BaseException]) -> Iterator[Callable[[],
         signal.signal(signal.SIGALRM, before)
 
 
+def reading(mesh: DeviceMesh) -> Transport:
+    """A transport that reads on a thread."""
+    transport = live(mesh).transports["fsdp"]
+    if isinstance(transport, SameHost):
+        transport._reader = Worker("reader")
+    return transport
+
+
 def interrupted(mesh: DeviceMesh, seed: int) -> Ran:
     """Steps that go on after an interrupt, with the state that the rank has."""
-    live(mesh).transports["fsdp"] = TRANSPORTS[seed % 3](mesh)
+    live(mesh).transports["fsdp"] = (*TRANSPORTS, reading)[seed % 4](mesh)
     draw, optimizer = random.Random(seed), optim.adamw(0.1)
-    params, step = fzero.partition(layers(), mesh), fzero.shard(training(optimizer), mesh, donate=seed % 2 == 0)
+    params, step = fzero.partition(layers(), mesh), fzero.shard(training(optimizer), mesh, donate=seed % 8 < 4)
     batch, losses, error = torch.ones(2, 5), dict[int, float](), ""
     step(fzero.partition(layers(), mesh), optimizer.init(params), batch)  # traces; the state that it makes is not used
     held, is_over = (params, optimizer.init(params), torch.zeros(()), 0), False
@@ -245,6 +272,8 @@ def interrupted(mesh: DeviceMesh, seed: int) -> Ran:
                     losses[held[3]] = float(held[2])
                 is_over = True
             except fzero.FzeroError as caught:
+                if "could not make the step" in str(caught):
+                    continue  # no rank has begun: all ranks may take the step again
                 error, is_over = str(caught), True
             except (KeyboardInterrupt, SystemExit, ValueError):
                 pass  # and once more

@@ -125,7 +125,7 @@ class _Save:
         if self.is_first:
             if self.target.is_dir():
                 raise FzeroError(str(self.target), "is a directory", "give the path of a file")
-            _remove_abandoned(self.target.parent)
+            _remove_leftovers(self.target.parent)
             self.temporary = f".{self.target.name}.{secrets.token_hex(4)}{TEMPORARY}"
             self.lock = open(self.target.with_name(self.temporary), "xb")  # noqa: SIM115  `clean` closes it
             _lock(self.lock)
@@ -282,7 +282,7 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
-def _remove_abandoned(directory: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Remove files that a killed save left in a directory. A save that goes on holds a lock of its file."""
     for path in directory.glob(f".*{TEMPORARY}"):
         with suppress(OSError), open(path, "rb") as file:
