@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.base import tree
+from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.layout.chunks import chunks
@@ -114,7 +114,7 @@ def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
 
 def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
     """A leaf as a new whole tensor, on every rank or on `rank` alone."""
-    if not isinstance(leaf.on, Live):
+    if not isinstance(leaf.on, Live) or torch_private.depth():  # under torch.func a slice has no memory of its own
         full = leaf.full_tensor()
         return full if leaf.on.is_tracing else freeze(full.detach(), leaf)
     if rank is None:

@@ -93,6 +93,18 @@ def another_sum(given: Any, mesh: DeviceMesh) -> Any:
     return w.amax() if is_odd() else w.sum()
 
 
+def another_source(given: Any, mesh: DeviceMesh) -> Any:
+    return fzero.partition(full(), mesh, source_rank=dist.get_rank())
+
+
+def another_chunk_of_one_source(given: Any, mesh: DeviceMesh) -> Any:
+    return fzero.partition(full(), mesh, source_rank=0, chunk=32 if is_odd() else 16)
+
+
+def another_layout_of_one_source(given: Any, mesh: DeviceMesh) -> Any:
+    return fzero.partition(full(), mesh, source_rank=0, persist=5 if is_odd() else 0)
+
+
 def a_step_and_a_gather(given: Any, mesh: DeviceMesh) -> Any:
     return fzero.shard(descend, mesh, donate=False)(given, X) if is_odd() else fzero.unpartition(given)
 
@@ -108,6 +120,9 @@ FAULTS = {
     the_end_of_an_iteration: "'collective iter_full of layers.0.w'",
     another_full_tensor: "collective all_gather of layers.0.w: ",
     another_sum: "collective all_reduce over fsdp: ",
+    another_source: "'collective partition from rank 0, ",
+    another_chunk_of_one_source: "'collective partition from rank 0, 16 bytes at a time'",
+    another_layout_of_one_source: "leaf layers.0.b: ranks give different leaves",
     a_step_and_a_gather: "'collective unpartition'",
 }
 
