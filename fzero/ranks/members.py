@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import group_timeouts
 from fzero.ranks.failure import LEFT, RESTART, call_roll, format_seconds, hang_up, name_ranks, roll_error
-from fzero.ranks.processes import has_ended, this_process
+from fzero.ranks.processes import Process, has_ended, this_process
 
 PATIENCE = timedelta(seconds=30)
 """How long a roll call goes on after torch's timeout, or again torch's timeout where that is shorter: another rank may
@@ -60,15 +60,13 @@ class Members:
         self._made: list[dist.ProcessGroup] = []
         self.at_failure: list[Callable[[], None]] = []
         self.agreements = 0
-        self._processes: list[Any] = []
+        self._processes: list[Process | None] = []
         if len(ranks) > 1:
             usable = [group for group in groups if _is_host_group(group, len(ranks), self.timeout)]
             self.group = usable[0] if usable else self._new_group()
             # the roll call has a group of its own: hanging up closes the connections of all others
             self._groups, self._roll = [*groups, self.group], self._new_group()
-            self._processes = [None] * len(ranks)
-            with self.begin("the first word of ranks to each other"):
-                dist.all_gather_object(self._processes, this_process(), group=self.group)
+            self._processes = self._meet()
 
     def new_twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Make another process group of a group's ranks, on the group's backend. All ranks of the group call together.
@@ -112,6 +110,13 @@ class Members:
             except RuntimeError:
                 if work.is_completed() or time.monotonic() > deadline or self._find_ended():
                     raise
+
+    def _meet(self) -> list[Process | None]:
+        """The process of each rank, None for one that this process cannot see."""
+        found: list[Any] = [None] * len(self.ranks)
+        with self.begin("the first word of ranks to each other"):
+            dist.all_gather_object(found, this_process(), group=self.group)
+        return [None if has_ended(process) else process for process in found]
 
     def _find_ended(self) -> list[int]:
         """The ranks whose processes have ended, as far as this host can tell."""

@@ -25,19 +25,19 @@ def this_process() -> Process:
     """The process of this rank."""
     start = ""
     with suppress(OSError):  # a system without /proc has no place either
-        _, start = _read_status(os.getpid())
+        start, _ = _read_status(os.getpid())
     return Process(_place(), os.getpid(), start)
 
 
 def has_ended(process: Process) -> bool:
-    """Whether a process of this place has ended, or is a zombie. False for a process of another place."""
+    """Whether a process of this place has ended, or is about to. False for a process of another place."""
     if process.place != _place():
         return False
     try:
-        state, start = _read_status(process.number)
+        start, nbytes = _read_status(process.number)
     except OSError:
         return True
-    return state in "ZX" or start != process.start
+    return start != process.start or nbytes == 0
 
 
 def _place() -> tuple[str, ...]:
@@ -47,8 +47,9 @@ def _place() -> tuple[str, ...]:
     return (secrets.token_hex(UNIQUE),)
 
 
-def _read_status(number: int) -> tuple[str, str]:
-    """State and start time of a process. A name in parentheses, which may have spaces, precedes them."""
+def _read_status(number: int) -> tuple[str, int]:
+    """The start time of a process, and the bytes of its address space. A process that ends frees its memory first, and
+    is without any until its parent has noticed."""
     with open(f"/proc/{number}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return fields[0], fields[19]
+        fields = file.read().rpartition(")")[2].split()  # behind its name, which may have spaces
+    return fields[19], int(fields[20])

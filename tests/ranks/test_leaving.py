@@ -31,8 +31,8 @@ from fzero.ranks.live import live
 from fzero.ranks.transports import SameHost, Transport
 from fzero.ranks.transports.worker import Worker
 
-AT_ONCE = 8.0
-"""Seconds: FAREWELL, and room for a busy machine."""
+AT_ONCE = 20.0
+"""Seconds: FAREWELL, and room for a busy machine. A rank that is not told waits three times as long."""
 
 
 class Ends(NamedTuple):
@@ -81,12 +81,12 @@ def test_the_others_are_told_at_once(said: str, transport: Callable[[DeviceMesh]
     what = "reduce_scatter of layers.1"
     stayed, left, third = run(3, partial(leaving, what, ERRORS[said], transport))
     assert left.first.kind == type(ERRORS[said]).__name__ and left.first.seconds < AT_ONCE
-    assert left.then.kind == "FzeroError" and left.then.seconds < 1
+    assert left.then.kind == "FzeroError" and left.then.seconds < 5
     assert left.then.message.startswith(f"a step: this rank left it by {said}; ")
     for ends in (stayed, third):
         assert ends.first.kind == "FzeroError" and ends.first.seconds < AT_ONCE, ends
         assert ends.first.message.startswith(f"{what}: rank 1 left a step by {said}; mend it there")
-        assert ends.then.message == ends.first.message and ends.then.seconds < 1
+        assert ends.then.message == ends.first.message and ends.then.seconds < 5
 
 
 def all_leave(mesh: DeviceMesh) -> Ends:
@@ -258,12 +258,15 @@ def interrupted(mesh: DeviceMesh, seed: int) -> Ran:
     """Steps that go on after an interrupt, with the state that the rank has."""
     live(mesh).transports["fsdp"] = (*TRANSPORTS, reading)[seed % 4](mesh)
     draw, optimizer = random.Random(seed), optim.adamw(0.1)
-    params, step = fzero.partition(layers(), mesh), fzero.shard(training(optimizer), mesh, donate=seed % 8 < 4)
+    params, step = fzero.partition(layers(2), mesh), fzero.shard(training(optimizer), mesh, donate=seed % 8 < 4)
     batch, losses, error = torch.ones(2, 5), dict[int, float](), ""
-    step(fzero.partition(layers(), mesh), optimizer.init(params), batch)  # traces; the state that it makes is not used
+    for _ in range(2):  # the first call traces; the state that they make is not used
+        start = time.monotonic()
+        step(fzero.partition(layers(2), mesh), optimizer.init(params), batch)
+        seconds = time.monotonic() - start
     held, is_over = (params, optimizer.init(params), torch.zeros(()), 0), False
     is_victim = dist.get_rank() == draw.randrange(2)
-    delay, kind = draw.uniform(0.0001, 0.03), draw.choice([KeyboardInterrupt, SystemExit, ValueError])
+    delay, kind = COUNT * seconds * draw.uniform(0.01, 0.7), draw.choice([KeyboardInterrupt, SystemExit, ValueError])
     with interrupts(delay if is_victim else 60, kind) as has_struck:
         while not is_over:
             try:
@@ -291,7 +294,7 @@ def interrupted_again_and_again(mesh: DeviceMesh) -> list[Ran]:
 def trained_alone() -> dict[int, float]:
     """The losses of the unsharded steps."""
     optimizer = optim.adamw(0.1)
-    params, batch, losses = layers(), torch.ones(2, 5), dict[int, float]()
+    params, batch, losses = layers(2), torch.ones(2, 5), dict[int, float]()
     state, step = optimizer.init(params), training(optimizer)
     for number in range(1, COUNT + 1):
         params, state, loss = step(params, state, batch)
@@ -307,5 +310,5 @@ def test_a_step_after_an_interrupt_is_right_or_named() -> None:
             assert ran.losses == pytest.approx({i: right[i] for i in ran.losses}, rel=1e-5), (seed, rank, ran)
             assert ran.error or COUNT in ran.losses or ran.was_interrupted, (seed, rank, ran)
             assert not ran.error or "; " in ran.error, (seed, rank, ran)
-    assert sum(ran.was_interrupted for ran in (*first, *second)) > SEEDS // 2
+    assert sum(ran.was_interrupted for ran in (*first, *second)) > SEEDS // 3
     assert sum(bool(ran.error) for ran in first) > 5
