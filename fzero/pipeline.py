@@ -28,6 +28,7 @@ from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.trace import trace
 from fzero.tracing.watches import Watch, describe_value, find_watches, watch_elements
+from fzero.values.origin import UNKNOWN, Origin
 from fzero.values.sharded import Form, Sharded
 
 Performer = Live | Virtual
@@ -136,13 +137,13 @@ class Returned:
         self._added = [state.path for state in program.pass_state]
         self._given, self._equal, self._copied = _find_aliases(program)
 
-    def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = ()) -> Any:
-        """The value of a step that was called with the tensors and the state `given`."""
+    def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = (), origin: Origin = UNKNOWN) -> Any:
+        """The value of a step that was called with the tensors and the state `given`. `origin` is that of new state."""
         leaves: list[Any] = list(outputs)
         for i in self._copied:
             leaves[i] = leaves[i].clone()
         for i, form in self._state:
-            leaves[i] = Sharded.of_form(leaves[i], form)
+            leaves[i] = Sharded.of_form(leaves[i], form, origin)
         for i, argument in self._given.items() if given else ():
             leaves[i] = given[argument]
         for i, first in self._equal.items():

@@ -27,8 +27,10 @@ from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
+from fzero.values.origin import Origin, follow
 from fzero.values.sharded import Sharded
 
+MASK = 2**62 - 1  # of the numbers that ranks compare
 Mode = bool | Literal["graph"]
 
 
@@ -103,14 +105,22 @@ class _Lines:
         self._lines, self._digest = [*lines, *program.lines()], digest([*lines, *program.lines()])
         self._versions: list[int] | None = None
         self._constant_lines: list[str] = []
+        self._state = [(i, given.path) for i, given in enumerate(program.arguments) if given.bucket is not None]
 
-    def agree(self, members: Members, vote: bool = False) -> bool:
-        """`agree` of `fzero.ranks.agreement` on the present lines."""
+    def agree(self, members: Members, values: Sequence[Any], vote: bool = False) -> tuple[bool, Origin]:
+        """`agree` of `fzero.ranks.agreement` on the present lines and on the origins of the state among `values`. Also
+        returns the origin of the state that the program makes of these."""
         versions = [version_of(x) for x in self._program.constants.values()]
         if versions != self._versions or -1 in versions:  # an inference tensor does not count its changes
             self._versions, self._constant_lines = versions, self._program.constant_lines()
             self._number = digest([str(self._digest), *self._constant_lines])
-        return agree(members, self._number, [*self._lines, *self._constant_lines], vote=vote)
+        origins = [values[i].origin for i, _ in self._state]
+        made = follow(origins, members.agreements)  # so that a call's state differs from that of an equal call before
+
+        def lines() -> list[str]:
+            return [*self._lines, *self._constant_lines, *_list_origins(self._state, origins)]
+
+        return agree(members, (self._number ^ made.number) & MASK, lines, vote=vote), made
 
 
 class Step:
@@ -141,12 +151,19 @@ class Step:
         compiled, values, tensors = self._prepare(args, pass_state)
         graph = compiled.run if isinstance(compiled.run, Captured) else None
         moved = graph is not None and graph.is_elsewhere(tensors)
-        moved = compiled.lines.agree(self._on.members, vote=moved)
-        if graph is not None:
-            graph.prepare(tensors, as_it_is=moved)
-        for i in compiled.donated:
-            values[i].give_up()
-        return compiled.returned(compiled.run(tensors), values)
+        has_begun = False
+        try:
+            moved, origin = compiled.lines.agree(self._on.members, values, vote=moved)
+            has_begun = True
+            if graph is not None:
+                graph.prepare(tensors, as_it_is=moved)
+            for i in compiled.donated:
+                values[i].give_up()
+            return compiled.returned(compiled.run(tensors), values, origin)
+        except BaseException as error:
+            if has_begun or not isinstance(error, FzeroError):  # ranks that disagree raise alike
+                self._on.members.leave("a step", error)
+            raise
 
     def calibrate(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Rates:
         """Measure how fast the ranks compute and communicate, and schedule the step by that from its next call on.
@@ -159,8 +176,8 @@ class Step:
         Raises:
             FzeroError: as the step does.
         """
-        compiled, _, tensors = self._prepare(args, pass_state)
-        compiled.lines.agree(self._on.members)
+        compiled, values, tensors = self._prepare(args, pass_state)
+        compiled.lines.agree(self._on.members, values)
         rates = calibrate(self._on, compiled.program, tensors)
         self._pipeline.reschedule(rates)
         return rates
@@ -180,8 +197,13 @@ class Step:
                 values += order_pass_state(compiled.program, pass_state, self._on)
             return compiled, values, _copy_aliases(values, compiled.donated)
         except Exception as error:
-            agree(self._on.members, 0, [], error)
+            agree(self._on.members, 0, list, error)
             raise
+
+
+def _list_origins(state: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> list[str]:
+    """The origin of each argument that is state, one line each."""
+    return [f"state {path}: made {origin}" for (_, path), origin in zip(state, origins)]
 
 
 def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from fzero.base.errors import FzeroError
 
@@ -27,16 +27,16 @@ class VirtualMesh:
     """Named axis sizes: `VirtualMesh(replica=2, fsdp=4)`. Two meshes of equal names and sizes are equal.
 
     Raises:
-        FzeroError: for no axis at all, or a size below 1.
+        FzeroError: for no axis at all, or a size that is no whole number from 1 on.
     """
 
     def __init__(self, **sizes: int) -> None:
         for name, size in sizes.items():
-            if size < 1:
-                raise FzeroError(f"mesh axis {name}", f"has size {size}", "a size is at least 1")
+            if not isinstance(size, SupportsIndex) or size.__index__() < 1:
+                raise FzeroError(f"mesh axis {name}", f"has size {size!r}", "a size is at least 1, a whole number")
         if not sizes:
             raise FzeroError("mesh", "has no axes", "name one, as in VirtualMesh(fsdp=8)")
-        self.sizes = dict(sizes)
+        self.sizes = {name: size.__index__() for name, size in sizes.items()}
 
     @property
     def names(self) -> tuple[str, ...]:

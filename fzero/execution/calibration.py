@@ -36,7 +36,7 @@ def calibrate(on: Live, program: Program, tensors: Sequence[Tensor]) -> Rates:
 
     Runs the program twice, on copies of the donated arguments.
     """
-    align = partial(agree, on.members, 0, [])
+    align = partial(agree, on.members, 0, list)
     for _ in range(2):  # the first run allocates memory and opens connections, so its seconds are dropped
         seconds = time_nodes(program, on, _copy_arguments(program, tensors), align)
     return average_rates(fit_rates(program, seconds), on.all_reduce, program.mesh.names, on.device)

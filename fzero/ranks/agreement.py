@@ -1,103 +1,231 @@
-"""Agreement: before a step communicates, its ranks make sure that all of them are about to run the same program."""
+"""Agreement: before ranks communicate, they make sure that all of them are about to do the same.
+
+    each rank has     a number: a hash of lines that describe what the rank is about to do
+    ranks compare     the largest and the smallest number, in one all-reduce
+    if these differ   ranks search for the first line that differs, by halves, and tell each other this line alone
+
+A disagreement costs a rank some kilobytes: log2 of the lines all-reduces of two numbers, two numbers of each rank, and
+the texts of at most `SHOWN` ranks.
+
+`compare` is a generator: it yields what it asks all ranks for, and is sent the answer. So one description serves a live
+rank, which `agree` runs, and members without processes, whose answers `join` computes.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fzero.base.errors import FzeroError
-from fzero.ranks.failure import group_by_word, name_ranks
+from fzero.ranks.failure import name_ranks
 from fzero.ranks.members import Members
 
 WIDTH = 240  # characters of a line, or of an error, that a message shows
 SHOWN = 4  # different lines that a message shows
+LONGEST = 1 << 16  # bytes of a line that a rank tells others
+BEFORE = "agreement before a step"
+
+Lines = Callable[[], Sequence[str]]
+"""A function that returns the lines of a rank: they are needed only where ranks disagree."""
 
 
-class Report(NamedTuple):
-    """What a rank tells the others: the lines that describe its step, and the error that it failed with, "" if none."""
+class Largest(NamedTuple):
+    """Numbers of each member -> the largest at each position."""
 
-    error: str
-    lines: list[str]
+    numbers: tuple[int, ...]
+
+    def run(self, members: Members) -> list[int]:
+        x = torch.tensor(self.numbers, device="cpu")
+        members.wait(dist.all_reduce(x, dist.ReduceOp.MAX, group=members.group, async_op=True))
+        return x.tolist()
+
+    @staticmethod
+    def join(row: Sequence[Largest]) -> list[int]:
+        return [max(column) for column in zip(*(each.numbers for each in row))]
+
+
+class Everyone(NamedTuple):
+    """Numbers of each member -> those of all members, in their order."""
+
+    numbers: tuple[int, ...]
+
+    def run(self, members: Members) -> list[list[int]]:
+        mine = torch.tensor(self.numbers, device="cpu")
+        every = [torch.empty_like(mine) for _ in members.ranks]
+        members.wait(dist.all_gather(every, mine, group=members.group, async_op=True))
+        return [x.tolist() for x in every]
+
+    @staticmethod
+    def join(row: Sequence[Everyone]) -> list[list[int]]:
+        return [list(each.numbers) for each in row]
+
+
+class Text(NamedTuple):
+    """The text of one member, of `nbytes` bytes -> that text. The texts of others do not count."""
+
+    text: bytes
+    member: int
+    nbytes: int
+
+    def run(self, members: Members) -> bytes:
+        x = torch.tensor(list(self.text[: self.nbytes].ljust(self.nbytes)), dtype=torch.uint8, device="cpu")
+        members.wait(dist.broadcast(x, group=members.group, group_src=self.member, async_op=True))
+        return bytes(x.tolist())
+
+    @staticmethod
+    def join(row: Sequence[Text]) -> bytes:
+        return row[row[0].member].text
+
+
+Question = Largest | Everyone | Text
+
+
+class Word(NamedTuple):
+    """What one or more members say: a line, or their error."""
+
+    members: list[int]
+    text: str
+
+
+class Difference(NamedTuple):
+    """Why members cannot go on: `words` of members that say different things. Where some failed, their errors alone."""
+
+    words: list[Word]
+    is_error: bool
+    more: int  # words beyond `SHOWN`
 
 
 def digest(lines: Sequence[str]) -> int:
     """Hash lines to a 62-bit number, the same in every process."""
-    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
+    return _number(hashlib.sha256("\n".join(lines).encode()))
+
+
+def _number(hashed: Any) -> int:
+    return int.from_bytes(hashed.digest()[:8], "big") >> 2
 
 
 def agree(
-    members: Members, number: int, lines: Sequence[str], error: BaseException | None = None, vote: bool = False
+    members: Members,
+    number: int,
+    lines: Lines,
+    error: BaseException | None = None,
+    vote: bool = False,
+    what: str = BEFORE,
 ) -> bool:
     """Return once all ranks of `members` have called with one `number`. The result says whether any rank gave a `vote`.
 
-    Costs one all-reduce of 24 bytes. `lines` describe what `number` stands for; ranks exchange lines only if their
-    numbers differ.
+    Costs one all-reduce of 24 bytes. `lines` describe what `number` stands for. Errors call the agreement `what`.
 
     Raises:
-        FzeroError: on every rank, with the first line that differs and its ranks, when numbers differ; on all ranks
-            without an `error` when some ranks give the `error` that they failed with, which those ranks raise; on the
-            remaining ranks when a rank does not take part within torch's timeout.
+        FzeroError: on every rank, with the first line that differs and its ranks, when numbers differ; on all
+            ranks without an `error` when some ranks give the `error` that they failed with, which those ranks raise; on
+            the remaining ranks when a rank does not take part within torch's timeout.
     """
-    found = _exchange(members, number, lines, error, vote)
+    found: Any = vote
+    if members.group is not None:
+        members.agreements += 1
+        steps, answer = compare(number, lines, error, vote), None
+        with members.begin(what):
+            try:
+                while True:
+                    answer = steps.send(answer).run(members)
+            except StopIteration as end:
+                found = end.value
     if error is not None:
         raise error
     if isinstance(found, bool):
         return found
-    raise _disagreement(dict(zip(members.ranks, found)))
+    raise _disagreement(found, members.ranks)
 
 
-def _exchange(
-    members: Members, number: int, lines: Sequence[str], error: BaseException | None, vote: bool
-) -> list[Report] | bool:
-    """Whether any rank gave a vote, if all numbers are equal and no rank has an error. Otherwise each rank's report."""
-    if members.group is None:
-        return vote
+def compare(
+    number: int, lines: Lines, error: BaseException | None = None, vote: bool = False
+) -> Generator[Question, Any, bool | Difference]:
+    """Whether any member gave a vote, if all numbers are equal and no member has an error. Otherwise the difference."""
     mine = -1 if error is not None else number
-    ends = torch.tensor([mine, -mine, int(vote)], device="cpu")  # one MAX gives the largest and the smallest number
-    reports: list[Any] = [None] * len(members.ranks)
-    with members.begin("agreement before a step"):
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=members.group)
-        if int(ends[0]) == -int(ends[1]) != -1:
-            return bool(ends[2])
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(reports, Report(text, list(lines)), group=members.group)
-    return reports
+    largest, smallest, voted = yield Largest((mine, -mine, int(vote)))  # one maximum gives the smallest number too
+    if largest == -smallest != -1:
+        return bool(voted)
+    is_error = -smallest == -1
+    if is_error:
+        word = "" if error is None else f"{type(error).__name__}: {error}"
+    else:
+        word = yield from _find_line(lines())
+    return (yield from _share(word, is_error))
 
 
-def _disagreement(reports: dict[int, Report]) -> FzeroError:
-    """The error for reports that differ: ranks that failed if there are any, else the first line that differs."""
-    failed = {rank: error for rank, (error, _) in reports.items() if error}
-    if failed:
-        same = len(set(failed.values())) == 1
-        what = _shorten(next(iter(failed.values()))) if same else _list_words(failed)
-        return FzeroError(
-            name_ranks(list(failed)), f"could not make the step: {what}", "mend it there; this rank is fine"
-        )
-    for row in zip_longest(*(lines for _, lines in reports.values()), fillvalue="nothing more"):
-        if len(set(row)) > 1:
-            return FzeroError(
-                row[0].partition(":")[0],
-                f"ranks are about to run different steps: {_list_words(dict(zip(reports, row)))}",
-                "give every rank arguments of the same shapes and the same step",
-            )
-    raise AssertionError("ranks disagree about equal lines")  # digests of equal lines are equal
+def _find_line(lines: Sequence[str]) -> Generator[Question, Any, str]:
+    """This member's line at the first position where lines of members differ."""
+    hashed, prefixes = hashlib.sha256(), [0]
+    for line in lines:
+        hashed.update(f"{line}\n".encode())
+        prefixes.append(_number(hashed))
+    (count,) = yield Largest((len(lines),))
+    equal, different = 0, count  # so many first lines are equal, and not equal
+    while different - equal > 1:
+        middle = (equal + different) // 2
+        here = prefixes[middle] if middle < len(prefixes) else -middle
+        largest, smallest = yield Largest((here, -here))
+        equal, different = (middle, different) if largest == -smallest else (equal, middle)
+    return lines[equal] if equal < len(lines) else "nothing more"
 
 
-def _list_words(words: dict[int, str]) -> str:
-    """`{0: "a", 1: "b", 2: "a"} -> "ranks 0, 2 have 'a', rank 1 has 'b'"`, from shortly before words differ."""
-    differ = next((i for i, row in enumerate(zip(*words.values())) if len(set(row)) > 1), 0)
+def _share(word: str, is_error: bool) -> Generator[Question, Any, Difference]:
+    """The words of all members. The first member of those that say the same tells its word."""
+    text = word.encode()[:LONGEST]
+    said = yield Everyone((_number(hashlib.sha256(word.encode())), len(text)))
+    holders: dict[int, list[int]] = {}
+    for member, (number, nbytes) in enumerate(said):
+        if nbytes or not is_error:
+            holders.setdefault(number, []).append(member)
+    words = []
+    for group in list(holders.values())[:SHOWN]:
+        told = yield Text(text, group[0], said[group[0]][1])
+        words.append(Word(group, told.decode(errors="replace")))
+    return Difference(words, is_error, len(holders) - len(words))
+
+
+PROBLEMS = {
+    "state": (
+        "ranks hold state that was not made alike",
+        "give every rank the values of the same step, file and seed, or partition with source_rank=0",
+    ),
+    "leaf": ("ranks give different leaves", "give every rank the same tree"),
+    "collective": (
+        "ranks are about to communicate about different things",
+        "outside of a step let all ranks use the same values in the same order",
+    ),
+}
+"""The first word of a line -> the problem where this line differs, and the way out."""
+STEPS = "ranks are about to run different steps", "give every rank arguments of the same shapes and the same step"
+
+
+def _disagreement(found: Difference, ranks: Sequence[int]) -> FzeroError:
+    """The error for words that differ."""
+    words = [(name_ranks([ranks[member] for member in word.members]), word) for word in found.words]
+    if found.is_error:
+        failed = [rank for _, word in words for rank in word.members]
+        what = _shorten(words[0][1].text) if len(words) == 1 else _list_words(words, found.more)
+        where = name_ranks(sorted(ranks[member] for member in failed))
+        return FzeroError(where, f"could not make the step: {what}", "mend it there; this rank is fine")
+    first = found.words[0].text
+    problem, way_out = PROBLEMS.get(first.partition(" ")[0], STEPS)
+    return FzeroError(first.partition(": ")[0], f"{problem}: {_list_words(words, found.more)}", way_out)
+
+
+def _list_words(words: Sequence[tuple[str, Word]], more: int) -> str:
+    """`"ranks 0, 2 have 'a', rank 1 has 'b'"`, from shortly before words differ."""
+    texts = [word.text for _, word in words]
+    differ = next((i for i, row in enumerate(zip(*texts)) if len(set(row)) > 1), 0)
     start = max(differ - WIDTH // 2, 0)
-    groups = [
-        f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {_shorten(word, start)!r}"
-        for word, ranks in group_by_word(words).items()
+    shown = [
+        f"{names} {'have' if len(word.members) > 1 else 'has'} {_shorten(word.text, start)!r}" for names, word in words
     ]
-    more = f" and {len(groups) - SHOWN} more" if len(groups) > SHOWN else ""
-    return ", ".join(groups[:SHOWN]) + more
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _shorten(word: str, start: int = 0) -> str:

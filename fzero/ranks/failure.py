@@ -2,13 +2,14 @@
 
 hang up     closes this rank's connections, so that ranks that wait for this rank fail now and not at their timeout
 roll call   each rank tells each other rank where it is, over a process group kept for this moment alone
-error       names the ranks that did not answer, or says where all ranks are if every rank answered
+error       names the ranks that did not answer and those that left by an error of their own; where there are none, it
+            says where all ranks are
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,9 @@ from fzero.base.errors import FzeroError
 MOMENT = timedelta(milliseconds=1)
 HANG_UP = 2**31 - 1  # a tag that no message has
 GONE = "died or left"
-WORD = 128  # bytes of a rank's answer in a roll call
+RESTART = "mend it there, then start all ranks again, or make a new mesh on new process groups"
+LEFT = "left "  # the first word of a rank that leaves the others by an error of its own
+WORD = 256  # bytes of a rank's answer in a roll call
 
 
 def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -40,18 +43,26 @@ def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def call_roll(
-    group: dist.ProcessGroup, ranks: Sequence[int], word: str, deadline: float, timeout: timedelta
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    word: str,
+    deadline: float,
+    timeout: timedelta,
+    ended: Collection[int] = (),
 ) -> tuple[dict[int, str], dict[int, str]]:
     """Tell all ranks of a group this rank's word, and hear theirs. Return `(words, absent)`, both by global rank.
 
     `ranks` are the global ranks of the group. `words` has the word of each rank that answered before `deadline`, in
-    seconds of `time.monotonic`; `absent` says of each other rank what is wrong: gone, or late, beyond `timeout`.
+    seconds of `time.monotonic`; `absent` says of each other rank what is wrong: gone, or late, beyond `timeout`. Ranks
+    whose processes have `ended` are gone.
     """
     said = _encode(word)
     heard = {peer: torch.empty_like(said) for peer in _peers(group)}
     receives: dict[int, Any] = {}
     sends: list[Any] = []
     for peer, buffer in heard.items():
+        if ranks[peer] in ended:
+            continue
         with suppress(RuntimeError):
             receives[peer] = dist.irecv(buffer, group=group, group_src=peer)
             sends.append(dist.isend(said, group=group, group_dst=peer))
@@ -60,7 +71,7 @@ def call_roll(
         if peer in receives and _wait_until(receives[peer], deadline):
             words[ranks[peer]] = _decode(buffer)
         else:
-            late = time.monotonic() >= deadline
+            late = time.monotonic() >= deadline and ranks[peer] not in ended
             absent[ranks[peer]] = f"did not take part within {format_seconds(timeout)}" if late else GONE
     for send in sends:
         _wait_until(send, deadline)  # a rank that is here may hear this one still
@@ -73,6 +84,10 @@ def roll_error(what: str, words: Mapping[int, str], absent: Mapping[int, str]) -
         problem = ", ".join(f"{name_ranks(ranks)} {fate}" for fate, ranks in group_by_word(absent).items())
         way_out = "their own output says why; start all ranks again, with a longer timeout if they were only slow"
         return FzeroError(what, problem, way_out)
+    left = {rank: word for rank, word in words.items() if word.startswith(LEFT)}
+    if left:
+        problem = ", ".join(f"{name_ranks(ranks)} {word}" for word, ranks in group_by_word(left).items())
+        return FzeroError(what, problem, RESTART)
     places = ", ".join(f"{name_ranks(ranks)} {place}" for place, ranks in group_by_word(words).items())
     problem = f"failed, though every rank answers: {places}"
     return FzeroError(what, problem, "let ranks take the same steps in equal time, or set a longer timeout")

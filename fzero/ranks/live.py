@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
+from fzero.ranks.agreement import agree, digest
 from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
 from fzero.ranks.members import Members
 from fzero.ranks.transports import Pending, Transport, choose_transport
@@ -88,7 +89,21 @@ class Live:
     def note_write(self) -> None:
         raise NotImplementedError  # nothing may write
 
+    def agree(self, what: str, details: Sequence[str] = ()) -> None:
+        """Return once all ranks of the mesh are about to communicate about `what`, outside of a step.
+
+        Raises:
+            FzeroError: on all ranks, when one is about to do something else.
+        """
+        lines = [f"collective {what}", *details]
+        agree(self.members, digest(lines), lambda: lines, what=f"agreement before {what}")
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
+        self.agree(f"all_gather of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")
+        return self.gather_agreed(x, layout, leaf)
+
+    def gather_agreed(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
+        """`gather`, once all ranks have agreed on it."""
         along = wire(layout, (leaf,))
         buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
         self.settle()
@@ -96,6 +111,7 @@ class Live:
         return full.clone() if layout.world == 1 else full  # one rank gathers a view of its slice
 
     def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
+        self.agree(f"reduce_scatter of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")
         along = wire(layout, (leaf,))
         return buffers.slice_of(complete(average_leaves([x], along), None, self.begin), along, self.rank, 0)
 
@@ -110,10 +126,17 @@ class Live:
         return like.new_empty(like.shape, dtype=x.dtype).copy_(x)
 
     def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
+        self.agree(f"all_reduce over {axis}: {op} of {x.dtype} {list(x.shape)} {leaf}")
         return self.begin(AllReduce(f"all_reduce over {axis}", axis, x, op)).wait()
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return torch.full((), self.along(axis), device=device)  # not torch.tensor, which a CUDA graph cannot capture
+
+
+def describe_leaf(layout: Layout, leaf: int, dtype: torch.dtype) -> str:
+    """What ranks have to know alike of a leaf to communicate about the leaf."""
+    at, shape = layout.leaf_ranges[leaf], list(layout.leaves[leaf].shape)
+    return f"{dtype} {shape}, [{at.start}:{at.stop}] of bucket {layout.bucket!r} with {layout.shard} elements a rank"
 
 
 def live(mesh: Any) -> Live:
@@ -130,7 +153,26 @@ def live(mesh: Any) -> Live:
         raise FzeroError("mesh", f"{mesh} has names and sizes but no devices", "give a DeviceMesh")
     shape.shard_axis  # noqa: B018  refused before any process group is made
     groups = tuple(mesh.get_group(axis) for axis in shape.names)
-    return _live(shape, groups, mesh.device_type, tuple(mesh.mesh.flatten().tolist()))
+    key = shape, groups, mesh.device_type, tuple(mesh.mesh.flatten().tolist())
+    if key not in _lives:
+        _purge_lives()
+        _lives[key] = Live(*key)
+    return _lives[key]
 
 
-_live = lru_cache(maxsize=None)(Live)
+_lives: dict[tuple[VirtualMesh, tuple[dist.ProcessGroup, ...], str, tuple[int, ...]], Live] = {}
+"""A mesh has one `Live` as long as its process groups exist: values compare the `Live` by identity."""
+
+
+def _purge_lives() -> None:
+    """Free the connections and threads of each mesh whose process groups the user has destroyed."""
+    for key in [key for key in _lives if not all(map(_exists, key[1]))]:
+        _lives.pop(key).members.close()
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows a process group: `destroy_process_group` makes torch forget it."""
+    try:
+        return dist.get_backend(group) != ""
+    except ValueError:
+        return False

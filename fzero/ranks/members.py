@@ -1,29 +1,40 @@
 """Members: the host process group of all ranks of a mesh, and the timeouts of the mesh's process groups.
 
-Three users need a process group of all ranks on the host (CPU), whatever carries the tensors of a step:
+Four users need a process group of all ranks on the host (CPU), whatever carries the tensors of a step:
 
 * agreement: before a step, ranks compare what they are about to run;
 * messages of `partition`, `unpartition` and `save_safetensors`, plans and data of state outside of a step;
-* failure: after a collective has failed, ranks find out who is missing.
+* failure: after a collective has failed, ranks find out who is missing;
+* leave: a rank that an error takes out of a step tells the others at once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import group_timeouts
-from fzero.ranks.failure import call_roll, format_seconds, hang_up, name_ranks, roll_error
+from fzero.ranks.failure import LEFT, RESTART, call_roll, format_seconds, hang_up, name_ranks, roll_error
+from fzero.ranks.processes import Process, has_ended, this_process
 
 PATIENCE = timedelta(seconds=30)
 """How long a roll call goes on after torch's timeout, or again torch's timeout where that is shorter: another rank may
 notice later than this one that a collective has failed."""
+
+FAREWELL = timedelta(seconds=5)
+"""How long a rank that leaves waits for others to hear it."""
+GLANCE = timedelta(seconds=1)
+"""How often a rank that waits looks whether processes of other ranks have ended."""
+TAG = 0x667A0000
+"""The first tag of fzero's messages. In a process group of the user, messages of the user have other tags."""
 
 Groups = Sequence[dist.ProcessGroup]
 
@@ -33,7 +44,7 @@ class Members:
 
     `ranks` are the global ranks in order. `group` is a gloo process group of all ranks, None for one rank alone.
     `timeout` is the shortest of torch's timeouts of `groups` and of the default group. `at_failure` holds functions to
-    call when ranks lose each other.
+    call when ranks lose each other. `agreements` counts the agreements that the ranks have come to.
 
     Raises:
         FzeroError: when another rank does not come within `timeout`.
@@ -46,12 +57,16 @@ class Members:
         )
         self.group: dist.ProcessGroup | None = None
         self._lost: FzeroError | None = None
+        self._made: list[dist.ProcessGroup] = []
         self.at_failure: list[Callable[[], None]] = []
+        self.agreements = 0
+        self._processes: list[Process | None] = []
         if len(ranks) > 1:
             usable = [group for group in groups if _is_host_group(group, len(ranks), self.timeout)]
             self.group = usable[0] if usable else self._new_group()
             # the roll call has a group of its own: hanging up closes the connections of all others
             self._groups, self._roll = [*groups, self.group], self._new_group()
+            self._processes = self._meet()
 
     def new_twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Make another process group of a group's ranks, on the group's backend. All ranks of the group call together.
@@ -66,14 +81,46 @@ class Members:
         ranks = list(ranks or self.ranks)
         some = len(ranks) < dist.get_world_size()  # then ranks outside of the group do not take part
         try:
-            return dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)
+            made = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)
         except RuntimeError as error:
             problem = f"not all of {name_ranks(ranks)} came to it within {format_seconds(self.timeout)}"
             raise FzeroError("mesh", problem, "let every rank of a mesh partition and shard on it") from error
+        assert made is not None  # it is of this rank
+        self._made.append(made)
+        return made
 
     def begin(self, what: str) -> Attempt:
         """Begin a collective that errors call `what`. Its calls to torch stand in a `with` of the result."""
+        if self._lost is not None:
+            raise self._lost
         return Attempt(self, what)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective in `group`.
+
+        Raises:
+            RuntimeError: when the collective fails, or does not end within `timeout`, or when another rank's process
+                has ended.
+        """
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                work.wait(min(GLANCE, self.timeout))
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() > deadline or self._find_ended():
+                    raise
+
+    def _meet(self) -> list[Process | None]:
+        """The process of each rank, None for one that this process cannot see."""
+        found: list[Any] = [None] * len(self.ranks)
+        with self.begin("the first word of ranks to each other"):
+            dist.all_gather_object(found, this_process(), group=self.group)
+        return [None if has_ended(process) else process for process in found]
+
+    def _find_ended(self) -> list[int]:
+        """The ranks whose processes have ended, as far as this host can tell."""
+        return [rank for rank, process in zip(self.ranks, self._processes) if process and has_ended(process)]
 
     def diagnose(self, what: str, since: float) -> FzeroError:
         """Hang up on every rank, call the roll, and return the error that names the missing ranks.
@@ -82,20 +129,42 @@ class Members:
         calls return the same error, because the connections are gone.
         """
         if self._lost is None:
-            for act in self.at_failure:
-                act()
-            hang_up(self._groups)
             now = time.monotonic()
             deadline = max(since + self.timeout.total_seconds(), now) + min(self.timeout, PATIENCE).total_seconds()
-            word = f"waited {now - since:.0f} s in {what}"
-            self._lost = roll_error(what, *call_roll(self._roll, self.ranks, word, deadline, self.timeout))
+            self._lost = roll_error(what, *self._part(f"waited {now - since:.0f} s in {what}", deadline))
         return self._lost
+
+    def leave(self, what: str, error: BaseException) -> None:
+        """Tell all ranks that `error` takes this rank out of `what`, which other ranks go on with, and hang up.
+
+        Later collectives raise, because the connections are gone.
+        """
+        if self.group is None or self._lost is not None:
+            return
+        cause = f"{type(error).__name__}: {error}".rstrip(": ")
+        self._lost = FzeroError(what, f"this rank left it by {cause}", RESTART)
+        self._part(f"{LEFT}{what} by {cause}", time.monotonic() + min(self.timeout, FAREWELL).total_seconds())
+
+    def _part(self, word: str, deadline: float) -> tuple[dict[int, str], dict[int, str]]:
+        """Hang up on every rank, and call the roll with this rank's word."""
+        for act in self.at_failure:
+            act()
+        hang_up(self._groups)
+        return call_roll(self._roll, self.ranks, word, deadline, self.timeout, self._find_ended())
+
+    def close(self) -> None:
+        """Free the process groups that fzero made. No collective."""
+        own, self._made = self._made, []
+        for group in own:
+            with suppress(ValueError, AssertionError):  # destroyed already, with all groups
+                dist.destroy_process_group(group)
 
 
 class Attempt:
     """One collective that this rank has begun. The collective's calls to torch stand in a `with` of the attempt.
 
-    Within the `with`, an error of torch becomes an `FzeroError` that names the collective and the missing ranks.
+    Within the `with`, an error of torch becomes an `FzeroError` that names the collective and the missing ranks. Any
+    other error, such as an interrupt, takes this rank out of the collective: the other ranks are told.
     """
 
     __slots__ = ("members", "since", "what")
@@ -108,8 +177,11 @@ class Attempt:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # while a CUDA graph is captured nothing runs, so no rank can fail: torch's error is about the capture
-        if isinstance(error, RuntimeError) and not _is_capturing():
+        if error is None or isinstance(error, FzeroError) or _is_capturing():
+            return
+        if isinstance(error, RuntimeError):
             raise self.members.diagnose(self.what, self.since) from error
+        self.members.leave(self.what, error)
 
 
 def _is_capturing() -> bool:

@@ -28,8 +28,9 @@ from fzero.layout.chunks import overlaps
 from fzero.layout.layout import Layout
 from fzero.layout.ranges import intersect
 from fzero.ranks.live import Live
+from fzero.ranks.members import TAG
 
-NUMBERS, VALUES = 0, 1
+NUMBERS, VALUES = TAG + 1, TAG + 2
 """Tags of a message's number and of its values. gloo keeps the order of messages of one tag only."""
 
 

@@ -19,6 +19,9 @@ from fzero.state.sources import check_range, describe
 DRAWN_TOGETHER = 2**20
 """Elements that one generator draws. Never change this number: another number gives other values for the same seed."""
 
+PROBE = 8
+"""Elements that ranks compare."""
+
 Rule = Callable[[str, Any], Initializer]
 
 
@@ -66,9 +69,16 @@ class Initial:
             begin, end = max(flat.start, first), min(flat.stop, first + DRAWN_TOGETHER)
             out[begin - start : end - start].copy_(values[begin - first : end - first])
 
+    def fingerprint(self) -> bytes:
+        """Some values, drawn for this purpose alone: drawing a chunk takes too long."""
+        values = self._draw_elements(min(PROBE, self.shape.numel()), number=-1)
+        return repr((self.seed, values.tolist())).encode()
+
     def _draw(self, number: int) -> Tensor:
         """[at most DRAWN_TOGETHER] chunk `number`; the last chunk is shorter."""
-        numel = min(DRAWN_TOGETHER, self.shape.numel() - number * DRAWN_TOGETHER)
+        return self._draw_elements(min(DRAWN_TOGETHER, self.shape.numel() - number * DRAWN_TOGETHER), number)
+
+    def _draw_elements(self, numel: int, number: int) -> Tensor:
         values = torch.empty(numel, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(fold(self.seed, self.path, number))
         try:

@@ -14,14 +14,14 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
-from fzero.ranks.agreement import agree, digest
-from fzero.ranks.live import Live, live
-from fzero.ranks.virtual import Virtual, virtual
+from fzero.ranks.live import Live, describe_leaf, live
+from fzero.ranks.virtual import virtual
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
-from fzero.state.grouping import Granularity, Layers, group_by_layout, plan_leaves
+from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
 from fzero.state.send import Feed
-from fzero.state.sources import Source, source_of
+from fzero.state.sources import Source, fingerprint, source_of
 from fzero.values.functions import is_sharded
+from fzero.values.origin import UNKNOWN, Origin
 from fzero.values.sharded import Sharded
 
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
@@ -80,7 +80,9 @@ def partition(
         _Absent(source.shape, to, source.path, is_frozen(leaf)) for source, to, leaf in zip(sources, dtypes, leaves)
     ]
     planned = plan_leaves(keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
-    feed = _make_feed(on, source_rank, sources, targets)
+    feed = None
+    if source_rank is not None and isinstance(on, Live):
+        feed = _make_feed(on, source_rank, chunk, sources, targets, planned)
     values: dict[int, Sharded] = {}
     for layout, members in group_by_layout(planned, dtypes):
         given = {index: sources[i] for i, index in members.items()}
@@ -90,9 +92,18 @@ def partition(
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
+            values[i].origin = _origin_of(sources[i], values[i], feed)
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+
+
+def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
+    """The origin of a leaf, by which ranks notice at the next step that they were given other values."""
+    if not isinstance(value.on, Live) or value.local.is_meta:
+        return UNKNOWN
+    # the other ranks do not have the values of the source rank: they know the call that sent them
+    return Origin(0, fingerprint(source) if feed is None else value.on.members.agreements)
 
 
 @dataclass
@@ -133,13 +144,14 @@ def _choose_dtype(dtype: Dtypes | None, source: Source) -> torch.dtype:
 
 
 def _make_feed(
-    on: Live | Virtual, source_rank: int | None, sources: Sequence[Source], targets: Sequence[Source]
-) -> Feed | None:
-    """The feed from `source_rank`, once all ranks agree on shapes and dtypes; None where every rank has the values."""
-    if source_rank is None or not isinstance(on, Live):
-        return None
-    lines = [f"leaf {a.path}: {list(a.shape)} {a.dtype}, as {b.dtype}" for a, b in zip(sources, targets)]
-    agree(on.members, digest(lines), lines)
+    on: Live, source_rank: int, chunk: int, sources: Sequence[Source], targets: Sequence[Source], planned: LeafLayouts
+) -> Feed:
+    """The feed from `source_rank`, once all ranks agree on leaves, layouts and chunks."""
+    lines = [
+        f"leaf {source.path}: {source.dtype} as {describe_leaf(*planned[i], target.dtype)}"
+        for i, (source, target) in enumerate(zip(sources, targets))
+    ]
+    on.agree(f"partition from rank {source_rank}, {chunk} bytes at a time", lines)
     return Feed(on, source_rank)
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.base import tree
+from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
-from fzero.ranks.live import Live
+from fzero.ranks.live import Live, describe_leaf
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
-from fzero.state.sources import TensorSource
+from fzero.state.sources import TensorSource, fingerprint
 from fzero.values.functions import is_sharded
+from fzero.values.origin import follow
 from fzero.values.sharded import Sharded
 
 
@@ -29,7 +30,22 @@ def unpartition(params: tree.Tree, *, rank: int | None = None) -> tree.Tree:
     Raises:
         FzeroError: for a rank that the mesh does not have.
     """
+    _agree("unpartition" if rank is None else f"unpartition on rank {rank}", params)
     return tree.map(lambda leaf: _assemble(leaf, rank) if is_sharded(leaf) else leaf, params)
+
+
+def _agree(what: str, params: tree.Tree) -> None:
+    """Let all ranks agree on `what` they are about to do, and on the leaves of a tree."""
+    leaves = [leaf for leaf in tree.leaves(params) if is_sharded(leaf)]
+    for on in dict.fromkeys(leaf.on for leaf in leaves):
+        if isinstance(on, Live):
+            on.agree(what, [line for leaf in leaves if leaf.on is on for line in _describe(leaf)])
+
+
+def _describe(leaf: Sharded) -> list[str]:
+    """What is the same on all ranks about a leaf."""
+    held = describe_leaf(leaf.form.layout, leaf.index, leaf.dtype)
+    return [f"leaf {leaf.path}: {held}", f"state {leaf.path}: made {leaf.origin}"]
 
 
 def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[str, Any]]:
@@ -42,9 +58,11 @@ def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[
     """
     for path, leaf in zip(tree.paths(params), tree.leaves(params)):
         if chunk is None:
+            _agree(f"iter_full of {path}", leaf)
             yield path, _assemble(leaf, None) if is_sharded(leaf) else leaf
             continue
         for piece in chunks(leaf.numel(), chunk_numel(chunk, leaf.dtype)):
+            _agree(f"iter_full of {path}: elements {piece.start} to {piece.stop}", leaf)
             yield path, (piece, _assemble_piece(leaf, piece))
 
 
@@ -66,6 +84,7 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     if path not in paths or not is_sharded(leaves[paths.index(path)]):
         raise FzeroError(path, f"is no Sharded leaf of the {len(paths)} in the tree", f"it has {', '.join(paths[:8])}")
     old = leaves[paths.index(path)]
+    _agree(f"update_leaf of {path}", params)
     new = fn(old.full_tensor().detach())
     if new.dtype != old.dtype:
         raise FzeroError(path, f"is {old.dtype}, the new value {new.dtype}", f"return value.to({old.dtype})")
@@ -80,7 +99,9 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     for index, i in family.items():
         value = new if i == at[path] else leaves[i].full_tensor().detach()
         fill(slices[index].view(-1), TensorSource(value, paths[i]), layout, index, old.on.rank, CHUNK_NBYTES)
+        origin = leaves[i].origin if i != at[path] else follow([old.origin], fingerprint(TensorSource(new, path)))
         leaves[i] = Sharded(slices[index], layout, index, old.on)
+        leaves[i].origin = origin  # where `fn` returned other values on another rank, the next step tells
     return tree.unflatten(treedef, leaves)
 
 
@@ -93,13 +114,21 @@ def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
 
 def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
     """A leaf as a new whole tensor, on every rank or on `rank` alone."""
-    if rank is None or not isinstance(leaf.on, Live):
+    if not isinstance(leaf.on, Live) or torch_private.depth():  # under torch.func a slice has no memory of its own
         full = leaf.full_tensor()
         return full if leaf.on.is_tracing else freeze(full.detach(), leaf)
+    if rank is None:
+        return freeze(_gather(leaf, leaf.on), leaf)
     if rank not in leaf.on.ranks:
         raise FzeroError("rank", f"is {rank}, the mesh has ranks {list(leaf.on.ranks)}", "name one of them")
     whole = _collect(leaf, leaf.on, rank)
     return None if whole is None else freeze(whole, leaf)
+
+
+def _gather(leaf: Sharded, on: Live) -> Tensor:
+    """A whole leaf on every rank, once ranks have agreed on it."""
+    local = leaf.local.detach()
+    return local.clone() if leaf.is_replicated else on.gather_agreed(local, leaf.form.layout, leaf.index)
 
 
 def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:

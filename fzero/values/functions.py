@@ -14,6 +14,7 @@ Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slice
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -24,6 +25,7 @@ from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.values import rules
 from fzero.values.moves import Beside, copy_alias
+from fzero.values.origin import UNKNOWN, Origin, follow
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded
@@ -209,12 +211,24 @@ def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[An
     slices, more = [_to_slice(x, anchor) for x in args], {key: _to_slice(x, anchor) for key, x in kwargs.items()}
     result = func(*slices, **more)
     own = functools.partial(copy_alias, on=anchor.on, operands=[*slices, *more.values()])
-    return torch_private.map_pytree(lambda x: _wrap(own(x), anchor) if isinstance(x, Tensor) else x, result)
+    origin = _origin_of(func, anchor, [*args, *kwargs.values()])
+    return torch_private.map_pytree(lambda x: _wrap(own(x), anchor, origin) if isinstance(x, Tensor) else x, result)
 
 
-def _wrap(x: Tensor, anchor: Sharded) -> Sharded:
+def _wrap(x: Tensor, anchor: Sharded, origin: Origin) -> Sharded:
     """The value of the anchor's layout from a result on slices, or on full values."""
-    return anchor.slice_of(x) if _is_computed_in_full(anchor) else anchor.with_local(x)
+    value = anchor.slice_of(x) if _is_computed_in_full(anchor) else anchor.with_local(x)
+    value.origin = origin
+    return value
+
+
+def _origin_of(func: Callable[..., Any], anchor: Sharded, operands: Sequence[Any]) -> Origin:
+    """The origin of `func` of these operands. Contents of plain tensors do not count."""
+    if anchor.on.is_tracing:
+        return UNKNOWN
+    numbers = [x for x in operands if isinstance(x, (int, float)) and x == x]  # Python hashes nan by its address
+    name = zlib.crc32(rules.name_of(func).encode())
+    return follow([x.origin for x in operands if is_sharded(x)], hash((name, *numbers)))
 
 
 def _to_slice(x: Any, anchor: Sharded) -> Any:
@@ -262,7 +276,11 @@ def _apply_to_lists(
         return None
     # One list, or a tuple of lists: `scale_by_adam` returns three.
     columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
-    wrapped = [[x if anchor is None else _wrap(x, anchor) for x, anchor in zip(column, anchors)] for column in columns]
+    origins = [UNKNOWN if each is None else _origin_of(func, each, (*row, *args)) for each, row in zip(anchors, rows)]
+    wrapped = [
+        [x if anchor is None else _wrap(x, anchor, origin) for x, anchor, origin in zip(column, anchors, origins)]
+        for column in columns
+    ]
     return tuple(wrapped) if columns is result else wrapped[0]
 
 

@@ -18,6 +18,7 @@ from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
 from fzero.values.moves import UNPARTITION_FIRST, Gather, MovePerformer, Take, UseReplicated, copy_alias
+from fzero.values.origin import UNKNOWN, Origin
 
 
 class Form(NamedTuple):
@@ -34,8 +35,8 @@ class Sharded(Tensor):
     """A tensor of global `shape`, of which this rank holds the slice `local`.
 
     `local` is 1-d: the elements `form.layout.part(index, rank)` of the flattened value. With a replicated layout
-    `local` is the full value, in its shape. `on` performs the moves of the value. A `Sharded` is immutable: write
-    `p = p - g`.
+    `local` is the full value, in its shape. `on` performs the moves of the value. Ranks compare the `origin`. A
+    `Sharded` is immutable: write `p = p - g`.
 
     To torch a `Sharded` is a tensor without memory of its own. Its functions come to `__torch_function__`.
     """
@@ -44,6 +45,7 @@ class Sharded(Tensor):
     _full: tuple[Tensor, int] | None  # and the number of writes to values before it was gathered
     _level: int
     form: Form
+    origin: Origin
 
     def __new__(cls, local: Tensor, layout: Layout, index: int, on: MovePerformer) -> Sharded:
         return cls.of_form(local, Form(layout, index, on, local.dtype, local.device))
@@ -52,12 +54,12 @@ class Sharded(Tensor):
         pass  # `__new__` did it; the constructor of Tensor takes no arguments
 
     @classmethod
-    def of_form(cls, local: Tensor, form: Form) -> Sharded:
+    def of_form(cls, local: Tensor, form: Form, origin: Origin = UNKNOWN) -> Sharded:
         """A value of a known form. Steps return their state so: equal forms are then the same object, and comparing the
         arguments of the next call takes no time."""
         shape = form.layout.leaves[form.leaf].shape
         value: Sharded = torch_private.make_wrapper_subclass(cls, shape, dtype=form.dtype, device=form.device)
-        value._local, value.form, value._full = local, form, None
+        value._local, value.form, value.origin, value._full = local, form, origin, None
         value._level = torch_private.depth() if form.on.is_tracing else 0
         return value
 
@@ -205,7 +207,7 @@ class Sharded(Tensor):
         return self  # it is immutable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return self.with_local(self.local.clone())
+        return self.of_form(self.local.clone(), self.form, self.origin)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FzeroError(
@@ -245,7 +247,8 @@ def _flatten(value: Sharded) -> tuple[list[Any], _Context]:
     """The child of the pytree node: for torch.func the slice, which torch.func wraps and differentiates. Anybody else
     gets a leaf that behaves as the value: a norm of what `torch.utils._pytree.tree_leaves` finds is the global norm,
     and a custom `torch.autograd.Function` sees an argument with a `__torch_function__`."""
-    child = value.local if torch_private.is_called_by_functorch() else Whole.of_form(value.local, value.form)
+    is_transform = torch_private.is_called_by_functorch()
+    child = value.local if is_transform else Whole.of_form(value.local, value.form, value.origin)
     return [child], _Context(value.form.layout, value.index, value.on)
 
 
@@ -258,7 +261,7 @@ def _unflatten(children: Iterable[Any], context: _Context) -> Any:
     """
     (child,) = children
     if not torch_private.is_called_by_functorch():
-        return Sharded.of_form(child.local, child.form) if isinstance(child, Whole) else child
+        return Sharded.of_form(child.local, child.form, child.origin) if isinstance(child, Whole) else child
     if not isinstance(child, Tensor):  # torch.func also builds trees of dimensions, one for each slice
         return Sharded.of_form(child, Form(*context, dtype=None, device=None))
     value = Sharded(child, *context)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 
 from fzero.base.errors import FzeroError
@@ -102,6 +104,16 @@ def test_repr_is_how_to_make_it() -> None:
 def test_a_size_below_one_is_refused() -> None:
     with pytest.raises(FzeroError, match="mesh axis fsdp: has size 0; a size is at least 1"):
         VirtualMesh(fsdp=0)
+
+
+@pytest.mark.parametrize("size", [2.5, 2.0, "2", None])
+def test_a_size_that_is_no_whole_number_is_refused(size: Any) -> None:
+    with pytest.raises(FzeroError, match=f"mesh axis fsdp: has size {size!r}; a size is at least 1, a whole number"):
+        VirtualMesh(fsdp=size)
+
+
+def test_sizes_of_numpy_are_whole_numbers() -> None:
+    assert VirtualMesh(fsdp=numpy.int64(2)) == VirtualMesh(fsdp=2)
 
 
 def test_no_axis_is_refused() -> None:

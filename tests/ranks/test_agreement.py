@@ -6,7 +6,9 @@ All ranks can go on afterwards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import tree
+from fzero.ranks.agreement import LONGEST, SHOWN, Difference, Text, Word, compare, digest
+
+Compared = Generator[Any, Any, bool | Difference]
 
 WORLD, ODD = 4, "ranks 1, 3"
 SOON = 20.0
@@ -268,3 +273,77 @@ def test_an_error_reaches_ranks_that_have_their_program(found: dict[str, list[Ou
     assert [each.kind for each in told] == ["FzeroError", "KeyError"] * 2
     for each in told[::2]:
         assert each.message.startswith(f"{ODD}: could not make the step: KeyError: 'no such tokenizer'; "), each
+
+
+# without processes: members whose questions are answered in one process
+
+
+class Cost(NamedTuple):
+    """What an agreement found, and what it cost a member: bytes that it heard, and questions."""
+
+    found: bool | Difference
+    nbytes: int
+    questions: int
+
+
+def answers(members: Sequence[Compared]) -> Cost:
+    """The end of an agreement that all members come to, the same for each of them."""
+    nbytes, count, row = 0, 0, [next(member) for member in members]
+    while True:
+        answer, count = type(row[0]).join(row), count + 1  # type: ignore[arg-type]
+        nbytes += len(answer) if isinstance(row[0], Text) else 8 * len(torch.tensor(answer).flatten())
+        ends, row = list[Any](), list[Any]()
+        for member in members:
+            try:
+                row.append(member.send(answer))
+            except StopIteration as end:
+                ends.append(end.value)
+        if ends:
+            assert not row and all(end == ends[0] for end in ends)
+            return Cost(ends[0], nbytes, count)
+
+
+def member(lines: Sequence[str], error: Exception | None = None, vote: bool = False) -> Compared:
+    return compare(digest(lines), lambda: lines, error, vote)
+
+
+PROGRAM = [f"node {i}: float32[512, 512] = mul(%node_{i - 1}, 0.5)" for i in range(1000)]
+MANY = 1024
+
+
+@pytest.mark.parametrize("at", [0, 1, 499, 999])
+def test_a_disagreement_of_a_thousand_members_costs_kilobytes(at: int) -> None:
+    odd = [*PROGRAM[:at], "node odd", *PROGRAM[at + 1 :]]
+    start = time.monotonic()
+    found, nbytes, questions = answers([member(odd if i == 700 else PROGRAM) for i in range(MANY)])
+    seconds = (time.monotonic() - start) / MANY  # of one member, whose hashes take nearly all of it
+    assert found == Difference(
+        [Word([i for i in range(MANY) if i != 700], PROGRAM[at]), Word([700], "node odd")], is_error=False, more=0
+    )
+    assert nbytes < 20_000 and questions <= 1 + 1 + 10 + 1 + 2
+    assert seconds < 0.1
+
+
+def test_an_agreement_of_a_thousand_members_costs_24_bytes() -> None:
+    assert answers([member(PROGRAM[:10], vote=i == 5) for i in range(MANY)]) == Cost(True, 24, 1)
+
+
+def test_a_thousand_errors_cost_kilobytes() -> None:
+    errors: list[Exception | None] = [OSError(f"no file {i}" * 10_000) if i % 2 else None for i in range(MANY)]
+    found, nbytes, _ = answers([member([], error) for error in errors])
+    assert isinstance(found, Difference) and found.is_error and found.more == MANY // 2 - SHOWN
+    assert [word.members for word in found.words] == [[1], [3], [5], [7]]
+    assert nbytes <= SHOWN * LONGEST + 16 * MANY + 24
+
+
+@pytest.mark.parametrize("lengths", [*itertools.product(range(4), repeat=2)])
+def test_the_first_difference_is_found(lengths: tuple[int, int]) -> None:
+    """All pairs of lists of up to three lines of two letters."""
+    for rows in itertools.product(*(itertools.product("ab", repeat=length) for length in lengths)):
+        found = answers([member(row) for row in rows]).found
+        if rows[0] == rows[1]:
+            assert found is False
+        else:
+            at = next(i for i in range(4) if rows[0][i : i + 1] != rows[1][i : i + 1])
+            said = [row[at] if at < len(row) else "nothing more" for row in rows]
+            assert isinstance(found, Difference) and [word.text for word in found.words] == said

@@ -227,6 +227,16 @@ def test_a_rank_that_waits_for_data_is_named() -> None:
     assert_named(ends, BEFORE, LATE, blamed={2})
 
 
+def dawdling(rank: int) -> None:
+    if rank == 2:
+        time.sleep(2.5)  # two glances of the others
+
+
+def test_a_rank_that_is_late_but_in_time_is_waited_for() -> None:
+    for found in run(3, loading, dawdling, stall=STALL):
+        assert found.kind == "nothing", found
+
+
 # outside of steps
 
 

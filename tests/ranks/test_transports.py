@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero import FzeroError, VirtualMesh
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, Leaf, Wire, wire
+from fzero.ranks import processes
 from fzero.ranks.live import live
 from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, process_memory, same_host
 from fzero.ranks.transports import point_to_point as messages
@@ -203,13 +204,13 @@ def left(mesh: DeviceMesh) -> None:
 def first_words(mesh: DeviceMesh) -> list[bool]:
     """Is there a board: between processes of one host, of several hosts, and where one may not read?"""
     group = mesh.get_group()
-    found = [board.share_board(group, SECOND) is not None]
-    place, board._place = board._place, lambda: (f"host {mesh.get_rank()}",)
-    found.append(board.share_board(group, SECOND) is not None)
-    board._place = place
+    found = [board.share_board(group, SECOND, False) is not None]
+    place, processes._place = processes._place, lambda: (f"host {mesh.get_rank()}",)
+    found.append(board.share_board(group, SECOND, False) is not None)
+    processes._place = place
     if mesh.get_rank() == 1:
         board._is_readable = lambda other: False  # type: ignore[assignment]
-    return [*found, board.share_board(group, SECOND) is not None]
+    return [*found, board.share_board(group, SECOND, False) is not None]
 
 
 CASES: dict[str, Callable[[DeviceMesh], Any]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -130,9 +131,16 @@ def test_a_source_that_dies_is_named() -> None:
 
 
 def collecting(mesh: DeviceMesh) -> str:
-    params = fzero.partition({"w": torch.arange(100.0)}, mesh)
-    if mesh.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Rank 1 dies once ranks have agreed to collect the leaf."""
+    params, members = fzero.partition({"w": torch.arange(100.0)}, mesh), live(mesh).members
+    begin = members.begin
+
+    def strike(what: str) -> Any:
+        if mesh.get_rank() == 1 and what.startswith("collecting"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin(what)
+
+    members.begin = strike  # type: ignore[method-assign]
     with pytest.raises(FzeroError) as error:
         fzero.unpartition(params, rank=0)
     return str(error.value)

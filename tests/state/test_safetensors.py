@@ -478,3 +478,10 @@ def test_the_reference_reads_what_a_header_plans(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(render_header(plan_header({"w": W}, {})) + bytes(24))
     assert load_file(path)["w"].equal(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FzeroError, match=rf"{name}: is a FIFO, a socket or a device; give a regular file"):
+        open_safetensors(tmp_path / name)

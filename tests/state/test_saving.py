@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -18,7 +20,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from processes import Outcome, run_cases, values
+from processes import Outcome, run, run_cases, values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +32,8 @@ from fzero.base.mesh import VirtualMesh
 from fzero.state.partition import partition
 from fzero.state.safetensors import load_safetensors, open_safetensors, save_safetensors
 from fzero.state.safetensors.header import DTYPES
-from fzero.state.sources import TensorSource
+from fzero.state.safetensors.saving import TEMPORARY
+from fzero.state.sources import SAMPLE, TensorSource
 from fzero.state.unpartition import unpartition
 
 MESH = VirtualMesh(fsdp=3)
@@ -347,7 +350,8 @@ def test_ranks_load_their_own_parts(outcomes: dict[str, list[Outcome]]) -> None:
     for rank in found:
         assert rank.keys() == flat(params()).keys()
         assert all(rank[path].equal(leaf) for path, leaf in flat(params()).items())
-    assert nbytes == (48 * 4 + 32 * 2 + 8, 29 * 4 + 21 * 2)
+    sample = sum(leaf.dtype.itemsize * min(leaf.numel(), SAMPLE) for leaf in flat(params()).values())
+    assert nbytes == (48 * 4 + 32 * 2 + 8 + sample, 29 * 4 + 21 * 2 + sample)
 
 
 def test_when_one_rank_s_disk_is_full_every_rank_says_so(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
@@ -369,3 +373,43 @@ def test_a_leaf_that_one_rank_lost_is_named_on_all(outcomes: dict[str, list[Outc
 
 def test_a_failed_save_leaves_no_file(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
     assert files(folder) == [f"{name}.safetensors" for name in ("full_on_one", "loaded", "saved", "saved_by_replicas")]
+
+
+# a save that is killed
+
+
+class Deadly:
+    """A source whose process ends while it is read."""
+
+    shape, dtype, path = torch.Size([4]), torch.float32, "deadly"
+
+    def read(self, start: int, out: Tensor) -> None:
+        if out.numel():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_while_saving(mesh: DeviceMesh, folder: Path) -> str:
+    """The first rank, which writes what all ranks hold, is killed."""
+    values = {"w": partition({"w": torch.arange(1000.0)}, mesh)["w"], "deadly": Deadly()}
+    with pytest.raises(FzeroError) as caught:
+        save_safetensors(values, folder / "step-1.safetensors")
+    return str(caught.value)
+
+
+def test_a_killed_save_leaves_nothing_behind_the_next(tmp_path: Path) -> None:
+    _, told = run(2, killed_while_saving, tmp_path, lost=[0])
+    assert "rank 0 died or left" in told
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(TEMPORARY) and left.stat().st_size > 4000
+    save_safetensors({"w": torch.ones(3)}, tmp_path / "step-2.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2.safetensors"]
+
+
+def test_a_save_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / f".other.safetensors.1234{TEMPORARY}", tmp_path / "ours.safetensors"
+    with open(theirs, "xb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save_safetensors({"w": torch.ones(3)}, ours)
+        assert sorted(tmp_path.iterdir()) == sorted([theirs, ours])
+    save_safetensors({"w": torch.ones(3)}, ours)
+    assert [*tmp_path.iterdir()] == [ours]

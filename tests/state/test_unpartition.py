@@ -149,3 +149,17 @@ def test_a_path_that_is_not_there_is_refused() -> None:
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(FzeroError, match=r"half: is torch.bfloat16, the new value torch.float32; return value\.to"):
         fzero.update_leaf(fzero.partition(PARAMS, MESH), "half", lambda x: x.float())
+
+
+def inside_of_a_gradient(mesh: DeviceMesh) -> list[float]:
+    params = fzero.partition({"w": torch.arange(4.0)}, mesh)
+
+    def loss(params: Any) -> Tensor:
+        return (params["w"] * fzero.unpartition(params)["w"]).sum()
+
+    value, grads = fzero.value_and_grad(loss)(params)
+    return [float(value), *fzero.unpartition(grads)["w"].tolist()]
+
+
+def test_inside_of_a_gradient_a_whole_leaf_is_a_constant() -> None:
+    assert run(2, inside_of_a_gradient) == [[14.0, 0.0, 1.0, 2.0, 3.0]] * 2

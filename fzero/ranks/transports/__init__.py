@@ -13,7 +13,7 @@ from fzero.ranks.transports.board import share_board
 from fzero.ranks.transports.native import Native
 from fzero.ranks.transports.pending import Pending, Transport
 from fzero.ranks.transports.point_to_point import PointToPoint
-from fzero.ranks.transports.same_host import SameHost
+from fzero.ranks.transports.same_host import SameHost, are_cores_spare
 
 __all__ = ["Alone", "Native", "Pending", "PointToPoint", "SameHost", "Transport", "choose_transport"]
 
@@ -27,6 +27,7 @@ def choose_transport(group: dist.ProcessGroup, device: str, members: Members) ->
         return Alone()
     if device != "cpu" and dist.get_backend(group) != "gloo":
         return Native(group, members.new_twin(group))
+    spare = are_cores_spare(dist.get_world_size(group))
     with members.begin("the first word of ranks to each other"):
-        board = share_board(group, members.timeout) if device == "cpu" else None
+        board = share_board(group, members.timeout, spare) if device == "cpu" else None
     return PointToPoint(group, members.timeout) if board is None else SameHost(group, members, board)

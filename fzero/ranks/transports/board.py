@@ -5,14 +5,13 @@ Exchanges are numbered from 1, in the order in which ranks start them, which is 
 a slot of the table, with three entries:
 
     posted      the number of the exchange, written once `where` is right
-    where       the address of an array with the addresses of the tensors that the rank sends
+    where       the address of an array that says what tensors the rank sends (`describe`)
     done        the number of the exchange, written once the rank has read what all others send
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -22,7 +21,9 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
+from fzero.ranks.processes import Process, this_process
 from fzero.ranks.transports.process_memory import EndedError, read
 
 SLOTS = 4096
@@ -35,41 +36,52 @@ PAUSE, LONGEST = 10e-6, 500e-6
 _Table = ctypes.c_int64 * (DONE + SLOTS)
 
 
-class Process(NamedTuple):
-    """A rank's process, as the rank describes it to others, with the word that others find at its table's address."""
+class Owner(NamedTuple):
+    """A rank, as it tells others where its table lies, with the word that others find at the table's address."""
 
-    place: tuple[str, ...]  # equal for processes that see the same process ids
-    process: int  # the process id
+    process: Process
     table: int  # the address of the table
     word: bytes
+    has_spare_cores: bool  # as the rank sees its host
 
 
 class Board:
     """The tables of all ranks of a gloo group, as one rank sees them. Waits for a rank no longer than `timeout`."""
 
-    def __init__(self, table: Any, ranks: Sequence[Process], timeout: timedelta) -> None:
-        self._table, self._ranks, self._timeout = table, ranks, timeout.total_seconds()
+    def __init__(self, table: Any, ranks: Sequence[Owner], timeout: timedelta) -> None:
+        self._table, self._timeout = table, timeout.total_seconds()
+        self._ranks = [(each.process.number, each.table) for each in ranks]
         self._lock = Lock()
+        # decided by all ranks: a rank that reads on a thread waits for others in the order in which exchanges started
+        self.reads_on_thread = all(each.has_spare_cores for each in ranks)
 
-    def post(self, number: int, addresses: Any) -> None:
-        """Post the addresses of the tensors that this rank sends: an array of int64 that must outlive the exchange."""
+    def post(self, number: int, words: Any) -> None:
+        """Post what this rank sends: `words` are those of `describe`, which must outlive the exchange."""
         slot = number % SLOTS
         with self._lock:  # a lock orders the two writes on processors that may reorder them; no thread waits for it
-            self._table[WHERE + slot] = ctypes.addressof(addresses)
+            self._table[WHERE + slot] = ctypes.addressof(words)
         with self._lock:
             self._table[POSTED + slot] = number
 
-    def read_addresses(self, rank: int, number: int, count: int) -> list[int]:
-        """Wait until `rank` has posted the exchange, and read the `count` addresses that it posted."""
+    def read_addresses(self, rank: int, number: int, words: Any) -> list[int]:
+        """Wait until `rank` has posted the exchange, and read the addresses of its tensors: as many tensors, of as many
+        bytes, as in the `words` of this rank.
+
+        Raises:
+            RuntimeError: when the rank sends other tensors.
+        """
         self._wait_for(rank, POSTED, number)
-        found = (ctypes.c_int64 * count)()
-        where = self._entry(rank, WHERE + number % SLOTS)
-        read(self._ranks[rank].process, where, ctypes.addressof(found), ctypes.sizeof(found))
-        return list(found)
+        found = type(words)()
+        where, sizes = self._entry(rank, WHERE + number % SLOTS), 1 + words[0]
+        read(self._ranks[rank][0], where, ctypes.addressof(found), ctypes.sizeof(found))
+        if found[:sizes] != words[:sizes]:
+            problem = f"sends {found[0]} tensors of {found[1:sizes]} bytes, not {words[0]} of {words[1:sizes]}"
+            raise RuntimeError(f"rank {rank} of the group {problem}")
+        return found[sizes:]
 
     def read(self, rank: int, address: int, target: int, nbytes: int) -> None:
         """Copy bytes from an address in the memory of `rank` to the address `target` in this process."""
-        read(self._ranks[rank].process, address, target, nbytes)
+        read(self._ranks[rank][0], address, target, nbytes)
 
     def post_done(self, number: int) -> None:
         """Post that this rank has read what it needs of the exchange."""
@@ -97,18 +109,24 @@ class Board:
             pause = min(pause + PAUSE, LONGEST)
 
     def _entry(self, rank: int, index: int) -> int:
-        there, found = self._ranks[rank], ctypes.c_int64()
-        read(there.process, there.table + index * 8, ctypes.addressof(found), 8)
+        (process, table), found = self._ranks[rank], ctypes.c_int64()
+        read(process, table + index * 8, ctypes.addressof(found), 8)
         return found.value
 
 
-def share_board(group: dist.ProcessGroup, timeout: timedelta) -> Board | None:
+def describe(sent: Sequence[Tensor]) -> Any:
+    """What a rank posts, as int64: how many tensors are sent, the bytes of each, the address of each."""
+    words = [len(sent), *[x.nbytes for x in sent], *[x.data_ptr() for x in sent]]
+    return (ctypes.c_int64 * len(words))(*words)
+
+
+def share_board(group: dist.ProcessGroup, timeout: timedelta, has_spare_cores: bool) -> Board | None:
     """Make the board of a gloo group, or None unless all ranks can read each other's memory. All ranks call."""
     table, word = _Table(), secrets.token_bytes(WORD)
     ctypes.memmove(table, word, WORD)
-    ranks = _exchange(group, Process(_place(), os.getpid(), ctypes.addressof(table), word))
-    mine = ranks[dist.get_rank(group)]
-    can_read = _exchange(group, all(other.place == mine.place and _is_readable(other) for other in ranks))
+    ranks = _exchange(group, Owner(this_process(), ctypes.addressof(table), word, has_spare_cores))
+    mine = ranks[dist.get_rank(group)].process
+    can_read = _exchange(group, all(other.process.place == mine.place and _is_readable(other) for other in ranks))
     return Board(table, ranks, timeout) if all(can_read) else None
 
 
@@ -119,16 +137,9 @@ def _exchange(group: dist.ProcessGroup, word: Any) -> list[Any]:
     return words
 
 
-def _place() -> tuple[str, ...]:
-    """The boot of this host and the namespace of its process ids. Unequal to any other place if they are not known."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip(), os.readlink("/proc/self/ns/pid")
-    return (secrets.token_hex(WORD),)
-
-
-def _is_readable(other: Process) -> bool:
+def _is_readable(other: Owner) -> bool:
     """Whether this process can read the memory of another one."""
     found = ctypes.create_string_buffer(WORD)
     with suppress(RuntimeError, AttributeError):  # a refusal, or a system without the call
-        read(other.process, other.table, ctypes.addressof(found), WORD)
+        read(other.process.number, other.table, ctypes.addressof(found), WORD)
     return found.raw == other.word

@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
-from fzero.ranks.members import Attempt
+from fzero.ranks.members import TAG, Attempt
 from fzero.ranks.transports.pending import Pending
 from fzero.ranks.transports.reduction import OPS, PIECE, average_, is_extreme, reduce_extreme
 
@@ -89,13 +89,13 @@ class PointToPoint:
         """
         with attempt:
             works: list[Any] = [
-                dist.irecv(tensor, group=self.group, group_src=peer)
+                dist.irecv(tensor, group=self.group, tag=TAG, group_src=peer)
                 for peer in self.peers
                 for tensor in received[peer]
                 if tensor.numel()
             ]
             works += [
-                dist.isend(tensor, group=self.group, group_dst=peer)
+                dist.isend(tensor, group=self.group, tag=TAG, group_dst=peer)
                 for peer in self.peers
                 for tensor in sent[peer]
                 if tensor.numel()

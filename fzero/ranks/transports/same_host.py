@@ -6,7 +6,6 @@ a sum, and posts when it is done. Nothing is copied in between, and no message i
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from fzero.base.errors import FzeroError
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt, Members
-from fzero.ranks.transports.board import SLOTS, Board
+from fzero.ranks.transports.board import SLOTS, Board, describe
 from fzero.ranks.transports.pending import Pending
 from fzero.ranks.transports.point_to_point import PointToPoint
 from fzero.ranks.transports.reduction import PIECE, average_, reduce
@@ -39,20 +38,21 @@ class _Exchange(NamedTuple):
     number: int
     attempt: Attempt
     sent: Sequence[Tensor]
-    addresses: Any
+    words: Any
 
 
 class SameHost(PointToPoint):
     """Gathers and means have the bits of `PointToPoint`. Other reductions up to `LARGE` are in rank order too.
 
-    If there are cores to spare, a thread reads, in the order in which collectives were started. Otherwise `wait` reads.
+    If all ranks have cores to spare, a thread reads, in the order in which collectives were started. Otherwise `wait`
+    reads.
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Members, board: Board) -> None:
         super().__init__(group, members.timeout)
         self.board = board
         members.at_failure.append(board.fail)
-        self._reader = Worker("fzero reads other ranks' memory") if _are_cores_spare(self.world) else None
+        self._reader = Worker("fzero reads other ranks' memory") if board.reads_on_thread else None
         self._number = 0
         self._open: dict[int, _Exchange] = {}  # tensors that others may still read, in order
         self._last: _Exchange | None = None  # an all-gather that this rank has done, and others may not have
@@ -139,9 +139,8 @@ class SameHost(PointToPoint):
         if self._number - oldest >= SLOTS:
             problem = f"{SLOTS} collectives were started since {self._open[oldest].attempt.what}, which goes on"
             raise FzeroError(attempt.what, problem, "wait for some of them before others start")
-        addresses = (ctypes.c_int64 * len(sent))(*[tensor.data_ptr() for tensor in sent])
-        exchange = self._open[self._number] = _Exchange(self._number, attempt, sent, addresses)
-        self.board.post(self._number, addresses)
+        exchange = self._open[self._number] = _Exchange(self._number, attempt, sent, describe(sent))
+        self.board.post(self._number, exchange.words)
         return exchange
 
     def _start(self, task: Callable[[], None]) -> Callable[[], Any]:
@@ -165,8 +164,8 @@ class SameHost(PointToPoint):
 
     def _fetch(self, exchange: _Exchange, fetch: Fetch) -> None:
         """Read what peers send, once they have posted the addresses, and post that this rank is done."""
-        count = len(exchange.sent)
-        fetch({peer: self.board.read_addresses(peer, exchange.number, count) for peer in self.peers})
+        there = {peer: self.board.read_addresses(peer, exchange.number, exchange.words) for peer in self.peers}
+        fetch(there)
         self.board.post_done(exchange.number)
 
     def _settle(self, exchange: _Exchange) -> None:
@@ -176,6 +175,6 @@ class SameHost(PointToPoint):
         del self._open[exchange.number]
 
 
-def _are_cores_spare(world: int) -> bool:
+def are_cores_spare(world: int) -> bool:
     """Whether this host has more cores than `world` ranks have threads."""
     return len(os.sched_getaffinity(0)) > world * torch.get_num_threads()

@@ -46,6 +46,7 @@ class TensorFile:
         name = str(path)
         if sys.byteorder != "little":
             raise FzeroError(name, f"is little-endian, this machine is {sys.byteorder}-endian")
+        _check_regular(self.path)
         with self._open(name) as file:
             self._size, self._time = _size_and_time(file)
             count = parse_length(file.read(PREFIX), self._size, name)
@@ -186,6 +187,7 @@ def _open_index(index: Path) -> dict[str, FileSource]:
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:
+    _check_regular(index)
     try:
         weights = json.loads(index.read_text())["weight_map"]
     except OSError as error:
@@ -195,6 +197,12 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise FzeroError(str(index), f"its weight_map is not file names by keys: {weights!r:.80}", DAMAGED)
     return weights
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a FIFO, a socket or a device: to open one may wait for ever. Leave a missing file to the open."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FzeroError(str(path), "is a FIFO, a socket or a device", "give a regular file")
 
 
 def _size_and_time(file: BinaryIO) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.sharded import Sharded
 
 T = TypeVar("T")
+TEMPORARY = ".fzero-tmp"
+"""The end of the name of a file that is being written."""
 
 
 def save_safetensors(
@@ -45,6 +48,7 @@ def save_safetensors(
     on a `VirtualMesh`, is written by the calling process alone.
 
     The file appears at `path` when it is complete; before, it has another name in the same directory, and no header.
+    Such a file of a process that was killed is removed by the next save into the directory.
     Hugging Face's transformers need `metadata={"format": "pt"}`.
 
     Raises:
@@ -65,7 +69,7 @@ def save_safetensors(
 class _Announcement(NamedTuple):
     """The words of a rank to the other ranks before they write."""
 
-    digest: str  # of the header
+    digest: str  # of the header, and of where the state came from
     temporary: str  # the name of the file that the first rank made; "" from the others
 
 
@@ -78,6 +82,7 @@ class _Save:
         self.paths, self.leaves, self.on, self.target, self.metadata = paths, leaves, on, target, metadata
         self.is_first = on is None or on.number == 0
         self.temporary = ""
+        self.lock: BinaryIO | None = None
         self.head = b""
         self.pieces: list[Piece] = []
 
@@ -120,10 +125,13 @@ class _Save:
         if self.is_first:
             if self.target.is_dir():
                 raise FzeroError(str(self.target), "is a directory", "give the path of a file")
-            self.temporary = f".{self.target.name}.{secrets.token_hex(4)}.tmp"
-            with open(self.target.with_name(self.temporary), "xb") as file:
-                file.truncate(len(self.head) + header.nbytes)
-        return _Announcement(hashlib.sha256(self.head).hexdigest(), self.temporary)
+            _remove_leftovers(self.target.parent)
+            self.temporary = f".{self.target.name}.{secrets.token_hex(4)}{TEMPORARY}"
+            self.lock = open(self.target.with_name(self.temporary), "xb")  # noqa: SIM115  `clean` closes it
+            _lock(self.lock)
+            self.lock.truncate(len(self.head) + header.nbytes)
+        origins = "".join(f"{leaf.origin}\n" for leaf in self.leaves if isinstance(leaf, Sharded))
+        return _Announcement(hashlib.sha256(self.head + origins.encode()).hexdigest(), self.temporary)
 
     def _plan(self) -> Header:
         """The header of the file. Sets `self.pieces`."""
@@ -147,7 +155,7 @@ class _Save:
         digests = len({digest for digest, _ in announcements})
         if digests > 1:
             ranks = len(announcements)
-            problem = f"{ranks} ranks save {digests} different trees: of other leaves, shapes, dtypes or metadata"
+            problem = f"{ranks} ranks save {digests} different trees: other leaves, shapes, dtypes, metadata or steps"
             raise FzeroError(str(self.target), problem, "give save_safetensors the same tree on every rank")
         self.temporary = next(name for _, name in announcements if name)
 
@@ -181,7 +189,9 @@ class _Save:
             os.close(fd)
 
     def clean(self) -> None:
-        """The first rank removes a file that did not get its final name."""
+        """The first rank removes a file that did not get its final name, and ends its lock."""
+        if self.lock is not None:
+            self.lock.close()
         if self.is_first and self.temporary:
             self.target.with_name(self.temporary).unlink(missing_ok=True)
 
@@ -260,6 +270,24 @@ def _is_plain(values: TensorSource) -> bool:
     tensor = values.tensor
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file for this process, until the file is closed. False where another process has locked the file, or where
+    the filesystem has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove files that a killed save left in a directory. A save that goes on holds a lock of its file."""
+    for path in directory.glob(f".*{TEMPORARY}"):
+        with suppress(OSError), open(path, "rb") as file:
+            if _lock(file):
+                path.unlink()
 
 
 def _sync_directory(directory: Path) -> None:
