@@ -3,6 +3,7 @@ of them that torch.func does not take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,17 +28,17 @@ def call(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(argument.kwarg_only for argument in taken) or any(isinstance(x, (list, tuple)) for x in args):
         return operation(*args, **kwargs)  # which torch.func refuses to differentiate
     rest = [kwargs.get(x.name, x.default_value) for x in taken[len(args) :]]
-    return _make_function(operation).apply(*args, *rest)
+    setup, backward = gradient_of(operation) or (None, None)
+    return _make_function(operation, setup, backward).apply(*args, *rest)
 
 
 @cache
-def _make_function(operation: Any) -> type[Function]:
+def _make_function(operation: Any, setup: Callable[..., None] | None, backward_fn: Any) -> type[Function]:
     """The autograd Function of an operation, in the form that torch.func takes."""
-    found = gradient_of(operation)
-    assert found is not None  # `find_custom_op` found it
-    setup, backward_fn = found
 
     class CustomOp(Function):
+        generate_vmap_rule = True  # by the vmap of the operation
+
         @staticmethod
         def forward(*args: Any) -> Any:
             return operation(*args)

@@ -87,3 +87,16 @@ def test_a_custom_operation_is_differentiated(name: str, stage: int) -> None:
     expected.backward()
     torch.testing.assert_close(value.mean(), expected.detach())
     torch.testing.assert_close(fzero.unpartition(grads)["w"], leaf.grad)
+
+
+@both.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor) -> Any:
+    return both(x), (in_dims[0], in_dims[0])
+
+
+def test_a_custom_operation_is_mapped_as_in_plain_torch() -> None:
+    def step(x: Tensor) -> Any:
+        return torch.func.vmap(both)(x), torch.func.vmap(torch.func.grad(lambda x: both(x.sin())[0].sum()))(x)
+
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(fzero.simulate(step, MESH)(x), ((2 * x, -x), 2 * x.cos()))
