@@ -56,7 +56,7 @@ class Ranks(NamedTuple):
 
 def generate(family: Family, model: Any) -> Any:
     """The tokens that a model in evaluation mode generates greedily."""
-    prompt = family.prompt(ROWS)
+    prompt = cast(family.prompt(ROWS), model.dtype)
     if not prompt:
         return []
     config = transformers.GenerationConfig(

@@ -169,6 +169,33 @@ def test_steps_generate_greedily_with_a_cache(name: str) -> None:
     assert torch.equal(torch.cat(found, 1), model.generate(**prompt, generation_config=config))
 
 
+def test_a_static_cache_has_one_program_for_all_tokens() -> None:
+    family = FAMILIES["Llama"]
+    model, prompt = make(family).eval(), family.prompt(ROWS)
+    params, apply = fzero.lower(model)
+    params = fzero.partition(params, MESH)
+
+    def read(params: Any, tokens: Tensor, cache: Any) -> Any:
+        cache = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, cache)
+        output = apply(params, tokens, past_key_values=cache, use_cache=True)
+        return output.logits[:, -1:].argmax(-1), output.past_key_values
+
+    first, step = (fzero.simulate(read, MESH) for _ in range(2))
+    cache = transformers.StaticCache(config=model.config, max_cache_len=12)
+    cache.early_initialization(ROWS, 1, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(fzero.FzeroError, match=r"cumulative_length: add_ writes into it"):
+        fzero.simulate(lambda p, x, cache: apply(p, x, past_key_values=cache), MESH)(params, prompt["input_ids"], cache)
+    found = [prompt["input_ids"]]
+    for each in (first, step, step):
+        tokens, cache = each(params, found[-1], cache)
+        found.append(tokens)
+        for layer in cache.layers:
+            layer.cumulative_length = layer.cumulative_length[0]  # one number a rank
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch.cat(found, 1), model.generate(**prompt, generation_config=config))
+    assert len(step._pipeline._cache) == 1
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     """Trained state goes to `from_pretrained`, its files and those of `save_pretrained` come back: equal logits, and
