@@ -2,7 +2,7 @@
 
 A tree is any nesting of dicts, lists, tuples, NamedTuples and registered classes; `None` is an empty node. Dict entries
 are visited in sorted order of their keys. A class is registered with torch's pytree, as the outputs of transformers'
-models are, or with optree under the namespace "fzero".
+models are, or with optree under the namespace "fzero". Caches and batches of transformers are trees too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import optree
 from torch import Size, Tensor
 
-from fzero.base import torch_private
+from fzero.base import hugging_face, torch_private
 from fzero.base.errors import FzeroError
 
 Tree = Any
@@ -24,7 +24,7 @@ NAMESPACE = "fzero"
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     """`(leaves, treedef)` with `unflatten(treedef, leaves) == tree`."""
-    _adopt_nodes(len(torch_private.pytree_nodes))
+    _adopt_nodes(len(torch_private.pytree_nodes), hugging_face.count_modules())
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
@@ -35,14 +35,22 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of a tree, in order."""
-    _adopt_nodes(len(torch_private.pytree_nodes))
+    _adopt_nodes(len(torch_private.pytree_nodes), hugging_face.count_modules())
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
+def find(tree: Tree, predicate: Callable[[Any], bool]) -> list[Any]:
+    """The outermost subtrees for which a predicate is true, in order."""
+    _adopt_nodes(len(torch_private.pytree_nodes), hugging_face.count_modules())
+    found = optree.tree_leaves(tree, is_leaf=predicate, namespace=NAMESPACE)
+    return [x for x in found if predicate(x)]
+
+
 @functools.lru_cache(maxsize=1)
-def _adopt_nodes(count: int) -> None:
-    """Register the classes that torch's pytree knows with optree. `count` is how many there are: the cache makes the
-    call free until another class is registered.
+def _adopt_nodes(count: int, modules: int) -> None:
+    """Register with optree the classes that torch's pytree knows, and those of `hugging_face`. `count` is how many
+    classes torch knows, `modules` how many modules of transformers are imported: the cache makes the call free until
+    one of these changes.
 
     Tensors and shapes stay leaves. So does `Sharded`: fzero's own classes are registered with optree where they are to
     be trees.
@@ -54,6 +62,9 @@ def _adopt_nodes(count: int) -> None:
         is_known = register.get(cls, namespace=NAMESPACE) is not None
         if not (is_known or optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)):
             register(cls, _flatten_by(node), _unflatten_by(node), namespace=NAMESPACE)
+    for cls, flatten_node, unflatten_node in hugging_face.iter_nodes():
+        if register.get(cls, namespace=NAMESPACE) is None:
+            register(cls, flatten_node, unflatten_node, namespace=NAMESPACE)
 
 
 def _flatten_by(node: Any) -> Callable[[Any], tuple[list[Any], Any, tuple[Any, ...]]]:
@@ -189,7 +200,7 @@ def _none_paths(treedef: TreeDef, head: tuple[str | int, ...] = ()) -> set[str]:
 
 def _flatten_with_none(tree: Tree) -> tuple[list[Any], TreeDef]:
     """As `flatten`, with each None as a leaf."""
-    _adopt_nodes(len(torch_private.pytree_nodes))
+    _adopt_nodes(len(torch_private.pytree_nodes), hugging_face.count_modules())
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 

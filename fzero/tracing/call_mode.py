@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.base.errors import FzeroError
+from fzero.tracing import custom_ops
 from fzero.tracing.checks import Checks, place_of_caller
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.rewrites import REWRITES
@@ -24,6 +25,7 @@ class CallMode(TorchFunctionMode):
     * a tensor is not converted to numpy, which would read memory that a traced tensor does not have;
     * a function with `out=` writes into that;
     * a function of `REWRITES` is what stands there;
+    * a custom operation has its derivative under torch.func;
     * `checks` knows which function is running.
     """
 
@@ -45,6 +47,9 @@ class CallMode(TorchFunctionMode):
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if name in REWRITES:
             return REWRITES[name](func, *args, **kwargs)
+        operation = custom_ops.find_custom_op(func)
+        if operation is not None:
+            return custom_ops.call(operation, args, kwargs)
         if isinstance(kwargs.get("out"), Tensor):
             return _write_out(self._kinds, func, args, kwargs)
         return func(*args, **kwargs)

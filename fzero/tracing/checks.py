@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from fzero.base.errors import FzeroError
 from fzero.base.torch_private import assert_later, depth, name_of_backward
-from fzero.program.records import name_of
+from fzero.program.records import is_random, name_of
 from fzero.tracing.kinds import Kinds
+from fzero.tracing.user_line import current_user_line
 
 _aten = torch.ops.aten
 
@@ -62,6 +64,21 @@ class Checks:
         node = self._kinds.node_of(args[0])
         is_known = node is not None and (asks, name_of(node)) in _OF_SECOND_ORDER
         return False if is_known and not self._in_transform else None  # there it may be differentiated again
+
+    def refuse_draw(self, x: Any) -> None:
+        """Refuse to read `x` where a random draw of the step decides its value, and no argument does.
+
+        Raises:
+            FzeroError: at the user's line.
+        """
+        node = self._kinds.node_of(x)
+        sources = [] if node is None else [node]
+        for source in sources:  # grows
+            sources += [other for other in source.all_input_nodes if other not in sources]
+        if any(map(is_random, sources)) and all(source.op == "call_function" for source in sources):
+            problem = "a random draw decides here which way Python goes, and a program goes one way"
+            way_out = "turn off the option that leaves parts out at random, such as layerdrop"
+            raise FzeroError(current_user_line(), problem, way_out)
 
 
 def place_of_caller(above: int) -> str:

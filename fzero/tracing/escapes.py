@@ -4,7 +4,8 @@ A traced value has no data: it stands for a value of the program. Only the resul
 trees are looked into. So these checks refuse
 
 * an argument or a result that holds tensors where no tree is: an unregistered cache, a generator,
-* a traced value that the step stored: in a variable, an attribute, a list, the `.grad` of a parameter.
+* a traced value that the step stored: in a variable, an attribute, a list, the `.grad` of a parameter,
+* a cache of transformers that the step was given and filled, and did not return.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base import tree
 from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
+from fzero.base.hugging_face import is_cache
 from fzero.base.reachable import find_tensor, walk
 from fzero.base.torch_private import FakeTensor, is_batch, storage_key, unwrap
 from fzero.program.operation import Node
@@ -88,6 +91,34 @@ def _refuse_opaque(where: str, leaf: Any, way_out: str) -> None:
     if place is not None:
         problem = f"is an object of class {type(leaf).__name__}, which is no tree, and holds a tensor at {place}"
         raise FzeroError(where, problem, f"{way_out} {REGISTER}" if way_out.endswith(" or") else way_out)
+
+
+class CacheCheck:
+    """Refuses a change of a cache among the arguments `given` where the step does not return the cache.
+
+    The step changes objects of its own, in the places of the caller's. Other containers may change: what a step takes
+    out of a batch, or puts in, is of no use to the caller.
+    """
+
+    def __init__(self, given: tree.Tree) -> None:
+        self._held = [(cache, tree.leaves(cache)) for cache in tree.find(given, is_cache)]
+
+    def check(self, fn: Callable[..., Any], returned: tree.Tree) -> None:
+        """Look for the change, after the step.
+
+        Raises:
+            FzeroError: naming the class of the cache.
+        """
+        if not self._held:
+            return
+        kept = tree.find(returned, is_cache)
+        for cache, before in self._held:
+            after = tree.leaves(cache)
+            is_same = len(after) == len(before) and all(a is b for a, b in zip(after, before))
+            if not is_same and not any(cache is x for x in kept):
+                problem = f"fills a {type(cache).__name__} that it was given, and does not return it"
+                way_out = "return it, and give it to the next call; or fill another: fzero.tree.map(lambda x: x, cache)"
+                raise FzeroError(getattr(fn, "__name__", "step"), problem, way_out)
 
 
 def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[tuple[str, Any]]) -> None:

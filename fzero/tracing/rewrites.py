@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.base.torch_private import assert_later
+from fzero.base.torch_private import assert_later, depth
+from fzero.tracing.checks import place_of_caller
 from fzero.tracing.ctc import ctc_loss
 from fzero.values.sharded import Sharded
 
@@ -115,6 +116,15 @@ def _lstsq(
     return torch.return_types.linalg_lstsq(made)  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
+def _requires_grad_(func: Callable[..., Any], x: Tensor, requires_grad: bool = True) -> Tensor:
+    """`requires_grad_`. Within a gradient of torch.func, which knows what it differentiates, this changes nothing.
+    torch.func itself calls it to begin a gradient."""
+    is_begin = place_of_caller(2).startswith("torch._functorch.")
+    if is_begin or not requires_grad or isinstance(x, Sharded) or depth() == 0:
+        return func(x, requires_grad)
+    return x
+
+
 def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
@@ -128,5 +138,6 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "resize_as_": _resize_as_,
     "ctc_loss": ctc_loss,
     "linalg_lstsq": _lstsq,
+    "requires_grad_": _requires_grad_,
 }
 """Name of a function of torch -> what is called in its place."""

@@ -15,7 +15,7 @@ from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, schema_of, unwrap
+from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.aten import find_functional
@@ -23,8 +23,9 @@ from fzero.program.operation import Node
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
+from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
-from fzero.tracing.escapes import check_escapes, check_result
+from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.state_results import take_state
@@ -132,9 +133,11 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
         tracer.kinds = Kinds(describe(traced.graph, {}), traced)
-        checks = Checks(tracer.kinds)
+        checks, caches = Checks(tracer.kinds), CacheCheck(given)
         with TraceMode(checks) as mode, CallMode(tracer.kinds, checks, tracer), ModuleHooks():
-            out_leaves, out_def = tree.flatten(take_state(given, fn(*given), tracer.kinds))
+            returned = fn(*given)
+            caches.check(fn, returned)
+            out_leaves, out_def = tree.flatten(take_state(given, returned, tracer.kinds))
         out_tree.append(out_def)
         read.extend(mode.read)
         for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves):
@@ -149,6 +152,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         fake_mode,
         NameErrors(fn),
         compiling(),
+        replace_checkpoint(checkpoint),
         leave_inference_mode(),
         take_custom_functions(),
     ):

@@ -72,6 +72,7 @@ class TraceMode(TorchDispatchMode):
         except DataDependentOutputException:
             result = self._checks.answer(func, args, kwargs)
             if result is None:
+                self._checks.refuse_draw(args[0])
                 raise
         if isinstance(result, Tensor) and result.layout is not torch.strided:
             raise FzeroError(line, f"makes a {result.layout} tensor, and programs have dense ones", "leave it dense")

@@ -172,3 +172,26 @@ def test_outputs_of_transformers_models_are_trees() -> None:
     output = outputs.CausalLMOutput(loss=torch.ones(()), logits=torch.ones(2, 3))
     assert tree.paths(output) == ["loss", "logits"]
     assert tree.map(lambda x: x + 1, output).logits.tolist() == [[2.0] * 3] * 2
+
+
+def test_caches_of_transformers_are_trees_of_their_attributes() -> None:
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    filled, empty = cache_utils.DynamicCache(), cache_utils.DynamicCache()
+    filled.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    both = cache_utils.EncoderDecoderCache(filled, empty)
+    assert "self_attention_cache.layers.0.keys" in tree.paths(both)
+    moved = tree.map(lambda x: x + 1 if isinstance(x, torch.Tensor) else x, both)
+    (layer,) = moved.self_attention_cache.layers
+    assert type(moved) is type(both) and type(layer) is cache_utils.DynamicLayer
+    assert layer.get_seq_length() == 3 and layer.keys.unique().tolist() == [2.0]
+    layer.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+    assert layer.get_seq_length() == 4 and filled.get_seq_length() == 3
+
+
+def test_batches_of_transformers_are_trees_of_their_items() -> None:
+    transformers = pytest.importorskip("transformers")
+    for made in (transformers.BatchEncoding, transformers.BatchFeature):
+        batch = made({"b": torch.ones(2), "a": torch.zeros(2)})
+        assert tree.paths([batch]) == ["0.b", "0.a"]
+        doubled = tree.map(lambda x: 2 * x, batch)
+        assert type(doubled) is made and doubled["b"].tolist() == [2.0, 2.0] and list(doubled) == ["b", "a"]

@@ -395,6 +395,54 @@ def test_a_step_returns_the_output_of_a_transformers_model() -> None:
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def decoder() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_a_cache_of_transformers_passes_from_step_to_step(decoder: Any) -> None:
+    params, apply = fzero.lower(decoder)
+    placed, ids = fzero.partition(params, MESH), torch.arange(12).view(4, 3)
+
+    def read(params: Any, ids: Tensor, cache: Any) -> Any:
+        output = apply(params, ids, past_key_values=cache, use_cache=True)
+        return output.logits, output.past_key_values
+
+    step = fzero.simulate(read, MESH)
+    _, cache = step(placed, ids[:, :2], None)
+    logits, longer = step(placed, ids[:, 2:], cache)
+    assert cache.get_seq_length() == 2 and longer.get_seq_length() == 3 and not has_fake(longer)
+    torch.testing.assert_close(logits[:, 0], decoder(ids).logits[:, 2])
+
+
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_a_cache_that_a_step_fills_and_does_not_return_is_refused(decoder: Any, is_filled: bool) -> None:
+    params, apply = fzero.lower(decoder)
+    placed, ids = fzero.partition(params, MESH), torch.arange(12).view(4, 3)
+    cache = decoder(ids).past_key_values if is_filled else type(decoder(ids).past_key_values)()
+
+    def read(params: Any, ids: Tensor, cache: Any) -> Tensor:
+        return apply(params, ids, past_key_values=cache).logits
+
+    with pytest.raises(FzeroError, match="read: fills a DynamicCache that it was given, and does not return it"):
+        run(read, placed, ids, cache)
+    logits = run(lambda p, ids, cache: read(p, ids, tree.map(lambda x: x, cache)), placed, ids, cache)
+    torch.testing.assert_close(logits, decoder(ids, past_key_values=cache).logits)
+
+
+def test_a_batch_of_a_tokenizer_is_an_argument() -> None:
+    transformers = pytest.importorskip("transformers")
+    batch = transformers.BatchEncoding({"a": rows(MESH), "b": rows(MESH) + 1})
+    got = run(lambda batch: (batch, (lambda a, b: a * b)(**batch)), batch)
+    assert type(got[0]) is type(batch)
+    torch.testing.assert_close(got[1], batch["a"] * batch["b"])
+
+
 # what is traced again
 
 

@@ -63,6 +63,16 @@ def test_a_compiled_function_that_must_be_one_graph_is_refused() -> None:
         fzero.simulate(lambda x: compiled(x), MESH)(torch.ones(2))
 
 
+def test_a_branch_on_a_random_draw_is_refused_with_the_option_behind_it() -> None:
+    def drop(x: Tensor) -> Tensor:
+        return x if torch.rand([]) < 0.1 else 2 * x
+
+    with pytest.raises(FzeroError, match=r"in drop: .*: a random draw decides here .*such as layerdrop"):
+        fzero.simulate(drop, MESH)(torch.ones(2))
+    with pytest.raises(FzeroError, match="Python needs a value"):
+        fzero.simulate(lambda x: x if torch.rand([]) < x.sum() else 2 * x, MESH)(torch.ones(2))
+
+
 # nn.Transformer
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
