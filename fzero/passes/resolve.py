@@ -119,6 +119,7 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
             for axis in sorted(kinds[returned[position]], key=program.mesh.names.index):
                 with program.graph.inserting_before(program.output):
                     returned[position] = program.emit(ops.all_reduce, returned[position], "avg", axis)
+                returned[position].stack_trace = returned[position].args[0].stack_trace
                 kinds[returned[position]] = kinds[returned[position].args[0]] - {axis}
     program.output.args = (returned,)
 

@@ -139,7 +139,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with bind_axes(tracer), fake_mode, NameErrors(fn):
+    # On a GPU autograd would run the backward pass in another thread, without context variables and the user's line.
+    with bind_axes(tracer), fake_mode, NameErrors(fn), torch.autograd.set_multithreading_enabled(False):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     constants = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     program = describe(traced.graph, constants)
