@@ -255,3 +255,23 @@ def test_a_source_rank_that_is_not_there_is_refused() -> None:
 def _no_such_rank(mesh: DeviceMesh) -> None:
     with pytest.raises(FzeroError, match=r"source_rank: is 3, the mesh has ranks \[0\]"):
         partition({"w": torch.ones(3)}, mesh, source_rank=3)
+
+
+def test_memory_of_a_gpu_is_not_pinned() -> None:
+    message = r'^pin: is True, and slices are allocated on cuda:0; give device="cpu" too: only memory of the host'
+    with pytest.raises(FzeroError, match=message):
+        partition({"w": torch.ones(3)}, MESH, device="cuda:0", pin=True)
+    with pytest.raises(FzeroError, match=message):
+        fzero.build(lambda: torch.nn.Linear(3, 2), MESH, device="cuda:0", pin=True)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned here")
+def test_memory_is_not_pinned_for_nobody() -> None:
+    with pytest.raises(FzeroError, match=r"^pin: is True, and there is no accelerator: .*; leave pin out$"):
+        partition({"w": torch.ones(3)}, MESH, pin=True)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is nothing to pin memory for")
+def test_memory_of_the_host_is_pinned() -> None:
+    params = partition({"w": torch.ones(3)}, MESH, device="cpu", pin=True)
+    assert params["w"].local.is_pinned() and params["w"].local.tolist() == [1.0] * 3
