@@ -3,7 +3,7 @@
     all_gather, wait, whole      slices of leaves -> buffer of the leaves -> one leaf, a view of the buffer
     reduce_scatter, wait, part   full leaves -> this rank's block of their mean -> one leaf's slice, a view of the block
 
-`all_gather` and `reduce_scatter` start a collective; `wait` returns its buffer.
+`all_gather` and `reduce_scatter` start a collective; `wait` returns its buffer, and may cast it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def reduce_scatter(fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], 
     return fulls[0].new_empty(numel)
 
 
-def wait(pending: Tensor) -> Tensor:
-    """The buffer of a started collective."""
-    return pending
+def wait(pending: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The buffer of a started collective, cast to `dtype` where it is given."""
+    return pending if dtype is None else pending.to(dtype)
 
 
 def whole(buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
@@ -182,6 +182,8 @@ def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., S
 
 
 def _wait(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
+    if node.kwargs:
+        return lambda pending, dtype: wait(pending.wait(), dtype=dtype)
     return lambda pending: pending.wait()
 
 
@@ -267,6 +269,11 @@ def _reduce_scatter_work(node: Node) -> Work:
     return NO_WORK if len(fulls) == 1 or fulls[0].device.type == "cpu" else Work(0, 2 * nbytes(fulls))
 
 
+def _wait_work(node: Node) -> Work:
+    """The work of a cast."""
+    return Work(0, nbytes(node.args[0].meta["val"]) + nbytes(node.meta["val"])) if node.kwargs else NO_WORK
+
+
 def _label(program: Program, node: Node) -> str:
     return f"{node.target.__name__} {node.args[1]}"
 
@@ -311,7 +318,17 @@ _VIEW: dict[str, Any] = {
     "is_quiet": True,
     "is_derived": True,
 }
-register(Operation(name="wait", target=wait, fake=wait, waits=True, kind=_wait_kind, perform=_wait, **_VIEW))
+register(
+    Operation(
+        name="wait",
+        target=wait,
+        fake=wait,
+        waits=True,
+        kind=_wait_kind,
+        perform=_wait,
+        **{**_VIEW, "shares": lambda node: not node.kwargs, "work": _wait_work},
+    )
+)
 register(
     Operation(
         name="whole",
