@@ -310,6 +310,23 @@ def test_only_casts_of_state_as_it_is_given_are_the_gathers() -> None:
     assert sorted(map(name_of, gather.args[0])) == ["_to_copy", "arg1_1"]
 
 
+# gradients on one rank
+
+
+def test_a_rank_alone_keeps_its_gradients_where_they_lie() -> None:
+    case = trained(optim.adamw(0.1), layers(2), VirtualMesh(fsdp=1))
+    program, memory = apply(case.trace(), bucket), set[int]()
+
+    def watch(node: Any, values: list[dict[Any, Any]]) -> None:
+        if ops.is_call(node, ops.reduce_scatter):
+            memory.update(values[0][full].data_ptr() for full in node.args[0])
+        elif ops.is_call(node, ops.part):
+            memory.remove(values[0][node].data_ptr())
+
+    case.run(program, watch)
+    assert calls(program, ops.part) and not memory
+
+
 # casts of gradients
 
 
