@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,18 +45,20 @@ CONTESTANTS = {
 PAIR = ("fsdp2", "fzero-1", "fzero-2", "fzero-3")
 CHECKS = "fp32,bf16,dropout,remat,clipping and schedule,calibrate,save and load,no synchronization,compiled,graph"
 BROKEN = ("fails", "dies")
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Variables of a rank that torchrun does not start; torchrun sets its own."""
 LEAST = 15.0
 """Seconds without which no job begins: a process has to import torch."""
 
 
 class Job(NamedTuple):
-    """A command, run in a folder of its own, that writes JSON to `out`, and the seconds that it may take."""
+    """A command that writes JSON to `out`, and the seconds that it may take."""
 
     name: str
     command: list[str]
     device: str
     out: Path
-    limit: float
+    limit: float  # since it last wrote to `out`
 
 
 class Record:
@@ -120,23 +123,21 @@ def list_jobs(given: argparse.Namespace, folder: Path, port: int) -> Iterator[Jo
         plan = Plan(able(PAIR, given.device), size, "time", 1, 3, given.device, one_gpu=given.device == "cuda")
         yield contend("two ranks", plan, 2, folder, port, 60)
         return
-    names = tuple(given.contenders.split(",") if given.contenders else CONTESTANTS[given.part].split(","))
-    if given.broken:
-        names = (names[0], "broken", *names[1:])
-    for name in able(names, given.device):
+    names = able(tuple((given.contenders or CONTESTANTS[given.part]).split(",")), given.device)
+    for name in (names[0], "broken", *names[1:]) if given.broken else names:
         plan = Plan((name,), size, "gpu", given.rounds, given.steps, given.device, bf16=True)
         yield contend(name, plan, 1, folder, port, given.limit)
     if given.trace:
         plan = Plan((names[-1],), size, "trace", 1, 2, given.device, bf16=True, trace=str(given.trace.absolute()))
-        if able(plan.contenders, given.device):
-            yield contend(f"trace of {names[-1]}", plan, 1, folder, port, given.limit)
+        yield contend(f"trace of {names[-1]}", plan, 1, folder, port, given.limit)
 
 
 def contend(name: str, plan: Plan, ranks: int, folder: Path, port: int, limit: float) -> Job:
-    """The job of a plan for `worker.py`."""
+    """The job of a plan for `worker.py`. One rank needs no torchrun."""
     given, out = folder / f"{name}.given", folder / f"{name}.json"
     given.write_text(json.dumps(asdict(plan) | {"here": plan.contenders}))
-    command = [*torchrun(OURS, ranks), str(HERE / "worker.py"), str(given), str(out), str(port)]
+    start = [sys.executable] if ranks == 1 else torchrun(OURS, ranks)
+    command = [*start, str(HERE / "worker.py"), str(given), str(out), str(port)]
     return Job(name, command, plan.device, out, limit)
 
 
@@ -156,31 +157,38 @@ def perform(job: Job, record: Record, deadline: float) -> None:
 def run(job: Job, deadline: float) -> tuple[str, str]:
     """Run a job's command to its end, or to its limit: ("ok", "") or what happened, and the last lines that it printed.
     No process of it is left behind."""
-    limit = min(job.limit, deadline - time.monotonic())
     with job.out.with_suffix(".log").open("w+") as log:
-        environment = OURS.of_ranks(job.device)
+        environment = OURS.of_ranks(job.device) | ALONE
         process = subprocess.Popen(job.command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = process.wait(limit)
-            status = "ok" if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {limit:.0f} s"
+            status = wait(process, job, deadline)
         finally:
             end(process)
         log.seek(0)
         text = log.read()
     print(text, flush=True)
-    return status, "" if status == "ok" else "\n".join(text.splitlines()[-25:])
+    return status, "" if status == "ok" else "\n".join(text.splitlines()[-70:])
+
+
+def wait(process: subprocess.Popen[bytes], job: Job, deadline: float) -> str:
+    """How a process ends: by itself, or because nothing new came to `out` within the job's limit."""
+    written, news = 0, time.monotonic()
+    while (code := process.poll()) is None:
+        if job.out.exists() and job.out.stat().st_mtime_ns != written:
+            written, news = job.out.stat().st_mtime_ns, time.monotonic()
+        if time.monotonic() > min(deadline, news + job.limit):
+            return f"stopped {time.monotonic() - news:.0f} s after its last word"
+        time.sleep(0.1)
+    return f"exit status {code}" if code else "ok"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of the session that a process began."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
+    """End all processes of the session that a process began. torchrun ends its ranks on SIGTERM, within 30 seconds."""
+    for sign, grace in ((signal.SIGTERM, 35.0), (signal.SIGKILL, 5.0)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
 
 
 def compare(given: argparse.Namespace, record: Record) -> None:
