@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +35,7 @@ from launch import torchrun
 from machine import machine
 from quartiles import quartiles
 from runs import SIZES, Plan, Size
-from step import TOLERANCE, loss_differences, milliseconds
+from step import TOLERANCE, Results, loss_differences, milliseconds
 
 HERE = Path(__file__).resolve().parent
 CONTESTANTS = {
@@ -90,8 +90,10 @@ def main(given: argparse.Namespace) -> int:
             run_checks(given, Path(folder), record, deadline)
         for job in list_jobs(given, Path(folder), store.port):
             perform(job, record, deadline)
-    if given.part != "checks":
-        compare(given, record)
+    if given.part == "checks":
+        agree(record, record.jobs["two ranks"].get("result", {}), TOLERANCE[False])
+    else:
+        agree(record, print_rows(given, record), TOLERANCE[True])
     print(f"failed: {', '.join(record.failed) or 'none'}")
     return len(record.failed)
 
@@ -104,14 +106,16 @@ def run_checks(given: argparse.Namespace, folder: Path, record: Record, deadline
     while left and time.monotonic() < deadline - LEAST:
         out = folder / f"checks{len(left)}.json"
         command = [sys.executable, str(HERE / "gpu_checks.py"), given.device, str(out), ",".join(left)]
-        status, log = run(Job("checks", command, given.device, out, given.limit), deadline)
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-        for name, result in found.items():
-            record.note(name, **result)
-        begun = [name for name in left if name not in found][:1] if status != "ok" else []
-        for name in begun:
-            record.note(name, status=status, log=log)
-        left = [name for name in left if name not in (*found, *begun)]
+
+        def take_over(out: Path = out) -> None:
+            found: dict[str, Any] = json.loads(out.read_text())
+            for name in [name for name in left if name in found]:
+                left.remove(name)
+                record.note(name, **found[name])
+
+        status, log = run(Job("checks", command, given.device, out, given.limit), deadline, take_over)
+        if status != "ok":
+            record.note(left.pop(0) if left else "end of the checks", status=status, log=log)
     for name in left:
         record.note(name, status="no time")
 
@@ -154,14 +158,14 @@ def perform(job: Job, record: Record, deadline: float) -> None:
     record.note(job.name, **found, **({"log": log} if log else {}))
 
 
-def run(job: Job, deadline: float) -> tuple[str, str]:
+def run(job: Job, deadline: float, take_over: Callable[[], None] = lambda: None) -> tuple[str, str]:
     """Run a job's command to its end, or to its limit: ("ok", "") or what happened, and the last lines that it printed.
-    No process of it is left behind."""
+    `take_over()` is called when there is news in `out`. No process of the job is left behind."""
     with job.out.with_suffix(".log").open("w+") as log:
         environment = OURS.of_ranks(job.device) | ALONE
         process = subprocess.Popen(job.command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            status = wait(process, job, deadline)
+            status = wait(process, job, deadline, take_over)
         finally:
             end(process)
         log.seek(0)
@@ -170,13 +174,15 @@ def run(job: Job, deadline: float) -> tuple[str, str]:
     return status, "" if status == "ok" else "\n".join(text.splitlines()[-70:])
 
 
-def wait(process: subprocess.Popen[bytes], job: Job, deadline: float) -> str:
+def wait(process: subprocess.Popen[bytes], job: Job, deadline: float, take_over: Callable[[], None]) -> str:
     """How a process ends: by itself, or because nothing new came to `out` within the job's limit."""
-    written, news = 0, time.monotonic()
-    while (code := process.poll()) is None:
+    written, news, code = 0, time.monotonic(), None
+    while code is None:
+        code = process.poll()
         if job.out.exists() and job.out.stat().st_mtime_ns != written:
             written, news = job.out.stat().st_mtime_ns, time.monotonic()
-        if time.monotonic() > min(deadline, news + job.limit):
+            take_over()
+        if code is None and time.monotonic() > min(deadline, news + job.limit):
             return f"stopped {time.monotonic() - news:.0f} s after its last word"
         time.sleep(0.1)
     return f"exit status {code}" if code else "ok"
@@ -191,17 +197,21 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait(grace)
 
 
-def compare(given: argparse.Namespace, record: Record) -> None:
-    """Print a row for each contender, and note whether their losses agree."""
+def print_rows(given: argparse.Namespace, record: Record) -> Results:
+    """Note and print a row for each contender that was timed. Returns what they found."""
     size = SIZES["tiny" if given.tiny else given.part]
     results = {name: job["result"][name] for name, job in record.jobs.items() if name in job.get("result", {})}
-    results = {name: result for name, result in results.items() if "losses" in result}
     for name, result in results.items():
         seconds = quartiles(milliseconds(result)).median / 1000
         row = {"tokens": size.batch * size.seq / seconds, "mfu": flops(size) / seconds / result["matrix"]}
         record.note(name, **row, peak=result["peak"], reserved=result["reserved"])
+    return results
+
+
+def agree(record: Record, results: Results, tolerance: float) -> None:
+    """Note whether the losses of contenders agree."""
     differences = loss_differences(results)
-    apart = [name for name, value in differences.items() if not value <= TOLERANCE[True]]
+    apart = [name for name, value in differences.items() if not value <= tolerance]
     record.note("losses agree", status="ok" if not apart else f"no: {', '.join(apart)}", result=differences)
 
 

@@ -7,7 +7,6 @@ and what the check found. Where a check ends the process, OUT has the checks bef
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import flags
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
@@ -228,7 +228,7 @@ def main(device: str, out: Path, names: list[str]) -> None:
     with alone(device) as mesh:
         for name in names:
             found[name] = perform((CHECKS | BROKEN)[name], mesh)
-            out.write_text(json.dumps(found))
+            flags.write(out, found)
 
 
 if __name__ == "__main__":

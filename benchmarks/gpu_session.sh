@@ -19,7 +19,7 @@ how=(--device "$device")
 
 case $call in
 1)
-    timeout --kill-after 5 60 "$python" -m pytest -q -p no:cacheprovider tests/execution/test_cuda_graph.py \
+    timeout --kill-after 5 90 "$python" -m pytest -q -p no:cacheprovider tests/execution/test_cuda_graph.py \
         tests/values/test_lowering.py tests/state/test_partition.py -k "gpu or cuda or pinned" >"$out/1-tests.log" 2>&1
     tests=$?
     "$python" benchmarks/gpu.py checks "${how[@]}" --seconds 440 --json "$out/1.json" 2>&1 | tee "$out/1.log"

@@ -29,7 +29,7 @@ def test_checks_go_on_behind_one_that_raises_and_one_that_dies(tmp_path: Path) -
     assert failed == 2
     assert jobs["fails"]["status"] == "AssertionError: this check is broken" and "Traceback" in jobs["fails"]["log"]
     assert jobs["dies"]["status"] == "exit status 3"
-    assert [jobs[name]["status"] for name in ("save and load", "fp32", "two ranks")] == ["ok"] * 3
+    assert [jobs[name]["status"] for name in ("save and load", "fp32", "two ranks", "losses agree")] == ["ok"] * 4
     assert jobs["graph"]["status"] == "left out"
     assert jobs["fp32"]["result"]["apart"] <= 1e-4 and jobs["two ranks"]["result"]
 
