@@ -5,6 +5,7 @@ A contender is a function of `Setup`'s type; to add one, write it and name it in
 
 from __future__ import annotations
 
+import broken
 import deepspeed_steps
 import fzero_steps
 import matrix
@@ -17,8 +18,9 @@ CONTENDERS: dict[str, Setup] = {
     **peers.CONTENDERS,
     **deepspeed_steps.CONTENDERS,
     **matrix.CONTENDERS,
+    **broken.CONTENDERS,
 }
-TRAINING = tuple(name for name in CONTENDERS if name not in ("floor", "matrix"))
+TRAINING = tuple(name for name in CONTENDERS if name not in ("floor", "matrix", "broken"))
 """Those whose losses must agree."""
 
 

@@ -31,6 +31,8 @@ def parsed(of: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def write(path: Path | None, record: dict[str, Any]) -> None:
-    """The record, as JSON, where a file was asked for."""
+    """The record, as JSON, where a file was asked for. Whoever reads the file meanwhile finds the last record whole."""
     if path:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(record, indent=1) + "\n")
+        new.replace(path)

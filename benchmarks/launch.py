@@ -71,11 +71,15 @@ def launch(launches: list[Launch], ranks: int, timeout: float) -> list[Any]:
         return [json.loads(out.read_text()) for out in outs]
 
 
+def torchrun(environment: Environment, ranks: int) -> list[str]:
+    """The command that starts ranks of a script. `--standalone` finds a free port, `--local-addr` asks no network for
+    this machine's name. torchrun ends the other ranks when one fails."""
+    python = [str(environment.python), "-m", "torch.distributed.run"]
+    return [*python, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+
+
 def _start(started: Launch, ranks: int, given: Path, out: Path, port: int) -> subprocess.Popen[bytes]:
-    """`--standalone` finds a free port; torchrun ends the other ranks when one fails."""
-    python = [str(started.environment.python), "-m", "torch.distributed.run"]
-    torchrun = [*python, "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*torchrun, str(HERE / started.script), str(given), str(out), str(port)]
+    command = [*torchrun(started.environment, ranks), str(HERE / started.script), str(given), str(out), str(port)]
     return subprocess.Popen(command, env=started.environment.of_ranks(started.device))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -32,7 +33,9 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with "-dirty" where files differ from it; None outside git."""
+    """The commit of this checkout, with "-dirty" where files differ from it; None outside git and without it."""
+    if shutil.which("git") is None:
+        return None
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

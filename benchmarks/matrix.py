@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,21 @@ def matrix(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool) -> Cont
 
 
 CONTENDERS: dict[str, Setup] = {"matrix": matrix}
+
+
+def rate(mesh: DeviceMesh, bf16: bool) -> float:
+    """Floating-point operations a second of the median of ten steps."""
+    step, seconds = matrix(nn.Module, mesh, bf16).step, []
+    for _ in range(12):
+        begin = time.perf_counter()
+        step({})
+        if mesh.device_type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    del step
+    if mesh.device_type == "cuda":
+        torch.cuda.empty_cache()
+    return flops(mesh.device_type) / median(seconds[2:])
 
 
 def flops(device: str) -> int:

@@ -40,13 +40,14 @@ class Plan:
 
     contenders: tuple[str, ...]
     size: str
-    meter: str  # "time", "memory", "comm" or "overhead"
+    meter: str  # "time", "memory", "comm", "overhead", "gpu" or "trace"
     rounds: int
     steps: int
     device: str = "cpu"
     bf16: bool = False
     one_gpu: bool = False  # all ranks on GPU 0, as hosts of their own in NCCL's eyes
     here: tuple[str, ...] = ()
+    trace: str = ""  # the file of a profile
 
     @property
     def turns(self) -> tuple[str, ...]:

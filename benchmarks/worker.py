@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import matrix
 import torch
 import torch.distributed as dist
 from contenders import CONTENDERS
@@ -34,24 +35,29 @@ STUCK = timedelta(minutes=3)
 def main(plan: Plan, out: Path, turns: Turns) -> None:
     """Writes what the plan's meter shows for each of its contenders that is here."""
     mesh, device = start(plan)
+    result = measure(plan, mesh, device, turns)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    gc.collect()  # NCCL waits for the end of CUDA graphs, so no contender is alive here
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(plan: Plan, mesh: DeviceMesh, device: torch.device, turns: Turns) -> dict[str, Any]:
+    """For each contender that is here, what the plan's meter shows."""
+    rate = matrix.rate(mesh, plan.bf16) if plan.meter == "gpu" else 0.0
     batch = make_batch(plan, device)
     contenders = {name: set_up(name, plan, mesh, device) for name in plan.here}
     for contender in contenders.values():
         for _ in range(WARM_UP_STEPS):
             contender.step(batch)
     if plan.meter == "time":
-        result = clock(contenders, plan, batch, turns)
-    elif plan.meter == "memory":
-        result = {name: weigh(contender, plan, batch) for name, contender in contenders.items()}
-    elif plan.meter == "comm":
-        result = {name: count(contender, plan, batch, mesh) for name, contender in contenders.items()}
-    else:
-        result = {name: shares(contender, plan, batch) for name, contender in contenders.items()}
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(result))
-    contenders.clear()  # NCCL waits for the end of CUDA graphs
-    dist.barrier()
-    dist.destroy_process_group()
+        return clock(contenders, plan, batch, turns)
+    if plan.meter == "comm":
+        return {name: count(contender, plan, batch, mesh) for name, contender in contenders.items()}
+    meter = {"memory": weigh, "gpu": time_and_weigh, "trace": profile_to_file}.get(plan.meter, shares)
+    found = {name: meter(contender, plan, batch) for name, contender in contenders.items()}
+    return {name: {**result, "matrix": rate} for name, result in found.items()} if rate else found
 
 
 def start(plan: Plan) -> tuple[DeviceMesh, torch.device]:
@@ -99,6 +105,29 @@ def clock(contenders: dict[str, Contender], plan: Plan, batch: Batch, turns: Tur
             losses[name] += [mean(loss).item() for _, loss in turn]
             turns.end(number)
     return {name: {"seconds": seconds[name], "losses": losses[name]} for name in contenders}
+
+
+def time_and_weigh(contender: Contender, plan: Plan, batch: Batch) -> dict[str, Any]:
+    """Seconds and losses as of `clock`, then bytes as of `weigh`. `reserved` are the bytes that the allocator of a GPU
+    has taken from it, those of CUDA graphs among them, which its peak leaves out; -1 elsewhere."""
+    rounds = [[timed_step(contender, batch) for _ in range(plan.steps)] for _ in range(plan.rounds)]
+    found = weigh(contender._replace(program=None), plan, batch)  # a prediction would trace once more
+    reserved = torch.cuda.memory_reserved() if plan.device == "cuda" else -1
+    seconds = [[elapsed for elapsed, _ in turn] for turn in rounds]
+    losses = [mean(loss).item() for turn in rounds for _, loss in turn]
+    return {"seconds": seconds, "losses": losses, **found, "reserved": reserved}
+
+
+def profile_to_file(contender: Contender, plan: Plan, batch: Batch) -> dict[str, Any]:
+    """Writes a profile of the plan's steps to its file. The twenty operations that take longest."""
+    key = "cuda_time_total" if plan.device == "cuda" else "cpu_time_total"
+    with torch.profiler.profile() as profile:
+        for _ in range(plan.steps):
+            contender.step(batch)
+        if plan.device == "cuda":
+            torch.cuda.synchronize()
+    profile.export_chrome_trace(plan.trace)
+    return {"longest": profile.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60)}
 
 
 def timed_step(contender: Contender, batch: Batch) -> tuple[float, Tensor]:

@@ -41,9 +41,14 @@ def bind(program: Program, node: Node, on: Live) -> Call:
 
 
 def _start(on: Live, steps_of: Callable[..., Steps], *args: Any, **kwargs: Any) -> Pending:
-    """Start the first exchange of an operation. The rest of the operation runs in the wait."""
+    """Start the first exchange of an operation. The rest of the operation runs in the wait. One rank may need no
+    exchange."""
     steps = steps_of(*args, **kwargs)
-    pending = on.begin(next(steps))
+    try:
+        pending = on.begin(next(steps))
+    except StopIteration as end:
+        result = end.value
+        return Pending(on.members.begin("nothing"), [], lambda: result)
     return Pending(pending.attempt, [], lambda: complete(steps, pending.wait(), on.begin))
 
 

@@ -89,7 +89,7 @@ def _bind_at_once(node: Node, program: Program, on: Live, seed: int) -> Callable
     if operation.perform is None:
         return node.target
     if operation.waits:
-        return lambda done: done
+        return node.target
     run = bind(program, node, on).run
     if operation.starts:
         return lambda *args, **how: run(*args, **how).wait()

@@ -153,8 +153,10 @@ class _Ranks:
             asked, results = _advance(ranks, self._exchange(operation, asked))
         if not operation.starts:
             return results
-        is_alone = self.program.mesh.size(first[0].axis) == 1  # one rank gets the memory that it sends
-        sent = [[result] if is_alone else list(each.sent) for each, result in zip(first, results)]
+        if not first or self.program.mesh.size(first[0].axis) == 1:  # one rank gets the memory that it sends
+            sent = [result if isinstance(result, list) else [result] for result in results]
+        else:
+            sent = [list(each.sent) for each in first]
         versions = [[version_of(x) for x in each] for each in sent]
         self.sending.append([_Started(seat.number, *each) for seat, *each in zip(self.seats, results, sent, versions)])
         return list(self.sending[-1])

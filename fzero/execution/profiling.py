@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,7 +30,7 @@ def name_calls(calls: Mapping[str, Call]) -> dict[str, Callable[..., Any]]:
 
 def _name(call: Call) -> Callable[..., Any]:
     if call.waits:
-        return _wait
+        return partial(_wait, call.run)
     if not call.label:
         return call.run
 
@@ -41,6 +42,6 @@ def _name(call: Call) -> Callable[..., Any]:
     return run
 
 
-def _wait(started: _Named) -> Tensor:
+def _wait(run: Callable[..., Tensor], started: _Named, **kwargs: Any) -> Tensor:
     with record_function(f"wait {started.name}"):
-        return started.pending.wait()
+        return run(started.pending, **kwargs)

@@ -77,8 +77,11 @@ def flat_parts(fulls: Sequence[Tensor], wire: Wire) -> list[Tensor]:
     return [row[0] if len(row) == 1 else torch.cat(row) for row in rows]
 
 
-def slice_of(block: Tensor, wire: Wire, rank: int, position: int) -> Tensor:
-    """The rank's slice of the leaf at `position` of the wire, out of the rank's block [S]: a view."""
+def slice_of(block: Tensor | list[Tensor], wire: Wire, rank: int, position: int) -> Tensor:
+    """The rank's slice of the leaf at `position` of the wire, out of the rank's block [S]: a view. Of a list of slices
+    the one at `position`."""
+    if isinstance(block, list):
+        return block[position]
     where = wire.block(rank)[position]
     return block[where.start : where.stop]
 

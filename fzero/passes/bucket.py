@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fzero.layout.layout import wire
-from fzero.passes.order import count_depths, find_dependences, restore_order, sink_gathers
+from fzero.passes.order import count_depths, find_changes, find_dependences, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.records import is_call, storage
 
 
 def bucket(program: Program) -> Program:
@@ -22,6 +22,8 @@ def bucket(program: Program) -> Program:
 
     * A leaf that is gathered twice from the same slice is gathered once.
     * A state argument that is cast and then gathered is cast into the buffer that is sent, at each gather.
+    * Gradients of a bucket that the step casts to one dtype, and uses nowhere else, are cast as the block that they
+      arrive in.
     * Each all-gather stands at its first use, each reduce-scatter where the last of its gradients is ready.
     * Two sets of slices in one layout, as parameters and their moving average, keep gathers of their own.
 
@@ -37,6 +39,7 @@ def bucket(program: Program) -> Program:
     behind = find_dependences(program.graph)
     for members in _group_moves(program, ops.scatter):
         _move_together(program, members, ops.reduce_scatter, ops.part, behind)
+    _cast_blocks(program)
     sink_gathers(program.graph)
     return program
 
@@ -99,6 +102,30 @@ def _move_together(
         buffer = program.emit(ops.wait, pending)
         taken = [program.emit(take, buffer, name, leaves, i, node.args[3]) for i, node in enumerate(members)]
     program.substitute_all(dict(zip(members, taken)))
+
+
+def _cast_blocks(program: Program) -> None:
+    """Cast each scattered block as one where the step casts every slice of the block to one dtype, has no other use of
+    the slices, and writes into none of them."""
+    changed = find_changes(program.graph)
+    for start in program.graph.find_nodes(op="call_function", target=ops.reduce_scatter):
+        (block,) = start.users
+        casts = [user for part in block.users for user in part.users]
+        if not all(map(_only_casts, casts)) or changed & set(map(storage, (block, *casts))):
+            continue
+        dtypes = {node.meta["val"].dtype for node in casts}
+        if len(dtypes) == 1:
+            program.substitute_all({cast: cast.args[0] for cast in casts})
+            with program.graph.inserting_before(block):
+                program.substitute(block, program.emit(ops.wait, start, dtype=dtypes.pop()))
+
+
+def _only_casts(node: Node) -> bool:
+    """Whether a node casts a slice to another dtype, and does nothing else."""
+    if not is_call(node, torch.ops.aten._to_copy.default):
+        return False
+    new, old = node.meta["val"], node.args[0].meta["val"]
+    return new.dtype != old.dtype and (new.device, new.stride()) == (old.device, old.stride())
 
 
 def _skip_casts(slices: list[Node]) -> tuple[list[Node], dict[str, Any]]:

@@ -29,7 +29,8 @@ def resolve(program: Program) -> Program:
     * The mean of a value that is the same on all ranks is that value: the all-reduce goes.
     * The `beside` marks go: only inference reads them.
     * A value that is gathered or scattered, and overwritten later, is copied first. So later passes may move its
-      collective, whose result is the value's memory on a mesh of one rank.
+      collective, whose result is the value's memory on a mesh of one rank. There a value whose slice is overwritten is
+      copied as well.
     * A leaf or a reduced value that `as_strided` looks into is copied: it becomes a view of a buffer, and `as_strided`
       counts elements from the start of the memory.
     * Each result notes the axes along which it varies (`Result.varies`).
@@ -57,10 +58,14 @@ def resolve(program: Program) -> Program:
 
 
 def _copy_overwritten(program: Program) -> None:
-    """Let each gather and scatter whose operand a later node writes into read a copy of the operand."""
+    """Let each gather and scatter whose operand a later node writes into read a copy of the operand. On a mesh of one
+    rank a slice is its operand's memory, and counts as the operand."""
     written_later: set[object] = set()
+    is_alone = program.mesh.size() == 1
     for node in reversed(list(program.graph.nodes)):
-        if is_call(node, ops.gather, ops.scatter) and storage(node.args[0]) in written_later:
+        if is_call(node, ops.gather, ops.scatter) and written_later.intersection(
+            map(storage, (node.args[0], node) if is_alone else (node.args[0],))
+        ):
             with program.graph.inserting_before(node):
                 node.replace_input_with(node.args[0], program.emit(torch.ops.aten.clone.default, node.args[0]))
         written_later.update(storage(written) for written in find_writes(node))
@@ -119,6 +124,7 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
             for axis in sorted(kinds[returned[position]], key=program.mesh.names.index):
                 with program.graph.inserting_before(program.output):
                     returned[position] = program.emit(ops.all_reduce, returned[position], "avg", axis)
+                returned[position].stack_trace = returned[position].args[0].stack_trace
                 kinds[returned[position]] = kinds[returned[position].args[0]] - {axis}
     program.output.args = (returned,)
 

@@ -182,8 +182,13 @@ def gather_leaves(
 
 
 def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
-    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh."""
+    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh.
+
+    On a mesh of one rank the leaves are their own mean: the result is the list of them, flat, views where possible.
+    """
     bucket, mesh = along.layout.bucket, along.layout.mesh
+    if mesh.size() == 1:
+        return [buffers.flatten(full) for full in fulls]
     asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()

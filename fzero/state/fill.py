@@ -46,9 +46,24 @@ def allocate_slices(
     along = wire(layout, tuple(sorted(leaves)))
     block = along.block(rank)
     numel = len(layout.rank_range(rank)) if along.is_complete else sum(map(len, block))
-    buffer = torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
+    buffer = allocate(numel, dtype, device, pin)
     flats = {index: buffer[at.start : at.stop] for index, at in zip(along.leaves, block)}
     return {index: flat.view(leaves[index].shape) if layout.replicated else flat for index, flat in flats.items()}
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
+    """[numel] zeros on a device, in pinned memory with `pin`.
+
+    Raises:
+        FzeroError: for `pin` on a device that is not the host, and where no accelerator is there to pin memory for.
+    """
+    if pin and device.type not in ("cpu", "meta"):
+        way_out = 'give device="cpu" too: only memory of the host is pinned; or leave pin out'
+        raise FzeroError("pin", f"is True, and slices are allocated on {device}", way_out)
+    if pin and device.type == "cpu" and not torch.accelerator.is_available():
+        problem = "is True, and there is no accelerator: memory of the host is pinned for one"
+        raise FzeroError("pin", problem, "leave pin out")
+    return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
 
 
 def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int) -> None:

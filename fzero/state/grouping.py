@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, Leaf, replicated_layout
+from fzero.layout.layout import ALIGN, Layout, Leaf, replicated_layout
 from fzero.values.functions import is_sharded
 
 Keys = Sequence[tuple[str | int, ...]]
@@ -51,11 +52,17 @@ def plan_buckets(
     granularity: Granularity | None = None,
 ) -> list[tuple[Layout, list[int]]]:
     """The buckets of a tree, one for each layer and dtype: `(layout, positions of the bucket's leaves)`. Reads only
-    shapes and dtypes of leaves."""
+    shapes and dtypes of leaves.
+
+    Leaves of odd sizes stand behind the others, so that a leaf begins at a multiple of the largest power of two, up to
+    `ALIGN`, that divides its number of elements. Kernels of GPUs want a leaf to begin at a multiple of 16 bytes.
+    """
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for position, (key, leaf) in enumerate(zip(keys, leaves)):
         named = layers(tree.dotted(key)) if layers else None
         groups.setdefault((bucket_of(key) if named is None else named, leaf.dtype), []).append(position)
+    for members in groups.values():
+        members.sort(key=lambda i: -_alignment(leaves[i].shape.numel()))
     dtypes = Counter(name for name, _ in groups)
     return [
         (
@@ -68,6 +75,11 @@ def plan_buckets(
         )
         for (name, dtype), members in groups.items()
     ]
+
+
+def _alignment(numel: int) -> int:
+    """The largest power of two, up to `ALIGN`, that divides a number of elements."""
+    return math.gcd(numel, ALIGN)
 
 
 def _leaf(path: str, leaf: Any, granularity: Granularity | None) -> Leaf:

@@ -64,12 +64,13 @@ def partition(
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
     leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
     averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
-    Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's), and in pinned memory with
-    `pin`.
+    Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
+    they are in pinned memory.
 
     Raises:
-        FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; on all ranks when
-            one gives other shapes, or when the source rank fails to read.
+        FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; for `pin` on a
+            device that is not the host; on all ranks when one gives other shapes, or when the source rank fails to
+            read.
     """
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)

@@ -155,6 +155,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         replace_checkpoint(checkpoint),
         leave_inference_mode(),
         take_custom_functions(),
+        # On a GPU autograd would run the backward pass in another thread, without context variables and user's lines.
+        torch.autograd.set_multithreading_enabled(False),
     ):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}

@@ -26,6 +26,10 @@ def count(program: Program, node: Node, result: Any) -> Iterator[Comm]:
     axis, others = mesh.shard_axis, [name for name in mesh.names if name != mesh.shard_axis]
     if is_call(node, ops.all_gather):
         yield Comm("all_gather", axis, node.args[1], result.result.dtype, nbytes(result.result))
+    elif is_call(node, ops.reduce_scatter) and mesh.size() == 1:  # the leaves stay where they lie
+        leaves, sent = result.result, program.wire_of(node).sent
+        assert [leaf.numel() for leaf in leaves] == [leaf.meta["val"].numel() for leaf in node.args[0]]
+        yield Comm("reduce_scatter", axis, node.args[1], leaves[0].dtype, sent * leaves[0].element_size())
     elif is_call(node, ops.reduce_scatter):
         block, whole = result.result, sum(leaf.meta["val"].numel() for leaf in node.args[0])
         # some leaves of a bucket travel without padding

@@ -24,12 +24,13 @@ from programs import (
     names,
     on_rows,
     rows,
+    trained,
     tried,
 )
 from torch import Tensor
 
 import fzero
-from fzero import tree
+from fzero import optim, tree
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import wire
 from fzero.passes import bucket, release
@@ -307,6 +308,79 @@ def test_only_casts_of_state_as_it_is_given_are_the_gathers() -> None:
     program = bucketed(on_rows(step, layers(1)))
     (gather,) = calls(program, ops.all_gather)
     assert sorted(map(name_of, gather.args[0])) == ["_to_copy", "arg1_1"]
+
+
+# gradients on one rank
+
+
+def test_a_rank_alone_keeps_its_gradients_where_they_lie() -> None:
+    case = trained(optim.adamw(0.1), layers(2), VirtualMesh(fsdp=1))
+    program, memory = apply(case.trace(), bucket), set[int]()
+
+    def watch(node: Any, values: list[dict[Any, Any]]) -> None:
+        if ops.is_call(node, ops.reduce_scatter):
+            memory.update(values[0][full].data_ptr() for full in node.args[0])
+        elif ops.is_call(node, ops.part):
+            memory.remove(values[0][node].data_ptr())
+
+    case.run(program, watch)
+    assert calls(program, ops.part) and not memory
+
+
+# casts of gradients
+
+
+def narrow(params: tree.Tree, x: Tensor) -> Tensor:
+    """The loss with weights of bfloat16."""
+    return loss(tree.map(lambda leaf: leaf.to(torch.bfloat16), params), x.to(torch.bfloat16)).float()
+
+
+def count_casts_of_gradients(program: Program) -> tuple[int, int]:
+    """The casts of blocks, and of slices."""
+    slices = [user for part in calls(program, ops.part) for user in part.users]
+    blocks = sum(bool(node.kwargs) for node in calls(program, ops.wait))
+    return blocks, sum(name_of(user) == "_to_copy" for user in slices)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_cast_as_the_block_that_they_arrive_in(stage: int, world: int) -> None:
+    case = trained(optim.adamw(0.1), layers(3), VirtualMesh(fsdp=world), narrow)
+    program = check(case, *(each for each in fzero.passes.defaults(stage=stage) if each is not fzero.passes.fuse))
+    assert count_casts_of_gradients(program) == (3, 0)
+    before = case.trace()
+    assert_same(case.run(apply(before, bucket)), case.run(before))
+
+
+def overwritten(grads: tree.Tree) -> tree.Tree:
+    def overwrite(grad: Any) -> Any:
+        wide = grad.float()
+        wide.local.mul_(2.0)
+        return wide
+
+    return tree.map(overwrite, grads)
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (lambda grads: tree.map(lambda grad: grad.float(), grads), (1, 0)),
+        (lambda grads: tree.map(lambda grad: (grad.float(), grad.float() * 2), grads), (1, 0)),
+        (lambda grads: tree.map(lambda grad: (grad.float(), grad * 2), grads), (0, 2)),
+        (lambda grads: tree.map(lambda grad: (grad.float(), grad), grads), (0, 2)),
+        (lambda grads: tree.map(lambda grad: (grad.float(), grad.double()), grads), (0, 4)),
+        (lambda grads: {"b": grads["layers"][0]["b"].float(), "w": grads["layers"][0]["w"].double()}, (0, 2)),
+        (overwritten, (0, 2)),
+    ],
+    ids=["cast", "cast twice", "used as well", "returned as well", "two dtypes", "a dtype each", "overwritten"],
+)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_blocks_are_cast_where_nothing_else_wants_them(
+    world: int, use: Callable[[tree.Tree], Any], expected: tuple[int, int]
+) -> None:
+    held = tree.map(lambda leaf: leaf.to(torch.bfloat16), layers(1))
+    case = on_rows(lambda p, x: use(fzero.grad(loss)(p, x.to(torch.bfloat16))), held, mesh=VirtualMesh(fsdp=world))
+    assert count_casts_of_gradients(bucketed(case)) == expected
 
 
 # memory that the step writes into

@@ -231,3 +231,25 @@ def test_a_mean_that_is_needless_keeps_what_lay_in_memory_by_then() -> None:
     case = Case(step, mesh, (fzero.partition(layers(1), mesh), rows(mesh)))
     for mean, counts in case.run(case.trace()):
         assert mean.all() and not counts.any()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("shapes", [[(16,)], [(3,), (5,)]], ids=str)
+def test_a_gradient_that_is_overwritten_is_no_memory_of_what_it_was_computed_from(
+    shapes: list[tuple[int, ...]], world: int
+) -> None:
+    """On one rank a scatter returns the memory that it is given: here, of the batch."""
+    mesh = VirtualMesh(fsdp=world)
+
+    def step(params: tree.Tree, batch: list[Tensor]) -> tuple[tree.Tree, list[Tensor]]:
+        _, backward = torch.func.vjp(lambda params: [w.full_tensor() for w in params["layers"][0]], params)
+        (grads,) = backward([x[0] for x in batch])
+        for grad in tree.leaves(grads):
+            grad.local.mul_(2.0)
+        return grads, [x * 1 for x in batch]
+
+    params = fzero.partition({"layers": [[torch.ones(shape) for shape in shapes]]}, mesh)
+    batch = [torch.full((world, *shape), 3.0) for shape in shapes]
+    grads, rows = fzero.simulate(step, mesh)(params, batch)
+    assert all(grad.eq(6.0).all() for grad in tree.leaves(fzero.unpartition(grads)))
+    assert all(x.eq(3.0).all() for x in (*rows, *batch))

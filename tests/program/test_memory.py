@@ -101,6 +101,21 @@ def test_a_gradient_that_is_a_whole_bucket_is_sent_from_where_it_lies() -> None:
     assert program.memory().peak == 64 + 32 + 128 + 64
 
 
+def test_a_rank_alone_keeps_its_gradients_where_they_lie() -> None:
+    alive = dict(node_by_node(bucketed(gradient, VirtualMesh(fsdp=1))))
+    assert alive["mm_1"] == alive["reduce_scatter"] == alive["wait_1"] == alive["part"] == 64 + 32 + 64
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_block_is_cast_into_new_memory(world: int) -> None:
+    def narrow(params: Any, x: Tensor) -> Any:
+        return fzero.grad(lambda p: product({"w": p["w"].to(torch.bfloat16)}, x.to(torch.bfloat16)).sum())(params)
+
+    *_, (_, sent), (_, waited), (_, taken) = node_by_node(bucketed(narrow, VirtualMesh(fsdp=world)))
+    assert sent == 96 + 32 + (world - 1) * 32  # the gradient, and a block from each other rank
+    assert waited == taken == 96 + 64
+
+
 def test_in_place_operations_need_nothing() -> None:
     def step(params: Any, x: Tensor) -> Tensor:
         y = x * 2

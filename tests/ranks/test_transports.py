@@ -180,6 +180,19 @@ def narrowly_reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) 
     return found
 
 
+def reduced_beside_a_gather(mesh: DeviceMesh) -> bool:
+    """Rank 0 starts a gather in front of an all-reduce, the others behind it."""
+    transport, members, rank = native(mesh), live(mesh).members, mesh.get_rank()
+
+    def gather() -> Any:
+        return transport.all_gather(torch.full((3,), float(rank)), members.begin("gather"))
+
+    early = gather() if rank == 0 else None
+    total = transport.all_reduce(torch.ones(2), "sum", members.begin("sum"))
+    full = (early or gather()).wait()
+    return total.tolist() == 2 * [mesh.size()] and full.view(-1, 3)[:, 0].tolist() == list(range(mesh.size()))
+
+
 def too_many(mesh: DeviceMesh) -> str:
     transport = waiting(mesh)
     same_host.SLOTS = 2
@@ -218,6 +231,7 @@ CASES: dict[str, Callable[[DeviceMesh], Any]] = {
     **{f"gathered {name}": partial(gathered, make) for name, make in TRANSPORTS.items()},
     **{f"reduced {name}": partial(reduced, make) for name, make in TRANSPORTS.items()},
     **{f"narrowly reduced {name}": partial(narrowly_reduced, make) for name, make in TRANSPORTS.items()},
+    "reduced beside a gather": reduced_beside_a_gather,
     "too many": too_many,
     "first words": first_words,
 }
@@ -246,6 +260,10 @@ def test_a_gather_is_what_blocks_were(outcomes: dict[str, list[Outcome]], name: 
 def test_a_reduction_is_that_of_all_ranks(outcomes: dict[str, list[Outcome]], name: str) -> None:
     for right in values(outcomes[f"reduced {name}"]):
         assert all(right) and len(right) == 15
+
+
+def test_an_all_reduce_does_not_wait_for_gathers_on_the_backend(outcomes: dict[str, list[Outcome]]) -> None:
+    assert all(values(outcomes["reduced beside a gather"]))
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from processes import run
@@ -12,7 +14,7 @@ import fzero
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, Leaf
+from fzero.layout.layout import ALIGN, Layout, Leaf
 from fzero.state.fill import copy_slices
 from fzero.state.grouping import Layers, bucket_of, plan_buckets
 from fzero.state.partition import partition
@@ -82,6 +84,19 @@ def test_each_dtype_of_a_layer_has_a_bucket_of_its_own() -> None:
 def test_layouts_know_global_shapes_and_the_mesh() -> None:
     ((layout, members),) = plan_buckets([("w",)], [torch.ones(2, 5)], MESH)
     assert layout == Layout("w", (Leaf("w", (2, 5)),), MESH) and members == [0]
+
+
+def test_leaves_begin_at_multiples_of_the_power_of_two_in_their_sizes() -> None:
+    sizes = [(3,), (5, 4), (8, 3), (), (16, 7), (7, 2), (0, 5), (1,)]
+    params = {"layer": [{f"{i}": torch.ones(shape) for i, shape in enumerate(sizes)}]}
+    leaves, treedef = tree.flatten(params)
+    ((layout, members),) = plan_buckets(tree.keys(treedef), leaves, MESH)
+    assert sorted(members) == list(range(len(sizes))) and members != sorted(members)
+    assert [leaf.shape for leaf in layout.leaves] == [sizes[i] for i in members]
+    for leaf, where in zip(layout.leaves, layout.leaf_ranges):
+        assert where.start % math.gcd(leaf.numel, ALIGN) == 0
+    held = partition(params, MESH)
+    assert all(map(torch.equal, tree.leaves(unpartition(held)), leaves))
 
 
 def test_layouts_read_no_data() -> None:
@@ -175,8 +190,8 @@ def test_small_leaves_persist_and_train_alike() -> None:
 def test_no_boundary_cuts_a_row_when_rows_are_the_granularity() -> None:
     params = {"layer": {"b": torch.arange(5.0), "w": torch.arange(70.0).view(10, 7)}}
     held = partition(params, VirtualMesh(fsdp=3), granularity=lambda path, shape: shape[-1] if len(shape) > 1 else None)
-    layout = held["layer"]["w"].form.layout
-    assert [len(layout.part(1, rank)) % 7 for rank in range(3)] == [0, 0, 0]
+    layout, index = held["layer"]["w"].form.layout, held["layer"]["w"].index
+    assert [len(layout.part(index, rank)) % 7 for rank in range(3)] == [0, 0, 0]
     assert_same(unpartition(held), params)
 
 
@@ -255,3 +270,23 @@ def test_a_source_rank_that_is_not_there_is_refused() -> None:
 def _no_such_rank(mesh: DeviceMesh) -> None:
     with pytest.raises(FzeroError, match=r"source_rank: is 3, the mesh has ranks \[0\]"):
         partition({"w": torch.ones(3)}, mesh, source_rank=3)
+
+
+def test_memory_of_a_gpu_is_not_pinned() -> None:
+    message = r'^pin: is True, and slices are allocated on cuda:0; give device="cpu" too: only memory of the host'
+    with pytest.raises(FzeroError, match=message):
+        partition({"w": torch.ones(3)}, MESH, device="cuda:0", pin=True)
+    with pytest.raises(FzeroError, match=message):
+        fzero.build(lambda: torch.nn.Linear(3, 2), MESH, device="cuda:0", pin=True)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned here")
+def test_memory_is_not_pinned_for_nobody() -> None:
+    with pytest.raises(FzeroError, match=r"^pin: is True, and there is no accelerator: .*; leave pin out$"):
+        partition({"w": torch.ones(3)}, MESH, pin=True)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is nothing to pin memory for")
+def test_memory_of_the_host_is_pinned() -> None:
+    params = partition({"w": torch.ones(3)}, MESH, device="cpu", pin=True)
+    assert params["w"].local.is_pinned() and params["w"].local.tolist() == [1.0] * 3

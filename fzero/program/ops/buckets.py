@@ -3,7 +3,7 @@
     all_gather, wait, whole      slices of leaves -> buffer of the leaves -> one leaf, a view of the buffer
     reduce_scatter, wait, part   full leaves -> this rank's block of their mean -> one leaf's slice, a view of the block
 
-`all_gather` and `reduce_scatter` start a collective; `wait` returns its buffer.
+`all_gather` and `reduce_scatter` start a collective; `wait` returns its buffer, and may cast it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ def reduce_scatter(fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], 
     return fulls[0].new_empty(numel)
 
 
-def wait(pending: Tensor) -> Tensor:
-    """The buffer of a started collective."""
-    return pending
+def wait(pending: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """The buffer of a started collective, cast to `dtype` where it is given. On one rank the block of a reduce-scatter
+    is the list of its slices."""
+    if dtype is None:
+        return pending
+    return [x.to(dtype) for x in pending] if isinstance(pending, list) else pending.to(dtype)
 
 
 def whole(buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
@@ -182,6 +185,8 @@ def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., S
 
 
 def _wait(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
+    if node.kwargs:
+        return lambda pending, dtype: wait(pending.wait(), dtype=dtype)
     return lambda pending: pending.wait()
 
 
@@ -196,12 +201,14 @@ def _whole_span(program: Program, node: Node, rank: Rank) -> range | None:
 
 
 def _part(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
-    where = _part_span(program, node, rank)
+    where, position = program.wire_of(node).block(rank.rank)[node.args[3]], node.args[3]
+    if program.mesh.size() == 1:  # the block is the list of its slices, unless a variant's collective packs it
+        return lambda block, *_: block[position] if isinstance(block, list) else block[where.start : where.stop]
     return lambda block, *_: block[where.start : where.stop]
 
 
-def _part_span(program: Program, node: Node, rank: Rank) -> range:
-    return program.wire_of(node).block(rank.rank)[node.args[3]]
+def _part_span(program: Program, node: Node, rank: Rank) -> range | None:
+    return program.wire_of(node).block(rank.rank)[node.args[3]] if program.mesh.size() > 1 else None
 
 
 # memory and work
@@ -218,7 +225,7 @@ def _reduce_scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     value, along = node.meta["val"], allocator.program.wire_of(node)
     sent = _place_sent_leaves(allocator, node, along)
     if along.layout.mesh.size() == 1:
-        return (sent[0],)
+        return (sent,)  # one rank keeps the leaves
     # The block of the first other rank becomes the result; the blocks of the N - 2 others need memory of their own.
     received = allocator.keep((node, "received"), max(along.layout.world - 2, 0) * nbytes(value))
     return allocator.new(node, value), received, *(at.key for at in sent)
@@ -227,11 +234,12 @@ def _reduce_scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 def _place_sent_leaves(allocator: Allocator, node: Node, along: Wire) -> list[Any]:
     """The locations of the tensors that a reduce-scatter sends.
 
-    CPU ranks send the leaves from where they lie, after a copy of those that are not contiguous. NCCL sends a packed
-    copy of all leaves, or the leaf itself where one leaf fills the buffer; float16 and bfloat16 as float32.
+    CPU ranks, and a rank alone, send the leaves from where they lie, after a copy of those that are not contiguous.
+    NCCL sends a packed copy of all leaves, or the leaf itself where one leaf fills the buffer; float16 and bfloat16
+    as float32.
     """
     given = [x.meta["val"] for x in node.args[0]]
-    if given[0].device.type == "cpu" and along.layout.mesh.size() > 1:
+    if given[0].device.type == "cpu" or along.layout.mesh.size() == 1:
         return [
             allocator.at(x) if full.is_contiguous() else allocator.new((node, i), full)
             for i, (x, full) in enumerate(zip(node.args[0], given))
@@ -251,6 +259,9 @@ def _whole_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 
 
 def _part_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    block = allocator.at(node.args[0])
+    if isinstance(block, list):
+        return (block[node.args[3]],)
     (leaf,) = leaves_of(node)
     return (allocator.view(node)._replace(counts=allocator.count(allocator.program.layout_of(node), leaf)),)
 
@@ -262,9 +273,16 @@ def _all_gather_work(node: Node) -> Work:
 
 
 def _reduce_scatter_work(node: Node) -> Work:
-    """The work of packing leaves: none for a single leaf, and none on CPU, which sends leaves from where they lie."""
+    """The work of packing leaves: none for a single leaf, and none on CPU or one rank, where leaves stay where they
+    are."""
     fulls = values_of(node.args[0])
-    return NO_WORK if len(fulls) == 1 or fulls[0].device.type == "cpu" else Work(0, 2 * nbytes(fulls))
+    is_alone = node.meta["val"].numel() >= sum(full.numel() for full in fulls)
+    return NO_WORK if len(fulls) == 1 or is_alone or fulls[0].device.type == "cpu" else Work(0, 2 * nbytes(fulls))
+
+
+def _wait_work(node: Node) -> Work:
+    """The work of a cast."""
+    return Work(0, nbytes(node.args[0].meta["val"]) + nbytes(node.meta["val"])) if node.kwargs else NO_WORK
 
 
 def _label(program: Program, node: Node) -> str:
@@ -311,7 +329,17 @@ _VIEW: dict[str, Any] = {
     "is_quiet": True,
     "is_derived": True,
 }
-register(Operation(name="wait", target=wait, fake=wait, waits=True, kind=_wait_kind, perform=_wait, **_VIEW))
+register(
+    Operation(
+        name="wait",
+        target=wait,
+        fake=wait,
+        waits=True,
+        kind=_wait_kind,
+        perform=_wait,
+        **{**_VIEW, "shares": lambda node: not node.kwargs, "work": _wait_work},
+    )
+)
 register(
     Operation(
         name="whole",

@@ -26,8 +26,8 @@ class Native:
     * NCCL rounds a sum at each rank that it passes: bfloat16 ones of 512 ranks would average to 0.5. So float16 and
       bfloat16 are reduced as float32, in twice the bytes, and rounded once.
     * A partial wire is scattered without its padding: NCCL reduces each rank's parts to that rank, all in one group.
-    * Scatters have a process group of their own, a twin of `group`; otherwise they would wait for gathers that have
-      begun before.
+    * Scatters and all-reduces have a process group of their own, a twin of `group`; otherwise they would wait for
+      gathers that have begun before.
     """
 
     def __init__(self, group: dist.ProcessGroup, scatters: dist.ProcessGroup) -> None:
@@ -74,4 +74,4 @@ class Native:
 
     def _reduce_(self, x: Tensor, op: str, attempt: Attempt) -> None:
         with attempt:
-            dist.all_reduce(x, OPS[op], group=self.group)
+            dist.all_reduce(x, OPS[op], group=self.scatters)

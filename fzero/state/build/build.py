@@ -24,7 +24,7 @@ from fzero.ranks.live import Live, live
 from fzero.ranks.virtual import virtual
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
 from fzero.state.build.store import Store
-from fzero.state.fill import BUILD_CHUNK_NBYTES, chunk_numel
+from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel
 from fzero.state.partition import partition
 from fzero.state.sources import source_of
 from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
@@ -178,7 +178,7 @@ def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharde
     """Zeros in place of values that share one storage on the meta device. They share one storage on `device`."""
     first = planned[0].local
     numel = first.untyped_storage().nbytes() // first.dtype.itemsize
-    block = torch.zeros(numel, dtype=first.dtype, device=device, pin_memory=pin)
+    block = allocate(numel, first.dtype, torch.device(device), pin)
     slices = [value.local for value in planned]
     views = [block.as_strided(x.shape, x.stride(), x.storage_offset()) for x in slices]
     return [value.with_local(view) for value, view in zip(planned, views)]

@@ -1,0 +1,235 @@
+"""Whether fzero trains right on one device: tiny models, one rank, each kind of step beside that step on CPU tensors.
+
+`gpu.py` starts it as `gpu_checks.py DEVICE OUT NAMES`. Behind each check OUT is written anew: name -> status, seconds
+and what the check found. Where a check ends the process, OUT has the checks before it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import flags
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import cross_entropy, dropout
+
+import fzero
+from fzero import optim, tree
+
+CONFIG = GPTConfig(vocab=128, seq=16, dim=64, layers=2, heads=2)
+STEPS = 5
+FP32, BF16 = 1e-4, 3e-2
+"""Greatest relative difference of two losses, which steps of AdamW let grow."""
+
+Found = dict[str, Any]
+
+
+class LeftOutError(Exception):
+    """A check that this device cannot make."""
+
+
+class Training(NamedTuple):
+    """A kind of step. Called with trees of CPU tensors it is the step that the sharded one must equal."""
+
+    dtype: torch.dtype = torch.float32
+    drop: float = 0.0
+    is_remat: bool = False
+    is_clipped: bool = False
+
+    def begin(self) -> tuple[Any, Any, Callable[..., Any]]:
+        """(params, optimizer, train_step), the same at each call."""
+        torch.manual_seed(0)
+        params, apply = fzero.lower(GPT(CONFIG))
+        optimizer = optim.adamw(1e-3)
+        if self.is_clipped:
+            rate = optim.warmup_cosine_decay_schedule(0.0, 1e-3, 2, 10)
+            optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(rate))
+
+        def logits_of(params: Any, tokens: Tensor) -> Tensor:
+            used = tree.map(lambda leaf: leaf.to(self.dtype), params)
+            return dropout(apply(used, tokens), self.drop).float()
+
+        forward = fzero.remat(logits_of) if self.is_remat else logits_of
+
+        def loss_fn(params: Any, tokens: Tensor) -> Tensor:
+            return cross_entropy(forward(params, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+        def train_step(params: Any, state: Any, tokens: Tensor) -> Any:
+            loss, grads = fzero.value_and_grad(loss_fn)(params, tokens)
+            updates, state = optimizer.update(grads, state, params)
+            return optim.apply_updates(params, updates), state, loss
+
+        return params, optimizer, train_step
+
+
+def batches() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randint(CONFIG.vocab, (4, CONFIG.seq + 1), generator=generator) for _ in range(STEPS))
+
+
+def train_plain(how: Training) -> list[float]:
+    """Losses on CPU tensors."""
+    params, optimizer, train_step = how.begin()
+    state, losses = optimizer.init(params), []
+    for tokens in batches():
+        params, state, loss = train_step(params, state, tokens)
+        losses.append(loss.item())
+    return losses
+
+
+def place(mesh: DeviceMesh, how: Training, **options: Any) -> tuple[Any, Any, Any]:
+    """(params, optimizer state, step) on the mesh."""
+    params, optimizer, train_step = how.begin()
+    params = fzero.partition(params, mesh)
+    return params, optimizer.init(params), fzero.shard(train_step, mesh, **options)
+
+
+def train(mesh: DeviceMesh, how: Training, **options: Any) -> list[float]:
+    """Losses on the mesh."""
+    params, state, step = place(mesh, how, **options)
+    torch.manual_seed(2)
+    losses = []
+    for tokens in batches():
+        params, state, loss = step(params, state, tokens.to(mesh.device_type))
+        losses.append(loss)
+    return torch.stack(losses).tolist()
+
+
+def require(got: list[float], expected: list[float], tolerance: float) -> Found:
+    """The greatest relative difference of the losses. Raises where it is above the tolerance, or no number."""
+    apart = max(abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True))
+    if not apart <= tolerance:
+        raise AssertionError(f"losses {got} are {apart:.1e} from {expected}, and {tolerance:.0e} is allowed")
+    return {"apart": apart, "losses": got}
+
+
+def equals_cpu(how: Training, tolerance: float, mesh: DeviceMesh, **options: Any) -> Found:
+    return require(train(mesh, how, **options), train_plain(how), tolerance)
+
+
+def drops(mesh: DeviceMesh) -> Found:
+    """The same numbers are drawn from the same seed, and dropout does something."""
+    how = Training(drop=0.1)
+    losses = train(mesh, how)
+    if losses == train(mesh, Training()):
+        raise AssertionError("dropout changes nothing")
+    return require(train(mesh, how), losses, 0.0)
+
+
+def repeats(mesh: DeviceMesh) -> Found:
+    """What `remat` computes again is what it was, random draws too."""
+    return require(train(mesh, Training(drop=0.1, is_remat=True)), train(mesh, Training(drop=0.1)), FP32)
+
+
+def calibrates(mesh: DeviceMesh) -> Found:
+    params, state, step = place(mesh, Training())
+    tokens = next(batches()).to(mesh.device_type)
+    rates = step.calibrate(params, state, tokens)
+    _, _, loss = step(params, state, tokens)
+    return require([loss.item()], train_plain(Training())[:1], FP32) | {"rates": str(rates)}
+
+
+def saves(mesh: DeviceMesh) -> Found:
+    params, _, _ = place(mesh, Training())
+    with TemporaryDirectory() as folder:
+        path = str(Path(folder) / "params.safetensors")
+        fzero.save_safetensors(params, path)
+        loaded = fzero.load_safetensors(path, Training().begin()[0], mesh)
+    pairs = list(zip(tree.leaves(params), tree.leaves(loaded), strict=True))
+    assert all(torch.equal(a.local, b.local) and a.device == b.device for a, b in pairs)
+    return {"leaves": len(pairs)}
+
+
+def captures(mesh: DeviceMesh) -> Found:
+    if mesh.device_type == "cpu":
+        raise LeftOutError("CUDA graphs need a GPU")
+    return equals_cpu(Training(), FP32, mesh, compile="graph")
+
+
+def runs_ahead(mesh: DeviceMesh) -> Found:
+    """One step in which the host does not wait for the GPU."""
+    if mesh.device_type == "cpu":
+        raise LeftOutError("a CPU has nothing to wait for")
+    params, state, step = place(mesh, Training(is_clipped=True))
+    tokens = next(batches()).to(mesh.device_type)
+    for _ in range(2):
+        params, state, loss = step(params, state, tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        params, state, loss = step(params, state, tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"loss": loss.item()}
+
+
+def fails(mesh: DeviceMesh) -> Found:
+    raise AssertionError("this check is broken")
+
+
+def dies(mesh: DeviceMesh) -> Found:
+    os._exit(3)
+
+
+CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
+    "fp32": partial(equals_cpu, Training(), FP32),
+    "bf16": partial(equals_cpu, Training(dtype=torch.bfloat16), BF16),
+    "dropout": drops,
+    "remat": repeats,
+    "clipping and schedule": partial(equals_cpu, Training(is_clipped=True), FP32),
+    "calibrate": calibrates,
+    "save and load": saves,
+    "no synchronization": runs_ahead,
+    "compiled": partial(equals_cpu, Training(), FP32, compile=True),
+    "graph": captures,
+}
+BROKEN: dict[str, Callable[[DeviceMesh], Found]] = {"fails": fails, "dies": dies}
+"""Checks for dry runs: one raises, one ends the process."""
+
+
+def perform(check: Callable[[DeviceMesh], Found], mesh: DeviceMesh) -> Found:
+    """What became of a check, ready for JSON."""
+    begin = time.monotonic()
+    try:
+        found: Found = {"status": "ok", "result": check(mesh)}
+    except LeftOutError as reason:
+        found = {"status": "left out", "result": str(reason)}
+    except Exception as error:
+        found = {"status": f"{type(error).__name__}: {error}", "log": traceback.format_exc()}
+    gc.collect()  # the frames of an error hold steps, and NCCL waits for the end of CUDA graphs
+    return found | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+@contextmanager
+def alone(device: str) -> Iterator[DeviceMesh]:
+    """A mesh of this one process."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(device, (1,), mesh_dim_names=("fsdp",))
+    dist.destroy_process_group()
+
+
+def main(device: str, out: Path, names: list[str]) -> None:
+    """Make the checks in this order."""
+    found: dict[str, Found] = {}
+    with alone(device) as mesh:
+        for name in names:
+            found[name] = perform((CHECKS | BROKEN)[name], mesh)
+            flags.write(out, found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(","))

@@ -1,0 +1,54 @@
+"""The GPU session's jobs on a core: one that raises, dies or hangs loses nothing of the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def dry_run(folder: Path, *flags: str, path: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The exit status of `benchmarks/gpu.py` on a core, and the jobs in its record."""
+    record = folder / "record.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *flags, "--device", "cpu", "--json", str(record)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if path is None else {"PATH": path})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert record.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(record.read_text())["jobs"]
+
+
+def test_checks_go_on_behind_one_that_raises_and_one_that_dies(tmp_path: Path) -> None:
+    failed, jobs = dry_run(tmp_path, "checks", "--broken", "--checks", "save and load,fp32,graph")
+    assert failed == 2
+    assert jobs["fails"]["status"] == "AssertionError: this check is broken" and "Traceback" in jobs["fails"]["log"]
+    assert jobs["dies"]["status"] == "exit status 3"
+    assert [jobs[name]["status"] for name in ("save and load", "fp32", "two ranks", "losses agree")] == ["ok"] * 4
+    assert jobs["graph"]["status"] == "left out"
+    assert jobs["fp32"]["result"]["apart"] <= 1e-4 and jobs["two ranks"]["result"]
+
+
+def test_contenders_go_on_behind_one_that_raises_in_the_middle(tmp_path: Path) -> None:
+    failed, jobs = dry_run(tmp_path, "1.5B", "--tiny", "--broken", "--contenders", "fsdp2,fzero-3", path="/nowhere")
+    assert failed == 1  # and no git is found on the path
+    assert list(jobs) == ["fsdp2", "broken", "fzero-3", "losses agree"]
+    assert "RuntimeError: this contender is broken" in jobs["broken"]["log"]
+    assert [jobs[name]["status"] for name in ("fsdp2", "fzero-3", "losses agree")] == ["ok"] * 3
+    for name in ("fsdp2", "fzero-3"):
+        assert jobs[name]["tokens"] > 0 and jobs[name]["mfu"] > 0 and jobs[name]["peak"] > 0
+
+
+@pytest.mark.parametrize(("limit", "seconds", "status"), [("2", "400", "stopped"), ("60", "5", "no time")])
+def test_a_job_that_takes_too_long_is_ended_and_none_begins_without_time(
+    tmp_path: Path, limit: str, seconds: str, status: str
+) -> None:
+    failed, jobs = dry_run(
+        tmp_path, "0.4B", "--tiny", "--contenders", "fzero-3", "--limit", limit, "--seconds", seconds
+    )
+    assert failed >= 1 and jobs["fzero-3"]["status"].startswith(status)
