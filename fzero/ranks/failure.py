@@ -8,6 +8,7 @@ error       names the ranks that did not answer and those that left by an error 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -119,8 +120,9 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
 
 def _wait_until(work: Any, deadline: float) -> bool:
     """Wait until a torch work succeeds (True), or fails, or the deadline passes (False)."""
+    left = math.ceil(1000 * (deadline - time.monotonic()))  # torch drops fractions of a millisecond
     try:
-        work.wait(max(timedelta(seconds=deadline - time.monotonic()), MOMENT))
+        work.wait(max(timedelta(milliseconds=left), MOMENT))
     except RuntimeError:
         return False
     return True

@@ -12,7 +12,7 @@ from fzero.tracing.user_line import user_line_of_error
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
 _KNOWN = {
     "saved tensor hooks": (
-        "torch.utils.checkpoint without reentry, and other hooks on saved tensors, have no place under torch.func",
+        "hooks on saved tensors have no place under torch.func",
         "compute again with fzero.remat(fn)",
     ),
     "TransformType": (

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import optim
 from fzero.passes import defaults
-from fzero.ranks.failure import format_seconds, group_by_word, name_ranks
+from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks
 from fzero.ranks.live import live
 from fzero.ranks.transports import Native, PointToPoint, Transport
 
@@ -153,6 +153,20 @@ def test_other_transports_name_it_too(transport: Callable[[DeviceMesh], Transpor
 def test_every_missing_rank_is_named() -> None:
     ends = run(4, second_step, "all_gather of layers.0", {1: stall, 3: die}, stall=STALL, lost=[1, 3])
     assert_named(ends, "all_gather of layers.0", LATE, blamed={1, 3})
+
+
+class Silent:
+    """A torch work that never succeeds. torch waits for whole milliseconds."""
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout // timedelta(milliseconds=1) / 1000)
+        raise RuntimeError
+
+
+def test_a_rank_that_is_late_is_waited_for_until_the_deadline() -> None:
+    for fraction in range(20):
+        deadline = time.monotonic() + 0.003 + fraction / 20_000
+        assert not _wait_until(Silent(), deadline) and time.monotonic() >= deadline
 
 
 def test_a_rank_that_left_because_of_another_is_not_blamed() -> None:

@@ -114,7 +114,7 @@ FAULTS = {
     a_tree_and_a_leaf: "leaf layers.0.b: ranks give different leaves",
     another_receiver: "'collective unpartition on rank 0'",
     another_leaf_to_update: "'collective update_leaf of layers.0.w'",
-    another_shape_to_update_to: "leaf layers.0.w: ranks give different leaves",
+    another_shape_to_update_to: "leaf layers.0.b: ranks give different leaves",
     another_chunk: "'collective iter_full of layers.0.b: elements 0 to 4'",
     chunks_and_leaves: "iter_full of layers.0.b",
     the_end_of_an_iteration: "'collective iter_full of layers.0.w'",
