@@ -24,7 +24,9 @@ from fzero.transform import shard
 from fzero.values.collectives import axis_index, pmax, pmean, psum
 from fzero.values.einops_backend import ShardedBackend as _ShardedBackend  # noqa: F401  found by einops
 from fzero.values.gradients import grad, value_and_grad
+from fzero.values.loops import scan
 from fzero.values.lowering import lower, lower_stateful
+from fzero.values.microbatches import accumulate
 from fzero.values.regions import remat
 from fzero.values.sharded import Sharded
 
@@ -33,6 +35,7 @@ __all__ = [
     "Program",
     "Sharded",
     "VirtualMesh",
+    "accumulate",
     "axis_index",
     "build",
     "build_stateful",
@@ -54,6 +57,7 @@ __all__ = [
     "psum",
     "remat",
     "save_safetensors",
+    "scan",
     "shard",
     "simulate",
     "tree",

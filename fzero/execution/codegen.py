@@ -14,11 +14,12 @@ from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call, bind
+from fzero.execution.loops import Rows, operands, run_turns
 from fzero.execution.outline import Fragment
 from fzero.execution.profiling import name_calls
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_writes, record
+from fzero.program.records import body_of, find_writes, record
 from fzero.ranks.live import Live
 
 Runner = Callable[[list[Tensor]], list[Tensor]]
@@ -34,6 +35,20 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
     random numbers advances torch's default CPU generator by one draw a call. `compile(fragment)` returns the function
     that runs for a `Fragment`; it is called once for equal fragments.
     """
+    run_once, draws = _link(program, on, compile), program.draws
+
+    @torch.no_grad()
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        with disable_autocast(), step_seed() if draws else nullcontext() as seed:
+            return run_once(seed, tensors)
+
+    return run
+
+
+def _link(
+    program: Program, on: Live, compile: Callable[[Fragment], Callable[..., Any]]
+) -> Callable[[int | None, list[Tensor]], list[Tensor]]:
+    """A function of a seed and the program's arguments."""
     graph = fx.Graph()
     values: dict[Node, Node] = {}
     receiver, seed = map(graph.placeholder, ("calls", "seed"))
@@ -46,6 +61,10 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
         if isinstance(node.target, Fragment):
             name = fragments.setdefault(node.target, f"fragment_{len(fragments)}")
             values[node] = graph.call_method(name, (receiver, *args))
+        elif (body := body_of(node)) is not None:
+            name = f"loop_{len(calls)}"
+            calls[name] = Call(_link_turns(node, _link(body, on, compile)), name, False, False)
+            values[node] = graph.call_method(name, (receiver, seed, *operands(args)))
         elif (span := _find_span(program, node, on)) is not None:
             values[node] = _take_view(graph, args[0], span, node)
         elif node.op == "call_function" and record(node).perform is not None:
@@ -60,14 +79,17 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
     # Methods of a receiver, not globals of the generated code: one forward serves both sets of calls.
     plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in calls.items()})
     named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(calls))
-    draws = program.draws
+    return lambda seed, tensors: forward(named if is_profiling() else plain, seed, *tensors)
 
-    @torch.no_grad()
-    def run(tensors: list[Tensor]) -> list[Tensor]:
-        with disable_autocast(), step_seed() if draws else nullcontext() as seed:
-            return forward(named if is_profiling() else plain, seed, *tensors)
 
-    return run
+def _link_turns(loop: Node, run: Callable[[int | None, list[Tensor]], list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """A function of a seed and a loop's operands."""
+
+    def run_here(seed: int | None, ranks: Rows) -> Rows:
+        (tensors,) = ranks
+        return [run(seed, tensors)]
+
+    return lambda seed, *given: run_turns(loop, run_here, seed, [given])[0]
 
 
 def _find_span(program: Program, node: Node, on: Live) -> range | None:

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,10 +17,11 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import version_of
+from fzero.execution.loops import operands, run_turns
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
-from fzero.program.records import find_writes, record
+from fzero.program.records import body_of, find_writes, record
 from fzero.program.refusals import PASS_BUG
 from fzero.ranks.exchanges import Exchange, Steps
 
@@ -60,16 +62,21 @@ def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | 
     Raises:
         FzeroError: where a node writes to memory that a collective is sending.
     """
-    alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
-    dying = find_last_uses(program.graph)
     with disable_autocast(), step_seed() if program.draws else nullcontext() as seed:
-        ranks = _Ranks(program, seed)
-        for node in program.graph.nodes:
-            _step(node, program, ranks, alive)
-            if watch is not None:
-                watch(node, alive)
-            for dead, values in itertools.product(dying.get(node, ()), alive):
-                del values[dead]
+        return _run(program, arguments, seed, watch)
+
+
+def _run(
+    program: Program, arguments: Sequence[Sequence[Tensor]], seed: int | None, watch: Watch | None = None
+) -> list[Values]:
+    alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
+    dying, ranks = find_last_uses(program.graph), _Ranks(program, seed)
+    for node in program.graph.nodes:
+        _step(node, program, ranks, alive)
+        if watch is not None:
+            watch(node, alive)
+        for dead, values in itertools.product(dying.get(node, ()), alive):
+            del values[dead]
     return [list(fx.map_arg(program.output.args[0], values.__getitem__)) for values in alive]
 
 
@@ -135,7 +142,10 @@ class _Ranks:
 
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """The values of a node on all ranks, given each rank's arguments."""
-        operation = record(node)
+        operation, body = record(node), body_of(node)
+        if body is not None:
+            turn = functools.partial(_run_turn, body)
+            return run_turns(node, turn, self.seed["seed"], [operands(args) for args, _ in calls])
         if operation.perform is None:
             return [node.target(*args, **kwargs) for args, kwargs in calls]
         if operation.waits:
@@ -174,6 +184,10 @@ class _Ranks:
             for number, result in zip(row, asked[row[0]].join([asked[number] for number in row])):
                 results[number] = result
         return results
+
+
+def _run_turn(body: Program, seed: int | None, arguments: Sequence[Sequence[Tensor]]) -> list[Values]:
+    return _run(body, arguments, seed)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -18,6 +18,7 @@ from fzero.passes.cast_gradients import cast_gradients, check_reduce_dtype
 from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
+from fzero.passes.hoist import hoist
 from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
@@ -34,6 +35,7 @@ __all__ = [
     "defaults",
     "donate",
     "fuse",
+    "hoist",
     "insert",
     "prefetch",
     "release",
@@ -55,7 +57,7 @@ def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | N
         FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.
     """
     check_reduce_dtype(reduce_dtype)
-    first: tuple[Pass, ...] = (accumulate,) if stage == 1 else ()
+    first: tuple[Pass, ...] = (*((hoist,) if stage in (1, 2) else ()), partial(accumulate, stage=stage))
     if reduce_dtype is not None:
         first = (*first, partial(cast_gradients, dtype=reduce_dtype))
     last = (donate,) if in_place else ()

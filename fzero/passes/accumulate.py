@@ -1,38 +1,61 @@
-"""The accumulate pass of stage 1: add up full gradients of microbatches, and scatter each leaf's sum once."""
+"""The accumulate pass: add up full gradients of microbatches, and scatter each leaf's sum once."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from fzero.passes.order import erase_dead
 from fzero.program import ops
+from fzero.program.inference import infer
 from fzero.program.operation import Node
-from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.program import Argument, Program, Result
+from fzero.program.records import body_of, is_call
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
 _SCALINGS = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.neg.default)
 
 
-def accumulate(program: Program) -> Program:
-    """Turn sums and multiples of scattered gradients of one leaf into the scatter of the sum: k microbatches cost the
-    communication of one.
+def accumulate(program: Program, *, stage: int = 1) -> Program:
+    """Turn sums of scattered gradients of one leaf into the scatter of the sum: k microbatches cost the communication
+    of one.
+
+    * A carry of a loop to which each turn adds a scattered gradient becomes a carry of full gradients, and is scattered
+      behind the loop. This holds for loops with `sync="once"`, and at stage 1 for loops without `sync`.
+    * At stage 1 a sum or multiple of scattered gradients becomes the scatter of the sum or multiple.
 
     Same results up to rounding, because sums over microbatches and means over ranks change places. Full gradients
     stay alive from the first microbatch to the last.
     """
+    loops = [node.name for node in program.graph.nodes if body_of(node) is not None and _is_once(node, stage)]
+    if stage > 1 and not loops:
+        return program
     program = program.copy()
+    for node in list(program.graph.nodes):
+        if node.name in loops:
+            _mean_behind(program, node)
+    if stage == 1:
+        _scatter_sums(program)
+    erase_dead(program.graph)
+    return program
+
+
+def _is_once(loop: Node, stage: int) -> bool:
+    return loop.args[5] == "once" or (loop.args[5] is None and stage == 1)
+
+
+def _scatter_sums(program: Program) -> None:
     for node in list(program.graph.nodes):
         if not is_call(node, *_SUMS, *_SCALINGS):
             continue
         scatters = [source for source in node.all_input_nodes if is_call(source, ops.scatter)]
         if scatters and _is_linear(node, scatters):
             _swap(program, node, scatters[0])
-    erase_dead(program.graph)
-    return program
 
 
 def _is_linear(node: Node, scatters: list[Node]) -> bool:
@@ -58,3 +81,112 @@ def _swap(program: Program, node: Node, scatter: Node) -> None:
 
 def _is_scatter(arg: Any) -> bool:
     return hasattr(arg, "op") and is_call(arg, ops.scatter)
+
+
+# loops
+
+
+class _Sum(NamedTuple):
+    """A carry to which a turn adds the mean over ranks of a gradient, and the nodes that take the mean in order."""
+
+    carry: int
+    gradient: Node
+    means: list[Node]
+    dtype: torch.dtype
+
+
+def _mean_behind(program: Program, loop: Node) -> None:
+    """Let a loop add up the gradients of this rank, and take the means of the sums behind the loop."""
+    body = loop.args[0].copy()
+    groups = [found for call in body.graph.nodes if (found := _find_sums(body, call))]
+    if not groups:
+        return
+    kinds, given = infer(body), list(loop.args[2])
+    arguments, results = list(body.arguments), list(body.results)
+    returned, means = list(body.output.args[0]), dict[int, list[Node]]()
+    for sums in groups:
+        news = _add_gradients(body, sums)
+        for each, new in zip(sums, news):
+            returned[each.carry], means[each.carry] = new, each.means
+            kind = kinds[each.gradient]
+            arguments[each.carry] = Argument(f"carry.{each.carry}", kind=kind)
+            results[each.carry] = Result(f"carry.{each.carry}", kind=kind)
+            with program.graph.inserting_before(loop):
+                like = new.meta["val"]
+                how = {"dtype": like.dtype, "device": like.device}
+                given[each.carry] = program.emit(_aten.zeros.default, list(like.shape), **how)
+    body.output.args = (returned,)
+    erase_dead(body.graph)
+    body = replace(body, arguments=tuple(arguments), results=tuple(results))
+    befores, loop.args = loop.args[2], (body, loop.args[1], given, *loop.args[3:])
+    program.refresh_with([loop])
+    items = {item.args[1]: item for item in loop.users}
+    for i, chain in means.items():
+        if i in items:
+            _take_means(program, items[i], befores[i], chain)
+
+
+def _find_sums(body: Program, call: Node) -> list[_Sum]:
+    """What a sum, or a list operation of sums, adds to carries, where all that it does is to add means to carries."""
+    if call.kwargs.get("alpha", 1) != 1:
+        return []
+    if is_call(call, _aten.add.Tensor):
+        rows = [(call, *call.args)]
+    elif is_call(call, _aten._foreach_add.List):
+        items = {item.args[1]: item for item in call.users}
+        rows = [(items.get(i), *pair) for i, pair in enumerate(zip(*call.args))]
+    else:
+        return []
+    found = [_find_sum(body, *row) or _find_sum(body, row[0], *row[:0:-1]) for row in rows]
+    return [each for each in found if each is not None] if None not in found else []
+
+
+def _find_sum(body: Program, new: Node | None, old: Any, added: Any) -> _Sum | None:
+    """`new = old + added`, where `old` is a carry, `new` its next value, and `added` the mean of a gradient."""
+    returned = body.output.args[0]
+    if new is None or not isinstance(added, fx.Node) or old not in body.placeholders:
+        return None
+    at = body.placeholders.index(old)
+    if at >= len(returned) or returned[at] is not new or len(old.users) > 1 or len(new.users) > 1:
+        return None
+    means = list[Node]()
+    while len(added.users) == 1 and (is_call(added, _aten._to_copy.default) or _is_mean(added)):
+        if _is_mean(added):
+            means.insert(0, added)
+        elif means:
+            return None  # a cast between means
+        added = added.args[0]
+    return _Sum(at, added, means, new.meta["val"].dtype) if means else None
+
+
+def _is_mean(node: Node) -> bool:
+    """Whether a node takes the mean of a gradient over ranks."""
+    return is_call(node, ops.scatter) or (is_call(node, ops.all_reduce) and bool(node.kwargs.get("leaf")))
+
+
+def _add_gradients(body: Program, sums: list[_Sum]) -> list[Node]:
+    """The sums of full gradients, one list operation in front of the body's output. Their carries become full."""
+    carries, added = [body.placeholders[each.carry] for each in sums], list[Node]()
+    with body.graph.inserting_before(body.output):
+        for each, carry in zip(sums, carries):
+            full = each.gradient
+            is_cast = full.meta["val"].dtype != each.dtype
+            added.append(body.emit(_aten._to_copy.default, full, dtype=each.dtype) if is_cast else full)
+            with body.fake_mode:
+                carry.meta["val"] = torch.empty(
+                    full.meta["val"].shape, dtype=each.dtype, device=full.meta["val"].device
+                )
+        total = body.emit(_aten._foreach_add.List, carries, added)
+        return [body.emit(operator.getitem, total, i) for i in range(len(sums))]
+
+
+def _take_means(program: Program, total: Node, before: Node, means: list[Node]) -> None:
+    """Replace a sum of full gradients by the mean of it, added to what the loop was given."""
+    users = list(total.users)
+    with program.graph.inserting_before(total.next):
+        mean = total
+        for node in means:
+            mean = program.emit(node.target, mean, *node.args[1:], **node.kwargs)
+        new = program.emit(_aten.add.Tensor, before, mean)
+    for user in users:
+        user.replace_input_with(total, new)

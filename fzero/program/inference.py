@@ -48,7 +48,8 @@ class Walk:
     def enter(self) -> None:
         """Note the kinds of the arguments."""
         for argument, node in zip(self.program.arguments, self.program.placeholders):
-            self.note(node, self.per_rank if argument.bucket is None else kind_of_state(self.program, argument))
+            kind = kind_of_state(self.program, argument)
+            self.note(node, self.per_rank if kind is None else kind)
 
     def visit(self, node: Node) -> None:
         """Find the kind of a node, whose inputs have been visited."""

@@ -44,9 +44,10 @@ class Buffer:
 
 
 def kind_of_state(program: Program, value: Argument | Result) -> Kind | None:
-    """The kind that a state argument has and a state result must have; None for other values."""
-    if value.bucket is None:
-        return None
+    """The kind that a state argument has and a state result must have, or that a loop's body has been given; None for
+    other values."""
+    if value.kind is not None or value.bucket is None:
+        return value.kind
     return UNIFORM if program.layouts[value.bucket].replicated else Slice(value.bucket, value.leaf)
 
 

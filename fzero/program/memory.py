@@ -42,13 +42,13 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     """
     allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
     nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
-    rank = int(_find_peaks(changes, allocator).argmax())
-    nbytes = {key: size if isinstance(size, int) else int(size[rank]) for key, size in allocator.nbytes.items()}
+    rank = int(_find_peaks(program.graph, changes, allocator).argmax())
+    nbytes, scratch = (_select_rank(sizes, rank) for sizes in (allocator.nbytes, allocator.scratch))
     timeline, behind = [], 0
-    for made, freed in changes:
+    for node, (made, freed) in zip(nodes, changes):
         during = behind + sum(nbytes[key] for key in made)
         behind = during - sum(nbytes[key] for key in freed)
-        timeline.append((during, behind))
+        timeline.append((during + scratch.get(node, 0), behind))
     at = max(range(len(nodes)), key=lambda i: timeline[i][0])
     return Memory(timeline[at][0], nodes[at].name, [behind for _, behind in timeline])
 
@@ -58,14 +58,28 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
     return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
-def _find_peaks(changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
+def measure_beside(program: Program, ranks: Sequence[int]) -> Tensor:
+    """[R] the peak of each rank beside the arguments, which belong to the caller."""
+    allocator = Allocator(program, ranks)
+    peaks = _find_peaks(program.graph, _list_changes(program.graph, allocator.keys), allocator)
+    given = {key for node in program.placeholders for key in allocator.keys[node]}
+    return peaks - sum(allocator.nbytes[key] for key in given)
+
+
+def _select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+    return {key: size if isinstance(size, int) else int(size[rank]) for key, size in sizes.items()}
+
+
+def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
     """[R] the peak of each rank."""
     live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
     peak = live
-    for made, freed in changes:
+    for node, (made, freed) in zip(graph.nodes, changes):
         if made:
             live = live + sum(allocator.nbytes[key] for key in made)
             peak = torch.maximum(peak, live)
+        if node in allocator.scratch:
+            peak = torch.maximum(peak, live + allocator.scratch[node])
         if freed:
             live = live - sum(allocator.nbytes[key] for key in freed)
     return peak
@@ -128,6 +142,7 @@ class Allocator:
         self.program, self.ranks = program, torch.tensor(ranks, device="cpu")
         self._counts: dict[tuple[range, int], Tensor] = {}  # range of a leaf, elements of a shard -> counts
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
+        self.scratch: dict[Node, Tensor | int] = {}  # node -> bytes on each rank that are free again behind it
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
         self._at: dict[Node, Any] = {}  # a Location, a list of them, or None
         self._place_arguments()
@@ -212,6 +227,15 @@ class Allocator:
         self.nbytes[key] = value.untyped_storage().nbytes() if numel is None else numel * value.element_size()
         return Location(key, value.numel(), 0)
 
+    def bytes_of(self, node: Node) -> Tensor | int:
+        """The bytes of a node's value on each rank."""
+        return self._at[node].counts * node.meta["val"].element_size()
+
+    def place(self, key: Key, value: Tensor, counts: Tensor | int) -> Location:
+        """Allocate a value with these numbers of elements on each rank."""
+        self.nbytes[key] = counts * value.element_size()
+        return Location(key, counts, 0)
+
     def keys_of(self, nodes: Iterable[Node]) -> list[Key]:
         """The storages of these nodes' values."""
         return [location.key for node in nodes for location in _flatten(self._at[node])]
@@ -233,8 +257,7 @@ class Allocator:
             return None
         if counts is None:
             return self.new(key, value)
-        self.nbytes[key] = counts * value.element_size()
-        return Location(key, counts, 0)
+        return self.place(key, value, counts)
 
     def _count_like(self, node: Node) -> Any:
         """[R] the elements of a node's result on each rank, where the result is computed from slices. None where it has

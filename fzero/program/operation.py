@@ -100,6 +100,7 @@ class Operation:
     * `is_derived`: passes repeat the operation rather than keep a gathered leaf alive for it, because it is so cheap.
     * `is_pointwise`: each element of the result depends only on the elements at its position.
     * `is_random(node)`: whether the operation draws from a generator of torch.
+    * `body(node)`: for a loop, the program that it runs once for each turn.
     * `draws`: the operation is called with the step's seed, as the keyword `seed`.
     * `in_place`: the target that computes the same results and writes them over operands.
     * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
@@ -131,6 +132,7 @@ class Operation:
     is_derived: bool = False
     is_pointwise: bool = False
     is_random: Callable[[Node], bool] = _never
+    body: Callable[[Node], Program] | None = None
     draws: bool = False
     in_place: Any = None
     replaces: tuple[int, ...] = ()

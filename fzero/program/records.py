@@ -22,6 +22,7 @@ from fzero.program.operation import Node, Operation
 
 if TYPE_CHECKING:
     from fzero.program.memory import Allocator
+    from fzero.program.program import Program
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _RECORDS: dict[int, Operation] = {}
@@ -198,6 +199,22 @@ def follow_memory(node: Node) -> Iterator[Node]:
 def find_writes(node: Node) -> list[Node]:
     """The operands that a node writes into."""
     return record(node).writes(node) if node.op == "call_function" else []
+
+
+def body_of(node: Node) -> Program | None:
+    """The program that a loop runs once for each of its turns; None for any other node."""
+    body = record(node).body if node.op == "call_function" else None
+    return None if body is None else body(node)
+
+
+def turns_of(loop: Node) -> int:
+    """The number of turns of a loop."""
+    return int(loop.args[1])
+
+
+def find_bodies(graph: fx.Graph) -> Iterator[Program]:
+    """The bodies of the loops of a graph."""
+    return filter(None, map(body_of, graph.nodes))
 
 
 def is_random(node: Node) -> bool:

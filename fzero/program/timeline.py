@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fzero.program.comm import Comm, comm_of
 from fzero.program.operation import Node
 from fzero.program.rates import Rates
-from fzero.program.records import name_of, record, starts
+from fzero.program.records import body_of, name_of, record, starts, turns_of
 from fzero.program.work import work
 
 if TYPE_CHECKING:
@@ -121,13 +121,21 @@ Costs = Mapping[Node, Cost]
 
 
 def cost_nodes(program: Program, rates: Rates) -> Costs:
-    """Node -> its cost, by these rates."""
+    """Node -> its cost, by these rates, for the nodes of a program and of its loops' bodies. A loop has the seconds
+    that all its turns compute, and no collectives: those are its body's."""
 
     def cost(node: Node) -> Cost:
         comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
         return Cost(rates.compute(work(node)), comms)
 
-    return {node: cost(node) for node in program.graph.nodes}
+    costs = {node: cost(node) for node in program.graph.nodes if body_of(node) is None}
+    for node in program.graph.nodes:
+        body = body_of(node)
+        if body is not None:
+            inside = cost_nodes(body, rates)
+            seconds = sum(inside[each].seconds for each in body.graph.nodes)
+            costs |= {**inside, node: Cost(turns_of(node) * seconds, ())}
+    return costs
 
 
 def simulate_timeline(program: Program, rates: Rates) -> Timeline:
@@ -160,6 +168,11 @@ class Lanes:
     def run(self, nodes: Iterable[Node]) -> None:
         """Advance the clocks by these nodes, in this order."""
         for node in nodes:
+            body = body_of(node)
+            if body is not None:
+                for _ in range(turns_of(node)):
+                    self.run(body.graph.nodes)
+                continue
             self._compute(node)
             comms = self.costs[node].comms
             if starts(node):

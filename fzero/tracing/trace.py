@@ -27,12 +27,14 @@ from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
+from fzero.tracing.loops import TurnRecorder, roll
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
 from fzero.values.custom_functions import take_custom_functions
+from fzero.values.loops import record_loops
 from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
@@ -113,6 +115,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     out_tree: list[tree.TreeDef] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     read: list[Tensor] = []
+    recorder = TurnRecorder(lambda: tracer.kinds, tracer.note_write)
 
     def describe(graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         return Program(
@@ -149,6 +152,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
     with (
         bind_axes(tracer),
+        record_loops(recorder),
         fake_mode,
         NameErrors(fn),
         compiling(),
@@ -167,7 +171,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     check_escapes(
         program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
     )
-    return program
+    return roll(program, recorder.given_up)
 
 
 def _is_tensor(leaf: Any) -> bool:

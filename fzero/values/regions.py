@@ -1,9 +1,11 @@
-"""Regions: marks on the nodes of a program whose values the backward pass computes again, instead of keeping them."""
+"""Marks on the nodes of a trace: regions, whose values the backward pass computes again instead of keeping them, and
+turns of loops."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -75,16 +77,39 @@ class Region:
 _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
 
 
+class Turn:
+    """The turn of a loop that a trace records for all of them. The loop takes `length` turns, and has a `number`.
+    `sync` is as in `fzero.accumulate`."""
+
+    def __init__(self, length: int, number: int, sync: str | None) -> None:
+        self.length, self.number, self.sync = length, number, sync
+
+
+_open_turns: ContextVar[tuple[Turn, ...]] = ContextVar("fzero_turns", default=())
+
+
+@contextmanager
+def open_turn(turn: Turn) -> Iterator[None]:
+    """Nodes that are traced in this context belong to a turn."""
+    token = _open_turns.set((*_open_turns.get(), turn))
+    try:
+        yield
+    finally:
+        _open_turns.reset(token)
+
+
 class Mark(NamedTuple):
-    """Where a node was traced: in which regions, the outermost first, and whether in a backward pass."""
+    """Where a node was traced: in which regions and in which turns, the outermost first, and whether in a backward
+    pass."""
 
     regions: tuple[Region, ...] = ()
     in_backward: bool = False
+    turns: tuple[Turn, ...] = ()
 
 
 def current_mark() -> Mark:
     """The mark for a node that is traced now."""
-    return Mark(_open_regions.get(), torch_private.in_backward())
+    return Mark(_open_regions.get(), torch_private.in_backward(), _open_turns.get())
 
 
 def set_mark(meta: dict[str, Any], mark: Mark) -> None:

@@ -12,6 +12,7 @@ from fzero.program.operation import NO_WORK, Operation, Work
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
+from fzero.program.ops.loops import loop, map_bodies
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.updates import adamw, adamw_
@@ -44,6 +45,8 @@ __all__ = [
     "draw",
     "gather",
     "is_call",
+    "loop",
+    "map_bodies",
     "pack_leaves",
     "pack_slices",
     "part",

@@ -1,0 +1,182 @@
+"""Loops in a trace: `fzero.scan` traces one turn between marks, and `roll` makes one loop of the nodes of the turn."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fzero.base.errors import FzeroError
+from fzero.program import ops
+from fzero.program.inference import infer
+from fzero.program.kinds import Kind, Slice
+from fzero.program.operation import Node
+from fzero.program.ops import loops
+from fzero.program.program import Argument, Program, Result
+from fzero.program.records import is_call, storage
+from fzero.program.refusals import line_of
+from fzero.tracing.kinds import Kinds
+from fzero.values.loops import Leaves, TurnOf
+from fzero.values.regions import Turn, get_mark, open_turn, set_mark
+from fzero.values.sharded import Sharded
+
+
+class TurnRecorder:
+    """The `LoopRecorder` of a trace. `find_kinds` returns the kinds of the trace while the step runs, and `forget` lets
+    leaves be gathered anew: a value that is gathered in a turn belongs to the turn."""
+
+    def __init__(self, find_kinds: Callable[[], Kinds | None], forget: Callable[[], None]) -> None:
+        self._find_kinds, self._forget = find_kinds, forget
+        self._numbers = itertools.count()
+        self.given_up: set[Turn] = set()
+        """Turns that were traced again, with a carry that differs between ranks."""
+
+    def record(self, turn: TurnOf, carry: Leaves, xs: Leaves, length: int, sync: str | None) -> tuple[Leaves, Leaves]:
+        """Trace one turn. Where the carry behind the turn differs along more axes than the carry in front of it, trace
+        again: what meets the carry is another value then."""
+        carry, xs = [_map_local(torch.Tensor.contiguous, x) for x in carry], [x.contiguous() for x in xs]
+        axes: list[frozenset[str]] = [frozenset()] * len(carry)
+        while True:
+            this = Turn(length, next(self._numbers), sync)
+            given = [self._enter(x, this, each) for x, each in zip(carry, axes)]
+            slices = [loops.row(x, this.number) for x in xs]
+            self._forget()
+            with open_turn(this):
+                news, ys = turn(given, slices)
+                news, ys = [_map_local(torch.Tensor.contiguous, x) for x in news], [y.contiguous() for y in ys]
+            self._forget()
+            behind = [self._find_axes(x) for x in news]
+            if all(new <= self._find_axes(x) for x, new in zip(given, behind)):
+                break
+            axes = [each | new for each, new in zip(axes, behind)]
+            self.given_up.add(this)
+        ends = [_map_local(lambda local: loops.last(local, this.number), x) for x in news]
+        return ends, [loops.stack(y, this.number, length) for y in ys]
+
+    def _enter(self, x: Any, turn: Turn, axes: frozenset[str]) -> Any:
+        return _map_local(lambda local: loops.carry(local, turn.number, sorted(axes)), x)
+
+    def _find_axes(self, x: Any) -> frozenset[str]:
+        """The axes along which a plain tensor differs between ranks."""
+        kinds = self._find_kinds()
+        node = None if kinds is None or isinstance(x, Sharded) else kinds.node_of(x)
+        if kinds is None or node is None:
+            return frozenset()
+        kinds.node_varies(node)  # follow the trace up to here
+        kind = kinds.of(node)
+        return kind if isinstance(kind, frozenset) else frozenset()
+
+
+def _map_local(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """A function of a tensor, or of the slice of a `Sharded`, whose shape it keeps."""
+    return x.with_local(function(x.local)) if isinstance(x, Sharded) else function(x)
+
+
+def roll(program: Program, given_up: set[Turn]) -> Program:
+    """Replace the nodes of each turn by one `ops.loop`. Changes the program's graph.
+
+    Raises:
+        FzeroError: where a value of a turn is used outside of the loop without being a result of it.
+    """
+    numbers = {turn.number for turn in given_up}
+    for node in reversed(list(program.graph.nodes)) if given_up else ():
+        if given_up.intersection(get_mark(node).turns) or _turn_number(node) in numbers:
+            program.graph.erase_node(node)
+    turns = dict.fromkeys(mark.turns[0] for mark in map(get_mark, program.graph.nodes) if mark.turns)
+    kinds = infer(program) if turns else {}
+    for turn in turns:
+        _roll_turn(program, turn, kinds)
+    return program
+
+
+def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+    members = [node for node in program.graph.nodes if get_mark(node).turns[:1] == (turn,) and node.op != "get_attr"]
+    marks = [node for node in program.graph.nodes if _turn_number(node) == turn.number]
+    carries, rows = ([node for node in marks if is_call(node, target)] for target in (loops.carry, loops.row))
+    ends = [node for node in marks if is_call(node, loops.last, loops.stack)]
+    _check_users([*members, *carries, *rows], {*members, *ends})
+    kept = {end: carry for end, carry in zip(ends, carries) if end.args[0] is carry}  # the same in all turns
+    carries, ends = ([node for node in nodes if node not in (*kept, *kept.values())] for nodes in (carries, ends))
+    for end, carry in kept.items():
+        program.substitute_all({end: carry.args[0], carry: carry.args[0]})
+    used = [*(source for node in members for source in node.all_input_nodes), *(end.args[0] for end in ends)]
+    own = {*members, *carries, *rows}
+    constants = [node for node in dict.fromkeys(used) if node not in own]
+    if ends:
+        body = _make_body(program, [carries, rows, constants], members, ends, kinds)
+        with program.graph.inserting_before(ends[0]):
+            given = [node.args[0] for node in carries], [node.args[0] for node in rows], constants
+            call = program.emit(ops.loop, body, turn.length, *given, turn.sync)
+            items = [program.emit(operator.getitem, call, i) for i in range(len(ends))]
+        call.stack_trace = ends[0].stack_trace
+        kinds |= {item: kinds[end] for end, item in zip(ends, items)}
+        program.substitute_all(dict(zip(ends, items)))
+    for node in reversed([*carries, *rows, *members]):
+        program.graph.erase_node(node)
+
+
+def _turn_number(node: Node) -> int | None:
+    """The number of the turn that a node is a mark of; None for any other node."""
+    is_mark = is_call(node, loops.carry, loops.row, loops.last, loops.stack)
+    return node.args[1] if is_mark else None
+
+
+def _check_users(nodes: list[Node], known: set[Node]) -> None:
+    """Refuse a value of a turn that the step uses behind the loop: there is one for each turn."""
+    for node in nodes:
+        for user in node.users:
+            if user not in known:
+                problem = (
+                    f"a value that the body of a scan computes{line_of(node)} is used outside of it{line_of(user)}"
+                )
+                raise FzeroError("scan", problem, "return it from the body: as y it is stacked over the turns")
+
+
+def _make_body(
+    program: Program, given: list[list[Node]], inner: list[Node], ends: list[Node], kinds: dict[Node, Kind]
+) -> Program:
+    """The program of a turn. A result has memory of its own: neither that of an argument nor of another result."""
+    paths = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
+    graph, values, arguments = fx.Graph(), dict[Node, Node](), list[Argument]()
+    for name, nodes in zip(("carry", "xs", "constant"), given):
+        for i, node in enumerate(nodes):
+            path = paths.get(node, f"{name}.{i}")
+            values[node] = graph.placeholder(f"{name}_{i}")
+            values[node].meta["val"] = node.meta["val"]
+            arguments.append(Argument(path, *_find_leaf(kinds[node]), kind=kinds[node]))
+    for node in inner:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        mark = get_mark(node)
+        set_mark(values[node].meta, mark._replace(turns=mark.turns[1:]))
+    results, returned, taken = list[Result](), list[Node](), set(map(storage, values.values())) - _own(inner)
+    body = replace(
+        program, name="turn", graph=graph, arguments=tuple(arguments), results=(), constants={}, pass_state=(), read=()
+    )
+    for i, end in enumerate(ends):
+        node = values[end.args[0]]
+        if storage(node) in taken:
+            node = body.emit(torch.ops.aten.clone.default, node)
+        taken.add(storage(node))
+        returned.append(node)
+        is_carry = is_call(end, loops.last)
+        kind = arguments[i].kind if is_carry else kinds[end]
+        results.append(Result(f"carry.{i}" if is_carry else f"y.{i}", *_find_leaf(kind), kind=kind))
+    graph.output(returned)
+    return roll(replace(body, results=tuple(results)), set())
+
+
+def _own(inner: Sequence[Node]) -> set[Any]:
+    """The memory that the nodes of a turn make."""
+    made = {storage(node) for node in inner}
+    given = {storage(source) for node in inner for source in node.all_input_nodes if source not in set(inner)}
+    return made - given
+
+
+def _find_leaf(kind: Kind) -> tuple[str, int] | tuple[()]:
+    """The bucket and leaf of a slice; nothing for other kinds."""
+    return (kind.bucket, kind.leaf) if isinstance(kind, Slice) else ()
