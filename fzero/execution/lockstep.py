@@ -72,7 +72,7 @@ def _run(
     alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
     dying, ranks = find_last_uses(program.graph), _Ranks(program, seed)
     for node in program.graph.nodes:
-        _step(node, program, ranks, alive)
+        _step(node, program, ranks, alive, watch)
         if watch is not None:
             watch(node, alive)
         for dead, values in itertools.product(dying.get(node, ()), alive):
@@ -80,14 +80,34 @@ def _run(
     return [list(fx.map_arg(program.output.args[0], values.__getitem__)) for values in alive]
 
 
-def _step(node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, Any]]) -> None:
+def _run_turn(
+    body: Program, watch: Watch | None, seed: int | None, arguments: Sequence[Sequence[Tensor]]
+) -> list[Values]:
+    return _run(body, arguments, seed, watch)
+
+
+def _watch_inside(watch: Watch, around: list[dict[Node, Any]], node: Node, inside: list[dict[Node, Any]]) -> None:
+    """Watch a node of a loop's body: the values around the loop are alive too."""
+    watch(node, [outer | inner for outer, inner in zip(around, inside)])
+
+
+def _step(
+    node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, Any]], watch: Watch | None = None
+) -> None:
     """Run one node on all ranks, and store its value on each."""
+    body = body_of(node)
     if node.op == "get_attr":
         results = [program.constants[node.target] for _ in alive]
     elif node.op == "call_function":
         written = [[values[x] for x in find_writes(node)] for values in alive]
         ranks.check_writes(written)
-        results = ranks.call(node, [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive])
+        calls = [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive]
+        if body is None:
+            results = ranks.call(node, calls)
+        else:
+            inside = None if watch is None else functools.partial(_watch_inside, watch, alive)
+            turn = functools.partial(_run_turn, body, inside)
+            results = run_turns(node, turn, ranks.seed["seed"], [operands(args) for args, _ in calls])
         if any(written):
             ranks.note_versions()
     else:
@@ -142,10 +162,7 @@ class _Ranks:
 
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """The values of a node on all ranks, given each rank's arguments."""
-        operation, body = record(node), body_of(node)
-        if body is not None:
-            turn = functools.partial(_run_turn, body)
-            return run_turns(node, turn, self.seed["seed"], [operands(args) for args, _ in calls])
+        operation = record(node)
         if operation.perform is None:
             return [node.target(*args, **kwargs) for args, kwargs in calls]
         if operation.waits:
@@ -184,10 +201,6 @@ class _Ranks:
             for number, result in zip(row, asked[row[0]].join([asked[number] for number in row])):
                 results[number] = result
         return results
-
-
-def _run_turn(body: Program, seed: int | None, arguments: Sequence[Sequence[Tensor]]) -> list[Values]:
-    return _run(body, arguments, seed)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

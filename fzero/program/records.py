@@ -190,7 +190,7 @@ def follow_memory(node: Node) -> Iterator[Node]:
         if known is not None and known.names == "position":
             started = made.args[0].args[0]
             source = record(started).alias_at(started, made.args[3])
-        elif known is not None and known.moves is not None:
+        elif known is not None and known.moves is not None and known.body is None:
             source = next(iter(made.all_input_nodes), None)
         else:
             source = alias_of(made)

@@ -148,7 +148,8 @@ def _make_body(
             path = paths.get(node, f"{name}.{i}")
             values[node] = graph.placeholder(f"{name}_{i}")
             values[node].meta["val"] = node.meta["val"]
-            arguments.append(Argument(path, *_find_leaf(kinds[node]), kind=kinds[node]))
+            bucket, leaf = _find_leaf(kinds[node])
+            arguments.append(Argument(path, bucket, leaf, kind=kinds[node]))
     for node in inner:
         values[node] = graph.node_copy(node, values.__getitem__)
         mark = get_mark(node)
@@ -165,7 +166,8 @@ def _make_body(
         returned.append(node)
         is_carry = is_call(end, loops.last)
         kind = arguments[i].kind if is_carry else kinds[end]
-        results.append(Result(f"carry.{i}" if is_carry else f"y.{i}", *_find_leaf(kind), kind=kind))
+        bucket, leaf = _find_leaf(kind)
+        results.append(Result(f"carry.{i}" if is_carry else f"y.{i}", bucket, leaf, kind=kind))
     graph.output(returned)
     return roll(replace(body, results=tuple(results)), set())
 
@@ -177,6 +179,6 @@ def _own(inner: Sequence[Node]) -> set[Any]:
     return made - given
 
 
-def _find_leaf(kind: Kind) -> tuple[str, int] | tuple[()]:
-    """The bucket and leaf of a slice; nothing for other kinds."""
-    return (kind.bucket, kind.leaf) if isinstance(kind, Slice) else ()
+def _find_leaf(kind: Kind) -> tuple[str | None, int]:
+    """The bucket and leaf of a slice; none for other kinds."""
+    return (kind.bucket, kind.leaf) if isinstance(kind, Slice) else (None, 0)

@@ -53,9 +53,9 @@ def scan(
     result is the carry as given, and every `y` has 0 rows. Each leaf of the carry is a tensor, and keeps its shape,
     dtype and, where it is state, its layout. Random draws differ from turn to turn.
 
-    In a sharded step, outside of a function that is differentiated or mapped, the program has one loop: `body` is traced
-    once, or once more where a carry that all ranks share at first differs between ranks later. Inside such a function
-    the turns are traced one by one, as in plain torch, and derivatives go through them.
+    In a sharded step, outside of a function that is differentiated or mapped, the program has one loop. `body` is
+    traced once, and again where a carry that all ranks share at first differs between ranks later. Inside such a
+    function the turns are traced one by one, and derivatives go through them as in plain torch.
 
     Raises:
         FzeroError: for a carry that changes in structure, shape, dtype or layout; for leaves that are no tensors; where
@@ -169,7 +169,7 @@ def _check_carry(path: str, given: Any, new: Any) -> Any:
     if is_sharded(new) and not is_sharded(given):
         problem = f"is a plain tensor, and state ({new.path or 'a leaf'}) behind a turn"
         raise FzeroError(where, problem, "begin with state, such as torch.zeros_like(leaf), or take new.full_tensor()")
-    if is_sharded(given) and given.form[:2] != new.form[:2]:
+    if is_sharded(given) and is_sharded(new) and given.form[:2] != new.form[:2]:
         problem = f"is state of {given.path or 'one leaf'}, and of {new.path or 'another'} behind a turn"
         raise FzeroError(where, problem, "keep the leaf")
     return new

@@ -83,11 +83,9 @@ def _written(node: Node) -> list[Node]:
 def _kind(walk: Walk, node: Node) -> Kind:
     body = node.args[0]
     for argument, given in zip(body.arguments, operands(node), strict=True):
-        expected = kind_of_state(body, argument)
-        if isinstance(expected, frozenset) and isinstance(walk.of(given), frozenset):
-            if walk.of(given) <= expected:
-                continue
-        walk.expect(node, given, expected)
+        expected, kind = kind_of_state(body, argument), walk.of(given)
+        if not (isinstance(expected, frozenset) and isinstance(kind, frozenset) and kind <= expected):
+            walk.expect(node, given, expected)
     return [kind_of_state(body, result) for result in body.results]
 
 
@@ -103,10 +101,14 @@ def _work(node: Node) -> Work:
 
 
 def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
-    """The results, and what a turn needs beside its arguments: it is free again behind the loop."""
+    """The results, and what a turn needs beside its arguments, which is free again behind the loop.
+
+    A turn that does not update its carry in place makes a new one. In the last turn that is the result, and the carry
+    that the turn was given needs as much memory beside it, unless it is the loop's own operand.
+    """
     body, length, carry = node.args[:3]
-    kept = sum((allocator.bytes_of(x) for x, given in zip(carry, body.arguments) if not given.donated), 0)
-    allocator.scratch[node] = measure_beside(body, allocator.ranks.tolist()) + (kept if length > 1 else 0)
+    made = sum((allocator.bytes_of(x) for x, given in zip(carry, body.arguments) if not given.donated), 0)
+    allocator.scratch[node] = measure_beside(body, allocator.ranks.tolist()) - (made if length == 1 else 0)
     places = []
     for i, value in enumerate(node.meta["val"]):
         is_carry = i < len(carry)
