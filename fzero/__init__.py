@@ -27,6 +27,7 @@ from fzero.values.gradients import grad, value_and_grad
 from fzero.values.loops import scan
 from fzero.values.lowering import lower, lower_stateful
 from fzero.values.microbatches import accumulate
+from fzero.values.precision import precision
 from fzero.values.regions import remat
 from fzero.values.sharded import Sharded
 
@@ -54,6 +55,7 @@ __all__ = [
     "passes",
     "pmax",
     "pmean",
+    "precision",
     "psum",
     "remat",
     "save_safetensors",

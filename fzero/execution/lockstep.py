@@ -97,7 +97,7 @@ def _step(
     """Run one node on all ranks, and store its value on each."""
     body = body_of(node)
     if node.op == "get_attr":
-        results = [program.constants[node.target] for _ in alive]
+        results: Sequence[Any] = [program.constants[node.target] for _ in alive]
     elif node.op == "call_function":
         written = [[values[x] for x in find_writes(node)] for values in alive]
         ranks.check_writes(written)

@@ -58,12 +58,11 @@ def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | N
     """
     check_reduce_dtype(reduce_dtype)
     first: tuple[Pass, ...] = (*((hoist,) if stage in (1, 2) else ()), partial(accumulate, stage=stage))
-    if reduce_dtype is not None:
-        first = (*first, partial(cast_gradients, dtype=reduce_dtype))
     last = (donate,) if in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
         *first,
+        partial(cast_gradients, dtype=reduce_dtype),
         bucket,
         coalesce,
         partial(release, stage=stage),

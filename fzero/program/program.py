@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class Program:
     * `layouts` maps the bucket names that nodes use to layouts.
     * `constants` are the tensors that the step captured, by reference. `read` are captured tensors whose elements
       Python read while the step was traced: the program is right for these elements only.
+    * `reduce_dtypes` has, by the path of a leaf, the dtype in which its gradients are averaged (`fzero.precision`).
     * `measured` are the rates of the machine, None where no one has measured them.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     """
@@ -106,6 +107,7 @@ class Program:
     measured: Rates | None = None
     pass_state: tuple[PassState, ...] = ()
     read: tuple[Tensor, ...] = ()
+    reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""

@@ -89,6 +89,9 @@ class Live:
     def note_write(self) -> None:
         raise NotImplementedError  # nothing may write
 
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        pass
+
     def agree(self, what: str, details: Sequence[str] = ()) -> None:
         """Return once all ranks of the mesh are about to communicate about `what`, outside of a step.
 

@@ -39,6 +39,9 @@ class Virtual:
     def note_write(self) -> None:
         raise NotImplementedError  # nothing may write
 
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        pass
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return x.clone().view(layout.leaves[leaf].shape)
 

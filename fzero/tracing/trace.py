@@ -55,6 +55,7 @@ class Tracer:
         self.kinds: Kinds | None = None  # while the step runs
         self._names: dict[Layout, str] = {}
         self.writes = 0
+        self.reduce_dtypes: dict[str, torch.dtype] = {}
 
     def name(self, layout: Layout) -> str:
         """The key of a layout in the program's table: the bucket's name, numbered where two layouts share a name."""
@@ -76,6 +77,11 @@ class Tracer:
 
     def note_write(self) -> None:
         self.writes += 1
+
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        known = self.reduce_dtypes.setdefault(path, dtype)
+        if known != dtype:
+            raise FzeroError(path, f"is used with reduce={known} and reduce={dtype}", "give one dtype for one leaf")
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return ops.gather(x, self.name(layout), leaf, list(layout.leaves[leaf].shape))
@@ -129,6 +135,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
             mesh=mesh,
             fake_mode=fake_mode,
             read=tuple(read),
+            reduce_dtypes=tracer.reduce_dtypes,
         )
 
     def flat(*tensors: Tensor) -> list[Tensor]:

@@ -82,6 +82,9 @@ class MovePerformer(Protocol):
     def note_write(self) -> None:
         """Count a write into a slice: what was gathered before is out of date."""
 
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        """Note that a step averages the gradients of the leaf at `path` in a dtype. Outside of a trace, nothing."""
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """The full leaf, in its shape, from the 1-d slices `x` of all ranks. New memory, outside of a trace."""
 
