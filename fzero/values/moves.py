@@ -30,8 +30,6 @@ elements that equal the extreme.
 * Reverse mode takes a mean over ranks where a value leaves its slices. The mean would mix the i-th example of one rank
   with the i-th example of another.
 * A slice has no dimension for a batch.
-
-A `MovePerformer` performs the moves.
 """
 
 from __future__ import annotations
@@ -52,9 +50,7 @@ from fzero.layout.layout import Layout
 
 
 class MovePerformer(Protocol):
-    """Performs moves on one mesh. Every `Sharded` has one: its attribute `on`.
-
-    Three classes implement the protocol:
+    """Performs moves on one mesh. Every `Sharded` has one, its attribute `on`. Three classes implement the protocol:
 
     * `Tracer` (`fzero/tracing/trace.py`) writes each move into the graph of a program, and performs nothing.
     * `Live` (`fzero/ranks/live.py`) is one rank of a `DeviceMesh`, and communicates at once.

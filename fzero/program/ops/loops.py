@@ -74,7 +74,7 @@ def operands(node: Node) -> list[Node]:
     return [given for part in node.args[2:5] for given in part]
 
 
-def _written(node: Node) -> list[Node]:
+def _list_writes(node: Node) -> list[Node]:
     """The operands that are written over: the carries that the body updates in place."""
     body, _, carry = node.args[:3]
     return [given for given, argument in zip(carry, body.arguments) if argument.donated]
@@ -132,7 +132,7 @@ register(
         fake=loop,
         kind=_kind,
         moves=_moves,
-        writes=_written,
+        writes=_list_writes,
         memory=_memory,
         work=_work,
         line=_line,
