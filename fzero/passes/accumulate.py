@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from fzero.passes.order import erase_dead
+from fzero.passes.order import erase_dead, find_changes
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.operation import Node
 from fzero.program.program import Argument, Program, Result
-from fzero.program.records import body_of, is_call
+from fzero.program.records import body_of, is_call, storage
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -98,23 +97,21 @@ class _Sum(NamedTuple):
 def _mean_behind(program: Program, loop: Node) -> None:
     """Let a loop add up the gradients of this rank, and take the means of the sums behind the loop."""
     body = loop.args[0].copy()
-    groups = [found for call in body.graph.nodes if (found := _find_sums(body, call))]
-    if not groups:
+    changed = find_changes(body.graph)
+    groups = [_find_sums(body, call) for call in body.graph.nodes]
+    sums = [each for group in groups if not any(storage(x.gradient) in changed for x in group) for each in group]
+    if not sums:
         return
     kinds, given = infer(body), list(loop.args[2])
     arguments, results = list(body.arguments), list(body.results)
     returned, means = list(body.output.args[0]), dict[int, list[Node]]()
-    for sums in groups:
-        news = _add_gradients(body, sums)
-        for each, new in zip(sums, news):
-            returned[each.carry], means[each.carry] = new, each.means
-            kind = kinds[each.gradient]
-            arguments[each.carry] = Argument(f"carry.{each.carry}", kind=kind)
-            results[each.carry] = Result(f"carry.{each.carry}", kind=kind)
-            with program.graph.inserting_before(loop):
-                like = new.meta["val"]
-                how = {"dtype": like.dtype, "device": like.device}
-                given[each.carry] = program.emit(_aten.zeros.default, list(like.shape), **how)
+    for each in sums:
+        i, kind, new = each.carry, kinds[each.gradient], _add_gradient(body, each)
+        returned[i], means[i] = new, each.means
+        arguments[i], results[i] = Argument(f"carry.{i}", kind=kind), Result(f"carry.{i}", kind=kind)
+        like = new.meta["val"]
+        with program.graph.inserting_before(loop):
+            given[i] = program.emit(_aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device)
     body.output.args = (returned,)
     erase_dead(body.graph)
     body = replace(body, arguments=tuple(arguments), results=tuple(results))
@@ -164,20 +161,16 @@ def _is_mean(node: Node) -> bool:
     return is_call(node, ops.scatter) or (is_call(node, ops.all_reduce) and bool(node.kwargs.get("leaf")))
 
 
-def _add_gradients(body: Program, sums: list[_Sum]) -> list[Node]:
-    """The sums of full gradients, one list operation in front of the body's output. Their carries become full."""
-    carries, added = [body.placeholders[each.carry] for each in sums], list[Node]()
-    with body.graph.inserting_before(body.output):
-        for each, carry in zip(sums, carries):
-            full = each.gradient
-            is_cast = full.meta["val"].dtype != each.dtype
-            added.append(body.emit(_aten._to_copy.default, full, dtype=each.dtype) if is_cast else full)
-            with body.fake_mode:
-                carry.meta["val"] = torch.empty(
-                    full.meta["val"].shape, dtype=each.dtype, device=full.meta["val"].device
-                )
-        total = body.emit(_aten._foreach_add.List, carries, added)
-        return [body.emit(operator.getitem, total, i) for i in range(len(sums))]
+def _add_gradient(body: Program, each: _Sum) -> Node:
+    """The sum of a full gradient, right behind the gradient, which then dies. Its carry becomes full."""
+    full, carry = each.gradient, body.placeholders[each.carry]
+    value = full.meta["val"]
+    with body.fake_mode:
+        carry.meta["val"] = torch.empty(value.shape, dtype=each.dtype, device=value.device)
+    with body.graph.inserting_after(full):
+        added = body.emit(_aten._to_copy.default, full, dtype=each.dtype) if value.dtype != each.dtype else full
+    with body.graph.inserting_after(added):
+        return body.emit(_aten.add.Tensor, carry, added)
 
 
 def _take_means(program: Program, total: Node, before: Node, means: list[Node]) -> None:
