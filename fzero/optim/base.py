@@ -153,5 +153,51 @@ def _zeros_like(path: str, leaf: Any) -> Any:
 
 def init_count(params: Tree) -> Tensor:
     """A step count of 0, a 0-d int32 on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
+    return _init_zero(params, torch.int32)
+
+
+def init_number(params: Tree, value: float) -> Tensor:
+    """`value` as a 0-d float64, placed as the step count of `init_count` is."""
+    return _init_zero(params, torch.float64) + value
+
+
+def _init_zero(params: Tree, dtype: torch.dtype) -> Tensor:
     leaves = tree.leaves(params)
-    return leaves[0].new_zeros((), dtype=torch.int32) if leaves else torch.zeros((), dtype=torch.int32)
+    return leaves[0].new_zeros((), dtype=dtype) if leaves else torch.zeros((), dtype=dtype)
+
+
+def cast_state(
+    optimizer: GradientTransformation, dtype: torch.dtype, mask: Mask | None = None
+) -> GradientTransformation:
+    """`optimizer` with state in `dtype`, such as bfloat16. Numbers without dimensions, such as step counts, keep their
+    dtypes.
+
+    `mask(path, leaf)` chooses the leaves of the state, for example `lambda path, leaf: ".mu." in path`; None chooses
+    all. Every stage computes in float32 or wider, rounds its new state to the state's dtype, and keeps that dtype.
+
+    Raises:
+        FzeroError: for a dtype that is not floating.
+    """
+    if not dtype.is_floating_point:
+        raise FzeroError("cast_state", f"dtype is {dtype}", "give a floating one, such as torch.bfloat16")
+
+    def store(path: str, leaf: Any) -> Any:
+        is_chosen = leaf.dtype.is_floating_point and leaf.ndim and (mask is None or mask(path, leaf))
+        return leaf.to(dtype) if is_chosen else leaf
+
+    return GradientTransformation(
+        lambda params: tree.map_with_path(store, optimizer.init(params)),
+        optimizer.update,
+    )
+
+
+def check_decay(where: str, name: str, value: Any) -> None:
+    """Refuse a decay rate outside [0, 1)."""
+    if not 0 <= value < 1:
+        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")
+
+
+def check_not_negative(where: str, name: str, value: Any) -> None:
+    """Refuse a number below 0, and nan."""
+    if not value >= 0:
+        raise FzeroError(where, f"{name} is {value}", "give one that is at least 0")
