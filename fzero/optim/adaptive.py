@@ -19,6 +19,7 @@ from fzero.optim.base import (
     init_count,
     init_number,
     init_zeros,
+    same_kind,
 )
 
 
@@ -41,7 +42,8 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> GradientTransformation:
 
     def update(updates: Tree, state: ScaleByLionState, params: Tree | None = None) -> tuple[Tree, ScaleByLionState]:
         treedef, (mu, grads) = flatten_alike(state.mu, updates)
-        updates, mu = (tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_lion(grads, mu, b1, b2))
+        lists = kernels.scale_by_lion(grads, mu, *same_kind(None, b1, b2))
+        updates, mu = (tree.unflatten(treedef, leaves) for leaves in lists)
         return updates, ScaleByLionState(mu)
 
     return GradientTransformation(lambda params: ScaleByLionState(init_zeros(params)), update)
@@ -96,7 +98,9 @@ def scale_by_rms(decay: float = 0.99, eps: float = 1e-8) -> GradientTransformati
 
     def update(updates: Tree, state: ScaleByRmsState, params: Tree | None = None) -> tuple[Tree, ScaleByRmsState]:
         treedef, (nu, grads) = flatten_alike(state.nu, updates)
-        updates, nu = (tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_rms(grads, nu, decay, eps))
+        updates, nu = (
+            tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_rms(grads, nu, *same_kind(None, decay, eps))
+        )
         return updates, ScaleByRmsState(nu)
 
     return GradientTransformation(lambda params: ScaleByRmsState(init_zeros(params)), update)
@@ -126,7 +130,7 @@ def scale_by_stddev(decay: float = 0.99, eps: float = 1e-8) -> GradientTransform
 
     def update(updates: Tree, state: ScaleByStddevState, params: Tree | None = None) -> tuple[Tree, ScaleByStddevState]:
         treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
-        lists = kernels.scale_by_stddev(grads, mu, nu, decay, eps)
+        lists = kernels.scale_by_stddev(grads, mu, nu, *same_kind(None, decay, eps))
         updates, mu, nu = (tree.unflatten(treedef, leaves) for leaves in lists)
         return updates, ScaleByStddevState(mu, nu)
 
@@ -165,7 +169,9 @@ def scale_by_nadam(
         return b1 * (1 - 0.5 * 0.96 ** (momentum_decay * step.to(torch.float64)))
 
     def init(params: Tree) -> ScaleByNadamState:
-        return ScaleByNadamState(init_count(params), init_number(params, 1.0), init_zeros(params), init_zeros(params))
+        return ScaleByNadamState(
+            init_count(params), init_number(params, 1.0, torch.float64), init_zeros(params), init_zeros(params)
+        )
 
     def update(updates: Tree, state: ScaleByNadamState, params: Tree | None = None) -> tuple[Tree, ScaleByNadamState]:
         treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
@@ -173,7 +179,7 @@ def scale_by_nadam(
         now, later = momentum(count), momentum(count + 1)
         product = state.product * now
         of_grad, of_mean = (1 - now) / (1 - product), later / (1 - product * later)
-        lists = kernels.scale_by_nadam(grads, mu, nu, count, of_grad, of_mean, b1, b2, eps)
+        lists = kernels.scale_by_nadam(grads, mu, nu, count, of_grad, of_mean, *same_kind(count, b1, b2, eps))
         updates, mu, nu = (tree.unflatten(treedef, leaves) for leaves in lists)
         return updates, ScaleByNadamState(count, product, mu, nu)
 

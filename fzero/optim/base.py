@@ -130,6 +130,23 @@ def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     return [value if value.dtype == like.dtype else value.to(like.dtype) for value, like in zip(values, likes)]
 
 
+def same_kind(like: Tensor | None, *hyperparameters: float | Tensor) -> list[float | Tensor]:
+    """The hyperparameters, all as numbers or all as 0-d tensors beside `like`. A number becomes float64.
+
+    None stands for one of those tensors.
+    """
+    tensors = [x for x in hyperparameters if isinstance(x, Tensor)]
+    if not tensors:
+        return list(hyperparameters)
+    beside = tensors[0] if like is None else like
+    return [x if isinstance(x, Tensor) else torch.full_like(beside, x, dtype=torch.float64) for x in hyperparameters]
+
+
+def is_zero(hyperparameter: float | Tensor) -> bool:
+    """Whether a hyperparameter is the number 0, so that its stage does nothing. A tensor may change."""
+    return not isinstance(hyperparameter, Tensor) and hyperparameter == 0
+
+
 def init_zeros(params: Tree) -> Tree:
     """Zeros with the shapes, dtypes and layouts of `params`; None in the places of frozen leaves.
 
@@ -152,18 +169,15 @@ def _zeros_like(path: str, leaf: Any) -> Any:
 
 
 def init_count(params: Tree) -> Tensor:
-    """A step count of 0, a 0-d int32 on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
-    return _init_zero(params, torch.int32)
+    """A step count of 0, a 0-d int32, as `init_number`."""
+    return init_number(params, 0, torch.int32)
 
 
-def init_number(params: Tree, value: float) -> Tensor:
-    """`value` as a 0-d float64, placed as the step count of `init_count` is."""
-    return _init_zero(params, torch.float64) + value
-
-
-def _init_zero(params: Tree, dtype: torch.dtype) -> Tensor:
+def init_number(params: Tree, value: float, dtype: torch.dtype) -> Tensor:
+    """A 0-d tensor on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
     leaves = tree.leaves(params)
-    return leaves[0].new_zeros((), dtype=dtype) if leaves else torch.zeros((), dtype=dtype)
+    zero = leaves[0].new_zeros((), dtype=dtype) if leaves else torch.zeros((), dtype=dtype)
+    return zero + value if value else zero
 
 
 def cast_state(
@@ -193,11 +207,11 @@ def cast_state(
 
 def check_decay(where: str, name: str, value: Any) -> None:
     """Refuse a decay rate outside [0, 1)."""
-    if not 0 <= value < 1:
+    if not isinstance(value, Tensor) and not 0 <= value < 1:  # a step cannot look at the value of a schedule
         raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")
 
 
 def check_not_negative(where: str, name: str, value: Any) -> None:
     """Refuse a number below 0, and nan."""
-    if not value >= 0:
+    if not isinstance(value, Tensor) and not value >= 0:
         raise FzeroError(where, f"{name} is {value}", "give one that is at least 0")

@@ -95,9 +95,8 @@ def _scale_matrices(updates: Tree, state: FactoredState, weight: Tensor, eps: fl
             raise FzeroError(path, problem, "give a leaf of the parameter's shape")
     sizes, whole = [size for of in shapes for size in of], [0] * len(grads)
     means = factors.average_rows_and_columns(grads, sizes, whole, whole, 0)
-    rows, columns = (
-        _average(old, new, weight) for old, new in ((rows, means[: len(grads)]), (columns, means[len(grads) :]))
-    )
+    both = _average([*rows, *columns], means, weight)
+    rows, columns = both[: len(grads)], both[len(grads) :]
     scaled = factors.scale_by_factors(grads, rows, columns, _floors(grads, eps), sizes, whole, whole, 0)
     return tuple(tree.unflatten(treedef, leaves) for leaves in (scaled, rows, columns))
 

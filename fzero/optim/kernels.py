@@ -13,14 +13,16 @@ from torch import Tensor
 
 from fzero.optim.operations import MAPS, SUMS, define, define_stage
 
+Number = float | Tensor
+"""A number, or behind `inject_hyperparams` a 0-d tensor. Of one operation all are numbers, or all are tensors."""
 List = Any
 """A list of tensors, one for each leaf. `Any`, because torch types the results of its list operations as tuples."""
 
 
 def _scale_by_adam(
-    grads: List, mu: List, nu: List, count: Tensor, b1: float, b2: float, eps: float
+    grads: List, mu: List, nu: List, count: Tensor, b1: Number, b2: Number, eps: Number
 ) -> tuple[List, ...]:
-    means, squares = torch._foreach_lerp(mu, grads, 1 - b1), _average_squares(nu, grads, b2)
+    means, squares = _average(mu, grads, b1), _average_squares(nu, grads, b2)
     scaled = torch._foreach_div(means, _correct_bias(b1, count, means))
     torch._foreach_div_(scaled, _corrected_roots(squares, b2, count, eps))
     return scaled, means, squares
@@ -35,9 +37,17 @@ scale_by_adam = define_stage(
 
 
 def _scale_by_nadam(
-    grads: List, mu: List, nu: List, count: Tensor, of_grad: Tensor, of_mean: Tensor, b1: float, b2: float, eps: float
+    grads: List,
+    mu: List,
+    nu: List,
+    count: Tensor,
+    of_grad: Tensor,
+    of_mean: Tensor,
+    b1: Number,
+    b2: Number,
+    eps: Number,
 ) -> tuple[List, ...]:
-    means, squares = torch._foreach_lerp(mu, grads, 1 - b1), _average_squares(nu, grads, b2)
+    means, squares = _average(mu, grads, b1), _average_squares(nu, grads, b2)
     scaled = torch._foreach_mul(grads, of_grad)
     torch._foreach_add_(scaled, torch._foreach_mul(means, of_mean))
     torch._foreach_div_(scaled, _corrected_roots(squares, b2, count, eps))
@@ -52,10 +62,10 @@ scale_by_nadam = define_stage(
 """As `scale_by_adam`, with `of_grad * g + of_mean * m` in the place of the corrected mean."""
 
 
-def _scale_by_lion(grads: List, mu: List, b1: float, b2: float) -> tuple[List, ...]:
-    signs = torch._foreach_lerp(mu, grads, 1 - b1)
+def _scale_by_lion(grads: List, mu: List, b1: Number, b2: Number) -> tuple[List, ...]:
+    signs = _average(mu, grads, b1)
     torch._foreach_sign_(signs)
-    return signs, torch._foreach_lerp(mu, grads, 1 - b2)
+    return signs, _average(mu, grads, b2)
 
 
 scale_by_lion = define_stage(
@@ -64,7 +74,7 @@ scale_by_lion = define_stage(
 """`scale_by_lion(updates, mu, b1, b2) -> (updates, mu)`."""
 
 
-def _scale_by_rss(grads: List, sums: List, eps: float) -> tuple[List, ...]:
+def _scale_by_rss(grads: List, sums: List, eps: Number) -> tuple[List, ...]:
     sums = torch._foreach_addcmul(sums, grads, grads)
     return torch._foreach_div(grads, _roots(sums, eps)), sums
 
@@ -75,7 +85,7 @@ scale_by_rss = define_stage(
 """`scale_by_rss(updates, sum_of_squares, eps) -> (updates, sum_of_squares)`."""
 
 
-def _scale_by_rms(grads: List, nu: List, decay: float, eps: float) -> tuple[List, ...]:
+def _scale_by_rms(grads: List, nu: List, decay: Number, eps: Number) -> tuple[List, ...]:
     squares = _average_squares(nu, grads, decay)
     return torch._foreach_div(grads, _roots(squares, eps)), squares
 
@@ -86,8 +96,8 @@ scale_by_rms = define_stage(
 """`scale_by_rms(updates, nu, decay, eps) -> (updates, nu)`."""
 
 
-def _scale_by_stddev(grads: List, mu: List, nu: List, decay: float, eps: float) -> tuple[List, ...]:
-    means, squares = torch._foreach_lerp(mu, grads, 1 - decay), _average_squares(nu, grads, decay)
+def _scale_by_stddev(grads: List, mu: List, nu: List, decay: Number, eps: Number) -> tuple[List, ...]:
+    means, squares = _average(mu, grads, decay), _average_squares(nu, grads, decay)
     variances = torch._foreach_addcmul(squares, means, means, -1)
     return torch._foreach_div(grads, _roots(variances, eps)), means, squares
 
@@ -115,11 +125,12 @@ scale_by_floored_rms = define_stage(
 """Adafactor's step for a leaf without rows: `g / max(sqrt(v), floor)`, with `v = (1 - weight) * v + weight * g**2`."""
 
 
-def _schedule_free(updates: List, z: List, params: List, weight: Tensor, b1: float) -> tuple[List, ...]:
-    steps = torch._foreach_add(z, updates, alpha=b1)
+def _schedule_free(updates: List, z: List, params: List, weight: Tensor, b1: Number) -> tuple[List, ...]:
+    steps = torch._foreach_mul(updates, b1)
+    torch._foreach_add_(steps, z)
     torch._foreach_sub_(steps, params)
     torch._foreach_mul_(steps, weight)
-    torch._foreach_add_(steps, updates, alpha=1 - b1)
+    torch._foreach_add_(steps, torch._foreach_mul(updates, 1 - b1))
     return steps, torch._foreach_add(z, updates)
 
 
@@ -134,26 +145,36 @@ With `x = (y - (1 - b1) z) / b1` for the params y, the step from y to `b1 x' + (
 """
 
 
-def _average_squares(nu: List, grads: List, decay: float) -> List:
+def _average(means: List, new: List, decay: Number) -> List:
+    """`decay * means + (1 - decay) * new`."""
+    if isinstance(decay, Tensor):  # which lerp would read on the host
+        return torch._foreach_add(torch._foreach_mul(means, decay), torch._foreach_mul(new, 1 - decay))
+    return torch._foreach_lerp(means, new, 1 - decay)
+
+
+def _average_squares(nu: List, grads: List, decay: Number) -> List:
     squares = torch._foreach_mul(nu, decay)
-    torch._foreach_addcmul_(squares, grads, grads, 1 - decay)
+    if isinstance(decay, Tensor):
+        torch._foreach_add_(squares, torch._foreach_mul(torch._foreach_mul(grads, grads), 1 - decay))
+    else:
+        torch._foreach_addcmul_(squares, grads, grads, 1 - decay)
     return squares
 
 
-def _roots(squares: List, eps: float) -> List:
+def _roots(squares: List, eps: Number) -> List:
     roots = torch._foreach_sqrt(squares)
     torch._foreach_add_(roots, eps)
     return roots
 
 
-def _corrected_roots(squares: List, decay: float, count: Tensor, eps: float) -> List:
+def _corrected_roots(squares: List, decay: Number, count: Tensor, eps: Number) -> List:
     roots = torch._foreach_div(squares, _correct_bias(decay, count, squares))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, eps)
     return roots
 
 
-def _correct_bias(decay: float, count: Tensor, leaves: List) -> Tensor:
+def _correct_bias(decay: Number, count: Tensor, leaves: List) -> Tensor:
     """`1 - decay ** count`, 0-d: the factor by which a running mean that starts at 0 is too small."""
     # In float32 the rounding of 0.999, 3e-8, would be 3e-5 of the difference 1e-3.
     return (1 - decay ** count.to(torch.float64)).to(_widest(leaves))

@@ -29,21 +29,26 @@ _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *tables: dict[str, Any]) -> Any:
     """Define `torch.ops.fzero.<name of the schema>`, add it to the tables, and return it.
 
-    `kernel` returns new tensors and writes into no argument. The operation has no derivative.
+    `kernel` returns new tensors and writes into no argument. The operation has no derivative. It has an overload
+    `tensors` that takes 0-d tensors for the numbers of the schema.
 
     The result is the overload packet, because the rules of `Sharded` know a function by its name, and the name of the
     packet's `.default` overload is "scale_by_adam.default".
     """
-    name = schema.partition("(")[0]
+    name, _, rest = schema.partition("(")
 
     def refuse_backward(context: Any, *cotangents: Any) -> NoReturn:
         way_out = "update outside the differentiated function, or use sgd, which has one"
         raise FzeroError(name, "has no derivative", way_out)
 
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"fzero::{name}", refuse_backward, lib=_LIBRARY)
+    for overload in (name, f"{name}.tensors") if " float " in rest else (name,):
+        _LIBRARY.define(
+            f"{overload}({rest if overload == name else rest.replace(' float ', ' Tensor ')}",
+            tags=(torch.Tag.pt2_compliant_tag,),
+        )
+        _LIBRARY.impl(overload, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fzero::{overload}", fake, lib=_LIBRARY)
+        torch.library.register_autograd(f"fzero::{overload}", refuse_backward, lib=_LIBRARY)
     packet = getattr(torch.ops.fzero, name)
     for table in tables:
         table[name] = packet
@@ -53,9 +58,9 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *t
 def define_stage(schema: str, kernel: Callable[..., tuple[list[Tensor], ...]]) -> Any:
     """Define the operation of a stage: `(updates, *states, *others) -> (new updates, *new states)`.
 
-    `updates` and each state are lists with one item a leaf, and so are the first of `others`; the rest are numbers and
-    0-d tensors. The schema's results say how many states there are. `kernel` gets and returns all lists in float32 or
-    wider. New updates have the dtype that updates and first state promote to; states keep their dtypes.
+    `updates` and each state are lists with one item a leaf; `others` are such lists, numbers and 0-d tensors. The
+    schema's results say how many states there are. `kernel` gets and returns all lists in float32 or wider. New updates
+    have the dtype that updates and first state promote to; states keep their dtypes.
     """
     count = schema.partition("->")[2].count("Tensor[]")  # of lists that the operation returns
 

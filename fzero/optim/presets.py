@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.optim.adaptive import scale_by_lion, scale_by_nadam, scale_by_rms, scale_by_rss, scale_by_stddev
-from fzero.optim.base import GradientTransformation, Mask, Schedule, chain, check_not_negative, identity
+from fzero.optim.base import GradientTransformation, Mask, Schedule, chain, check_not_negative, identity, is_zero
 from fzero.optim.blocks import clip_by_block_rms, scale_by_param_block_rms, scale_by_trust_ratio
 from fzero.optim.factored import scale_by_factored_rms
 from fzero.optim.transforms import add_decayed_weights, scale_by_adam, scale_by_learning_rate, scale_by_schedule, trace
@@ -30,7 +30,7 @@ def sgd(
     """Gradient descent, with `momentum` where it is not None or 0. Defaults are those of torch.optim.SGD."""
     return chain(
         *_decay_gradients("sgd", weight_decay, mask),
-        trace(momentum, nesterov) if momentum else identity(),
+        identity() if momentum is None or is_zero(momentum) else trace(momentum, nesterov),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -111,7 +111,7 @@ def adagrad(
     return chain(
         *_decay_gradients("adagrad", weight_decay, mask),
         scale_by_rss(initial_accumulator_value, eps),
-        scale_by_learning_rate(decayed if lr_decay else learning_rate),
+        scale_by_learning_rate(learning_rate if is_zero(lr_decay) else decayed),
     )
 
 
@@ -131,7 +131,7 @@ def rmsprop(
     return chain(
         *_decay_gradients("rmsprop", weight_decay, mask),
         scale_by_stddev(decay, eps) if centered else scale_by_rms(decay, eps),
-        trace(momentum) if momentum else identity(),
+        identity() if momentum is None or is_zero(momentum) else trace(momentum),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -205,7 +205,7 @@ def adafactor(
 def _decay_gradients(where: str, weight_decay: float, mask: Mask | None) -> list[GradientTransformation]:
     """The stage that adds `weight_decay * params`; none for a decay of 0."""
     check_not_negative(where, "weight_decay", weight_decay)
-    return [add_decayed_weights(weight_decay, mask)] if weight_decay else []
+    return [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, mask)]
 
 
 def _make_schedule(learning_rate: float | Schedule) -> Schedule:

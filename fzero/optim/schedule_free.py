@@ -57,11 +57,8 @@ def schedule_free(
     check_not_negative("schedule_free", "weight_lr_power", weight_lr_power)
 
     def init(params: Tree) -> ScheduleFreeState:
-        z = tree.map(torch.clone, params)
-        zero = init_number(params, 0.0)
-        return ScheduleFreeState(
-            base_optimizer.init(params), z, init_count(params), zero, init_number(params, 0.0), init_number(params, b1)
-        )
+        z, numbers = tree.map(torch.clone, params), (init_number(params, x, torch.float64) for x in (0.0, 0.0, b1))
+        return ScheduleFreeState(base_optimizer.init(params), z, init_count(params), *numbers)
 
     def update(updates: Tree, state: ScheduleFreeState, params: Tree | None = None) -> tuple[Tree, ScheduleFreeState]:
         if params is None:

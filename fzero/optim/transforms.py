@@ -22,6 +22,7 @@ from fzero.optim.base import (
     flatten_alike,
     init_count,
     init_zeros,
+    same_kind,
     stateless,
 )
 
@@ -55,7 +56,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
         count = state.count + 1
         updates, mu, nu = (
-            tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_adam(grads, mu, nu, count, b1, b2, eps)
+            tree.unflatten(treedef, leaves)
+            for leaves in kernels.scale_by_adam(grads, mu, nu, count, *same_kind(count, b1, b2, eps))
         )
         return updates, ScaleByAdamState(count, mu, nu)
 

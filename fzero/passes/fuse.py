@@ -43,7 +43,7 @@ class _Row(NamedTuple):
 def fuse(program: Program) -> Program:
     """Turn updates of parameters into calls of torch's fused kernels.
 
-    An update is `p - rate * (direction + decay * p)`, by the list operations of `add_decayed_weights`,
+    An update of an argument p is `p - rate * (direction + decay * p)`, by the list operations of `add_decayed_weights`,
     `scale_by_learning_rate` and `apply_updates`. The direction decides on the call:
 
     * that of `scale_by_adam`: `ops.adamw`
@@ -107,11 +107,19 @@ def _find_tail(lists: _Lists, total: Node, index: int) -> _Tail | None:
     """The end of the update of leaf `index`; None where it is another, or where one of its parts has another use."""
     param, step = total.args[0][index], total.args[1][index]
     new, product = lists.item(total, index), _find_list(step, *_MULTIPLY)
-    if new is None or product is None or set(step.users) != {total} or total.kwargs.get("alpha", 1) != 1:
+    is_simple = set(step.users) == {total} and total.kwargs.get("alpha", 1) == 1
+    if new is None or product is None or not (is_simple and _is_parameter(param)):
         return None
     scaled = product.args[0][step.args[1]]
     direction, decay, user = _split_decay(scaled, {product}, param)
     return _Tail(new, param, product.args[1], decay, direction, user or product, product)
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a value is an argument of the step, or what an earlier update made of one."""
+    column = _find_list(node, operator.getitem)
+    is_updated = column is not None and is_call(column.args[0], ops.adagrad, ops.adamw, ops.momentum, ops.sgd)
+    return bool(node.op == "placeholder" or _find_list(node, _ADD) is not None or is_updated)
 
 
 def _split_decay(node: Node, users: Set[Node], param: Node) -> tuple[Node, float, Node | None]:

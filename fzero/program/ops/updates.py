@@ -34,19 +34,20 @@ def _define_update(name: str, kernel: Callable[..., None], states: int) -> tuple
     """Define `name(params, grads, *states, *numbers) -> (new params, *new states)`, with so many lists of states, and
     `name_`, which writes over params and states. Returns both targets.
 
-    `kernel` takes the arguments of `name_` and does so.
+    `kernel` takes the arguments of `name_` and does so. With the keyword `where`, a 0-d bool, the results are the
+    operands unless it is true.
     """
     written = (0, *range(2, 2 + states))  # the positions of params and states
 
-    def update(*args: Any) -> tuple[Any, ...]:
+    def update(*args: Any, where: Any = None) -> tuple[Any, ...]:
         return tuple([torch.empty_like(x) for x in args[position]] for position in written)
 
-    def update_(*args: Any) -> None:
+    def update_(*args: Any, where: Any = None) -> None:
         pass
 
-    def run(*args: Any) -> tuple[Any, ...]:
+    def run(*args: Any, where: Any = None) -> tuple[Any, ...]:
         given = [[x.clone() for x in arg] if i in written else arg for i, arg in enumerate(args)]
-        kernel(*given)
+        kernel(*given, where=where)
         return tuple(given[position] for position in written)
 
     def find_writes(node: Node) -> list[Node]:
@@ -74,6 +75,7 @@ def _define_update(name: str, kernel: Callable[..., None], states: int) -> tuple
         in_place=update_,
         replaces=written,
         gradients=1,
+        takes_where=True,
     )
     in_place = Operation(
         name=f"{name}_",
@@ -125,13 +127,14 @@ def _perform_placed(program: Program, node: Node, rank: Rank) -> Callable[..., A
 
 for _name, _packet in (STAGES | SUMS | MAPS).items():
     _kind: Any = infer_lists if _name in STAGES else _sums_kind if _name in SUMS else _maps_kind
-    register(
-        Operation(
-            name=_name,
-            target=_packet.default,
-            fake=_packet.default,
-            kind=_kind,
-            memory=_sums_memory if _name in SUMS else None,
-            perform=_perform_placed if _name in PLACED else None,
+    for _overload in _packet.overloads():
+        register(
+            Operation(
+                name=_name,
+                target=getattr(_packet, _overload),
+                fake=getattr(_packet, _overload),
+                kind=_kind,
+                memory=_sums_memory if _name in SUMS else None,
+                perform=_perform_placed if _name in PLACED else None,
+            )
         )
-    )
