@@ -120,7 +120,7 @@ def _maps_kind(walk: Walk, node: Node) -> Kind:
     return [walk.join(node, [leaf], True, [*others, *beside]) for leaf, *others in zip(node.args[0], *lists)]
 
 
-def _perform_placed(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
+def _bind_rank(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     """The last argument of a node is the rank whose fake values the program shows."""
     return lambda *args: node.target(*args[:-1], rank.rank)
 
@@ -135,6 +135,6 @@ for _name, _packet in (STAGES | SUMS | MAPS).items():
                 fake=getattr(_packet, _overload),
                 kind=_kind,
                 memory=_sums_memory if _name in SUMS else None,
-                perform=_perform_placed if _name in PLACED else None,
+                perform=_bind_rank if _name in PLACED else None,
             )
         )
