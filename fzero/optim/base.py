@@ -159,13 +159,18 @@ def init_zeros(params: Tree) -> Tree:
 def _zeros_like(path: str, leaf: Any) -> Any:
     if is_frozen(leaf):
         return None
+    check_floating(path, leaf)
+    return torch.zeros_like(leaf)
+
+
+def check_floating(path: str, leaf: Any) -> None:
+    """Refuse a parameter whose dtype is not floating."""
     if not leaf.dtype.is_floating_point:
         raise FzeroError(
             path,
             f"dtype is {leaf.dtype}, an optimizer needs a floating one",
             "set such leaves aside with fzero.tree.split",
         )
-    return torch.zeros_like(leaf)
 
 
 def init_count(params: Tree) -> Tensor:

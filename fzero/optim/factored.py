@@ -10,9 +10,18 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.base.tree import Tree
 from fzero.optim import factors, kernels
-from fzero.optim.base import GradientTransformation, cast, check_not_negative, flatten_alike, init_count, init_zeros
+from fzero.optim.base import (
+    GradientTransformation,
+    cast,
+    check_floating,
+    check_not_negative,
+    flatten_alike,
+    init_count,
+    init_zeros,
+)
 
 
 class FactoredState(NamedTuple):
@@ -43,9 +52,10 @@ def scale_by_factored_rms(decay_rate: float = 0.8, eps: float | None = None) -> 
         check_not_negative("scale_by_factored_rms", "eps", eps)
 
     def init(params: Tree) -> FactoredState:
-        zeros = init_zeros(params)
-        v_row, v_col = (tree.map(functools.partial(_init_means, side=side), zeros) for side in ("rows", "columns"))
-        return FactoredState(init_count(params), v_row, v_col, tree.split(zeros, _is_matrix)[1])
+        matrices, vectors = tree.split(params, _is_matrix)
+        v_row = tree.map_with_path(functools.partial(_init_means, side="rows"), matrices)
+        v_col = tree.map_with_path(functools.partial(_init_means, side="columns"), matrices)
+        return FactoredState(init_count(params), v_row, v_col, init_zeros(vectors))
 
     def update(updates: Tree, state: FactoredState, params: Tree | None = None) -> tuple[Tree, FactoredState]:
         count = state.count + 1
@@ -64,10 +74,11 @@ def _is_matrix(path: str, leaf: Any) -> bool:
     return len(leaf.shape) > 1
 
 
-def _init_means(leaf: Any, side: str) -> Any:
-    """Zeros for the rows or columns of a leaf, whole on every rank; None for a leaf without rows."""
-    if len(leaf.shape) < 2:
+def _init_means(path: str, leaf: Any, side: str) -> Any:
+    """Zeros for the rows or columns of a leaf, whole on every rank; None for a frozen leaf."""
+    if is_frozen(leaf):
         return None
+    check_floating(path, leaf)
     of = factors.matrices_of(leaf.shape)
     return leaf.new_zeros((of.number * getattr(of, side),))
 
@@ -90,8 +101,9 @@ def _scale_matrices(updates: Tree, state: FactoredState, weight: Tensor, eps: fl
     shapes = [factors.matrices_of(grad.shape) for grad in grads]
     for path, row, column, of in zip(tree.paths(updates), rows, columns, shapes):
         expected = (of.number * of.rows, of.number * of.columns)
-        if (len(row), len(column)) != expected:
-            problem = f"has {expected[0]} rows and {expected[1]} columns, its state {len(row)} and {len(column)}"
+        held = (row.shape[0], column.shape[0])
+        if held != expected:
+            problem = f"has {expected[0]} rows and {expected[1]} columns, its state {held[0]} and {held[1]}"
             raise FzeroError(path, problem, "give a leaf of the parameter's shape")
     sizes, whole = [size for of in shapes for size in of], [0] * len(grads)
     means = factors.average_rows_and_columns(grads, sizes, whole, whole, 0)
