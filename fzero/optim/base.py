@@ -130,6 +130,23 @@ def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     return [value if value.dtype == like.dtype else value.to(like.dtype) for value, like in zip(values, likes)]
 
 
+def same_kind(like: Tensor | None, *hyperparameters: float | Tensor) -> list[float | Tensor]:
+    """The hyperparameters, all as numbers or all as 0-d tensors beside `like`. A number becomes float64.
+
+    None stands for one of those tensors.
+    """
+    tensors = [x for x in hyperparameters if isinstance(x, Tensor)]
+    if not tensors:
+        return list(hyperparameters)
+    beside = tensors[0] if like is None else like
+    return [x if isinstance(x, Tensor) else torch.full_like(beside, x, dtype=torch.float64) for x in hyperparameters]
+
+
+def is_zero(hyperparameter: float | Tensor) -> bool:
+    """Whether a hyperparameter is the number 0, so that its stage does nothing. A tensor may change."""
+    return not isinstance(hyperparameter, Tensor) and hyperparameter == 0
+
+
 def init_zeros(params: Tree) -> Tree:
     """Zeros with the shapes, dtypes and layouts of `params`; None in the places of frozen leaves.
 
@@ -142,16 +159,64 @@ def init_zeros(params: Tree) -> Tree:
 def _zeros_like(path: str, leaf: Any) -> Any:
     if is_frozen(leaf):
         return None
+    check_floating(path, leaf)
+    return torch.zeros_like(leaf)
+
+
+def check_floating(path: str, leaf: Any) -> None:
+    """Refuse a parameter whose dtype is not floating."""
     if not leaf.dtype.is_floating_point:
         raise FzeroError(
             path,
             f"dtype is {leaf.dtype}, an optimizer needs a floating one",
             "set such leaves aside with fzero.tree.split",
         )
-    return torch.zeros_like(leaf)
 
 
 def init_count(params: Tree) -> Tensor:
-    """A step count of 0, a 0-d int32 on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
+    """A step count of 0, a 0-d int32, as `init_number`."""
+    return init_number(params, 0, torch.int32)
+
+
+def init_number(params: Tree, value: float, dtype: torch.dtype) -> Tensor:
+    """A 0-d tensor on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
     leaves = tree.leaves(params)
-    return leaves[0].new_zeros((), dtype=torch.int32) if leaves else torch.zeros((), dtype=torch.int32)
+    zero = leaves[0].new_zeros((), dtype=dtype) if leaves else torch.zeros((), dtype=dtype)
+    return zero + value if value else zero
+
+
+def cast_state(
+    optimizer: GradientTransformation, dtype: torch.dtype, mask: Mask | None = None
+) -> GradientTransformation:
+    """`optimizer` with state in `dtype`, such as bfloat16. Numbers without dimensions, such as step counts, keep their
+    dtypes.
+
+    `mask(path, leaf)` chooses the leaves of the state, for example `lambda path, leaf: ".mu." in path`; None chooses
+    all. Every stage computes in float32 or wider, rounds its new state to the state's dtype, and keeps that dtype.
+
+    Raises:
+        FzeroError: for a dtype that is not floating.
+    """
+    if not dtype.is_floating_point:
+        raise FzeroError("cast_state", f"dtype is {dtype}", "give a floating one, such as torch.bfloat16")
+
+    def store(path: str, leaf: Any) -> Any:
+        is_chosen = leaf.dtype.is_floating_point and leaf.ndim and (mask is None or mask(path, leaf))
+        return leaf.to(dtype) if is_chosen else leaf
+
+    return GradientTransformation(
+        lambda params: tree.map_with_path(store, optimizer.init(params)),
+        optimizer.update,
+    )
+
+
+def check_decay(where: str, name: str, value: Any) -> None:
+    """Refuse a decay rate outside [0, 1)."""
+    if not isinstance(value, Tensor) and not 0 <= value < 1:  # a step cannot look at the value of a schedule
+        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")
+
+
+def check_not_negative(where: str, name: str, value: Any) -> None:
+    """Refuse a number below 0, and nan."""
+    if not isinstance(value, Tensor) and not value >= 0:
+        raise FzeroError(where, f"{name} is {value}", "give one that is at least 0")

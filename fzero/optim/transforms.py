@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from fzero.optim.base import (
     Mask,
     Schedule,
     cast,
+    check_decay,
+    check_not_negative,
     flatten_alike,
     init_count,
     init_zeros,
+    same_kind,
     stateless,
 )
 
@@ -42,10 +45,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
             floating; in `update`, where gradients differ from the parameters of `init` in paths or shapes. The last
             two name the leaf.
     """
-    _check_decay("scale_by_adam", "b1", b1)
-    _check_decay("scale_by_adam", "b2", b2)
-    if eps < 0:
-        raise FzeroError("scale_by_adam", f"eps is {eps}", "give one that is at least 0")
+    check_decay("scale_by_adam", "b1", b1)
+    check_decay("scale_by_adam", "b2", b2)
+    check_not_negative("scale_by_adam", "eps", eps)
 
     def init(params: Tree) -> ScaleByAdamState:
         return ScaleByAdamState(init_count(params), init_zeros(params), init_zeros(params))
@@ -54,7 +56,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
         count = state.count + 1
         updates, mu, nu = (
-            tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_adam(grads, mu, nu, count, b1, b2, eps)
+            tree.unflatten(treedef, leaves)
+            for leaves in kernels.scale_by_adam(grads, mu, nu, count, *same_kind(count, b1, b2, eps))
         )
         return updates, ScaleByAdamState(count, mu, nu)
 
@@ -75,7 +78,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     Raises:
         FzeroError: for a decay rate outside [0, 1); in `init` and `update`, as `scale_by_adam`.
     """
-    _check_decay("trace", "decay", decay)
+    check_decay("trace", "decay", decay)
 
     def init(params: Tree) -> TraceState:
         return TraceState(init_zeros(params))
@@ -183,8 +186,3 @@ def _multiply(updates: Tree, factor: float | Tensor) -> Tree:
     if not leaves:
         return updates
     return tree.unflatten(treedef, cast(torch._foreach_mul(leaves, factor), leaves))
-
-
-def _check_decay(where: str, name: str, value: Any) -> None:
-    if not 0 <= value < 1:
-        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")

@@ -4,7 +4,8 @@
   tensors of the same shape.
 * A reduction of all elements (`sum`, `mean`, `norm`, `max`, `min`, `all`, `any`) takes one collective and returns a
   plain 0-d tensor.
-* A list function (`torch._foreach_*`) is elementwise at each position of its lists.
+* A list function (`torch._foreach_*`) is elementwise at each position of its lists. Functions of `optim` that sum over
+  each leaf of a list take one all-reduce a leaf, which the `coalesce` pass makes one for all.
 * A function that writes into a value writes into its slice. Only a step may do that, and not to its arguments.
 * Any other function gathers the value and runs on the full tensor.
 
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
+from fzero.optim import operations
 from fzero.values import rules
-from fzero.values.moves import Beside, copy_alias
+from fzero.values.moves import Beside, Parts, copy_alias
 from fzero.values.origin import UNKNOWN, Origin, follow
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
     if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.GATHERED_LIST_OPS):
         return _apply_to_lists(func, args, kwargs)
+    if name in rules.SLICE_OPS:
+        return _apply_to_slices(func, name, *args)
     if name in rules.ELEMENTWISE and kwargs.get("memory_format") in rules.MEMORY_FORMATS:
         anchor = _find_anchor(name, args, kwargs)
         if anchor is not None:
@@ -282,6 +286,29 @@ def _apply_to_lists(
         for column in columns
     ]
     return tuple(wrapped) if columns is result else wrapped[0]
+
+
+def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any], *others: Any) -> Any:
+    """A function of `rules.SLICE_OPS` on slices: its results are sums over leaves, or one new leaf for each leaf."""
+    slices = [x if is_sharded(x) and not (x.is_replicated or _is_computed_in_full(x)) else None for x in leaves]
+    if name in operations.PLACED:
+        others = (*others[:-3], *_find_places(slices))
+    given = [_gather(x) if sliced is None else sliced.local for x, sliced in zip(leaves, slices)]
+    results = func(given, *([_gather(x) for x in arg] if isinstance(arg, (list, tuple)) else arg for arg in others))
+    if name in operations.SUMS:
+        owners = [slices[i % len(slices)] for i in range(len(results))]
+        return [x if own is None else Parts.apply(x, own.on, own.path) for x, own in zip(results, owners)]
+    anchors = [x if is_sharded(x) else None for x in leaves]
+    return [x if each is None else _wrap(x, each, _origin_of(func, each, [each])) for x, each in zip(results, anchors)]
+
+
+def _find_places(slices: Sequence[Sharded | None]) -> tuple[list[int], list[int], int]:
+    """The elements that a rank has of each bucket, the first element of each leaf in its bucket, and this rank; zeros
+    for a leaf that is whole, or of which all ranks are here."""
+    apart = [None if x is None or x.on.rank is None else x for x in slices]
+    shards = [0 if x is None else x.form.layout.shard for x in apart]
+    begins = [0 if x is None else x.form.layout.leaf_ranges[x.index].start for x in apart]
+    return shards, begins, next((x.on.rank for x in apart if x is not None and x.on.rank is not None), 0)
 
 
 def _is_value(x: Any) -> bool:

@@ -47,6 +47,22 @@ PRESETS: dict[str, optim.GradientTransformation] = {
 }
 """Whole optimizers: name -> optimizer. A name begins with that of a public function."""
 
+OTHERS: dict[str, optim.GradientTransformation] = {
+    "sgd, decay": optim.sgd(SGD_RATE, momentum=0.5, weight_decay=0.1, mask=is_matrix),
+    "adam, decay": optim.adam(ADAM_RATE, eps=EPS, weight_decay=0.1),
+    "adam, narrow": optim.cast_state(optim.adam(ADAM_RATE, eps=EPS), torch.bfloat16),
+    "adagrad": optim.adagrad(ADAM_RATE, eps=EPS, weight_decay=0.1),
+    "adagrad, lr_decay": optim.adagrad(ADAM_RATE, 0.5, eps=EPS),
+    "nadam": optim.nadam(ADAM_RATE, eps=EPS),
+    "rmsprop": optim.rmsprop(ADAM_RATE, 0.5, EPS, momentum=0.5),
+    "rmsprop, centered": optim.rmsprop(ADAM_RATE, 0.5, EPS, centered=True),
+    "lion": optim.lion(ADAM_RATE, weight_decay=0.1, mask=is_matrix),
+    "lamb": optim.lamb(ADAM_RATE, eps=EPS),
+    "adafactor": optim.adafactor(ADAM_RATE, eps=(EPS, 1e-3), weight_decay=0.1),
+    "schedule_free": optim.schedule_free(optim.sgd(SGD_RATE), SGD_RATE),
+}
+"""Whole optimizers that are tried at every stage with and without donation; dtypes and clipping take turns."""
+
 STAGES: dict[str, optim.GradientTransformation] = {
     "identity": optim.chain(optim.identity(), optim.scale(-SGD_RATE)),
     "stateless": optim.stateless(lambda updates, params: tree.map(lambda g: -SGD_RATE * g, updates)),
@@ -58,6 +74,16 @@ STAGES: dict[str, optim.GradientTransformation] = {
     "trace": optim.chain(optim.trace(0.5, nesterov=True), optim.scale(-SGD_RATE)),
     "add_decayed_weights": optim.chain(optim.add_decayed_weights(0.1), optim.scale(-SGD_RATE)),
     "clip_by_global_norm": optim.chain(optim.clip_by_global_norm(0.5 * MAX_NORM), optim.scale(-SGD_RATE)),
+    "cast_state": optim.cast_state(optim.sgd(SGD_RATE, momentum=0.5), torch.float32),
+    "clip_by_block_rms": optim.chain(optim.clip_by_block_rms(0.01), optim.scale(-5 * SGD_RATE)),
+    "scale_by_factored_rms": optim.chain(optim.scale_by_factored_rms(eps=EPS), optim.scale(-ADAM_RATE)),
+    "scale_by_lion": optim.chain(optim.scale_by_lion(), optim.scale(-ADAM_RATE)),
+    "scale_by_nadam": optim.chain(optim.scale_by_nadam(eps=EPS), optim.scale(-ADAM_RATE)),
+    "scale_by_param_block_rms": optim.chain(optim.scale_by_param_block_rms(), optim.scale(-SGD_RATE)),
+    "scale_by_rms": optim.chain(optim.scale_by_rms(0.5, EPS), optim.scale(-ADAM_RATE)),
+    "scale_by_rss": optim.chain(optim.scale_by_rss(0.1, EPS), optim.scale(-ADAM_RATE)),
+    "scale_by_stddev": optim.chain(optim.scale_by_stddev(0.5, EPS), optim.scale(-ADAM_RATE)),
+    "scale_by_trust_ratio": optim.chain(optim.scale_by_trust_ratio(), optim.scale(-ADAM_RATE)),
     "constant_schedule": scheduled(optim.constant_schedule(SGD_RATE)),
     "linear_schedule": scheduled(optim.linear_schedule(SGD_RATE, 0.5 * SGD_RATE, 2)),
     "cosine_decay_schedule": scheduled(optim.cosine_decay_schedule(SGD_RATE, 5)),
@@ -68,7 +94,7 @@ STAGES: dict[str, optim.GradientTransformation] = {
 }
 """Stages and schedules: the name of the public function -> an optimizer that has it."""
 
-OPTIMIZERS = PRESETS | STAGES
+OPTIMIZERS = PRESETS | OTHERS | STAGES
 
 
 class Cell(NamedTuple):
@@ -86,9 +112,11 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """Presets in every way. Each other optimizer at every stage; dtypes, clipping and donation take turns."""
+    """Presets in every way. Other optimizers at every stage, and with and without donation; the rest takes turns."""
     for name, dtype, *how in itertools.product(PRESETS, DTYPES, (True, False), (1, 2, 3), (True, False)):
         yield Cell(name, dtype, *how)
+    for number, (name, stage, donate) in enumerate(itertools.product(OTHERS, (1, 2, 3), (True, False))):
+        yield Cell(name, DTYPES[number % 4], number % 3 == 0, stage, donate)
     turns = itertools.cycle(itertools.product((True, False), (True, False), DTYPES))
     for name, stage in itertools.product(STAGES, (1, 2, 3)):
         donate, is_clipped, dtype = next(turns)
@@ -153,9 +181,11 @@ def test_a_sharded_optimizer_is_the_plain_one(cell: Cell) -> None:
 
 
 def test_every_public_function_is_tried() -> None:
-    """`apply_updates` and `global_norm` are in every step."""
+    """`apply_updates` and `global_norm` are in every step, and no step evaluates."""
     functions = {name for name in optim.__all__ if not isinstance(getattr(optim, name), type)}
-    assert functions - {"apply_updates", "global_norm"} == {name.partition(",")[0] for name in OPTIMIZERS}
+    assert functions - {"apply_updates", "global_norm", "schedule_free_eval_params"} == {
+        name.partition(",")[0] for name in OPTIMIZERS
+    }
 
 
 def compiled(mesh: DeviceMesh, name: str) -> tree.Tree:
@@ -167,14 +197,17 @@ def compiled(mesh: DeviceMesh, name: str) -> tree.Tree:
     return train(step, optimizer, fzero.partition(first_params(torch.float32), mesh), torch.float32)
 
 
+COMPILED = (*PRESETS, "lion", "adafactor")
+
+
 @pytest.fixture(scope="module")
 def compilations() -> dict[str, list[Outcome]]:
-    """Each preset compiled, on one rank: inductor takes many seconds for the first one, and one for each other."""
-    return run_cases(1, {name: functools.partial(compiled, name=name) for name in PRESETS}, timeout=600.0)
+    """Some optimizers compiled, on one rank: inductor takes many seconds for the first one, and one for each other."""
+    return run_cases(1, {name: functools.partial(compiled, name=name) for name in COMPILED}, timeout=600.0)
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_optimizer_is_the_plain_one(compilations: dict[str, list[Outcome]], name: str) -> None:
     (got,) = values(compilations[name])
     check(got, Cell(name))

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import optim, tree
 from fzero.base.errors import FzeroError
-from fzero.optim import kernels
+from fzero.optim import fused, kernels
 
 ROUNDING = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-14},  # some 100 operations of 1e-16
@@ -80,7 +80,8 @@ def filled(like: tree.Tree, value: float) -> tree.Tree:
     [
         (optim.adam(0.01), torch.optim.Adam, {"lr": 0.01}),
         (optim.adam(0.1, 0.0, 0.9, 1e-3), torch.optim.Adam, {"lr": 0.1, "betas": (0.0, 0.9), "eps": 1e-3}),
-        (optim.adamw(0.01), torch.optim.AdamW, {"lr": 0.01, "weight_decay": 1e-4}),
+        (optim.adamw(), torch.optim.AdamW, {}),
+        (optim.adamw(0.01, weight_decay=1e-4), torch.optim.AdamW, {"lr": 0.01, "weight_decay": 1e-4}),
         (
             optim.adamw(0.01, 0.8, 0.95, 1e-5, 0.3),
             torch.optim.AdamW,
@@ -473,12 +474,12 @@ def test_fused_adamw_equals_the_chain(dtype, updates, rate):
     for grad in grads:
         count = count + 1
         lists = map(tree.leaves, (weights, grad, mu, nu))
-        kernels.fused_adamw_(*lists, count, rate, 0.9, 0.99, 1e-8, 0.1)
+        fused.fused_adamw_(*lists, count, rate, 0.9, 0.99, 1e-8, 0.1)
     assert_close(weights, want, **ROUNDING[dtype])
 
 
 def test_fused_adamw_of_nothing_does_nothing():
-    kernels.fused_adamw_([], [], [], [], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_([], [], [], [], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -486,10 +487,10 @@ def test_fused_adamw_minds_strides(which):
     # torch._fused_adamw_ on CPU pairs elements by their place in memory
     lists = [torch.rand(4, 3) for _ in range(4)]
     want = [x.clone() for x in lists]
-    kernels.fused_adamw_(*([x] for x in want), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_(*([x] for x in want), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
     got = [x.clone() for x in lists]
     got[which] = torch.empty(3, 8).t()[::2].copy_(lists[which])
-    kernels.fused_adamw_(*([x] for x in got), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_(*([x] for x in got), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
     assert_equal(got, want)
 
 
@@ -497,7 +498,7 @@ def test_fused_adamw_writes_into_views_and_nowhere_else():
     memory = torch.zeros(31)
     grads, mu, nu = torch.randn(3, 30).unbind()
     param = memory[1:]  # unaligned
-    kernels.fused_adamw_([param], [grads], [mu.clone()], [nu.abs()], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_([param], [grads], [mu.clone()], [nu.abs()], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
     assert memory[0] == 0
     assert memory[1:].count_nonzero() == 30
 

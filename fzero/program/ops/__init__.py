@@ -15,7 +15,7 @@ from fzero.program.ops.leaves import beside, gather, scatter, spread, take
 from fzero.program.ops.loops import loop, map_bodies
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
-from fzero.program.ops.updates import adamw, adamw_
+from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
 
@@ -32,6 +32,8 @@ __all__ = [
     "ReduceScatter",
     "Slice",
     "Work",
+    "adagrad",
+    "adagrad_",
     "adamw",
     "adamw_",
     "all_gather",
@@ -47,12 +49,16 @@ __all__ = [
     "is_call",
     "loop",
     "map_bodies",
+    "momentum",
+    "momentum_",
     "pack_leaves",
     "pack_slices",
     "part",
     "record",
     "reduce_scatter",
     "scatter",
+    "sgd",
+    "sgd_",
     "spread",
     "take",
     "wait",

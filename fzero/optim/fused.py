@@ -1,0 +1,132 @@
+"""torch's fused kernels: a step of an optimizer for many leaves in one call, in place.
+
+A program does not call these kernels itself, because of what their schemas say about gradients. The schema of
+`aten._fused_adamw_` marks the gradients as written (`Tensor(b!)[] grads`): with `grad_scale` the kernel overwrites them
+with the unscaled ones. So passes would take gradients, which other nodes may read, for overwritten. The functional form
+`aten._fused_adamw` returns new gradients as well (`Tensor[] grads_out`), one copy of all gradients too many. fzero has
+no `grad_scale`: the kernels only read their gradients, and the operations of `fzero.program.ops.updates` say so.
+
+Of all functions here: parameters and states have one dtype. Gradients may have another, and are not written. A learning
+rate is a number or a 0-d tensor. A tensor that is not contiguous costs a copy in and a copy out. With `where`, a 0-d
+bool, nothing changes unless it is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base import torch_private
+
+Lists = Sequence[Tensor]
+
+
+def fused_adamw_(
+    params: Lists,
+    grads: Lists,
+    mu: Lists,
+    nu: Lists,
+    count: Tensor,
+    learning_rate: float | Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    *,
+    where: Tensor | None = None,
+) -> None:
+    """Update `params`, `mu` and `nu` in place by one step of AdamW. `count` is 0-d, and 1 at the first step.
+
+    Up to rounding, equals `apply_updates` of `scale_by_adam`, `add_decayed_weights` and `scale_by_learning_rate`.
+    """
+    counts = [count.to(torch.float32)] * len(params)
+    options: dict[str, Any] = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": weight_decay, "amsgrad": False}
+    _update(torch_private.fused_adamw_, params, grads, (mu, nu), ([], counts), learning_rate, where, options)
+
+
+def fused_sgd_(
+    params: Lists, grads: Lists, learning_rate: float | Tensor, weight_decay: float, *, where: Tensor | None = None
+) -> None:
+    """Update `params` in place by `-learning_rate * (grads + weight_decay * params)`."""
+    options = _SGD | {"momentum": 0.0, "nesterov": False, "weight_decay": weight_decay}
+    _update(torch_private.fused_sgd_, params, grads, (), ([],), learning_rate, where, options)
+
+
+def fused_momentum_(
+    params: Lists,
+    grads: Lists,
+    traces: Lists,
+    learning_rate: float | Tensor,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    *,
+    where: Tensor | None = None,
+) -> None:
+    """Update `params` and `traces` in place by one step of SGD with momentum.
+
+    Up to rounding, equals `apply_updates` of `add_decayed_weights`, `trace` and `scale_by_learning_rate`.
+    """
+    options = _SGD | {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    _update(torch_private.fused_sgd_, params, grads, (traces,), (), learning_rate, where, options)
+
+
+_SGD: dict[str, Any] = {"dampening": 0.0, "is_first_step": False}
+
+
+def fused_adagrad_(
+    params: Lists,
+    grads: Lists,
+    sums: Lists,
+    learning_rate: float | Tensor,
+    eps: float,
+    weight_decay: float,
+    *,
+    where: Tensor | None = None,
+) -> None:
+    """Update `params` and `sums`, which lie on a CPU, in place by one step of Adagrad.
+
+    Up to rounding, equals `apply_updates` of `add_decayed_weights`, `scale_by_rss` and `scale_by_learning_rate`.
+    """
+    counts = [torch.ones(())] * len(params)  # for a decay of the rate, of which there is none
+    options = {"lr_decay": 0.0, "eps": eps, "weight_decay": weight_decay}
+    _update(torch_private.fused_adagrad_, params, grads, (sums,), (counts,), float(learning_rate), where, options)
+
+
+@torch.no_grad()
+def _update(
+    kernel: Callable[..., None],
+    params: Lists,
+    grads: Lists,
+    states: Sequence[Lists],
+    others: Sequence[Lists],
+    learning_rate: float | Tensor,
+    where: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """Call `kernel(params, grads, *states, *others)`, which writes into params and states."""
+    if not params:
+        return
+    if isinstance(learning_rate, Tensor) and learning_rate.device.type != "cpu":
+        learning_rate = learning_rate.to(torch.float32)  # which kernels on a GPU read
+    # torch's kernels walk memory and ignore strides (on CPU without a check): give them flat, contiguous tensors.
+    columns = [[x.contiguous().view(-1) for x in column] for column in (params, *states)]
+    flat_grads = [grad.to(param.dtype).contiguous().view(-1) for grad, param in zip(grads, params)]
+    found_inf = None if where is None else (~where).to(torch.float32)
+    kernel(
+        columns[0],
+        flat_grads,
+        *columns[1:],
+        *others,
+        lr=learning_rate,
+        maximize=False,
+        found_inf=found_inf,
+        **options,
+    )
+    for column, results in zip((params, *states), columns):
+        for target, result in zip(column, results):
+            if not target.is_contiguous():
+                target.copy_(result.view(target.shape))
