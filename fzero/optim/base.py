@@ -130,6 +130,21 @@ def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     return [value if value.dtype == like.dtype else value.to(like.dtype) for value, like in zip(values, likes)]
 
 
+def add_multiple(first: Sequence[Any], second: Sequence[Any], factor: float | Tensor) -> Sequence[Any]:
+    """`first + factor * second`, position by position: one list operation where the factor is a number, else two."""
+    a, b = list(first), list(second)
+    if isinstance(factor, Tensor):
+        return torch._foreach_add(a, torch._foreach_mul(b, factor))
+    return torch._foreach_add(a, b, alpha=factor)
+
+
+def same_kind(like: Tensor, *hyperparameters: float | Tensor) -> list[float | Tensor]:
+    """The hyperparameters, all as numbers or all as 0-d tensors beside `like`. A number becomes float64."""
+    if not any(isinstance(x, Tensor) for x in hyperparameters):
+        return list(hyperparameters)
+    return [x if isinstance(x, Tensor) else torch.full_like(like, x, dtype=torch.float64) for x in hyperparameters]
+
+
 def init_zeros(params: Tree) -> Tree:
     """Zeros with the shapes, dtypes and layouts of `params`; None in the places of frozen leaves.
 
@@ -152,6 +167,12 @@ def _zeros_like(path: str, leaf: Any) -> Any:
 
 
 def init_count(params: Tree) -> Tensor:
-    """A step count of 0, a 0-d int32 on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
+    """A step count of 0, a 0-d int32, as `init_number`."""
+    return init_number(params, 0, torch.int32)
+
+
+def init_number(params: Tree, value: float, dtype: torch.dtype) -> Tensor:
+    """A 0-d tensor on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
     leaves = tree.leaves(params)
-    return leaves[0].new_zeros((), dtype=torch.int32) if leaves else torch.zeros((), dtype=torch.int32)
+    zero = leaves[0].new_zeros((), dtype=dtype) if leaves else torch.zeros((), dtype=dtype)
+    return zero + value if value else zero

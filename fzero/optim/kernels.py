@@ -24,15 +24,10 @@ from fzero.base.errors import FzeroError
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-_LIBRARY.define(
-    "scale_by_adam(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor count, float b1, float b2, float eps)"
-    " -> (Tensor[], Tensor[], Tensor[])",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _scale_by_adam(
-    updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
+    updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: Any, b2: Any, eps: Any
 ) -> Lists:
     """The kernel. Returns new tensors and writes into no argument.
 
@@ -43,11 +38,16 @@ def _scale_by_adam(
     dtypes = _update_dtypes(updates, mu)
     wide = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
     grads = _cast_each(updates, wide)
-    means = torch._foreach_lerp(_cast_each(mu, wide), grads, 1 - b1)
+    means: list[Tensor] | tuple[Tensor, ...] = _cast_each(mu, wide)
     squares = torch._foreach_mul(_cast_each(nu, wide), b2)
-    torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
-    scaled = torch._foreach_div(means, _bias_correction(b1, count, wide))
-    roots = torch._foreach_div(squares, _bias_correction(b2, count, wide))
+    if isinstance(b1, Tensor):  # the scalars below would be read on the host
+        means = torch._foreach_add(torch._foreach_mul(means, b1), torch._foreach_mul(grads, 1 - b1))
+        torch._foreach_add_(squares, torch._foreach_mul(torch._foreach_mul(grads, grads), 1 - b2))
+    else:
+        means = torch._foreach_lerp(means, grads, 1 - b1)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
+    scaled = torch._foreach_div(means, bias_correction(b1, count, wide))
+    roots = torch._foreach_div(squares, bias_correction(b2, count, wide))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, eps)
     torch._foreach_div_(scaled, roots)
@@ -58,9 +58,7 @@ def _scale_by_adam(
     )
 
 
-def _scale_by_adam_fake(
-    updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
-) -> Lists:
+def _scale_by_adam_fake(updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], *_: Any) -> Lists:
     scaled = [torch.empty_like(m, dtype=dtype) for m, dtype in zip(mu, _update_dtypes(updates, mu))]
     return scaled, [torch.empty_like(m) for m in mu], [torch.empty_like(n) for n in nu]
 
@@ -71,13 +69,20 @@ def _refuse_backward(context: Any, *cotangents: Any) -> NoReturn:
     )
 
 
-_LIBRARY.impl("scale_by_adam", _scale_by_adam, "CompositeExplicitAutograd")
-torch.library.register_fake("fzero::scale_by_adam", _scale_by_adam_fake, lib=_LIBRARY)
-torch.library.register_autograd("fzero::scale_by_adam", _refuse_backward, lib=_LIBRARY)
+for _overload, _type in (("", "float"), (".tensors", "Tensor")):
+    _LIBRARY.define(
+        f"scale_by_adam{_overload}(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor count, {_type} b1, {_type} b2,"
+        f" {_type} eps) -> (Tensor[], Tensor[], Tensor[])",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _LIBRARY.impl(f"scale_by_adam{_overload}", _scale_by_adam, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fzero::scale_by_adam{_overload}", _scale_by_adam_fake, lib=_LIBRARY)
+    torch.library.register_autograd(f"fzero::scale_by_adam{_overload}", _refuse_backward, lib=_LIBRARY)
 
 scale_by_adam = torch.ops.fzero.scale_by_adam
 """`scale_by_adam(updates, mu, nu, count, b1, b2, eps) -> (updates, mu, nu)`; `count` is 1 at the first step.
 
+The last three are numbers, or all of them 0-d tensors, as behind `inject_hyperparams`. `fuse` finds numbers only.
 This is the overload packet, because the rules of `Sharded` know a function by its name, and the name of the packet's
 `.default` overload is "scale_by_adam.default".
 """
@@ -95,6 +100,8 @@ def fused_adamw_(
     b2: float,
     eps: float,
     weight_decay: float,
+    *,
+    where: Tensor | None = None,
 ) -> None:
     """Update `params`, `mu` and `nu` in place by one step of AdamW, in one call of `torch._fused_adamw_`.
 
@@ -102,7 +109,7 @@ def fused_adamw_(
 
     Parameters and state have one dtype; gradients may have another, and are not written. `count` is 0-d, and 1 at the
     first step. `learning_rate` is a number, or a 0-d tensor, which is cast to float32. A tensor that is not contiguous
-    costs a copy in and a copy out.
+    costs a copy in and a copy out. With `where`, a 0-d bool, nothing changes unless it is true.
     """
     if not params:
         return
@@ -125,6 +132,7 @@ def fused_adamw_(
         weight_decay=weight_decay,
         amsgrad=False,
         maximize=False,
+        found_inf=None if where is None else (~where).to(torch.float32),
     )
     for tensor, result in zip(targets, flat):
         if not tensor.is_contiguous():
@@ -139,7 +147,7 @@ def _cast_each(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list
     return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
 
 
-def _bias_correction(decay: float, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+def bias_correction(decay: float | Tensor, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
     """`1 - decay ** count`, 0-d: the factor by which a running mean that starts at 0 is too small."""
     # In float32 the rounding of 0.999, 3e-8, would be 3e-5 of the difference 1e-3.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -16,10 +16,12 @@ from fzero.optim.base import (
     GradientTransformation,
     Mask,
     Schedule,
+    add_multiple,
     cast,
     flatten_alike,
     init_count,
     init_zeros,
+    same_kind,
     stateless,
 )
 
@@ -42,10 +44,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
             floating; in `update`, where gradients differ from the parameters of `init` in paths or shapes. The last
             two name the leaf.
     """
-    _check_decay("scale_by_adam", "b1", b1)
-    _check_decay("scale_by_adam", "b2", b2)
-    if eps < 0:
-        raise FzeroError("scale_by_adam", f"eps is {eps}", "give one that is at least 0")
+    check_decay("scale_by_adam", "b1", b1)
+    check_decay("scale_by_adam", "b2", b2)
+    check_eps("scale_by_adam", eps)
 
     def init(params: Tree) -> ScaleByAdamState:
         return ScaleByAdamState(init_count(params), init_zeros(params), init_zeros(params))
@@ -54,7 +55,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
         count = state.count + 1
         updates, mu, nu = (
-            tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_adam(grads, mu, nu, count, b1, b2, eps)
+            tree.unflatten(treedef, leaves)
+            for leaves in kernels.scale_by_adam(grads, mu, nu, count, *same_kind(count, b1, b2, eps))
         )
         return updates, ScaleByAdamState(count, mu, nu)
 
@@ -75,7 +77,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     Raises:
         FzeroError: for a decay rate outside [0, 1); in `init` and `update`, as `scale_by_adam`.
     """
-    _check_decay("trace", "decay", decay)
+    check_decay("trace", "decay", decay)
 
     def init(params: Tree) -> TraceState:
         return TraceState(init_zeros(params))
@@ -84,8 +86,8 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         treedef, (traces, grads) = flatten_alike(state.trace, updates)
         if not grads:
             return updates, state
-        momentum = torch._foreach_add(grads, traces, alpha=decay)
-        steps = torch._foreach_add(grads, momentum, alpha=decay) if nesterov else momentum
+        momentum = add_multiple(grads, traces, decay)
+        steps = add_multiple(grads, momentum, decay) if nesterov else momentum
         return tree.unflatten(treedef, steps), TraceState(tree.unflatten(treedef, cast(momentum, traces)))
 
     return GradientTransformation(init, update)
@@ -108,7 +110,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
         chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or mask(path, weights[i])]
         if not chosen:
             return updates
-        decayed = torch._foreach_add([steps[i] for i in chosen], [weights[i] for i in chosen], alpha=weight_decay)
+        decayed = add_multiple([steps[i] for i in chosen], [weights[i] for i in chosen], weight_decay)
         replaced = dict(zip(chosen, decayed))
         return tree.unflatten(treedef, [replaced.get(i, step) for i, step in enumerate(steps)])
 
@@ -153,28 +155,15 @@ def global_norm(updates: Tree) -> Tensor:
 
     An element of a complex leaf counts with its absolute value.
     """
+    squares = sum_squares(updates)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def sum_squares(updates: Tree) -> list[Tensor]:
+    """The sum of squares of each leaf, 0-d, in the dtype of `global_norm`."""
     leaves = [leaf.abs() if leaf.dtype.is_complex else leaf for leaf in tree.leaves(updates)]
     wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
-    squares = [leaf.to(wide).square().sum() for leaf in leaves]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=wide)
-
-
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """`updates`, scaled down to a global norm of `max_norm` where their global norm is larger.
-
-    Pascanu et al., On the difficulty of training recurrent neural networks, https://arxiv.org/abs/1211.5063.
-
-    Raises:
-        FzeroError: for a `max_norm` that is not positive.
-    """
-    if not max_norm > 0:
-        raise FzeroError("clip_by_global_norm", f"max_norm is {max_norm}", "give a positive one")
-
-    def update(updates: Tree, params: Tree | None) -> Tree:
-        norm = global_norm(updates)
-        return _multiply(updates, torch.where(norm < max_norm, 1.0, max_norm / norm))
-
-    return stateless(update)
+    return [leaf.to(wide).square().sum() for leaf in leaves]
 
 
 def _multiply(updates: Tree, factor: float | Tensor) -> Tree:
@@ -185,6 +174,13 @@ def _multiply(updates: Tree, factor: float | Tensor) -> Tree:
     return tree.unflatten(treedef, cast(torch._foreach_mul(leaves, factor), leaves))
 
 
-def _check_decay(where: str, name: str, value: Any) -> None:
-    if not 0 <= value < 1:
+def check_eps(where: str, eps: Any) -> None:
+    """Refuse a negative number."""
+    if not isinstance(eps, Tensor) and eps < 0:
+        raise FzeroError(where, f"eps is {eps}", "give one that is at least 0")
+
+
+def check_decay(where: str, name: str, value: Any) -> None:
+    """Refuse a decay rate outside [0, 1)."""
+    if not isinstance(value, Tensor) and not 0 <= value < 1:  # a step cannot look at the value of a schedule
         raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")

@@ -105,6 +105,8 @@ class Operation:
     * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
     * `gradients`: for an update of many leaves, the position among the arguments of the list of gradients. All lists of
       arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
+    * `takes_where`: the operation takes the keyword `where`, a 0-d bool, the same on all ranks. Where that is false,
+      the results are the operands that `replaces` names.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
     """
 
@@ -135,4 +137,5 @@ class Operation:
     in_place: Any = None
     replaces: tuple[int, ...] = ()
     gradients: int | None = None
+    takes_where: bool = False
     is_foreign: bool = False

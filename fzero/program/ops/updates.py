@@ -28,22 +28,39 @@ Lists = Sequence[Tensor]
 
 
 def adamw(
-    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
+    params: Lists,
+    grads: Lists,
+    mu: Lists,
+    nu: Lists,
+    count: Tensor,
+    rate: Any,
+    *hyperparameters: float,
+    where: Tensor | None = None,
 ) -> tuple[list[Tensor], ...]:
-    """The new parameters, first moments and second moments. `hyperparameters` are b1, b2, eps and the weight decay."""
+    """The new parameters, first moments and second moments. `hyperparameters` are b1, b2, eps and the weight decay.
+
+    With `where`, a 0-d bool, the results are the operands unless it is true.
+    """
     return tuple([torch.empty_like(x) for x in column] for column in (params, mu, nu))
 
 
 def adamw_(
-    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
+    params: Lists,
+    grads: Lists,
+    mu: Lists,
+    nu: Lists,
+    count: Tensor,
+    rate: Any,
+    *hyperparameters: float,
+    where: Tensor | None = None,
 ) -> None:
     """`adamw` in place: writes the results over `params`, `mu` and `nu`."""
 
 
 def _adamw(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
-    def run(params: Lists, grads: Lists, mu: Lists, nu: Lists, *rest: Any) -> tuple[list[Tensor], ...]:
+    def run(params: Lists, grads: Lists, mu: Lists, nu: Lists, *rest: Any, **how: Any) -> tuple[list[Tensor], ...]:
         new = [[x.clone() for x in column] for column in (params, mu, nu)]
-        fused_adamw_(new[0], grads, new[1], new[2], *rest)
+        fused_adamw_(new[0], grads, new[1], new[2], *rest, **how)
         return tuple(new)
 
     return run
@@ -73,6 +90,7 @@ register(
         in_place=adamw_,
         replaces=(0, 2, 3),
         gradients=1,
+        takes_where=True,
     )
 )
 register(
@@ -88,12 +106,5 @@ register(
         label=_label,
     )
 )
-register(
-    Operation(
-        name="scale_by_adam",
-        target=scale_by_adam.default,
-        fake=scale_by_adam.default,
-        kind=infer_lists,
-        work=read_and_write,
-    )
-)
+for _overload in (scale_by_adam.default, scale_by_adam.tensors):
+    register(Operation(name="scale_by_adam", target=_overload, fake=_overload, kind=infer_lists, work=read_and_write))
