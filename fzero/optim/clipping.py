@@ -134,18 +134,22 @@ def _clip(
     if on_nonfinite not in ("raise", "zero"):
         raise FzeroError(flag.where, f"on_nonfinite is {on_nonfinite!r}", "give 'raise' or 'zero'")
 
+    raises = on_nonfinite == "raise"
+
     def init(params: Tree) -> Any:
-        is_silent = on_nonfinite == "zero"
-        return EmptyState() if is_silent else ClipState(flag(init_number(params, 0.0, torch.float32)))
+        return ClipState(flag(init_number(params, 0.0, torch.float32))) if raises else EmptyState()
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+        if raises and not isinstance(state, ClipState):
+            way_out = "give the state that this stage's init or update returned"
+            raise FzeroError(flag.where, f"the state is {state}", way_out)
         leaves, treedef = tree.flatten(updates)
         if not leaves:
             return updates, state
         size, factors = measure(updates)
         is_wrong = ~size.isfinite()
         clipped = list_ops.masked_fill(cast(torch._foreach_mul(leaves, factors), leaves), is_wrong, 0.0)
-        if isinstance(state, ClipState):
+        if raises:
             state = ClipState(state.failed.note(is_wrong, size))
         return tree.unflatten(treedef, clipped), state
 

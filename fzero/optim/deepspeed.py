@@ -18,7 +18,7 @@ import torch
 
 from fzero.base.errors import FzeroError
 from fzero.optim.base import Schedule
-from fzero.optim.schedules import check_positive, constant_schedule, to_tensor
+from fzero.optim.schedules import check_positive, constant_schedule, to_float64, to_tensor
 
 Warmup = Literal["log", "linear"]
 
@@ -109,7 +109,7 @@ def lr_range_test(
     check_positive("lr_range_test", "lr_range_test_step_size", lr_range_test_step_size)
 
     def schedule(count: Any) -> Any:
-        done = _to_float64(count) / lr_range_test_step_size
+        done = to_float64(count) / lr_range_test_step_size
         increase = 1 + lr_range_test_step_rate * (done.floor() if lr_range_test_staircase else done)
         return (lr_range_test_min_lr * increase).to(torch.float32)
 
@@ -169,7 +169,7 @@ def one_cycle(
 
     def schedule(low: float, high: float, decay: Callable[[Any], Any]) -> Schedule:
         def value(count: Any) -> Any:
-            step = _to_float64(count)
+            step = to_float64(count)
             behind = step - (first + second)  # the index is `step - 1`, and counts from 1 behind the cycle
             moved = low + (high - low) * climb(step)
             return torch.where(behind <= 0, moved, decay(behind)).to(torch.float32)
@@ -213,13 +213,8 @@ def _warm_up(where: str, low: float, high: float, steps: int, kind: str, later: 
     steps = max(2, steps)
 
     def schedule(count: Any) -> Any:
-        index = (_to_float64(count) - 1).clamp(min=0)  # step 0 runs at `low`, which is the value at index 0 too
+        index = (to_float64(count) - 1).clamp(min=0)  # step 0 runs at `low`, which is the value at index 0 too
         share = (index + 1).log() / math.log(steps) if kind == "log" else index / steps
         return torch.where(index < steps, low + (high - low) * share, later(index)).to(torch.float32)
 
     return schedule
-
-
-def _to_float64(count: Any) -> Any:
-    """A step count in the dtype of DeepSpeed's arithmetic: where a half of a cycle ends is a matter of rounding."""
-    return to_tensor(count).to(torch.float64)

@@ -42,8 +42,8 @@ def polynomial_schedule(
         return constant_schedule(init_value)
 
     def schedule(count: Any) -> Any:
-        done = (to_tensor(count) - transition_begin).clamp(0, transition_steps)
-        return (init_value - end_value) * (1 - done.to(torch.float32) / transition_steps) ** power + end_value
+        done = (to_float64(count) - transition_begin).clamp(0, transition_steps) / transition_steps
+        return ((init_value - end_value) * (1 - done) ** power + end_value).to(torch.float32)
 
     return schedule
 
@@ -69,9 +69,9 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     check_positive("cosine_decay_schedule", "decay_steps", decay_steps)
 
     def schedule(count: Any) -> Any:
-        done = to_tensor(count).clamp(max=decay_steps).to(torch.float32)
-        cosine = 0.5 * (1 + torch.cos(math.pi * done / decay_steps))
-        return init_value * ((1 - alpha) * cosine**exponent + alpha)
+        done = to_float64(count).clamp(max=decay_steps) / decay_steps
+        cosine = 0.5 * (1 + torch.cos(math.pi * done))
+        return (init_value * ((1 - alpha) * cosine**exponent + alpha)).to(torch.float32)
 
     return schedule
 
@@ -100,8 +100,7 @@ def exponential_decay(
     bounds = {} if end_value is None else {"min" if decay_rate < 1 else "max": end_value}
 
     def schedule(count: Any) -> Any:
-        # The logarithm of 0.999 in float32 is off by 3e-5, and the exponent multiplies that.
-        exponent = (to_tensor(count) - transition_begin).clamp(min=0).to(torch.float64) / transition_steps
+        exponent = (to_float64(count) - transition_begin).clamp(min=0) / transition_steps
         value = init_value * decay_rate ** (exponent.floor() if staircase else exponent)
         return (value.clamp(**bounds) if bounds else value).to(torch.float32)
 
@@ -118,7 +117,7 @@ def inverse_sqrt_schedule(init_value: float, timescale: int) -> Schedule:
         FzeroError: for a `timescale` below 1.
     """
     check_positive("inverse_sqrt_schedule", "timescale", timescale)
-    return lambda count: init_value * (timescale / (timescale + to_tensor(count).to(torch.float32))).sqrt()
+    return lambda count: (init_value * (timescale / (timescale + to_float64(count))).sqrt()).to(torch.float32)
 
 
 def sqrt_decay_schedule(init_value: float, end_value: float, decay_steps: int) -> Schedule:
@@ -132,8 +131,8 @@ def sqrt_decay_schedule(init_value: float, end_value: float, decay_steps: int) -
     check_positive("sqrt_decay_schedule", "decay_steps", decay_steps)
 
     def schedule(count: Any) -> Any:
-        done = to_tensor(count).clamp(0, decay_steps).to(torch.float32) / decay_steps
-        return (init_value - end_value) * (1 - done.sqrt()) + end_value
+        done = to_float64(count).clamp(max=decay_steps) / decay_steps
+        return ((init_value - end_value) * (1 - done.sqrt()) + end_value).to(torch.float32)
 
     return schedule
 
@@ -147,11 +146,11 @@ def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Points
     points = _sort_points("piecewise_constant_schedule", boundaries_and_scales)
 
     def schedule(count: Any) -> Any:
-        step = to_tensor(count)
-        value = torch.full_like(step, init_value, dtype=torch.float32)
+        step = to_float64(count)
+        value = torch.full_like(step, init_value)
         for boundary, scale in points:
             value = torch.where(step < boundary, value, value * scale)
-        return value
+        return value.to(torch.float32)
 
     return schedule
 
@@ -176,12 +175,12 @@ def piecewise_interpolate_schedule(
     knots = [(boundary, value) for (boundary, _), value in zip(points, values)]
 
     def schedule(count: Any) -> Any:
-        step = to_tensor(count)
-        result = torch.full_like(step, knots[-1][1], dtype=torch.float32)
+        step = to_float64(count)
+        result = torch.full_like(step, knots[-1][1])
         for (begin, start), (end, stop) in reversed(list(itertools.pairwise(knots))):
-            done = (step - begin).to(torch.float32) / max(end - begin, 1)
+            done = (step - begin) / max(end - begin, 1)
             result = torch.where(step < end, start + (stop - start) * weigh(done), result)
-        return result
+        return result.to(torch.float32)
 
     return schedule
 
@@ -221,6 +220,11 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 def to_tensor(count: Any) -> Any:
     """A step count as a tensor."""
     return torch.tensor(count) if isinstance(count, int) else count
+
+
+def to_float64(count: Any) -> Any:
+    """A step count as a tensor to compute with. The result of a schedule is rounded once, to float32."""
+    return to_tensor(count).to(torch.float64)
 
 
 def check_positive(where: str, name: str, steps: float) -> None:
