@@ -91,13 +91,17 @@ class FlagReader:
         for flag, event in self._arriving:
             (readable if event.query() else arriving).append((flag, event))
         for flag in flags:
-            if flag.value.is_cuda:
-                arriving.append(_copy_to_host(flag))
-            else:
+            if _is_on_host(flag):
                 readable.append((flag, None))
+            else:
+                arriving.append(_copy_to_host(flag))
         self._arriving = arriving
         for flag, _ in readable:
             flag.raise_if_set()
+
+
+def _is_on_host(flag: Flag) -> bool:
+    return flag.value.device.type != "cuda"
 
 
 def _copy_to_host(flag: Flag) -> tuple[Flag, Any]:
