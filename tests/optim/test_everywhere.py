@@ -91,7 +91,9 @@ STAGES: dict[str, optim.GradientTransformation] = {
     "multi_transform": optim.multi_transform(
         {True: optim.sgd(SGD_RATE, momentum=0.5), False: optim.adam(ADAM_RATE, eps=EPS)}, is_matrix
     ),
-    "set_to_zero": optim.multi_transform({True: optim.sgd(SGD_RATE), False: optim.set_to_zero()}, is_matrix),
+    "set_to_zero": optim.multi_transform(
+        {True: optim.set_to_zero(), False: optim.sgd(SGD_RATE)}, lambda path, leaf: path.endswith("b")
+    ),
 }
 """Stages and schedules: the name of the public function -> an optimizer that has it."""
 
