@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
+from fzero.base.flags import Flag
 from fzero.base.frozen import is_frozen
 from fzero.passes import resolve, run_passes
 from fzero.passes.run import Pass
@@ -204,6 +205,12 @@ def _has_distinct_elements(node: Node) -> bool:
 
 def _values(*nodes: Node) -> list[Any]:
     return [node.meta["val"] for node in nodes]
+
+
+def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:
+    """The flags among the arguments `values` of a program's step."""
+    given = [(flag, values[i]) for i, flag in program.flags]
+    return [flag(value.local if isinstance(value, Sharded) else value) for flag, value in given]
 
 
 def create_pass_state(program: Program, on: Performer) -> dict[str, Sharded]:

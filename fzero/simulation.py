@@ -13,12 +13,13 @@ from fzero.base import tree
 from fzero.base.ambient import disable_autocast
 from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
+from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
+from fzero.pipeline import Pipeline, Returned, create_pass_state, list_flags, order_pass_state
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
 from fzero.state.fill import copy_slices
@@ -65,7 +66,7 @@ class Simulation:
 
     def __init__(self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass]) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self.mesh, self._seats = mesh, seats(mesh)
+        self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()
         self._pipeline = Pipeline(fn, virtual(mesh), passes, lambda program: program)
 
     def __repr__(self) -> str:
@@ -89,12 +90,13 @@ class Simulation:
 
         Raises:
             FzeroError: for a batch that does not divide by the ranks; where ranks disagree about a value that must be
-                the same on all of them.
+                the same on all of them; where a call before noted a problem in the state (`fzero.base.flags`).
         """
         leaves, treedef = tree.flatten(args)
         program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, Tensor)]
+        self._flags.read(list_flags(program, given))
         arguments = self._place_arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.ambient import find_ambient
 from fzero.base.errors import FzeroError
+from fzero.base.flags import FlagReader
 from fzero.base.mesh import check_data_axes, mesh_shape
 from fzero.base.torch_private import version_of
 from fzero.execution.calibration import calibrate
@@ -21,7 +22,7 @@ from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
 from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
+from fzero.pipeline import Pipeline, Returned, create_pass_state, list_flags, order_pass_state
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
@@ -130,7 +131,7 @@ class Step:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
             check_mesh(on)
-        self._on = on
+        self._on, self._flags = on, FlagReader()
         self._pipeline = Pipeline(
             fn, on, passes, functools.partial(_link, on, compile, functools.cache(compile_fragment))
         )
@@ -195,6 +196,7 @@ class Step:
             compiled = self._pipeline.prepare(leaves, treedef)
             if pass_state is not None or compiled.program.pass_state:
                 values += order_pass_state(compiled.program, pass_state, self._on)
+            self._flags.read(list_flags(compiled.program, values))
             return compiled, values, _copy_aliases(values, compiled.donated)
         except Exception as error:
             agree(self._on.members, 0, list, error)

@@ -153,6 +153,7 @@ IRREGULAR = frozenset(
 """Participles without -ed. Those that are verbs as well (cut, put, read, run, split, spread) are not among them."""
 PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
+    "optim.wrappers.masked": "optax's name",
 }
 NOT_PARTICIPLES = frozenset("bed embed feed need red seed shed speed".split())
 

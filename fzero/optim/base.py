@@ -130,6 +130,14 @@ def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     return [value if value.dtype == like.dtype else value.to(like.dtype) for value, like in zip(values, likes)]
 
 
+def add_multiple(first: Sequence[Any], second: Sequence[Any], factor: float | Tensor) -> Sequence[Any]:
+    """`first + factor * second`, position by position: one list operation where the factor is a number, else two."""
+    a, b = list(first), list(second)
+    if isinstance(factor, Tensor):
+        return torch._foreach_add(a, torch._foreach_mul(b, factor))
+    return torch._foreach_add(a, b, alpha=factor)
+
+
 def same_kind(like: Tensor | None, *hyperparameters: float | Tensor) -> list[float | Tensor]:
     """The hyperparameters, all as numbers or all as 0-d tensors beside `like`. A number becomes float64.
 

@@ -62,27 +62,6 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
     return stateless(update)
 
 
-def clip_by_block_rms(threshold: float) -> GradientTransformation:
-    """Each leaf of the updates, scaled down to a root mean square of `threshold` where its own is larger.
-
-    Shazeer and Stern, Adafactor, https://arxiv.org/abs/1804.04235.
-
-    Raises:
-        FzeroError: for a threshold that is not positive.
-    """
-    if not threshold > 0:
-        raise FzeroError("clip_by_block_rms", f"threshold is {threshold}", "give a positive one")
-
-    def update(updates: Tree, params: Tree | None) -> Tree:
-        leaves, treedef = tree.flatten(updates)
-        if not leaves:
-            return updates
-        factors = 1 / (_roots(leaves, _count(leaves)) / threshold).clamp(min=1.0)
-        return tree.unflatten(treedef, kernels.scale_each(leaves, factors))
-
-    return stateless(update)
-
-
 def _flatten_beside(where: str, updates: Tree, params: Tree | None) -> tuple[TreeDef, list[Any], list[Any]]:
     """`(treedef, parameters, updates)` as lists, without the parameters that have no update."""
     if params is None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fzero.optim.adaptive import scale_by_lion, scale_by_nadam, scale_by_rms, scale_by_rss, scale_by_stddev
 from fzero.optim.base import GradientTransformation, Mask, Schedule, chain, check_not_negative, identity, is_zero
-from fzero.optim.blocks import clip_by_block_rms, scale_by_param_block_rms, scale_by_trust_ratio
+from fzero.optim.blocks import scale_by_param_block_rms, scale_by_trust_ratio
+from fzero.optim.clipping import clip_by_block_rms
 from fzero.optim.factored import scale_by_factored_rms
 from fzero.optim.transforms import add_decayed_weights, scale_by_adam, scale_by_learning_rate, scale_by_schedule, trace
 

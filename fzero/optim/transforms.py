@@ -16,6 +16,7 @@ from fzero.optim.base import (
     GradientTransformation,
     Mask,
     Schedule,
+    add_multiple,
     cast,
     check_decay,
     check_not_negative,
@@ -87,8 +88,8 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         treedef, (traces, grads) = flatten_alike(state.trace, updates)
         if not grads:
             return updates, state
-        momentum = torch._foreach_add(grads, traces, alpha=decay)
-        steps = torch._foreach_add(grads, momentum, alpha=decay) if nesterov else momentum
+        momentum = add_multiple(grads, traces, decay)
+        steps = add_multiple(grads, momentum, decay) if nesterov else momentum
         return tree.unflatten(treedef, steps), TraceState(tree.unflatten(treedef, cast(momentum, traces)))
 
     return GradientTransformation(init, update)
@@ -111,7 +112,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
         chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or mask(path, weights[i])]
         if not chosen:
             return updates
-        decayed = torch._foreach_add([steps[i] for i in chosen], [weights[i] for i in chosen], alpha=weight_decay)
+        decayed = add_multiple([steps[i] for i in chosen], [weights[i] for i in chosen], weight_decay)
         replaced = dict(zip(chosen, decayed))
         return tree.unflatten(treedef, [replaced.get(i, step) for i, step in enumerate(steps)])
 
@@ -156,28 +157,15 @@ def global_norm(updates: Tree) -> Tensor:
 
     An element of a complex leaf counts with its absolute value.
     """
+    squares = sum_squares(updates)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def sum_squares(updates: Tree) -> list[Tensor]:
+    """The sum of squares of each leaf, 0-d, in the dtype of `global_norm`."""
     leaves = [leaf.abs() if leaf.dtype.is_complex else leaf for leaf in tree.leaves(updates)]
     wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
-    squares = [leaf.to(wide).square().sum() for leaf in leaves]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=wide)
-
-
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """`updates`, scaled down to a global norm of `max_norm` where their global norm is larger.
-
-    Pascanu et al., On the difficulty of training recurrent neural networks, https://arxiv.org/abs/1211.5063.
-
-    Raises:
-        FzeroError: for a `max_norm` that is not positive.
-    """
-    if not max_norm > 0:
-        raise FzeroError("clip_by_global_norm", f"max_norm is {max_norm}", "give a positive one")
-
-    def update(updates: Tree, params: Tree | None) -> Tree:
-        norm = global_norm(updates)
-        return _multiply(updates, torch.where(norm < max_norm, 1.0, max_norm / norm))
-
-    return stateless(update)
+    return [leaf.to(wide).square().sum() for leaf in leaves]
 
 
 def _multiply(updates: Tree, factor: float | Tensor) -> Tree:

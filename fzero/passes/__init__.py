@@ -24,6 +24,7 @@ from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
 from fzero.passes.run import Pass, insert, run_passes
+from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
 from fzero.passes.verify import verify
 
@@ -33,6 +34,7 @@ __all__ = [
     "cast_gradients",
     "coalesce",
     "defaults",
+    "defer",
     "donate",
     "fuse",
     "hoist",
@@ -42,6 +44,7 @@ __all__ = [
     "rematerialize",
     "resolve",
     "run_passes",
+    "skip",
     "split",
     "verify",
 ]
@@ -66,7 +69,9 @@ def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | N
         bucket,
         coalesce,
         partial(release, stage=stage),
+        defer,
         fuse,
+        skip,
         split,  # cuts the calls of fuse, by the order of the nodes so far
         prefetch,  # schedules by the costs of nodes, so behind the passes that change nodes
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order

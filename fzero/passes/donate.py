@@ -291,7 +291,7 @@ def _find_in_place(call: Node) -> Any:
     name = name_of(call)
     if not name.startswith("_foreach_") and torch.Tag.pointwise not in getattr(call.target, "tags", ()):
         return None
-    packet = getattr(torch.ops.aten, name + "_", None)
+    packet = getattr(getattr(torch.ops, call.target.namespace), name + "_", None)
     return getattr(packet, overload_name(call.target), None)
 
 

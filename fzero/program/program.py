@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.flags import Flag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
@@ -38,7 +40,7 @@ class Argument:
     layout; the bucket of a batch argument is None.
 
     The step updates a `donated` argument in place, and the caller cannot use it afterwards. An argument of a loop's
-    body has the `kind` of that argument in all turns.
+    body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Argument:
     leaf: int = 0
     donated: bool = False
     kind: Kind | None = None
+    flag: type[Flag] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,11 @@ class Program:
     def output(self) -> Node:
         """The output node. Its first argument lists the results that are tensors."""
         return next(iter(reversed(self.graph.nodes)))
+
+    @cached_property
+    def flags(self) -> list[tuple[int, type[Flag]]]:
+        """`(position, class)` of each argument that is the value of a flag."""
+        return [(i, argument.flag) for i, argument in enumerate(self.arguments) if argument.flag is not None]
 
     @property
     def draws(self) -> bool:

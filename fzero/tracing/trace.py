@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.base import tree
 from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
+from fzero.base.flags import find_flags
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
@@ -116,7 +118,12 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     leaves, treedef = tree.flatten(args)
     paths = [tree.dotted(key) for key in tree.keys(treedef)]
     tracer = Tracer(mesh)
-    arguments = tuple(_describe_argument(path, leaf, tracer) for path, leaf in zip(paths, leaves) if _is_tensor(leaf))
+    flags = find_flags(treedef)
+    arguments = tuple(
+        replace(_describe_argument(path, leaf, tracer), flag=flags.get(i))
+        for i, (path, leaf) in enumerate(zip(paths, leaves))
+        if _is_tensor(leaf)
+    )
     results: list[Result] = []
     out_tree: list[tree.TreeDef] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -394,14 +394,15 @@ def test_schedules_and_clipping_trace_without_looking_at_values():
     params, grads = torch.randn(4, 3), torch.randn(4, 3)
     state = optimizer.init(params)
 
-    def step(params, grads, trace, count):
-        state = ((optim.EmptyState(), (optim.TraceState(trace), optim.ScaleByScheduleState(count))),)
-        updates, state = optimizer.update(grads, state[0], params)
+    (failed, _, _), treedef = tree.flatten(state)
+
+    def step(params, grads, *state):
+        updates, _ = optimizer.update(grads, tree.unflatten(treedef, state), params)
         return optim.apply_updates(params, updates)
 
     program, _ = traced_nodes(step, params, grads, *tree.leaves(state))
     for count in range(7):
-        args = (params, grads, torch.ones(4, 3), torch.tensor(count, dtype=torch.int32))
+        args = (params, grads, failed, torch.ones(4, 3), torch.tensor(count, dtype=torch.int32))
         torch.testing.assert_close(program(*args), step(*args), rtol=0, atol=0)
 
 
