@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from fzero.base.errors import FzeroError
@@ -31,6 +31,7 @@ class Leaf:
     """A leaf: its dotted path, its global shape, and the elements of a block. No rank boundary cuts a block.
 
     Blocks are counted from the leaf's start. The last block may be shorter. No step trains a frozen leaf.
+    `is_embedding` is as in `fzero.base.embeddings`.
 
     Raises:
         FzeroError: for a block below 1 element.
@@ -40,6 +41,7 @@ class Leaf:
     shape: tuple[int, ...]
     block: int = 1
     is_frozen: bool = False
+    is_embedding: bool | None = field(default=None, compare=False)  # says nothing about where elements are
 
     def __post_init__(self) -> None:
         if self.block < 1:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import tree
+from fzero.base.embeddings import is_embedding
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import ALIGN, Layout, Leaf, replicated_layout
@@ -36,7 +37,7 @@ def plan_leaves(
     found = _match_params(keys, leaves, like, mesh)
     for i, leaf in enumerate(leaves):
         if i not in found and leaf.shape.numel() <= persist:
-            own = Leaf(tree.dotted(keys[i]), tuple(leaf.shape), is_frozen=is_frozen(leaf))
+            own = _leaf(tree.dotted(keys[i]), leaf, None)
             found[i] = (Layout(bucket_of(keys[i]), (own,), mesh, replicated=True), 0)
     rest = [i for i in range(len(leaves)) if i not in found]
     for layout, members in plan_buckets([keys[i] for i in rest], [leaves[i] for i in rest], mesh, layers, granularity):
@@ -85,7 +86,7 @@ def _alignment(numel: int) -> int:
 def _leaf(path: str, leaf: Any, granularity: Granularity | None) -> Leaf:
     shape = tuple(leaf.shape)
     block = granularity(path, shape) if granularity is not None else None
-    return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf))
+    return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf), is_embedding(leaf))
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
@@ -78,7 +79,8 @@ def partition(
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
-        _Absent(source.shape, to, source.path, is_frozen(leaf)) for source, to, leaf in zip(sources, dtypes, leaves)
+        _Absent(source.shape, to, source.path, is_frozen(leaf), is_embedding(leaf))
+        for source, to, leaf in zip(sources, dtypes, leaves)
     ]
     planned = plan_leaves(keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
     feed = None
@@ -115,6 +117,7 @@ class _Absent:
     dtype: torch.dtype
     path: str
     is_frozen: bool = False
+    is_embedding: bool | None = None
 
     def read(self, start: int, out: Tensor) -> None:
         raise FzeroError(
