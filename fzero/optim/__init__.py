@@ -12,7 +12,9 @@ from fzero.optim.base import (
     identity,
     stateless,
 )
+from fzero.optim.muon import MuonState, ScaleByMuonState, muon, scale_by_muon
 from fzero.optim.presets import adam, adamw, sgd
+from fzero.optim.report import report
 from fzero.optim.schedules import (
     constant_schedule,
     cosine_decay_schedule,
@@ -37,7 +39,9 @@ from fzero.optim.transforms import (
 __all__ = [
     "EmptyState",
     "GradientTransformation",
+    "MuonState",
     "ScaleByAdamState",
+    "ScaleByMuonState",
     "ScaleByScheduleState",
     "TraceState",
     "adam",
@@ -52,9 +56,12 @@ __all__ = [
     "identity",
     "join_schedules",
     "linear_schedule",
+    "muon",
+    "report",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "scale_by_muon",
     "scale_by_schedule",
     "sgd",
     "stateless",

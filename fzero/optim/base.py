@@ -155,3 +155,15 @@ def init_count(params: Tree) -> Tensor:
     """A step count of 0, a 0-d int32 on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
     leaves = tree.leaves(params)
     return leaves[0].new_zeros((), dtype=torch.int32) if leaves else torch.zeros((), dtype=torch.int32)
+
+
+def check_decay(where: str, name: str, value: Any) -> None:
+    """Refuse a decay rate outside [0, 1)."""
+    if not 0 <= value < 1:
+        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")
+
+
+def check_not_negative(where: str, name: str, value: Any) -> None:
+    """Refuse a number below 0, and nan."""
+    if not value >= 0:
+        raise FzeroError(where, f"{name} is {value}", "give one that is at least 0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fzero.optim.base import (
     Mask,
     Schedule,
     cast,
+    check_decay,
     flatten_alike,
     init_count,
     init_zeros,
@@ -42,8 +43,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
             floating; in `update`, where gradients differ from the parameters of `init` in paths or shapes. The last
             two name the leaf.
     """
-    _check_decay("scale_by_adam", "b1", b1)
-    _check_decay("scale_by_adam", "b2", b2)
+    check_decay("scale_by_adam", "b1", b1)
+    check_decay("scale_by_adam", "b2", b2)
     if eps < 0:
         raise FzeroError("scale_by_adam", f"eps is {eps}", "give one that is at least 0")
 
@@ -75,7 +76,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     Raises:
         FzeroError: for a decay rate outside [0, 1); in `init` and `update`, as `scale_by_adam`.
     """
-    _check_decay("trace", "decay", decay)
+    check_decay("trace", "decay", decay)
 
     def init(params: Tree) -> TraceState:
         return TraceState(init_zeros(params))
@@ -183,8 +184,3 @@ def _multiply(updates: Tree, factor: float | Tensor) -> Tree:
     if not leaves:
         return updates
     return tree.unflatten(treedef, cast(torch._foreach_mul(leaves, factor), leaves))
-
-
-def _check_decay(where: str, name: str, value: Any) -> None:
-    if not 0 <= value < 1:
-        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")

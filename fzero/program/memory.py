@@ -212,6 +212,10 @@ class Allocator:
         self.nbytes[key] = value.untyped_storage().nbytes() if numel is None else numel * value.element_size()
         return Location(key, value.numel(), 0)
 
+    def new_slices(self, node: Node, places: Iterable[tuple[Layout, int]]) -> list[Location]:
+        """Allocate a node's list of slices, of these leaves of layouts."""
+        return self._allocate(node, node.meta["val"], [self.count(layout, leaf) for layout, leaf in places])
+
     def keys_of(self, nodes: Iterable[Node]) -> list[Key]:
         """The storages of these nodes' values."""
         return [location.key for node in nodes for location in _flatten(self._at[node])]

@@ -5,6 +5,7 @@
 * A reduction of all elements (`sum`, `mean`, `norm`, `max`, `min`, `all`, `any`) takes one collective and returns a
   plain 0-d tensor.
 * A list function (`torch._foreach_*`) is elementwise at each position of its lists.
+* `optim`'s `orthogonalize` moves each matrix to one rank, computes there, and moves slices of the result back.
 * A function that writes into a value writes into its slice. Only a step may do that, and not to its arguments.
 * Any other function gathers the value and runs on the full tensor.
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.values import rules
 from fzero.values.moves import Beside, copy_alias
 from fzero.values.origin import UNKNOWN, Origin, follow
@@ -48,6 +50,8 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return _write(func, name, kwargs.get("out", args[0] if args else None), args, kwargs)
     if name in rules.LIST_REDUCTIONS:
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
+    if name in rules.OWNED_LIST_OPS:
+        return _apply_on_owners(func, *args, **kwargs)
     if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.GATHERED_LIST_OPS):
         return _apply_to_lists(func, args, kwargs)
     if name in rules.ELEMENTWISE and kwargs.get("memory_format") in rules.MEMORY_FORMATS:
@@ -282,6 +286,23 @@ def _apply_to_lists(
         for column in columns
     ]
     return tuple(wrapped) if columns is result else wrapped[0]
+
+
+def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blocks, how: NewtonSchulz) -> list[Any]:
+    """`orthogonalize` of a list: of values on the owners of their matrices, of plain tensors where they are.
+
+    Raises:
+        FzeroError: for a value that is differentiated: what moves to owners has no derivative.
+    """
+    values = [x for x in given if is_sharded(x)]
+    for x in values:
+        if _is_differentiated([x]):
+            raise FzeroError(x.path, "orthogonalize has no derivative", "update outside the differentiated function")
+    plain = [(x, row) for x, row in zip(given, blocks) if not is_sharded(x)]
+    others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
+    places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
+    slices = iter(values[0].on.orthogonalize([x.local for x in values], places, cuts, how))
+    return [_wrap(next(slices), x, _origin_of(func, x, [x])) if is_sharded(x) else next(others) for x in given]
 
 
 def _is_value(x: Any) -> bool:

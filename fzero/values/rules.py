@@ -51,6 +51,9 @@ FILLS = frozenset({"copy", "fill", "zero"})
 LIST_OPS = frozenset({"scale_by_adam"})
 """Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
 
+OWNED_LIST_OPS = frozenset({"orthogonalize"})
+"""Names of functions on lists that need whole matrices of the leaves: each runs on one rank, the matrix's owner."""
+
 GATHERED_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
 """Names of `_foreach_*` functions whose operands are gathered: neither elementwise nor in `LIST_REDUCTIONS`."""
 

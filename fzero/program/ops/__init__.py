@@ -13,6 +13,7 @@ from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, wh
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
+from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.updates import adamw, adamw_
 from fzero.program.records import define, is_call, record
@@ -42,8 +43,10 @@ __all__ = [
     "ctc_loss_backward",
     "define",
     "draw",
+    "from_owners",
     "gather",
     "is_call",
+    "orthogonalize",
     "pack_leaves",
     "pack_slices",
     "part",
@@ -52,6 +55,7 @@ __all__ = [
     "scatter",
     "spread",
     "take",
+    "to_owners",
     "wait",
     "whole",
 ]
