@@ -152,9 +152,13 @@ def test_a_sharded_optimizer_is_the_plain_one(cell: Cell) -> None:
     check(train(step, optimizer, fzero.partition(first_params(cell.dtype), MESH), cell.dtype), cell)
 
 
+ELSEWHERE = {"muon", "report", "scale_by_muon"}
+"""Tried in test_muon.py. Muon rounds to bfloat16, whatever the dtype, and so results differ by more than TOLERANCE."""
+
+
 def test_every_public_function_is_tried() -> None:
     """`apply_updates` and `global_norm` are in every step."""
-    functions = {name for name in optim.__all__ if not isinstance(getattr(optim, name), type)}
+    functions = {name for name in optim.__all__ if not isinstance(getattr(optim, name), type)} - ELSEWHERE
     assert functions - {"apply_updates", "global_norm"} == {name.partition(",")[0] for name in OPTIMIZERS}
 
 

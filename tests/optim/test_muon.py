@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from processes import run_cases, values
+from programs import Storages
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
@@ -18,6 +22,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.optim.newton_schulz import NewtonSchulz, count_flops
 from fzero.program import ops
+from fzero.program.operation import Node
 from fzero.program.ops.owners import owners_of
 from fzero.program.records import is_call, name_of
 
@@ -338,6 +343,22 @@ def test_outside_of_a_step_the_update_is_the_same(mesh: VirtualMesh) -> None:
     assert_close(fzero.unpartition(got), update(params, OPTIMIZER.init(params), grads), rtol=0, atol=0)
 
 
+def on_a_mesh(mesh: DeviceMesh, is_step: bool) -> tree.Tree:
+    params = fzero.partition(draw_leaves(0), mesh)
+    state, grads = OPTIMIZER.init(params), fzero.partition(draw_leaves(1), mesh, like=params)
+    step = fzero.shard(update, mesh) if is_step else update
+    return fzero.unpartition(step(params, state, grads))
+
+
+def test_two_processes_give_the_same_bits_in_a_step_and_outside() -> None:
+    params = draw_leaves(0)
+    expected = update(params, OPTIMIZER.init(params), draw_leaves(1))
+    cases = {str(is_step): partial(on_a_mesh, is_step=is_step) for is_step in (True, False)}
+    for outcomes in run_cases(2, cases).values():
+        for got in values(outcomes):
+            assert_close(got, expected, rtol=0, atol=0)
+
+
 def train_step(params: tree.Tree, state: Any, tokens: Tensor) -> Any:
     def loss_fn(params: tree.Tree) -> Tensor:
         logits = APPLY(params, tokens[:, :-1])
@@ -418,6 +439,29 @@ def test_the_work_counted_is_that_of_the_busiest_rank() -> None:
     plan = owners_of(program, node)
     assert ops.record(node).work(node).flops == 5 * plan.costliest
     assert any(span.name == "orthogonalize" for span in program.timeline().spans)
+
+
+def test_predicted_memory_bounds_that_of_each_rank_and_is_near() -> None:
+    mesh = VirtualMesh(fsdp=8)
+    params, grads = draw_leaves(0), draw_leaves(1)
+    params = fzero.partition(params, mesh)
+    grads, state = fzero.partition(grads, mesh, like=params), OPTIMIZER.init(params)
+    step = fzero.simulate(update, mesh)
+    program, most = step.trace(params, state, grads), 0
+    storages = Storages(program)
+
+    def list_tensors(value: Any) -> list[Tensor]:
+        return [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
+
+    def watch(node: Node, ranks: list[dict[Node, Any]]) -> None:
+        nonlocal most
+        alive = ([x for value in held.values() for x in list_tensors(value)] for held in ranks)
+        most = max(most, *(storages.count(held, tensors) for held, tensors in zip(ranks, alive)))
+
+    step(params, state, grads, watch=watch)
+    (node,) = program.graph.find_nodes(op="call_function", target=ops.to_owners)
+    moving = 2 * 2 * owners_of(program, node).busiest  # what is sent and what arrives, within one node
+    assert most <= program.memory().peak <= most + moving
 
 
 def test_replicated_leaves_do_not_move() -> None:
