@@ -4,6 +4,7 @@ In: trees of gradients, optimizer state and parameters, plain or `Sharded`. Out:
 `base` says what an optimizer is, `transforms` has the stages, `presets` whole optimizers, `kernels` Adam on lists.
 """
 
+from fzero.optim.adam8bit import ScaleByAdam8bitState, adamw8bit, scale_by_adam8bit
 from fzero.optim.base import (
     EmptyState,
     GradientTransformation,
@@ -40,12 +41,14 @@ __all__ = [
     "EmptyState",
     "GradientTransformation",
     "MuonState",
+    "ScaleByAdam8bitState",
     "ScaleByAdamState",
     "ScaleByMuonState",
     "ScaleByScheduleState",
     "TraceState",
     "adam",
     "adamw",
+    "adamw8bit",
     "add_decayed_weights",
     "apply_updates",
     "chain",
@@ -60,6 +63,7 @@ __all__ = [
     "report",
     "scale",
     "scale_by_adam",
+    "scale_by_adam8bit",
     "scale_by_learning_rate",
     "scale_by_muon",
     "scale_by_schedule",

@@ -51,6 +51,12 @@ FILLS = frozenset({"copy", "fill", "zero"})
 LIST_OPS = frozenset({"scale_by_adam"})
 """Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
 
+NEW_SCALES = frozenset({"zero_scales"})
+"""Names of functions that make one number for each block of a leaf."""
+
+BLOCKWISE_LIST_OPS = frozenset({"scale_by_adam8bit"})
+"""Names of functions on lists whose results lie as the operands do, list by list: codes, and scales of their blocks."""
+
 OWNED_LIST_OPS = frozenset({"orthogonalize"})
 """Names of functions on lists that need whole matrices of the leaves: each runs on one rank, the matrix's owner."""
 

@@ -14,6 +14,7 @@ from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
 from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
+from fzero.program.ops.quantized import scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.updates import adamw, adamw_
 from fzero.program.records import define, is_call, record
@@ -52,6 +53,7 @@ __all__ = [
     "part",
     "record",
     "reduce_scatter",
+    "scale_by_adam8bit",
     "scatter",
     "spread",
     "take",
