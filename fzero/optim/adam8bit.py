@@ -48,9 +48,13 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
     Dettmers et al., 8-bit Optimizers via Block-wise Quantization, https://arxiv.org/abs/2110.02861, with blocks of 256.
 
     Raises:
-        FzeroError: as `scale_by_adam`; in `init`, naming the leaf, where ranks cut blocks; in `update`, naming the
-            leaf, for state of blocks of another size.
+        FzeroError: as `scale_by_adam`, and for a rate that is a tensor; in `init`, naming the leaf, where ranks cut
+            blocks; in `update`, naming the leaf, for state of blocks of another size.
     """
+    rates: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps}
+    for name, value in rates.items():
+        if isinstance(value, Tensor):
+            raise FzeroError("scale_by_adam8bit", f"{name} is a tensor", "give a number, which stays the same")
     check_decay("scale_by_adam8bit", "b1", b1)
     check_decay("scale_by_adam8bit", "b2", b2)
     check_not_negative("scale_by_adam8bit", "eps", eps)

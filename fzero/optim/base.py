@@ -159,11 +159,11 @@ def init_count(params: Tree) -> Tensor:
 
 def check_decay(where: str, name: str, value: Any) -> None:
     """Refuse a decay rate outside [0, 1)."""
-    if not 0 <= value < 1:
+    if not isinstance(value, Tensor) and not 0 <= value < 1:  # a step cannot look at the value of a schedule
         raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")
 
 
 def check_not_negative(where: str, name: str, value: Any) -> None:
     """Refuse a number below 0, and nan."""
-    if not value >= 0:
+    if not isinstance(value, Tensor) and not value >= 0:
         raise FzeroError(where, f"{name} is {value}", "give one that is at least 0")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.embeddings import is_embedding
@@ -55,7 +56,7 @@ class ScaleByMuonState(NamedTuple):
 
 
 def scale_by_muon(
-    momentum: float = 0.95,
+    momentum: float | Tensor = 0.95,
     nesterov: bool = True,
     *,
     ns_steps: int = _DEFAULT.steps,
@@ -72,6 +73,7 @@ def scale_by_muon(
 
     A leaf of 3 dimensions is a stack of matrices, such as experts, along dim 0. `split(path, leaf)` lists the rows of
     each matrix where several lie in one leaf, such as queries, keys and values; in a stack, those of each matrix of it.
+    `momentum` may be a 0-d tensor, such as the value of a schedule.
 
     Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., Muon is Scalable for LLM Training,
     https://arxiv.org/abs/2502.16982.
@@ -106,11 +108,18 @@ def scale_by_muon(
         blocks = [cut(path, leaf) for path, leaf in zip(tree.paths(state.mu), mu)]
         wide = [torch.promote_types(grad.dtype, mean.dtype) for grad, mean in zip(grads, mu)]
         grads, means = _cast_each(grads, wide), _cast_each(mu, wide)
-        means = list(torch._foreach_lerp(means, grads, 1 - momentum))
-        steps = orthogonalize(torch._foreach_lerp(grads, means, momentum) if nesterov else means, blocks, how)
+        means = _lerp(means, grads, 1 - momentum)
+        steps = orthogonalize(_lerp(grads, means, momentum) if nesterov else means, blocks, how)
         return tree.unflatten(treedef, steps), ScaleByMuonState(tree.unflatten(treedef, cast(means, mu)))
 
     return GradientTransformation(init, update)
+
+
+def _lerp(start: list[Any], end: list[Any], weight: float | Tensor) -> list[Any]:
+    """`start + weight * (end - start)`, for a number by torch's lerp, as `torch.optim.Muon`."""
+    if not isinstance(weight, Tensor):
+        return list(torch._foreach_lerp(start, end, weight))
+    return list(torch._foreach_add(start, torch._foreach_mul(torch._foreach_sub(end, start), weight)))
 
 
 def _cast_each(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
@@ -143,7 +152,7 @@ class MuonState(NamedTuple):
 def muon(
     learning_rate: float | Schedule = 1e-3,
     weight_decay: float = 0.1,
-    momentum: float = 0.95,
+    momentum: float | Tensor = 0.95,
     nesterov: bool = True,
     *,
     ns_steps: int = _DEFAULT.steps,

@@ -269,7 +269,7 @@ def test_state_made_in_a_step_is_refused() -> None:
         fzero.simulate(lambda params: OPTIMIZER.init(params), mesh)(params)
 
 
-@pytest.mark.parametrize("options", [{"b1": 1.0}, {"b2": -0.1}, {"eps": -1.0}])
+@pytest.mark.parametrize("options", [{"b1": 1.0}, {"b2": -0.1}, {"eps": -1.0}, {"b1": torch.tensor(0.9)}])
 def test_bad_hyperparameters_are_named(options: dict[str, float]) -> None:
     (name,) = options
     with pytest.raises(FzeroError, match=f"^scale_by_adam8bit: {name} is"):

@@ -98,6 +98,13 @@ def test_a_zero_gradient_moves_nothing() -> None:
     )
 
 
+def test_momentum_may_be_a_tensor() -> None:
+    params, grads = random_tree(0, SHAPES), [random_tree(seed, SHAPES) for seed in range(1, 4)]
+    got = train(optim.muon(0.1, momentum=torch.tensor(0.9, dtype=torch.float64), **ALL), params, grads)
+    # Momentum is rounded otherwise, and bfloat16 makes up to 2**-8 of a step of at most 0.1 * sqrt(3) of that.
+    assert_close(got, train(optim.muon(0.1, momentum=0.9, **ALL), params, grads), rtol=0, atol=3 * 0.2 * 2**-7)
+
+
 def test_bfloat16_parameters_keep_their_dtype() -> None:
     params, grads = random_tree(0, SHAPES, torch.bfloat16), random_tree(1, SHAPES)
     optimizer = optim.muon(0.1, **ALL)
