@@ -8,6 +8,7 @@ stages around others. `kernels`, `factors`, `fused`: lists. `loss_scale` and `de
 
 from fzero.base.flags import check_flags
 from fzero.optim import deepspeed, loss_scale  # noqa: F401  families, found as optim.deepspeed and optim.loss_scale
+from fzero.optim.adam8bit import ScaleByAdam8bitState, adamw8bit, scale_by_adam8bit
 from fzero.optim.adaptive import (
     ScaleByLionState,
     ScaleByNadamState,
@@ -44,7 +45,9 @@ from fzero.optim.cycles import (
 )
 from fzero.optim.factored import FactoredState, scale_by_factored_rms
 from fzero.optim.inject import InjectHyperparamsState, inject_hyperparams
+from fzero.optim.muon import MuonState, ScaleByMuonState, muon, scale_by_muon
 from fzero.optim.presets import adafactor, adagrad, adam, adamw, lamb, lion, nadam, rmsprop, sgd
+from fzero.optim.report import report
 from fzero.optim.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
 from fzero.optim.schedules import (
     constant_schedule,
@@ -92,8 +95,11 @@ __all__ = [
     "InjectHyperparamsState",
     "MaskedState",
     "MultiTransformState",
+    "MuonState",
+    "ScaleByAdam8bitState",
     "ScaleByAdamState",
     "ScaleByLionState",
+    "ScaleByMuonState",
     "ScaleByNadamState",
     "ScaleByRmsState",
     "ScaleByRssState",
@@ -105,6 +111,7 @@ __all__ = [
     "adagrad",
     "adam",
     "adamw",
+    "adamw8bit",
     "add_decayed_weights",
     "all_finite",
     "apply_if_finite",
@@ -132,16 +139,20 @@ __all__ = [
     "lion",
     "masked",
     "multi_transform",
+    "muon",
     "nadam",
     "piecewise_constant_schedule",
     "piecewise_interpolate_schedule",
     "polynomial_schedule",
+    "report",
     "rmsprop",
     "scale",
     "scale_by_adam",
+    "scale_by_adam8bit",
     "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_muon",
     "scale_by_nadam",
     "scale_by_param_block_rms",
     "scale_by_rms",

@@ -303,7 +303,10 @@ def infer_lists(walk: Walk, node: Node) -> Kind:
 
 
 def infer_item(walk: Walk, node: Node) -> Kind:
-    """The kind of an item of several results: the kind at its position, where each position has its own."""
+    """The kind of an item of several results: the kind at its position, where each position has its own. Lists of
+    results have one list of kinds for all of them, or one for each."""
     source, index = node.args
     kind = walk.of(source)
+    if isinstance(kind, list) and kind and isinstance(kind[0], list):
+        return kind[index]
     return kind[index] if isinstance(kind, list) and not isinstance(node.meta["val"], (list, tuple)) else kind

@@ -236,6 +236,15 @@ class Allocator:
         self.nbytes[key] = counts * value.element_size()
         return Location(key, counts, 0)
 
+    def new_slices(self, node: Node, places: Iterable[tuple[Layout, int]]) -> list[Location]:
+        """Allocate a node's list of slices, of these leaves of layouts."""
+        return self._allocate(node, node.meta["val"], [self.count(layout, leaf) for layout, leaf in places])
+
+    def new_lists(self, node: Node, likes: Sequence[Sequence[Node]]) -> list[Any]:
+        """Allocate a node's lists of values, each value with as many elements on each rank as the operand like it."""
+        counts = [[self._at[like].counts for like in column] for column in likes]
+        return [self._allocate((node, i), each, counts[i]) for i, each in enumerate(node.meta["val"])]
+
     def keys_of(self, nodes: Iterable[Node]) -> list[Key]:
         """The storages of these nodes' values."""
         return [location.key for node in nodes for location in _flatten(self._at[node])]

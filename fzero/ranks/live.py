@@ -13,9 +13,12 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
 from fzero.ranks.members import Members
+from fzero.ranks.owners import orthogonalize_leaves
 from fzero.ranks.transports import Pending, Transport, choose_transport
 
 
@@ -134,6 +137,12 @@ class Live:
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return torch.full((), self.along(axis), device=device)  # not torch.tensor, which a CUDA graph cannot capture
+
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        lines = [f"{describe_leaf(*place, x.dtype)} as {list(row)}" for place, x, row in zip(places, slices, blocks)]
+        self.agree(f"orthogonalize {len(slices)} leaves by {how}", lines)
+        steps = orthogonalize_leaves(slices, places, self.rank, self.mesh.shard_axis, blocks, how)
+        return complete(steps, None, self.begin)
 
 
 def describe_leaf(layout: Layout, leaf: int, dtype: torch.dtype) -> str:

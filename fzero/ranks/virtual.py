@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz, orthogonalize
 
 
 class Virtual:
@@ -62,6 +64,10 @@ class Virtual:
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=device)
+
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        fulls = [x.view(layout.leaves[leaf].shape) for x, (layout, leaf) in zip(slices, places)]
+        return [full.view(x.shape) for full, x in zip(orthogonalize(fulls, blocks, how), slices)]
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
@@ -36,6 +37,7 @@ def partition(
     dtype: Dtypes | None = None,
     persist: int = 0,
     granularity: Granularity | None = None,
+    unit: int = 1,
     chunk: int = CHUNK_NBYTES,
     device: torch.device | str | None = None,
     pin: bool = False,
@@ -64,6 +66,8 @@ def partition(
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
     leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
     averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
+    With `unit` every leaf and every rank's slice begin at multiples of so many elements, as blocks of quantized state
+    want it.
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
     they are in pinned memory.
 
@@ -78,9 +82,12 @@ def partition(
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
-        _Absent(source.shape, to, source.path, is_frozen(leaf)) for source, to, leaf in zip(sources, dtypes, leaves)
+        _Absent(source.shape, to, source.path, is_frozen(leaf), is_embedding(leaf))
+        for source, to, leaf in zip(sources, dtypes, leaves)
     ]
-    planned = plan_leaves(keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
+    planned = plan_leaves(
+        keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
+    )
     feed = None
     if source_rank is not None and isinstance(on, Live):
         feed = _make_feed(on, source_rank, chunk, sources, targets, planned)
@@ -115,6 +122,7 @@ class _Absent:
     dtype: torch.dtype
     path: str
     is_frozen: bool = False
+    is_embedding: bool | None = None
 
     def read(self, start: int, out: Tensor) -> None:
         raise FzeroError(

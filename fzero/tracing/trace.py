@@ -19,9 +19,12 @@ from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.layout.layout import Layout
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.program import ops
 from fzero.program.aten import find_functional
 from fzero.program.operation import Node
+from fzero.program.ops.owners import orthogonalize_on_owners
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
@@ -105,6 +108,10 @@ class Tracer:
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return ops.axis_index(axis, device)
+
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        made = orthogonalize_on_owners(slices, [self.name(layout) for layout, _ in places], places, blocks, how)
+        return [x if x.ndim == like.ndim else x.view(like.shape) for x, like in zip(made, slices)]
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> Program:

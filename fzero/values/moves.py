@@ -25,11 +25,8 @@ One convention makes `torch.func` transforms compose:
 The tangent of a linear move is the move of the tangent. The tangent of an extreme is the mean of the tangents at the
 elements that equal the extreme.
 
-`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch, for two reasons:
-
-* Reverse mode takes a mean over ranks where a value leaves its slices. The mean would mix the i-th example of one rank
-  with the i-th example of another.
-* A slice has no dimension for a batch.
+`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch: a slice has no
+dimension for it, and the means over ranks of reverse mode would mix the i-th examples of different ranks.
 """
 
 from __future__ import annotations
@@ -47,6 +44,8 @@ from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 
 
 class MovePerformer(Protocol):
@@ -104,6 +103,9 @@ class MovePerformer(Protocol):
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         """This rank's position along `axis`, a 0-d int64."""
+
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        """This rank's slices of the leaves at `places`, orthogonalized as `optim.newton_schulz` says."""
 
 
 UNPARTITION_FIRST = (

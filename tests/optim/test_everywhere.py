@@ -208,11 +208,20 @@ def test_a_sharded_optimizer_is_the_plain_one(cell: Cell) -> None:
     check(train(step, optimizer, fzero.partition(first_params(cell.dtype), MESH), cell.dtype), cell)
 
 
+ELSEWHERE = {"adamw8bit", "muon", "report", "scale_by_adam8bit", "scale_by_muon"}
+"""Tried in test_muon.py and test_adam8bit.py: rounding to bfloat16 or 8 bits makes results differ by more than
+TOLERANCE."""
+
+
+NO_OPTIMIZERS = {
+    "apply_updates", "global_norm",  # in every step
+    "all_finite", "check_flags", "incremental_update", "schedule_free_eval_params", "select",
+}  # fmt: skip
+
+
 def test_every_public_function_is_tried() -> None:
-    """`apply_updates` and `global_norm` are in every step, and some functions stand in no optimizer."""
     functions = {name for name in optim.__all__ if not isinstance(getattr(optim, name), type)}
-    functions -= {"apply_updates", "global_norm", "all_finite", "check_flags", "incremental_update", "select"}
-    assert functions - {"schedule_free_eval_params"} == {name.partition(",")[0] for name in OPTIMIZERS}
+    assert functions - ELSEWHERE - NO_OPTIMIZERS == {name.partition(",")[0] for name in OPTIMIZERS}
 
 
 def compiled(mesh: DeviceMesh, name: str) -> tree.Tree:

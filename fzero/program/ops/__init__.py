@@ -14,6 +14,8 @@ from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
 from fzero.program.ops.loops import loop, map_bodies
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
+from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
+from fzero.program.ops.quantized import scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
@@ -45,22 +47,26 @@ __all__ = [
     "ctc_loss_backward",
     "define",
     "draw",
+    "from_owners",
     "gather",
     "is_call",
     "loop",
     "map_bodies",
     "momentum",
     "momentum_",
+    "orthogonalize",
     "pack_leaves",
     "pack_slices",
     "part",
     "record",
     "reduce_scatter",
+    "scale_by_adam8bit",
     "scatter",
     "sgd",
     "sgd_",
     "spread",
     "take",
+    "to_owners",
     "wait",
     "whole",
 ]
