@@ -22,8 +22,7 @@ One convention makes `torch.func` transforms compose:
     psum, pmean   per-rank -> uniform           themselves
     pmax          per-rank -> uniform           equal shares to the ranks that hold the maximum
 
-The tangent of a linear move is the move of the tangent. The tangent of an extreme is the mean of the tangents at the
-elements that equal the extreme.
+A linear move's tangent is the move of the tangent. An extreme's is the mean of those at the elements that equal it.
 
 `torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch: a slice has no
 dimension for it, and the means over ranks of reverse mode would mix the i-th examples of different ranks.
