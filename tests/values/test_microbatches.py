@@ -222,7 +222,7 @@ def test_on_two_real_ranks() -> None:
     for _ in range(3):
         p, state, loss = train(OPTIMIZER, 3)(p, state, batch())
         losses.append(float(loss))
-    for rank in run(2, trained):
+    for rank in run(2, trained, timeout=200):
         for got, weights in rank:
             assert got == pytest.approx(losses, rel=1e-9)
             torch.testing.assert_close(weights, p, rtol=1e-7, atol=1e-9)
