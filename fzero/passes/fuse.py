@@ -250,13 +250,13 @@ def _find_stage(tail: _Tail, target: Any) -> tuple[Node | None, int]:
 
 
 def _is_of_stage(item: Node) -> bool:
-    """Whether a value is the result of a stage that torch has no list operation for, maybe behind such operations."""
+    """Whether a value is the result of a stage that is no `_foreach_` operation, maybe behind such operations."""
     while is_call(item, operator.getitem):
         call, index = item.args
         if is_call(call, operator.getitem):
             call = call.args[0]
-        is_of_torch = getattr(call.target, "namespace", "") == "aten"
-        if not (is_of_torch and name_of(call).startswith("_foreach_")):
+        if not name_of(call).startswith("_foreach_"):
+            is_of_torch = getattr(call.target, "namespace", "") == "aten"
             return not is_of_torch and not is_call(call, ops.all_reduce_list)  # which gives gradients of whole leaves
         item = call.args[0][index]
     return False
