@@ -17,7 +17,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.tree import Tree
 from fzero.optim.base import GradientTransformation, cast, check_decay, flatten_alike, init_count, init_zeros
-from fzero.optim.kernels import correct_bias
+from fzero.optim.kernels import bias_correction
 
 
 class EmaState(NamedTuple):
@@ -50,7 +50,7 @@ def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None
         if not grads:
             return updates, EmaState(count, state.ema)
         new = torch._foreach_lerp(means, cast(grads, means), 1 - decay)
-        steps = torch._foreach_div(new, correct_bias(decay, count, new)) if debias else new
+        steps = torch._foreach_div(new, bias_correction(decay, count, [x.dtype for x in new])) if debias else new
         return tree.unflatten(treedef, cast(steps, new)), EmaState(count, tree.unflatten(treedef, new))
 
     return GradientTransformation(init, update)

@@ -23,7 +23,7 @@ def _scale_by_adam(
     grads: List, mu: List, nu: List, count: Tensor, b1: Number, b2: Number, eps: Number
 ) -> tuple[List, ...]:
     means, squares = _average(mu, grads, b1), _average_squares(nu, grads, b2)
-    scaled = torch._foreach_div(means, correct_bias(b1, count, means))
+    scaled = torch._foreach_div(means, bias_correction(b1, count, [x.dtype for x in means]))
     torch._foreach_div_(scaled, _corrected_roots(squares, b2, count, eps))
     return scaled, means, squares
 
@@ -168,16 +168,17 @@ def _roots(squares: List, eps: Number) -> List:
 
 
 def _corrected_roots(squares: List, decay: Number, count: Tensor, eps: Number) -> List:
-    roots = torch._foreach_div(squares, correct_bias(decay, count, squares))
+    roots = torch._foreach_div(squares, bias_correction(decay, count, [x.dtype for x in squares]))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, eps)
     return roots
 
 
-def correct_bias(decay: Number, count: Tensor, leaves: List) -> Tensor:
+def bias_correction(decay: Number, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
     """`1 - decay ** count`, 0-d: the factor by which a running mean that starts at 0 is too small."""
     # In float32 the rounding of 0.999, 3e-8, would be 3e-5 of the difference 1e-3.
-    return (1 - decay ** count.to(torch.float64)).to(_widest(leaves))
+    widest = torch.float64 if torch.float64 in dtypes else torch.float32
+    return (1 - decay ** count.to(torch.float64)).to(widest)
 
 
 # whole leaves

@@ -14,7 +14,7 @@ from fzero.passes.order import find_changes, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call, storage
+from fzero.program.records import is_call, name_of, storage
 
 _aten = torch.ops.aten
 _ADD = _aten._foreach_add.List
@@ -49,11 +49,13 @@ def fuse(program: Program) -> Program:
     * that of `scale_by_adam`: `ops.adamw`
     * that of `scale_by_rss`, on a CPU and with no decay behind it: `ops.adagrad`, with a decay in front of it
     * that of `trace`, with no decay behind it: `ops.momentum`, with a decay in front of it
-    * any other: `ops.sgd`
+    * that of another stage that is an operation of fzero, alone or behind `trace`: none, for torch has no kernel
+    * any other, such as a clipped gradient: `ops.sgd`
 
-    The first three compute the new states as well. So every optimizer ends in such a call, one for all leaves of one
-    dtype, rate and decay, and its other stages stay as they are. Leaves whose updates have another use, or whose
-    operands the step overwrites, keep their operations. Same results up to the rounding of a few operations.
+    The first three compute the new states as well. One call for all leaves of one dtype, rate and decay. Leaves whose
+    updates have another use, or whose operands the step overwrites, keep their operations. Same results up to the
+    rounding of a few operations, which depends on where slices are cut: a kernel rounds the last elements of a slice
+    differently where they fill no vector register.
     """
     program = program.copy()
     changed = find_changes(program.graph)
@@ -167,14 +169,17 @@ def _match_momentum(lists: _Lists, tail: _Tail) -> _Row | None:
     if inner is not None and is_nesterov:
         new, trace = trace, inner.args[1][trace.args[1]]
         path.add(inner)
-    if not momentum or set(new.users) <= path:  # the new trace is no state
+    is_state = not set(new.users) <= path
+    if not momentum or not is_state or _is_of_stage(grad):
         return None
     grad, decay, _ = _split_decay(grad, path - {tail.product}, tail.param)
     options = (momentum, is_nesterov, decay)
     return _Row(ops.momentum, (tail.param, grad, trace), (), tail.rate, options, (tail.new, new), frozenset(path))
 
 
-def _match_any(lists: _Lists, tail: _Tail) -> _Row:
+def _match_any(lists: _Lists, tail: _Tail) -> _Row | None:
+    if _is_of_stage(tail.direction):
+        return None
     return _Row(ops.sgd, (tail.param, tail.direction), (), tail.rate, (tail.decay,), (tail.new,), frozenset())
 
 
@@ -242,6 +247,19 @@ def _find_stage(tail: _Tail, target: Any) -> tuple[Node | None, int]:
     if updates is None or updates.args[1] != 0 or set(tail.direction.users) != {tail.user}:
         return None, 0
     return _find_list(updates, target), tail.direction.args[1]
+
+
+def _is_of_stage(item: Node) -> bool:
+    """Whether a value is the result of a stage that is no `_foreach_` operation, maybe behind such operations."""
+    while is_call(item, operator.getitem):
+        call, index = item.args
+        if is_call(call, operator.getitem):
+            call = call.args[0]
+        if not name_of(call).startswith("_foreach_"):
+            is_of_torch = getattr(call.target, "namespace", "") == "aten"
+            return not is_of_torch and not is_call(call, ops.all_reduce_list)  # which gives gradients of whole leaves
+        item = call.args[0][index]
+    return False
 
 
 def _find_ancestors(node: Node) -> set[Node]:

@@ -276,19 +276,20 @@ def test_leaves_that_move_along_the_momentum_of_one_are_not_updated_twice() -> N
     assert len(updates(fused(case))) == 1
 
 
+END = ["_foreach_mul", "_foreach_add"]  # the rate, and `apply_updates`
 STAGES_OF_OTHERS = {
-    "lion": (optim.lion(0.1, weight_decay=0.1), ["scale_by_lion"]),
-    "nadam": (optim.nadam(), ["scale_by_nadam"]),
-    "rmsprop": (optim.rmsprop(momentum=0.9), ["scale_by_rms"]),
-    "rmsprop, centered": (optim.rmsprop(centered=True), ["scale_by_stddev"]),
-    "lamb": (optim.lamb(0.1), ["scale_by_adam", "_foreach_add", "sums_of_squares", "scale_each"]),
+    "lion": (optim.lion(0.1, weight_decay=0.1), ["scale_by_lion", "_foreach_add", *END]),
+    "nadam": (optim.nadam(), ["scale_by_nadam", *END]),
+    "rmsprop": (optim.rmsprop(momentum=0.9), ["scale_by_rms", "_foreach_add", *END]),
+    "rmsprop, centered": (optim.rmsprop(centered=True), ["scale_by_stddev", *END]),
+    "lamb": (optim.lamb(0.1), ["scale_by_adam", "_foreach_add", "sums_of_squares", "scale_each", *END]),
     "schedule_free": (optim.schedule_free(optim.sgd(0.1), 0.1), ["_foreach_mul", "schedule_free", "_foreach_add"]),
     "adafactor": (optim.adafactor(), [
         "average_rows_and_columns", "_foreach_mul", "_foreach_mul", "_foreach_add", "scale_by_factors",
-        "scale_by_floored_rms", "sums_of_squares", "scale_each", "sums_of_squares", "scale_each", "_foreach_mul",
+        "scale_by_floored_rms", "sums_of_squares", "scale_each", "sums_of_squares", "scale_each", "_foreach_mul", *END,
     ]),
 }  # fmt: skip
-"""Optimizer -> its list operations in front of the fused kernel."""
+"""Optimizer -> its list operations."""
 
 
 @pytest.mark.parametrize("name", STAGES_OF_OTHERS)
@@ -297,9 +298,7 @@ def test_other_optimizers_have_a_list_operation_a_stage(name: str) -> None:
     program = fused(trained(optimizer, layers(), MESH))
     ours = {*operations.STAGES, *operations.SUMS, *operations.MAPS}
     assert [each for each in names(program) if each.startswith("_foreach_") or each in ours] == expected
-    assert [each.partition(" ")[0] for each in updates(program)] == (
-        ["momentum"] if name == "rmsprop" else [] if name == "schedule_free" else ["sgd"]
-    )
+    assert updates(program) == []
 
 
 def test_adamw_is_found_behind_clipping_with_a_schedule_and_a_mask() -> None:
@@ -368,18 +367,17 @@ def test_updates_that_are_not_simply_added_are_left_alone(apply_updates: Callabl
     assert adamws(fused(trained(optimizer, layers(), MESH)._replace(step=step))) == []
 
 
-def test_a_step_that_returns_one_moment_only_keeps_its_stage() -> None:
+def test_a_step_that_returns_one_moment_only_is_left_alone() -> None:
     training_case = trained(optim.adamw(0.1), layers(), MESH)
 
     def step(*args: Any) -> tuple[Any, Any]:
         params, (adam, *_), _ = training_case.step(*args)
         return params, adam.mu
 
-    program = fused(training_case._replace(step=step))
-    assert updates(program) == ["sgd 6"] and "scale_by_adam" in names(program)
+    assert updates(fused(training_case._replace(step=step))) == []
 
 
-def test_decay_towards_other_weights_stays_in_front_of_the_kernel() -> None:
+def test_decay_towards_other_weights_is_left_alone() -> None:
     anchored = optim.chain(
         optim.scale_by_adam(),
         optim.stateless(lambda updates, params: tree.unflatten(
@@ -388,8 +386,7 @@ def test_decay_towards_other_weights_stays_in_front_of_the_kernel() -> None:
         )),
         optim.scale_by_learning_rate(0.1),
     )  # fmt: skip
-    program = fused(trained(anchored, layers(), MESH))
-    assert updates(program) == ["sgd 6"] and "scale_by_adam" in names(program)
+    assert updates(fused(trained(anchored, layers(), MESH))) == []
 
 
 def test_state_that_is_not_returned_is_no_reason_to_fail() -> None:
