@@ -10,14 +10,15 @@ that is one more pass over all state, and memory for a second copy; the kernel i
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 
 from fzero.optim import list_ops  # noqa: F401  defines the operations below
-from fzero.passes.order import restore_order
+from fzero.passes.order import find_changes, restore_order
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import alias_of, find_writes, is_call, record
+from fzero.program.records import alias_of, find_writes, is_call, record, storage
 
 _ADD = torch.ops.aten._foreach_add.List
 _NOT = torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default
@@ -31,15 +32,22 @@ def defer(program: Program) -> Program:
     Same results, bit for bit, because `p + -0.0` is `p`. `skip` takes back what `fuse` did not need.
     """
     program = program.copy()
+    changed = find_changes(program.graph)
     for fill in program.graph.find_nodes(op="call_function", target=_FILL):
         steps, mask, value = fill.args
         sums, mask = _find_sums(fill), _find_condition(mask)
         if is_call(mask, *_NOT) and str(value) == "-0.0" and sums is not None:
             items = {item: steps[item.args[1]] for item in fill.users}
             for add in sums:
-                _defer(program, add, items, mask.args[0])
+                if not _has_changes(changed, fill, add, mask):
+                    _defer(program, add, items, mask.args[0])
     restore_order(program.graph)
     return program
+
+
+def _has_changes(changed: set[Any], *nodes: Node) -> bool:
+    """Whether the step writes into memory of an operand of these nodes, so that they must keep their places."""
+    return any(storage(source) in changed for node in nodes for source in node.all_input_nodes)
 
 
 def _find_condition(node: Node) -> Node:
@@ -79,17 +87,18 @@ def skip(program: Program) -> Program:
     before the addition again, where a step is one list operation less and needs no second copy.
     """
     program = program.copy()
+    changed = find_changes(program.graph)
     for call in list(program.graph.nodes):
         if call.op == "call_function" and record(call).takes_where and not call.kwargs:
-            _skip(program, call)
+            _skip(program, call, changed)
     for choice in program.graph.find_nodes(op="call_function", target=_CHOOSE):
         _drop_dead_rows(choice)
-        _take_back(program, choice)
+        _take_back(program, choice, changed)
     restore_order(program.graph)
     return program
 
 
-def _skip(program: Program, call: Node) -> None:
+def _skip(program: Program, call: Node, changed: set[Any]) -> None:
     """Give `call` the condition of the choices behind all of its results."""
     results = {
         item: call.args[record(call).replaces[column.args[1]]][item.args[1]]
@@ -97,7 +106,7 @@ def _skip(program: Program, call: Node) -> None:
         for item in column.users
     }
     choices = {user for item in results for user in item.users}
-    if not all(is_call(choice, _CHOOSE) for choice in choices):
+    if not all(is_call(choice, _CHOOSE) for choice in choices) or _has_changes(changed, call, *choices):
         return
     chosen = {new: row for choice in choices for new, row in _list_rows(choice).items()}
     conditions = {_find_condition(choice.args[1]) for choice in choices}
@@ -127,12 +136,12 @@ def _drop_dead_rows(choice: Node) -> None:
         item.args = (choice, at)
 
 
-def _take_back(program: Program, choice: Node) -> None:
+def _take_back(program: Program, choice: Node, changed: set[Any]) -> None:
     """The inverse of `_defer`, where a choice is one behind an addition."""
     olds, condition, news = choice.args
     adds = {new.args[0] for new in news if is_call(new, operator.getitem)}
     add = adds.pop() if len(adds) == 1 else None
-    if add is None or not is_call(add, _ADD) or add.kwargs:
+    if add is None or not is_call(add, _ADD) or add.kwargs or _has_changes(changed, add, choice):
         return
     rows = [new.args[1] for new in news if is_call(new, operator.getitem) and len(new.users) == 1]
     if len(rows) < len(news) or any(add.args[0][row] is not old for row, old in zip(rows, olds)):
