@@ -72,26 +72,22 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
     def update(
         updates: Tree, state: ScaleByAdam8bitState, params: Tree | None = None
     ) -> tuple[Tree, ScaleByAdam8bitState]:
-        flatten_alike(state.mu, state.nu, updates)
-        count = state.count + 1
-        trees = [tree.split_as(each, state.mu_scales) for each in (updates, state.mu, state.nu)]
-        large, small = zip(*trees)
-        treedef, (mu_scales, nu_scales) = tree.flatten(state.mu_scales)[1], map(tree.leaves, state[3:])
-        grads, mu, nu = map(tree.leaves, large)
-        _check_scales(tree.paths(large[0]), mu, mu_scales, nu_scales)
-        if grads:
-            steps = step_in_8_bits(grads, mu, mu_scales, nu, nu_scales, count, b1, b2, eps)
-            grads, mu, mu_scales, nu, nu_scales = map(list, steps)
-        lists, small_def = [tree.leaves(each) for each in small], tree.flatten(small[0])[1]
-        others = [lists[0], lists[1], lists[2]]
-        if lists[0]:
-            others = list(kernels.scale_by_adam(lists[0], lists[1], lists[2], count, b1, b2, eps))
-        made = [
-            tree.merge(tree.unflatten(treedef, ours), tree.unflatten(small_def, theirs))
-            for ours, theirs in zip((grads, mu, nu), others)
-        ]
-        scales = tree.unflatten(treedef, mu_scales), tree.unflatten(treedef, nu_scales)
-        return made[0], ScaleByAdam8bitState(count, made[1], made[2], *scales)
+        treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
+        count, scales = state.count + 1, [tree.leaves(state.mu_scales), tree.leaves(state.nu_scales)]
+        large = [i for i, mean in enumerate(mu) if mean.dtype == torch.uint8]
+        small = [i for i, mean in enumerate(mu) if mean.dtype != torch.uint8]
+        _check_scales([tree.paths(state.mu)[i] for i in large], [mu[i] for i in large], state)
+        made: dict[int, tuple[Any, ...]] = {}  # position -> update, mu, nu
+        if large:
+            g, m, v = ([column[i] for i in large] for column in (grads, mu, nu))
+            g, m, scales[0], v, scales[1] = step_in_8_bits(g, m, scales[0], v, scales[1], count, b1, b2, eps)
+            made.update(zip(large, zip(g, m, v)))
+        if small:
+            lists = ([column[i] for i in small] for column in (grads, mu, nu))
+            made.update(zip(small, zip(*kernels.scale_by_adam(*lists, count, b1, b2, eps))))
+        trees = [tree.unflatten(treedef, [made[i][column] for i in range(len(mu))]) for column in range(3)]
+        new = (tree.unflatten(tree.flatten(state.mu_scales)[1], column) for column in scales)
+        return trees[0], ScaleByAdam8bitState(count, trees[1], trees[2], *new)
 
     return GradientTransformation(init, update)
 
@@ -120,11 +116,18 @@ def _is_large(path: str, leaf: Any) -> bool:
     return math.prod(leaf.shape) >= LEAST
 
 
-def _check_scales(paths: list[str], codes: list[Any], *scales: list[Any]) -> None:
-    """Refuse scales of blocks of another size."""
-    for column in scales:
-        for path, code, scale in zip(paths, codes, column, strict=True):
-            expected, given = count_blocks(math.prod(code.shape)), tuple(scale.shape)
-            if given != (expected,):
-                problem = f"8-bit state has scales of shape {given}, blocks of {BLOCK} elements have ({expected},)"
-                raise FzeroError(path, problem, "give state of this optimizer, with blocks of this size")
+def _check_scales(paths: list[str], codes: list[Any], state: ScaleByAdam8bitState) -> None:
+    """Refuse state without a scale for each block of these codes: of blocks of another size, or of other leaves."""
+    way_out = "give state of this optimizer, with blocks of this size"
+    for scales in (state.mu_scales, state.nu_scales):
+        given = dict(zip(tree.paths(scales), tree.leaves(scales)))
+        for path, code in zip(paths, codes):
+            found, expected = (
+                tuple(given[path].shape) if path in given else None,
+                (count_blocks(math.prod(code.shape)),),
+            )
+            if found != expected:
+                problem = f"8-bit state has scales of shape {found}, blocks of {BLOCK} elements have {expected}"
+                raise FzeroError(path, problem, way_out)
+        for path in given.keys() - set(paths):
+            raise FzeroError(path, "has scales and no 8-bit codes", way_out)

@@ -41,6 +41,12 @@ def list_values(is_signed: bool) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
+@lru_cache
+def _values_on(device: torch.device, is_signed: bool) -> Tensor:
+    """[256] float32 on a device. Made once, because a CUDA graph does not capture a copy from the host."""
+    return torch.tensor(list_values(is_signed), dtype=torch.float32, device=device)
+
+
 def code_of_zero(is_signed: bool) -> int:
     """The code whose value is 0."""
     return list_values(is_signed).index(0.0)
@@ -58,7 +64,7 @@ def quantize(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
     """
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
-    table = values.new_tensor(list_values(is_signed))
+    table = _values_on(values.device, is_signed)
     borders = (table[1:] + table[:-1]) / 2
     codes = torch.bucketize(blocks / torch.where(scales == 0, 1.0, scales)[:, None], borders, out_int32=True)
     return codes.to(torch.uint8).view(-1)[: values.numel()], scales
@@ -66,7 +72,7 @@ def quantize(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     """[S] float32, the values of codes [S] of blocks with scales [B]: the inverse of `quantize`, up to rounding."""
-    values = scales.new_tensor(list_values(is_signed))[codes.int()]
+    values = _values_on(codes.device, is_signed)[codes.int()]
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK) * scales[:, None]
     return padded.view(-1)[: values.numel()]
 

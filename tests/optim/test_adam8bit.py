@@ -252,6 +252,17 @@ def test_state_of_blocks_of_another_size_is_refused() -> None:
         OPTIMIZER.update(draw(1), (state[0]._replace(mu_scales=scales), state[1]), params)
 
 
+def test_codes_without_scales_and_scales_without_codes_are_refused() -> None:
+    params = draw(0)
+    state = OPTIMIZER.init(params)
+    without = tree.map(lambda x: None, state[0].mu_scales)
+    with pytest.raises(FzeroError, match=r"^block\.big: 8-bit state has scales of shape None"):
+        OPTIMIZER.update(draw(1), (state[0]._replace(mu_scales=without), state[1]), params)
+    plain_mu = tree.map(torch.zeros_like, params)
+    with pytest.raises(FzeroError, match=r"has scales and no 8-bit codes"):
+        OPTIMIZER.update(draw(1), (state[0]._replace(mu=plain_mu), state[1]), params)
+
+
 def test_scales_that_lie_elsewhere_are_refused() -> None:
     mesh = VirtualMesh(fsdp=3)
     params = fzero.partition(draw(0), mesh, unit=BLOCK)
