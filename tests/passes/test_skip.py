@@ -121,7 +121,7 @@ def test_a_masked_decay_makes_two_updates_of_one_condition() -> None:
     assert wheres(program) == [(3, True), (3, True)]
 
 
-@pytest.mark.parametrize("optimizer", [optim.sgd(0.1, momentum=0.9), optim.chain(optim.ema(0.9), optim.sgd(0.1))])
+@pytest.mark.parametrize("optimizer", [optim.lion(0.1), optim.chain(optim.ema(0.9), optim.lion(0.1))])
 def test_an_update_without_a_fused_form_chooses_before_the_addition(optimizer: Any) -> None:
     case = trained(safe(optimizer), layers(), MESH)
     program = skipped(case)
