@@ -114,6 +114,48 @@ def test_the_update_stays_one_node() -> None:
         assert len(calls(program, ops.adamw_)) == 1 and len(calls(program, ops.loop)) == 1
 
 
+SCALER = optim.loss_scale.dynamic(init_scale=2.0**10)
+SAFE = optim.apply_if_finite(OPTIMIZER, 10)
+
+
+def scaled_step(p: Any, state: Any, scale: Any, batch: Any) -> Any:
+    """float16 compute, a loss scale, microbatches, clipping, AdamW."""
+
+    def scaled(p: Any, batch: Any) -> Any:
+        total, weight = fzero.precision(torch.float16, reduce=torch.float32, output=torch.float32)(sums)(p, batch)
+        return total * scale.scale, weight
+
+    loss, grads = fzero.accumulate(scaled, 3)(p, batch)
+    updates, state = SAFE.update(optim.loss_scale.unscale(grads, scale), state, p)
+    return optim.apply_updates(p, updates), state, SCALER.update(scale, state.last_finite), loss / scale.scale
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_scaled_clipped_accumulated_step_updates_in_one_node(stage: int) -> None:
+    """And a step with an overflow changes no bit of parameters and moments."""
+    mesh = fzero.VirtualMesh(fsdp=2)
+    plain = params(torch.float32)
+    p = fzero.partition(plain, mesh)
+    state, scale = SAFE.init(p), SCALER.init(p)
+    step = fzero.simulate(scaled_step, mesh, stage=stage)
+    (update,) = calls(step.trace(p, state, scale, batch()), ops.adamw_)
+    assert "where" in update.kwargs
+    q, plain_state, plain_scale = plain, SAFE.init(plain), SCALER.init(plain)
+    for number in range(4):
+        given = batch()
+        if number == 2:
+            given["x"][-1] = torch.inf
+            before = fzero.unpartition((p, state.inner_state))
+        p, state, scale, _ = step(p, state, scale, given)
+        q, plain_state, plain_scale, _ = scaled_step(q, plain_state, plain_scale, given)
+        torch.testing.assert_close(fzero.unpartition(p), q, rtol=2e-3, atol=2e-4)  # float16 gradients
+        assert bool(state.last_finite.full_tensor()) == (number != 2)
+        if number == 2:
+            after = fzero.unpartition((p, state.inner_state))
+            assert all(torch.equal(a, b) for a, b in zip(tree.leaves(after), tree.leaves(before)))
+    assert float(scale.scale.full_tensor()) == float(plain_scale.scale)
+
+
 def test_the_program_does_not_grow_with_microbatches() -> None:
     few, many = program_of(3, 2), program_of(3, 64)
     assert len(few.graph.nodes) == len(many.graph.nodes)
