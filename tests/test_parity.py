@@ -570,7 +570,7 @@ def donating(mesh: DeviceMesh) -> Donated:
         lambda: weight.full_tensor(),
         lambda: fzero.unpartition(state[0]),
         lambda: step(*state, batch_at(0)),
-        lambda: tree.leaves(state[2])[0].full_tensor(),
+        lambda: tree.leaves(state[2])[-1].full_tensor(),
     ]
     kept = all(torch.equal(after, full) for _, after, full in rows(fzero.unpartition(state[1]), before))
     return Donated([refusal(use) for use in uses], repr(weight), kept)
