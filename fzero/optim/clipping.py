@@ -16,9 +16,9 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.tree import Tree
-from fzero.optim import list_ops
+from fzero.optim import kernels, list_ops
 from fzero.optim.base import EmptyState, GradientTransformation, cast, init_number, stateless
-from fzero.optim.transforms import global_norm, sum_squares
+from fzero.optim.transforms import global_norm
 
 Nonfinite = Literal["raise", "zero"]
 _WAY_OUT = (
@@ -79,11 +79,10 @@ def clip_by_block_rms(threshold: float, *, on_nonfinite: Nonfinite = "raise") ->
     """
     _check_limit("clip_by_block_rms", "threshold", threshold)
 
-    def measure(updates: Tree) -> tuple[Tensor, list[Tensor]]:
-        counts = [max(leaf.numel(), 1) for leaf in tree.leaves(updates)]
-        means = torch.stack([squares / count for squares, count in zip(sum_squares(updates), counts)])
-        rms = means.sqrt()
-        return rms.max(), list((rms / threshold).clamp(min=1).reciprocal().unbind())
+    def measure(updates: Tree) -> tuple[Tensor, Tensor]:
+        leaves = tree.leaves(updates)
+        rms = torch.stack(kernels.sums_of_squares(leaves, [max(leaf.numel(), 1) for leaf in leaves])).sqrt()
+        return rms.max(), (rms / threshold).clamp(min=1).reciprocal()
 
     return _clip(NonfiniteRms, on_nonfinite, measure)
 
@@ -127,10 +126,10 @@ def clip_by_global_norm(
 
 
 def _clip(
-    flag: type[Flag], on_nonfinite: Nonfinite, measure: Callable[[Tree], tuple[Tensor, Tensor | list[Tensor]]]
+    flag: type[Flag], on_nonfinite: Nonfinite, measure: Callable[[Tree], tuple[Tensor, Tensor]]
 ) -> GradientTransformation:
     """A stage that multiplies updates by what `measure(updates)` says: a number that is to be finite, and the factor of
-    all leaves, or one of each."""
+    all leaves, 0-d, or [leaves] one of each."""
     if on_nonfinite not in ("raise", "zero"):
         raise FzeroError(flag.where, f"on_nonfinite is {on_nonfinite!r}", "give 'raise' or 'zero'")
 
@@ -148,7 +147,10 @@ def _clip(
             return updates, state
         size, factors = measure(updates)
         is_wrong = ~size.isfinite()
-        clipped = list_ops.masked_fill(cast(torch._foreach_mul(leaves, factors), leaves), is_wrong, 0.0)
+        scaled = (
+            kernels.scale_each(leaves, factors) if factors.ndim else cast(torch._foreach_mul(leaves, factors), leaves)
+        )
+        clipped = list_ops.masked_fill(scaled, is_wrong, 0.0)
         if raises:
             state = ClipState(state.failed.note(is_wrong, size))
         return tree.unflatten(treedef, clipped), state

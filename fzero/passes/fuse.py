@@ -21,6 +21,8 @@ _ADD = _aten._foreach_add.List
 _MULTIPLY = (_aten._foreach_mul.Scalar, _aten._foreach_mul.Tensor)
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """The dtypes of torch's fused kernels."""
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+"""The dtypes in which torch's SGD kernel for CPUs returns wrong numbers, for 16 elements or more (torch 2.13)."""
 
 
 class _Row(NamedTuple):
@@ -197,7 +199,8 @@ def _fits(row: _Row) -> bool:
     param, grad, *states = (node.meta["val"] for node in row.operands)
     kept = [*states, row.results[0].meta["val"], *([] if row.update is ops.adamw else [grad])]
     is_alike = all(x.dtype == param.dtype for x in kept) and all(x.shape == param.shape for x in (grad, *states))
-    return is_alike and param.dtype in _DTYPES
+    is_wrong = row.update in (ops.sgd, ops.momentum) and param.dtype in _NARROW and param.device.type == "cpu"
+    return is_alike and param.dtype in _DTYPES and not is_wrong
 
 
 def _emit_update(program: Program, rows: list[_Row]) -> None:

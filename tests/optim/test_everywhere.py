@@ -106,7 +106,7 @@ STAGES: dict[str, optim.GradientTransformation] = {
     "warmup_inverse_sqrt_schedule": scheduled(optim.warmup_inverse_sqrt_schedule(0.5, SGD_RATE, 1)),
     "warmup_stable_decay_schedule": scheduled(optim.warmup_stable_decay_schedule(0.5, SGD_RATE, 1, 1, 2)),
     "clip": optim.chain(optim.clip(0.05), optim.scale(-SGD_RATE)),
-    "clip_by_block_rms": optim.chain(optim.clip_by_block_rms(0.02), optim.scale(-SGD_RATE)),
+    "clip_by_block_rms": optim.chain(optim.clip_by_block_rms(0.02), optim.scale(-3 * SGD_RATE)),
     "ema": optim.chain(optim.ema(0.5), optim.scale(-SGD_RATE)),
     "apply_if_finite": optim.apply_if_finite(optim.adamw(ADAM_RATE, eps=EPS), 2),
     "inject_hyperparams": optim.inject_hyperparams(optim.adamw)(

@@ -310,7 +310,7 @@ def split_qkv(path: str, leaf: Any) -> tuple[int, ...] | None:
     return (12, 6, 6) if path.endswith("qkv") else None
 
 
-OPTIMIZER = optim.muon(0.1, split=split_qkv, rest=optim.sgd(0.1, momentum=0.9), **ALL)  # fused AdamW rounds otherwise
+OPTIMIZER = optim.muon(0.1, split=split_qkv, rest=optim.lion(0.1), **ALL)  # fused kernels round otherwise
 
 
 def update(params: tree.Tree, state: Any, grads: tree.Tree) -> Any:
