@@ -286,8 +286,8 @@ STAGES_OF_OTHERS = {
     "schedule_free": (optim.schedule_free(optim.sgd(0.1), 0.1), ["_foreach_mul", "schedule_free", "_foreach_add"]),
     "adafactor": (optim.adafactor(), [
         "average_rows_and_columns", "_foreach_mul", "_foreach_mul", "_foreach_add", "scale_by_factors",
-        "scale_by_floored_rms", "sums_of_squares", "scale_each", "_foreach_masked_fill", "sums_of_squares", "scale_each",
-        "_foreach_mul", *END,
+        "scale_by_floored_rms", "sums_of_squares", "scale_each", "_foreach_masked_fill", "sums_of_squares",
+        "scale_each", "_foreach_mul", *END,
     ]),
 }  # fmt: skip
 """Optimizer -> its list operations."""
