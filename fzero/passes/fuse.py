@@ -253,8 +253,12 @@ def _find_stage(tail: _Tail, target: Any) -> tuple[Node | None, int]:
 
 
 def _is_of_stage(item: Node) -> bool:
-    """Whether a value is the result of a stage that is no `_foreach_` operation, maybe behind such operations."""
-    while is_call(item, operator.getitem):
+    """Whether a value is the result of a stage that is no `_foreach_` operation, maybe behind such operations, or a
+    view of such a result."""
+    while is_call(item, operator.getitem, _aten.view.default):
+        if is_call(item, _aten.view.default):
+            item = item.args[0]
+            continue
         call, index = item.args
         if is_call(call, operator.getitem):
             call = call.args[0]
