@@ -17,7 +17,7 @@ from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.frozen import is_frozen
-from fzero.passes import resolve, run_passes
+from fzero.passes import resolve, roll, run_passes
 from fzero.passes.run import Pass
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -71,7 +71,7 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with _pause_garbage_collection():
             with forget_casts():
-                traced = trace(self.fn, args, self.on.mesh)
+                traced = roll(trace(self.fn, args, self.on.mesh))
             check_mistakes(traced, self.fn, warn=not self._cache)
             with disable_autocast():
                 return run_passes(replace(resolve(traced), measured=self._measured), self.passes)

@@ -2,39 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fzero.base.randomness import fold
 from fzero.program.operation import Node
-from fzero.program.records import turns_of
+from fzero.program.ops.loops import Loop
 
 Rows = list[list[Tensor]]  # one list of tensors a rank
 
 
-def run_turns(
-    loop: Node, run: Callable[[int | None, Rows], Rows], seed: int | None, given: Sequence[Sequence[Sequence[Tensor]]]
-) -> Rows:
-    """The results of a loop on some ranks. `run(seed, arguments of each rank)` runs its body once on all of them.
+class Early:
+    """An all-gather of a loop's body that starts one turn early. It takes the place of the function `run` that the body
+    calls."""
 
-    `given` has for each rank the lists of operands: carry, xs, constants. Each turn has a seed of its own.
+    def __init__(self, node: Node, run: Callable[..., Any]) -> None:
+        self._node, self._run = node, run
+        self.started = list[Any]()
+        """What was started and not taken yet, in order."""
+
+    def begin(self, values: Mapping[Node, Tensor]) -> None:
+        """Start it with these items of lists."""
+        args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), values.__getitem__)
+        self.started.append(self._run(*args, **kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What was started for this turn."""
+        return self.started.pop(0)
+
+
+def run_turns(
+    node: Node,
+    run: Callable[[int | None, Rows], Rows],
+    seed: int | None,
+    given: Sequence[Sequence[Any]],
+    early: Sequence[Early] = (),
+) -> list[list[Any]]:
+    """The results of a loop on some ranks. `run(seed, arguments of each rank)` runs its body once on all of them.
+    `early` are the all-gathers that start one turn early; without them all start in their turns.
+
+    `given` has for each rank the lists of operands: carry, xs, lists, constants. Each row has a seed of its own, which
+    a loop in the backward pass draws from again.
     """
-    carries = [list(carry) for carry, _, _ in given]
-    count, stacks = len(carries[0]), list[list[Tensor]]()
-    for turn in range(turns_of(loop)):
-        arguments = [[*carry, *(x[turn] for x in xs), *constants] for carry, (_, xs, constants) in zip(carries, given)]
-        results = run(None if seed is None else fold(seed, turn), arguments)
-        carries, ys = [row[:count] for row in results], [row[count:] for row in results]
+    loop = Loop(*node.args)
+    frees = [loop.frees(rows) for rows in loop.lists]
+    carries = [list(carry) for carry, *_ in given]
+    count, single = len(carries[0]), len(loop.body.results) - loop.kept
+    stacks, lists = list[list[Tensor]](), [[[None] * loop.length for _ in range(loop.kept)] for _ in given]
+    placeholders = loop.body.placeholders[count + len(loop.xs) :]
+
+    def begin(row: int) -> None:
+        for each in early:
+            each.begin(dict(zip(placeholders, (items[row] for items in given[0][2]))))
+
+    rows = loop.rows()
+    for each in early:
+        each.started.clear()  # of a step that failed
+    begin(rows[0])
+    for turn, row in enumerate(rows):
+        if turn + 1 < loop.length:
+            begin(rows[turn + 1])
+        arguments = [
+            [*carry, *(x[row] for x in xs), *map(_take, lists_given, frees, [row] * len(frees)), *constants]
+            for carry, (_, xs, lists_given, constants) in zip(carries, given)
+        ]
+        results = run(None if seed is None else fold(seed, row), arguments)
+        del arguments
+        carries = [row_of_rank[:count] for row_of_rank in results]
         if not stacks:
-            stacks = [[y.new_empty((turns_of(loop), *y.shape)) for y in row] for row in ys]
-        for rows, values in zip(stacks, ys):
-            for stacked, y in zip(rows, values):
-                stacked[turn] = y
-    return [carry + stacked for carry, stacked in zip(carries, stacks)]
+            stacks = [[y.new_empty((loop.length, *y.shape)) for y in each[count:single]] for each in results]
+        for stacked, kept, values in zip(stacks, lists, results):
+            for place, value in zip((*stacked, *kept), values[count:]):
+                place[row] = value
+        del results
+    return [carry + stacked + kept for carry, stacked, kept in zip(carries, stacks, lists)]
+
+
+def _take(items: Any, frees: bool, row: int) -> Tensor:
+    """The item of a list for this turn. With `frees` it leaves the list."""
+    item: Tensor = items[row]
+    if frees:
+        items[row] = None
+    return item
 
 
 def operands(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The lists of operands among the arguments of a loop: carry, xs, constants."""
-    return args[2:5]
+    """The lists of operands among the arguments of a loop: carry, xs, lists, constants."""
+    given = Loop(*args)
+    return given.carry, given.xs, given.lists, given.constants

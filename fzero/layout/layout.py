@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from fzero.base.errors import FzeroError
@@ -141,6 +141,15 @@ class Layout:
         )
         align = unit * self._align_in_units
         return Layout(f"{self.bucket}/{size}", leaves, self.mesh, align, self.replicated, unit)
+
+    def is_like(self, other: Layout) -> bool:
+        """Whether another layout has leaves of the same shapes in the same places, under any names."""
+        return self._without_names == other._without_names
+
+    @cached_property
+    def _without_names(self) -> tuple[object, ...]:
+        leaves = tuple(replace(leaf, path="") for leaf in self.leaves)
+        return leaves, self.mesh, self.align, self.replicated, self.unit
 
     def rank_range(self, rank: int | None) -> range:
         """The range of the bucket that `rank` owns; all of it for None. Ranges of all ranks tile [0, padded).

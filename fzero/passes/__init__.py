@@ -23,6 +23,7 @@ from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
+from fzero.passes.roll import roll
 from fzero.passes.run import Pass, insert, run_passes
 from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
@@ -43,6 +44,7 @@ __all__ = [
     "release",
     "rematerialize",
     "resolve",
+    "roll",
     "run_passes",
     "skip",
     "split",
@@ -54,7 +56,7 @@ def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | N
     """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` is as in
     `shard`.
 
-    `resolve` runs before these passes, also before those that a user gives.
+    `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
         FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.

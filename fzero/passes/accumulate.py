@@ -12,6 +12,7 @@ from fzero.passes.order import erase_dead, find_changes
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.operation import Node
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Argument, Program, Result
 from fzero.program.records import body_of, is_call, storage
 
@@ -45,7 +46,8 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
 
 
 def _is_once(loop: Node, stage: int) -> bool:
-    return loop.args[5] == "once" or (loop.args[5] is None and stage == 1)
+    sync = Loop(*loop.args).sync
+    return sync == "once" or (sync is None and stage == 1)
 
 
 def _scatter_sums(program: Program) -> None:
@@ -102,7 +104,7 @@ def _mean_behind(program: Program, loop: Node) -> None:
     sums = [each for group in groups if not any(storage(x.gradient) in changed for x in group) for each in group]
     if not sums:
         return
-    kinds, given = infer(body), list(loop.args[2])
+    kinds, given = infer(body), list(Loop(*loop.args).carry)
     arguments, results = list(body.arguments), list(body.results)
     returned, means = list(body.output.args[0]), dict[int, list[Node]]()
     for each in sums:
@@ -115,7 +117,7 @@ def _mean_behind(program: Program, loop: Node) -> None:
     body.output.args = (returned,)
     erase_dead(body.graph)
     body = replace(body, arguments=tuple(arguments), results=tuple(results))
-    befores, loop.args = loop.args[2], (body, loop.args[1], given, *loop.args[3:])
+    befores, loop.args = Loop(*loop.args).carry, tuple(Loop(*loop.args)._replace(body=body, carry=given))
     program.refresh_with([loop])
     items = {item.args[1]: item for item in loop.users}
     for i, chain in means.items():

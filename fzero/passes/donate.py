@@ -13,6 +13,7 @@ from torch import fx
 from fzero.base.torch_private import overload_name
 from fzero.program import ops
 from fzero.program.operation import Node
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
 from fzero.program.records import alias_of, body_of, is_call, name_of, record, starts, storage
 
@@ -226,8 +227,9 @@ def _replace_carry(program: Program, owners: _Owners, loop: Node, wanted: dict[N
     items = {item.args[1]: item for item in loop.users}
     reads = owners.reads(loop)
     fixed = {owners.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
-    carry = list(loop.args[2])
-    for i, (argument, old) in enumerate(zip(loop.args[0].arguments, carry)):
+    given = Loop(*loop.args)
+    carry = list(given.carry)
+    for i, (argument, old) in enumerate(zip(given.body.arguments, carry)):
         if not argument.donated:
             continue
         new, memory = items.get(i), owners.owner[old]
@@ -242,8 +244,8 @@ def _replace_carry(program: Program, owners: _Owners, loop: Node, wanted: dict[N
         if new is not None:
             owners.join(carry[i], new)
             news[new] = carry[i]
-    if any(argument.donated for argument in loop.args[0].arguments):
-        loop.args = (*loop.args[:2], carry, *loop.args[3:])
+    if any(argument.donated for argument in given.body.arguments):
+        loop.args = tuple(given._replace(carry=carry))
         program.refresh_with([loop])
         program.substitute_all(news)
     return donated

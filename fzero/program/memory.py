@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.layout.layout import Layout, Wire, wire
+from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.records import alias_of, name_of, record
 
@@ -77,9 +78,8 @@ def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]],
     for node, (made, freed) in zip(graph.nodes, changes):
         if made:
             live = live + sum(allocator.nbytes[key] for key in made)
-            peak = torch.maximum(peak, live)
-        if node in allocator.scratch:
-            peak = torch.maximum(peak, live + allocator.scratch[node])
+        if made or node in allocator.scratch:
+            peak = torch.maximum(peak, live + allocator.scratch.get(node, 0))
         if freed:
             live = live - sum(allocator.nbytes[key] for key in freed)
     return peak
@@ -244,6 +244,11 @@ class Allocator:
         """Allocate a node's lists of values, each value with as many elements on each rank as the operand like it."""
         counts = [[self._at[like].counts for like in column] for column in likes]
         return [self._allocate((node, i), each, counts[i]) for i, each in enumerate(node.meta["val"])]
+
+    def new_rows(self, key: Key, values: Sequence[Tensor], kind: Kind) -> list[Location]:
+        """Allocate a list with one value of this kind for each turn of a loop: slices of equal layers, or others."""
+        counts = self.count(self.program.layouts[kind.bucket], kind.leaf) if isinstance(kind, Slice) else None
+        return [self._allocate((key, row), value, counts) for row, value in enumerate(values)]
 
     def keys_of(self, nodes: Iterable[Node]) -> list[Key]:
         """The storages of these nodes' values."""

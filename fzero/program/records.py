@@ -212,6 +212,11 @@ def turns_of(loop: Node) -> int:
     return int(loop.args[1])
 
 
+def early_of(loop: Node) -> list[Node]:
+    """The nodes of a loop's body that start one turn early."""
+    return record(loop).early(loop)
+
+
 def find_bodies(graph: fx.Graph) -> Iterator[Program]:
     """The bodies of the loops of a graph."""
     return filter(None, map(body_of, graph.nodes))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fzero.program.comm import Comm, comm_of
 from fzero.program.operation import Node
 from fzero.program.rates import Rates
-from fzero.program.records import body_of, name_of, record, starts, turns_of
+from fzero.program.records import body_of, early_of, name_of, record, starts, turns_of
 from fzero.program.work import work
 
 if TYPE_CHECKING:
@@ -170,19 +170,36 @@ class Lanes:
         for node in nodes:
             body = body_of(node)
             if body is not None:
-                for _ in range(turns_of(node)):
-                    self.run(body.graph.nodes)
+                self._run_turns(node, body)
+                continue
+            if starts(node):
+                self._start(node)
                 continue
             self._compute(node)
             comms = self.costs[node].comms
-            if starts(node):
-                self.done_at[node] = self._send(*comms[0], is_ahead=True)
-            elif node.op == "call_function" and record(node).waits:
+            if node.op == "call_function" and record(node).waits:
                 (start,) = node.all_input_nodes
                 self._wait(node, self.done_at[start])
                 self._wait_at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
             else:
                 self._wait_at_once(node, comms)
+
+    def _run_turns(self, loop: Node, body: Program) -> None:
+        early = dict.fromkeys(early_of(loop))
+        rest = [node for node in body.graph.nodes if node not in early]
+        for turn in range(-1, turns_of(loop)):
+            of_turn = {node: self.done_at.get(node, self.now) for node in early}
+            for node in early if turn + 1 < turns_of(loop) else ():
+                self._start(node)
+            of_next = {node: self.done_at.get(node, self.now) for node in early}
+            if turn >= 0:
+                self.done_at |= of_turn
+                self.run(rest)
+                self.done_at |= of_next
+
+    def _start(self, node: Node) -> None:
+        self._compute(node)
+        self.done_at[node] = self._send(*self.costs[node].comms[0], is_ahead=True)
 
     def _compute(self, node: Node) -> None:
         if seconds := self.costs[node].seconds:

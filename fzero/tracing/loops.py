@@ -1,184 +1,250 @@
-"""Loops in a trace: `fzero.scan` traces one turn between marks, and `roll` makes one loop of the nodes of the turn."""
+"""Loops in a trace: `fzero.scan` traces one turn between marks, and autograd its backward pass between further marks.
+The pass `roll` makes loops of the nodes between them."""
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from fzero.base.errors import FzeroError
-from fzero.program import ops
-from fzero.program.inference import infer
-from fzero.program.kinds import Kind, Slice
-from fzero.program.operation import Node
+from fzero.base import torch_private
+from fzero.program.kinds import UNIFORM
 from fzero.program.ops import loops
-from fzero.program.program import Argument, Program, Result
-from fzero.program.records import is_call, storage
-from fzero.program.refusals import line_of
+from fzero.program.program import Program
+from fzero.program.records import is_call
 from fzero.tracing.kinds import Kinds
 from fzero.values.loops import Leaves, TurnOf
-from fzero.values.regions import Turn, get_mark, open_turn, set_mark
+from fzero.values.regions import Turn, begin_turn, end_turn, get_mark, open_turn
 from fzero.values.sharded import Sharded
 
 
 class TurnRecorder:
-    """The `LoopRecorder` of a trace. `find_kinds` returns the kinds of the trace while the step runs, and `forget` lets
-    leaves be gathered anew: a value that is gathered in a turn belongs to the turn."""
+    """The `LoopRecorder` of a trace. `find_kinds` returns the kinds of the trace while the step runs, `forget` lets
+    leaves be gathered anew, because a value that is gathered in a turn belongs to the turn, and `name` gives the bucket
+    of a layout."""
 
-    def __init__(self, find_kinds: Callable[[], Kinds | None], forget: Callable[[], None]) -> None:
-        self._find_kinds, self._forget = find_kinds, forget
+    def __init__(
+        self, find_kinds: Callable[[], Kinds | None], forget: Callable[[], None], name: Callable[[Any], str]
+    ) -> None:
+        self._find_kinds, self._forget, self._name = find_kinds, forget, name
         self._numbers = itertools.count()
-        self.given_up: set[Turn] = set()
-        """Turns that were traced again, with a carry that differs between ranks."""
+        self._given_up: set[Turn] = set()
+        """Turns that were traced in vain."""
 
-    def record(self, turn: TurnOf, carry: Leaves, xs: Leaves, length: int, sync: str | None) -> tuple[Leaves, Leaves]:
+    def record(
+        self, turn: TurnOf, carry: Leaves, xs: Leaves, layers: list[Leaves], length: int, sync: str | None
+    ) -> tuple[Leaves, Leaves] | None:
         """Trace one turn. Where the carry behind the turn differs along more axes than the carry in front of it, trace
-        again: what meets the carry is another value then."""
-        carry, xs = [_map_local(torch.Tensor.contiguous, x) for x in carry], [x.contiguous() for x in xs]
+        again: what meets the carry is another value then. None where the layers lie in unlike layouts, and where a turn
+        captures a value that is differentiated too."""
+        if not all(_are_alike(items) for items in layers):
+            return None
+        carry, xs = list(map(_make_contiguous, carry)), [x.contiguous() for x in xs]
         axes: list[frozenset[str]] = [frozenset()] * len(carry)
         while True:
-            this = Turn(length, next(self._numbers), sync)
-            given = [self._enter(x, this, each) for x, each in zip(carry, axes)]
-            slices = [loops.row(x, this.number) for x in xs]
+            this = Turn(length, next(self._numbers), sync, is_transformed=torch_private.depth() > 0)
+            this.layers = self._find_layers(layers)
+            ports = _Ports(self, this, axes, len(xs), [self._find_buckets(items) for items in layers])
+            given, slices, layer = ports.enter(carry, xs, layers)
             self._forget()
             with open_turn(this):
-                news, ys = turn(given, slices)
-                news, ys = [_map_local(torch.Tensor.contiguous, x) for x in news], [y.contiguous() for y in ys]
+                news, ys = turn(given, slices, layer)
+                news, ys = list(map(_make_contiguous, news)), [y.contiguous() for y in ys]
             self._forget()
             behind = [self._find_axes(x) for x in news]
-            if all(new <= self._find_axes(x) for x, new in zip(given, behind)):
-                break
+            is_stable = all(new <= self._find_axes(x) for x, new in zip(given, behind))
+            if is_stable and not (this.is_transformed and _captures([*given, *slices, *layer], [*news, *ys])):
+                return ports.leave(news, ys)
+            self._given_up.add(this)
+            if is_stable:
+                return None
             axes = [each | new for each, new in zip(axes, behind)]
-            self.given_up.add(this)
-        ends = [_map_local(lambda local: loops.last(local, this.number), x) for x in news]
-        return ends, [loops.stack(y, this.number, length) for y in ys]
 
-    def _enter(self, x: Any, turn: Turn, axes: frozenset[str]) -> Any:
-        return _map_local(lambda local: loops.carry(local, turn.number, sorted(axes)), x)
+    def open_backward(self, forward: Turn) -> Turn:
+        """The backward pass of a turn."""
+        return Turn(forward.length, next(self._numbers), None, forward, is_transformed=True)
+
+    def list_axes(self) -> list[str]:
+        """The axes of the mesh."""
+        kinds = self._find_kinds()
+        return [] if kinds is None else list(kinds.program.mesh.names)
+
+    def erase_turns(self, program: Program) -> None:
+        """Erase the nodes that were traced in vain."""
+        numbers = {turn.number for turn in self._given_up}
+        for node in reversed(list(program.graph.nodes)) if numbers else ():
+            if self._given_up.intersection(get_mark(node).turns) or turn_number(node) in numbers:
+                program.graph.erase_node(node)
+
+    def _find_layers(self, layers: list[Leaves]) -> dict[str, tuple[str, ...]]:
+        names = (self._find_buckets(items) for items in layers)
+        return {each[0]: tuple(each) for each in names if each}
+
+    def _find_buckets(self, items: Leaves) -> list[str]:
+        """The bucket of each item of a list of slices; an empty list for other values."""
+        return [self._name(x.form.layout) for x in items] if isinstance(items[0], Sharded) else []
 
     def _find_axes(self, x: Any) -> frozenset[str]:
         """The axes along which a plain tensor differs between ranks."""
         kinds = self._find_kinds()
         node = None if kinds is None or isinstance(x, Sharded) else kinds.node_of(x)
         if kinds is None or node is None:
-            return frozenset()
+            return UNIFORM
         kinds.node_varies(node)  # follow the trace up to here
         kind = kinds.of(node)
-        return kind if isinstance(kind, frozenset) else frozenset()
+        return kind if isinstance(kind, frozenset) else UNIFORM
 
 
-def _map_local(function: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """A function of a tensor, or of the slice of a `Sharded`, whose shape it keeps."""
-    return x.with_local(function(x.local)) if isinstance(x, Sharded) else function(x)
-
-
-def roll(program: Program, given_up: set[Turn]) -> Program:
-    """Replace the nodes of each turn by one `ops.loop`. Changes the program's graph.
-
-    Raises:
-        FzeroError: where a value of a turn is used outside of the loop without being a result of it.
-    """
-    numbers = {turn.number for turn in given_up}
-    for node in reversed(list(program.graph.nodes)) if given_up else ():
-        if given_up.intersection(get_mark(node).turns) or _turn_number(node) in numbers:
-            program.graph.erase_node(node)
-    turns = dict.fromkeys(mark.turns[0] for mark in map(get_mark, program.graph.nodes) if mark.turns)
-    kinds = infer(program) if turns else {}
-    for turn in turns:
-        _roll_turn(program, turn, kinds)
-    return program
-
-
-def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
-    members = [node for node in program.graph.nodes if get_mark(node).turns[:1] == (turn,) and node.op != "get_attr"]
-    marks = [node for node in program.graph.nodes if _turn_number(node) == turn.number]
-    carries, rows = ([node for node in marks if is_call(node, target)] for target in (loops.carry, loops.row))
-    ends = [node for node in marks if is_call(node, loops.last, loops.stack)]
-    _check_users([*members, *carries, *rows], {*members, *ends})
-    kept = {end: carry for end, carry in zip(ends, carries) if end.args[0] is carry}  # the same in all turns
-    carries, ends = ([node for node in nodes if node not in (*kept, *kept.values())] for nodes in (carries, ends))
-    for end, carry in kept.items():
-        program.substitute_all({end: carry.args[0], carry: carry.args[0]})
-    used = [*(source for node in members for source in node.all_input_nodes), *(end.args[0] for end in ends)]
-    own = {*members, *carries, *rows}
-    constants = [node for node in dict.fromkeys(used) if node not in own]
-    if ends:
-        body = _make_body(program, [carries, rows, constants], members, ends, kinds)
-        with program.graph.inserting_before(ends[0]):
-            given = [node.args[0] for node in carries], [node.args[0] for node in rows], constants
-            call = program.emit(ops.loop, body, turn.length, *given, turn.sync)
-            items = [program.emit(operator.getitem, call, i) for i in range(len(ends))]
-        call.stack_trace = ends[0].stack_trace
-        kinds |= {item: kinds[end] for end, item in zip(ends, items)}
-        program.substitute_all(dict(zip(ends, items)))
-    for node in reversed([*carries, *rows, *members]):
-        program.graph.erase_node(node)
-
-
-def _turn_number(node: Node) -> int | None:
+def turn_number(node: Any) -> int | None:
     """The number of the turn that a node is a mark of; None for any other node."""
-    is_mark = is_call(node, loops.carry, loops.row, loops.last, loops.stack)
+    is_mark = is_call(node, loops.carry, loops.row, loops.pick, loops.last, loops.stack, loops.collect)
     return node.args[1] if is_mark else None
 
 
-def _check_users(nodes: list[Node], known: set[Node]) -> None:
-    """Refuse a value of a turn that the step uses behind the loop: there is one for each turn."""
-    for node in nodes:
-        for user in node.users:
-            if user not in known:
-                problem = (
-                    f"a value that the body of a scan computes{line_of(node)} is used outside of it{line_of(user)}"
-                )
-                raise FzeroError("scan", problem, "return it from the body: as y it is stacked over the turns")
+class _Ports:
+    """What goes into a turn and comes out of it: a carry whose leaves differ between ranks along `axes`, so many leaves
+    of `xs`, and leaves of layers that lie in these `buckets`. Lists of tensors have them in this order."""
+
+    def __init__(
+        self, recorder: TurnRecorder, turn: Turn, axes: list[frozenset[str]], xs: int, buckets: list[list[str]]
+    ) -> None:
+        self.recorder, self.turn, self.axes, self.buckets = recorder, turn, axes, buckets
+        self.carry, self.xs = range(len(axes)), range(len(axes), len(axes) + xs)
+        self.backward: Turn | None = None
+
+    def enter(self, carry: Leaves, xs: Leaves, layers: list[Leaves]) -> tuple[Leaves, Leaves, Leaves]:
+        """The carry, the slices of xs and the leaves of a layer, in any turn."""
+        firsts = [*carry, *xs, *(items[0] for items in layers)]
+        made = _apply(_Enter, self, [*carry, *xs, *itertools.chain(*layers)])
+        given = list(map(_put_local, firsts, made))
+        return given[: self.xs.start], given[self.xs.start : self.xs.stop], given[self.xs.stop :]
+
+    def leave(self, news: Leaves, ys: Leaves) -> tuple[Leaves, Leaves]:
+        """The carry behind the last turn, and the stacked y."""
+        made = _apply(_Leave, self, [*news, *ys])
+        return list(map(_put_local, news, made)), made[len(news) :]
+
+    def cut_layers(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
+        """The list of each leaf of the layers, among the tensors that go in."""
+        return [flat[i : i + self.turn.length] for i in range(self.xs.stop, len(flat), self.turn.length)]
 
 
-def _make_body(
-    program: Program, given: list[list[Node]], inner: list[Node], ends: list[Node], kinds: dict[Node, Kind]
-) -> Program:
-    """The program of a turn. A result has memory of its own: neither that of an argument nor of another result."""
-    paths = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
-    graph, values, arguments = fx.Graph(), dict[Node, Node](), list[Argument]()
-    for name, nodes in zip(("carry", "xs", "constant"), given):
-        for i, node in enumerate(nodes):
-            path = paths.get(node, f"{name}.{i}")
-            values[node] = graph.placeholder(f"{name}_{i}")
-            values[node].meta["val"] = node.meta["val"]
-            bucket, leaf = _find_leaf(kinds[node])
-            arguments.append(Argument(path, bucket, leaf, kind=kinds[node]))
-    for node in inner:
-        values[node] = graph.node_copy(node, values.__getitem__)
-        mark = get_mark(node)
-        set_mark(values[node].meta, mark._replace(turns=mark.turns[1:]))
-    results, returned, taken = list[Result](), list[Node](), set(map(storage, values.values())) - _own(inner)
-    body = replace(
-        program, name="turn", graph=graph, arguments=tuple(arguments), results=(), constants={}, pass_state=(), read=()
+class _Enter(torch.autograd.Function):
+    """`(ports, *tensors)`, from the tensors in front of a loop to those in any turn. The transpose ends the backward
+    pass of the turn: autograd runs it behind all others of the turn, because it was made first."""
+
+    @staticmethod
+    def forward(ports: _Ports, *flat: Tensor) -> tuple[Tensor, ...]:
+        number = ports.turn.number
+        return (
+            *(loops.carry(flat[i], number, sorted(ports.axes[i])) for i in ports.carry),
+            *(loops.row(flat[i], number) for i in ports.xs),
+            *(loops.pick(list(items), number) for items in ports.cut_layers(flat)),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.ports = inputs[0]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in output]
+        ctx.set_materialize_grads(False)  # zeros that autograd makes for a slice are no slice to a program
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        ports: _Ports = ctx.ports
+        this, length = ports.backward, ports.turn.length
+        if this is None:
+            return None, *(None for _ in ctx.needs_input_grad[1:])
+        carry = [_fill(cotangents[i], *ctx.like[i]) for i in ports.carry]
+        rest = [None if x is None else x.contiguous() for x in cotangents[len(carry) :]]
+        end_turn()
+        wanted, results = ctx.needs_input_grad[1:], [x if x is None else loops.last(x, this.number) for x in carry]
+        for x in rest[: len(ports.xs)]:
+            is_wanted = x is not None and wanted[len(results)]
+            results.append(loops.stack(x, this.number, length) if is_wanted else None)
+        for x, buckets in zip(rest[len(ports.xs) :], ports.buckets):
+            is_wanted = x is not None and any(wanted[len(results) :][:length])
+            results += loops.collect(x, this.number, length, buckets) if is_wanted else [None] * length
+        return None, *results
+
+
+class _Leave(torch.autograd.Function):
+    """`(ports, *tensors)`, from the carry and y of any turn to those behind the loop. The transpose begins the backward
+    pass of the turn: autograd runs it in front of all others of the turn, because it was made last."""
+
+    @staticmethod
+    def forward(ports: _Ports, *flat: Tensor) -> tuple[Tensor, ...]:
+        number, count = ports.turn.number, len(ports.carry)
+        stacked = (loops.stack(y, number, ports.turn.length) for y in flat[count:])
+        return *(loops.last(x, number) for x in flat[:count]), *stacked
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.ports = inputs[0]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in output]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        ports: _Ports = ctx.ports
+        this = ports.backward = ports.recorder.open_backward(ports.turn)
+        axes = ports.recorder.list_axes()  # a cotangent differs between ranks until its mean has been taken
+        carry = [_fill(cotangents[i], *ctx.like[i]) for i in ports.carry]
+        entered = [x if x is None else loops.carry(x, this.number, axes) for x in carry]
+        rows = [x if x is None else loops.row(x.contiguous(), this.number) for x in cotangents[len(carry) :]]
+        begin_turn(this)
+        return None, *entered, *rows
+
+
+def _fill(cotangent: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The cotangent of a leaf of a carry: zeros where autograd has none. None for a leaf without a derivative."""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return None
+    return torch.zeros(shape, dtype=dtype, device=device) if cotangent is None else cotangent.contiguous()
+
+
+def _apply(function: Any, ports: _Ports, values: Leaves) -> list[Tensor]:
+    """The results of a function of the values' tensors. torch has no function of none."""
+    return list(function.apply(ports, *map(_local, values))) if values else []
+
+
+def _local(x: Any) -> Tensor:
+    return x.local if isinstance(x, Sharded) else x
+
+
+def _put_local(x: Any, local: Tensor) -> Any:
+    """`x` with another tensor, or another slice of the same shape."""
+    return x.with_local(local) if isinstance(x, Sharded) else local
+
+
+def _make_contiguous(x: Any) -> Any:
+    return _put_local(x, _local(x).contiguous())
+
+
+def _are_alike(items: Leaves) -> bool:
+    """Whether the items of a list may take each other's place in a program: plain tensors, or slices of the same leaf
+    of layouts that are equal but for names."""
+    first = items[0]
+    if not isinstance(first, Sharded):
+        return not any(isinstance(x, Sharded) for x in items)
+    return all(
+        isinstance(x, Sharded) and x.index == first.index and x.form.layout.is_like(first.form.layout) for x in items
     )
-    for i, end in enumerate(ends):
-        node = values[end.args[0]]
-        if storage(node) in taken:
-            node = body.emit(torch.ops.aten.clone.default, node)
-        taken.add(storage(node))
-        returned.append(node)
-        is_carry = is_call(end, loops.last)
-        kind = arguments[i].kind if is_carry else kinds[end]
-        bucket, leaf = _find_leaf(kind)
-        results.append(Result(f"carry.{i}" if is_carry else f"y.{i}", bucket, leaf, kind=kind))
-    graph.output(returned)
-    return roll(replace(body, results=tuple(results)), set())
 
 
-def _own(inner: Sequence[Node]) -> set[Any]:
-    """The memory that the nodes of a turn make."""
-    made = {storage(node) for node in inner}
-    given = {storage(source) for node in inner for source in node.all_input_nodes if source not in set(inner)}
-    return made - given
-
-
-def _find_leaf(kind: Kind) -> tuple[str | None, int]:
-    """The bucket and leaf of a slice; none for other kinds."""
-    return (kind.bucket, kind.leaf) if isinstance(kind, Slice) else (None, 0)
+def _captures(given: Leaves, results: Leaves) -> bool:
+    """Whether results depend on a value that is differentiated and was not among those `given`."""
+    entrance = next((x.grad_fn for x in map(_local, given) if x.grad_fn is not None), None)
+    stack = [x.grad_fn for x in map(_local, results) if x.requires_grad]
+    seen = {entrance}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        if node is None or not node.next_functions or entrance is None:
+            return True
+        seen.add(node)
+        stack += [source for source, _ in node.next_functions if source is not None]
+    return False

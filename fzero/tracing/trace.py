@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
-from fzero.tracing.loops import TurnRecorder, roll
+from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
@@ -135,7 +136,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     out_tree: list[tree.TreeDef] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     read: list[Tensor] = []
-    recorder = TurnRecorder(lambda: tracer.kinds, tracer.note_write)
+    recorder = TurnRecorder(lambda: tracer.kinds, tracer.note_write, tracer.name)
 
     def describe(graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         return Program(
@@ -171,6 +172,25 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
+    with _surround(fn, tracer, recorder, fake_mode):
+        traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
+    captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
+    for node, tensor in captured.items():
+        node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)  # the tensor that its views are views of
+    program = describe(traced.graph, {node.target: tensor for node, tensor in captured.items()})
+    _number_draws(program)
+    check_escapes(
+        program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
+    )
+    recorder.erase_turns(program)
+    return program
+
+
+@contextmanager
+def _surround(
+    fn: Callable[..., Any], tracer: Tracer, recorder: TurnRecorder, fake_mode: FakeTensorMode
+) -> Iterator[None]:
+    """What is in force while `fn` is traced."""
     with (
         bind_axes(tracer),
         record_loops(recorder),
@@ -183,16 +203,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         # On a GPU autograd would run the backward pass in another thread, without context variables and user's lines.
         torch.autograd.set_multithreading_enabled(False),
     ):
-        traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
-    captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
-    for node, tensor in captured.items():
-        node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)  # the tensor that its views are views of
-    program = describe(traced.graph, {node.target: tensor for node, tensor in captured.items()})
-    _number_draws(program)
-    check_escapes(
-        program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
-    )
-    return roll(program, recorder.given_up)
+        yield
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -79,10 +79,19 @@ _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", defa
 
 class Turn:
     """The turn of a loop that a trace records for all of them. The loop takes `length` turns, and has a `number`.
-    `sync` is as in `fzero.accumulate`."""
 
-    def __init__(self, length: int, number: int, sync: str | None) -> None:
-        self.length, self.number, self.sync = length, number, sync
+    * `sync` is as in `fzero.accumulate`.
+    * `forward` is the turn that this one is the backward pass of; None for any other turn.
+    * `layers`: a bucket of the first layer -> the bucket of each row.
+    """
+
+    def __init__(
+        self, length: int, number: int, sync: str | None, forward: Turn | None = None, is_transformed: bool = False
+    ) -> None:
+        self.length, self.number, self.sync, self.forward = length, number, sync, forward
+        self.is_transformed = is_transformed
+        """Whether the turn is differentiated."""
+        self.layers: dict[str, tuple[str, ...]] = {} if forward is None else forward.layers
 
 
 _open_turns: ContextVar[tuple[Turn, ...]] = ContextVar("fzero_turns", default=())
@@ -91,11 +100,29 @@ _open_turns: ContextVar[tuple[Turn, ...]] = ContextVar("fzero_turns", default=()
 @contextmanager
 def open_turn(turn: Turn) -> Iterator[None]:
     """Nodes that are traced in this context belong to a turn."""
-    token = _open_turns.set((*_open_turns.get(), turn))
+    with keep_turns():
+        begin_turn(turn)
+        yield
+
+
+@contextmanager
+def keep_turns() -> Iterator[None]:
+    """Behind this context the same turns are open as in front of it."""
+    token = _open_turns.set(_open_turns.get())
     try:
         yield
     finally:
         _open_turns.reset(token)
+
+
+def begin_turn(turn: Turn) -> None:
+    """Nodes that are traced from here on belong to a turn."""
+    _open_turns.set((*_open_turns.get(), turn))
+
+
+def end_turn() -> None:
+    """Close the turn that was opened last."""
+    _open_turns.set(_open_turns.get()[:-1])
 
 
 class Mark(NamedTuple):

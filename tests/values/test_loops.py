@@ -271,7 +271,7 @@ def refused(body: Any, carry: Any, message: str, *xs: Any, length: int | None = 
         refused(lambda c, x: (c, None), torch.ones(1), "xs 1: has 3 rows, xs 0 has 2", (torch.ones(2), torch.ones(3))),
         refused(lambda c, x: (c, None), torch.ones(1), "xs: has 2 rows, length has 3", torch.ones(2), length=3),
         refused(lambda c, x: (c, None), torch.ones(1), "xs: is 0-d", torch.ones(())),
-        refused(lambda c, x: (c, None), torch.ones(1), "has no xs and no length"),
+        refused(lambda c, x: (c, None), torch.ones(1), "has no xs, no length and no layers"),
         refused(lambda c, x: (c, None), torch.ones(1), "length: is -1", length=-1),
     ],
 )  # fmt: skip

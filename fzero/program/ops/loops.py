@@ -1,35 +1,41 @@
 """Loops: a node with a program as its body, which runs once for each turn.
 
-    loop(body, length, carry, xs, constants, sync) -> [carry behind the last turn, each y stacked]
+    loop(*Loop) -> [carry behind the last turn, each y stacked, each list]
 
-The arguments of the body are the leaves of the carry, a slice of each of `xs`, and the constants, in this order. Its
-results are the new carry and the `y` of the turn. `Argument.kind` and `Result.kind` say how these values relate across
-ranks, in every turn. The body has the program's layouts. Where its carry is donated, a turn writes over the carry.
+The arguments of the body are the leaves of the carry, a slice of each of `xs`, one item of each of `lists`, and the
+constants, in this order. Its results are the new carry, the `y` of the turn, and what the turn adds to each list that
+the loop returns. `Argument.kind` and `Result.kind` say how these values relate across ranks, in every turn. The body
+has the program's layouts. Where its carry is donated, a turn writes over the carry.
 
-While a step is traced, a loop is the nodes of one turn, with marks of their own around them, which `tracing.loops`
+A loop over equal layers has their slices as lists. Its body names the buckets of the first layer, and `Loop.layers`
+says which buckets these are in each turn.
+
+While a step is traced, a loop is the nodes of one turn, with marks of their own around them, which the pass `roll`
 takes away:
 
     carry    the value of a carry in any turn
     row      the slice of xs in any turn
+    pick     the item of a list in any turn
     last     the value of a carry behind the last turn
     stack    the stacked values of y
+    collect  the list of a value of each turn
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.program.comm import Comm, list_comm
-from fzero.program.kinds import Kind, kind_of_state
+from fzero.program.comm import Comm, comm_of
+from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import measure_beside
 from fzero.program.operation import Node, Operation, Work
-from fzero.program.records import body_of, find_bodies, register, register_for_tracing
-from fzero.program.refusals import PASS_BUG
+from fzero.program.records import body_of, find_bodies, register, register_for_tracing, starts
+from fzero.program.refusals import PASS_BUG, describe_kind
 from fzero.program.work import work
 
 if TYPE_CHECKING:
@@ -38,19 +44,71 @@ if TYPE_CHECKING:
     from fzero.program.program import Program
 
 
-def loop(
-    body: Program,
-    length: int,
-    carry: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    constants: Sequence[Tensor],
-    sync: str | None,
-) -> list[Tensor]:
+class Loop(NamedTuple):
+    """The arguments of a loop's node: `Loop(*node.args)`.
+
+    * `lists`: each is a list of nodes, or a node whose value is a list, with one item for each turn.
+    * `sync`: as in `fzero.accumulate`.
+    * `is_reversed`: the loop takes the rows of `xs` and the items of lists from the last to the first, and returns rows
+      and lists in the order of those.
+    * `kept`: so many of the last results of the body are items of lists that the loop returns.
+    * `layers`: a bucket that the body names -> the bucket of each row.
+    * `is_early`: the all-gathers of a turn that read nothing but lists start one turn early, those of the first turn in
+      front of the loop.
+    """
+
+    body: Program
+    length: int
+    carry: Sequence[Any]
+    xs: Sequence[Any]
+    lists: Sequence[Any]
+    constants: Sequence[Any]
+    sync: str | None = None
+    is_reversed: bool = False
+    kept: int = 0
+    layers: Mapping[str, Sequence[str]] = {}
+    is_early: bool = False
+
+    def rows(self) -> Sequence[int]:
+        """The row that each turn takes, in order."""
+        return range(self.length)[:: -1 if self.is_reversed else 1]
+
+    def frees(self, rows: Any) -> bool:
+        """Whether the items of a list die in their turns: another loop made the list, and nothing else uses it."""
+        return isinstance(rows, fx.Node) and len(rows.users) == 1
+
+    def find_early(self) -> list[Node]:
+        """The all-gathers of the body that read nothing but lists."""
+        first = len(self.carry) + len(self.xs)
+        items = set(self.body.placeholders[first : first + len(self.lists)])
+        gathers = (node for node in self.body.graph.nodes if starts(node) == "gathered")
+        return [node for node in gathers if items.issuperset(node.all_input_nodes)]
+
+    def rename(self, kind: Kind, row: int) -> Kind:
+        """A kind of the body, of the layer at a row."""
+        is_layer = isinstance(kind, Slice) and kind.bucket in self.layers
+        return Slice(self.layers[kind.bucket][row], kind.leaf) if is_layer else kind
+
+
+def loop(*args: Any) -> list[Any]:
     """The fake results. A result that a turn writes over a carry is that carry."""
+    given = Loop(*args)
+    body, carry = given.body, given.carry
     news = [node.meta["val"] for node in body.output.args[0]]
-    given = zip(carry, body.arguments, news)
-    last = [old if argument.donated else torch.empty_like(new) for old, argument, new in given]
-    return last + [new.new_empty((length, *new.shape)) for new in news[len(carry) :]]
+    last = [
+        old if argument.donated else torch.empty_like(new) for old, argument, new in zip(carry, body.arguments, news)
+    ]
+    stacked, listed = news[len(carry) : len(news) - given.kept], news[len(news) - given.kept :]
+    return [
+        *last,
+        *(new.new_empty((given.length, *new.shape)) for new in stacked),
+        *([_empty_as(new) for _ in range(given.length)] for new in listed),
+    ]
+
+
+def _empty_as(x: Tensor) -> Tensor:
+    """An empty tensor of the same sizes and strides."""
+    return x.new_empty_strided(x.shape, x.stride())
 
 
 def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:
@@ -69,35 +127,56 @@ def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Progr
     return program
 
 
-def operands(node: Node) -> list[Node]:
-    """The values that a loop's body gets as arguments, in order: of `xs` it gets slices."""
-    return [given for part in node.args[2:5] for given in part]
+def _list_early(node: Node) -> list[Node]:
+    given = Loop(*node.args)
+    return given.find_early() if given.is_early else []
 
 
 def _list_writes(node: Node) -> list[Node]:
     """The operands that are written over: the carries that the body updates in place."""
-    body, _, carry = node.args[:3]
-    return [given for given, argument in zip(carry, body.arguments) if argument.donated]
+    given = Loop(*node.args)
+    return [old for old, argument in zip(given.carry, given.body.arguments) if argument.donated]
 
 
 def _kind(walk: Walk, node: Node) -> Kind:
-    body = node.args[0]
-    for argument, given in zip(body.arguments, operands(node), strict=True):
-        expected, kind = kind_of_state(body, argument), walk.of(given)
-        if not (isinstance(expected, frozenset) and isinstance(kind, frozenset) and kind <= expected):
-            walk.expect(node, given, expected)
-    return [kind_of_state(body, result) for result in body.results]
+    given = Loop(*node.args)
+    expected = iter([kind_of_state(given.body, argument) for argument in given.body.arguments])
+    for x in (*given.carry, *given.xs):
+        _check_operand(walk, node, walk.of(x), next(expected))
+    for rows in given.lists:
+        kind = next(expected)
+        for row, found in enumerate(_find_kinds(walk, rows)):
+            _check_operand(walk, node, found, given.rename(kind, row))
+    for x in given.constants:
+        _check_operand(walk, node, walk.of(x), next(expected))
+    kinds = [kind_of_state(given.body, result) for result in given.body.results]
+    single = len(kinds) - given.kept
+    return kinds[:single] + [[given.rename(kind, row) for row in range(given.length)] for kind in kinds[single:]]
+
+
+def _check_operand(walk: Walk, node: Node, kind: Kind, expected: Kind) -> None:
+    is_within = isinstance(expected, frozenset) and isinstance(kind, frozenset) and kind <= expected
+    if kind != expected and not is_within:
+        takes, wanted = describe_kind(walk.program, kind), describe_kind(walk.program, expected)
+        raise walk.refuse(node, f"takes {takes} for {wanted}")
 
 
 def _moves(program: Program, node: Node) -> Iterator[Comm]:
-    entries = list_comm(node.args[0])
-    for _ in range(node.args[1]):
-        yield from entries
+    given, early = Loop(*node.args), _list_early(node)
+    first = [entry for each in early for entry in comm_of(program, each)]
+    rest = [entry for each in given.body.graph.nodes if each not in early for entry in comm_of(program, each)]
+    rows = given.rows()
+    for turn in range(-1, given.length):
+        for row, entries in ((turn + 1, first), (turn, rest)):
+            for entry in entries if row in range(given.length) else ():
+                of_layers = given.layers.get(entry.bucket or "")
+                yield entry if of_layers is None else entry._replace(bucket=of_layers[rows[row]])
 
 
 def _work(node: Node) -> Work:
-    done = [work(each) for each in node.args[0].graph.nodes]
-    return Work(*(node.args[1] * sum(column) for column in zip(*done)))
+    given = Loop(*node.args)
+    done = [work(each) for each in given.body.graph.nodes]
+    return Work(*(given.length * sum(column) for column in zip(*done)))
 
 
 def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
@@ -105,24 +184,37 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 
     A turn that does not update its carry in place makes a new one. In the last turn that is the result, and the carry
     that the turn was given needs as much memory beside it, unless it is the loop's own operand.
+
+    While lists grow and die turn by turn, fewer bytes of them are alive than the whole lists have.
     """
-    body, length, carry = node.args[:3]
-    made = sum((allocator.bytes_of(x) for x, given in zip(carry, body.arguments) if not given.donated), 0)
-    allocator.scratch[node] = measure_beside(body, allocator.ranks.tolist()) - (made if length == 1 else 0)
-    places = []
-    for i, value in enumerate(node.meta["val"]):
-        is_carry = i < len(carry)
-        if is_carry and body.arguments[i].donated:
+    given = Loop(*node.args)
+    body, carry, single = given.body, given.carry, len(given.body.results) - given.kept
+    places, grown = list[Any](), 0
+    for i, (value, result) in enumerate(zip(node.meta["val"], body.results)):
+        if i < len(carry) and body.arguments[i].donated:
             places.append(allocator.at(carry[i]))
-        elif is_carry and body.results[i].bucket is not None:
+        elif i < len(carry) and result.bucket is not None:
             places.append(allocator.place((node, i), value, allocator.at(carry[i]).counts))
-        else:
+        elif i < single:
             places.append(allocator.new((node, i), value))
+        else:
+            places.append(allocator.new_rows((node, i), value, result.kind))
+            grown = grown + allocator.nbytes[places[-1][0].key]
+    made = sum((allocator.bytes_of(x) for x, argument in zip(carry, body.arguments) if not argument.donated), 0)
+    freed = sum((allocator.nbytes[allocator.at(rows)[0].key] for rows in given.lists if given.frees(rows)), 0)
+    scratch = measure_beside(body, allocator.ranks.tolist()) - (made if given.length == 1 else 0)
+    if given.length > 1:
+        scratch = scratch + sum(each.meta["val"].nbytes for each in _list_early(node))
+    more = torch.as_tensor(grown - freed, device="cpu").clamp(min=0)
+    allocator.scratch[node] = scratch - given.length * grown + (given.length - 1) * more
     return (places,)
 
 
 def _line(program: Program, node: Node) -> str:
-    return f"{node.args[1]} times:"
+    given = Loop(*node.args)
+    layers = f", each one layer {'back' if given.is_reversed else 'on'}" if given.layers else ""
+    early = ", gathers one turn early" if given.is_early else ""
+    return f"{given.length} times{layers}{early}:"
 
 
 register(
@@ -137,6 +229,7 @@ register(
         work=_work,
         line=_line,
         body=lambda node: node.args[0],
+        early=_list_early,
     )
 )
 
@@ -153,6 +246,16 @@ def _join_axes(walk: Walk, node: Node) -> Kind:
     return kind | frozenset(node.args[2]) if isinstance(kind, frozenset) else kind
 
 
+def _find_kinds(walk: Walk, rows: Any) -> list[Kind]:
+    """The kinds of the items of a list, which is a list of nodes or one node."""
+    return walk.of(rows) if isinstance(rows, fx.Node) else [walk.of(x) for x in rows]
+
+
+def _list_kinds(walk: Walk, node: Node) -> Kind:
+    kind, _, length, buckets = walk.of(node.args[0]), *node.args[1:]
+    return [Slice(buckets[i], kind.leaf) if isinstance(kind, Slice) else kind for i in range(length)]
+
+
 _SAME: dict[str, Any] = {"kind": lambda walk, node: walk.of(node.args[0]), "perform": _refuse}
 
 carry = register_for_tracing(
@@ -162,7 +265,20 @@ carry = register_for_tracing(
     perform=_refuse,
 )
 row = register_for_tracing("row(Tensor xs, int turn) -> Tensor", lambda xs, turn: xs.new_empty(xs.shape[1:]), **_SAME)
+pick = register_for_tracing(
+    "pick(Tensor[] rows, int turn) -> Tensor",
+    lambda rows, turn: _empty_as(rows[0]),
+    kind=lambda walk, node: _find_kinds(walk, node.args[0])[0],
+    perform=_refuse,
+)
 last = register_for_tracing("last(Tensor x, int turn) -> Tensor", lambda x, turn: x.new_empty(x.shape), **_SAME)
 stack = register_for_tracing(
     "stack(Tensor y, int turn, int length) -> Tensor", lambda y, turn, length: y.new_empty((length, *y.shape)), **_SAME
 )
+collect = register_for_tracing(
+    "collect(Tensor x, int turn, int length, str[] buckets) -> Tensor[]",
+    lambda x, turn, length, buckets: [_empty_as(x) for _ in range(length)],
+    kind=_list_kinds,
+    perform=_refuse,
+)
+"""`buckets` are those of a slice in each turn."""
