@@ -50,7 +50,8 @@ def run_turns(
     frees = [loop.frees(rows) for rows in loop.lists]
     carries = [list(carry) for carry, *_ in given]
     count, single = len(carries[0]), len(loop.body.results) - loop.kept
-    stacks, lists = list[list[Tensor]](), [[[None] * loop.length for _ in range(loop.kept)] for _ in given]
+    stacks = list[list[Any]]()
+    lists: list[list[Any]] = [[[None] * loop.length for _ in range(loop.kept)] for _ in given]
     placeholders = loop.body.placeholders[count + len(loop.xs) :]
 
     def begin(row: int) -> None:

@@ -59,6 +59,8 @@ def fuse(program: Program) -> Program:
     rounding of a few operations, which depends on where slices are cut: a kernel rounds the last elements of a slice
     differently where they fill no vector register.
     """
+    if not program.graph.find_nodes(op="call_function", target=_ADD):
+        return program
     program = program.copy()
     changed = find_changes(program.graph)
     for total in program.graph.find_nodes(op="call_function", target=_ADD):

@@ -39,7 +39,8 @@ def resolve(program: Program) -> Program:
         FzeroError: where a per-rank value meets a slice or is returned as state, where the step writes into its
             arguments, or looks at a fixed place of a batch's memory, with the leaf and the user's line.
     """
-    program = ops.map_bodies(program.copy(), resolve)
+    given, program = program, ops.map_bodies(program, resolve)
+    program = program.copy() if program is given else program
     check_writes(program)
     kinds = infer(program)
     check_results(program, kinds)

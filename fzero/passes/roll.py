@@ -39,10 +39,11 @@ def roll(program: Program) -> Program:
     """
     if not _find_turns(program.graph):
         return program
-    program = rematerialize(program.copy()) if _find_backward(program.graph) else program.copy()
-    for turn in _find_backward(program.graph):
-        _keep_residuals(program, turn)
+    given, program = program, rematerialize(program) if _find_backward(program.graph) else program
+    program = program.copy() if program is given else program
     kinds = infer(program)
+    for turn in _find_backward(program.graph):
+        _keep_residuals(program, turn, kinds)
     for turn in _find_turns(program.graph):
         _roll_turn(program, turn, kinds)
     return program
@@ -70,8 +71,9 @@ def _find_marks(graph: fx.Graph, turn: Turn, targets: Sequence[Any]) -> list[Nod
 # what the backward pass of a turn uses of the turn
 
 
-def _keep_residuals(program: Program, turn: Turn) -> None:
-    """Let the backward pass of a turn use lists of what it uses of the turn, and copies of what costs nothing."""
+def _keep_residuals(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+    """Let the backward pass of a turn use lists of what it uses of the turn, and copies of what costs nothing. Notes
+    the kinds of new nodes."""
     forward: Any = turn.forward
     entered, changed = _find_marks(program.graph, forward, _INS), find_changes(program.graph)
     own = {*_find_members(program.graph, forward), *entered}
@@ -81,7 +83,6 @@ def _keep_residuals(program: Program, turn: Turn) -> None:
         return
     made: dict[Node, Node] = {}
     end = min(_find_marks(program.graph, forward, _OUTS), default=None) or users[0]
-    kinds = infer(program)
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
         with program.graph.inserting_before(members[0]):
@@ -101,14 +102,16 @@ def _keep_residuals(program: Program, turn: Turn) -> None:
                 made[node] = emit(node.target, node.args[0], turn.number)
             else:
                 made[node] = emit(loops.pick, keep(node), turn.number)
+            kinds[made[node]] = kinds[node]
         return made[node]
 
     def keep(node: Node) -> Node:
         """The list of a node's value in each turn."""
-        kind = kinds[node]
-        buckets = _list_buckets(forward, kind)
+        buckets = _list_buckets(forward, kinds[node])
         with program.graph.inserting_before(end):
-            return program.emit(loops.collect, node, forward.number, forward.length, buckets)
+            made = program.emit(loops.collect, node, forward.number, forward.length, buckets)
+        kinds[made] = [replace(kinds[node], bucket=bucket) for bucket in buckets] or [kinds[node]] * forward.length
+        return made
 
     for user in users:
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), make)
@@ -162,10 +165,13 @@ def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
     constants = [node for node in dict.fromkeys(used) if node not in own]
     if ends:
         body = _make_body(program, [carries, rows, picks, constants], members, [lasts, stacks, lists], kinds)
-        given = ([node.args[0] for node in nodes] for nodes in (carries, rows, picks))
-        how = turn.sync, turn.forward is not None, len(lists), turn.layers
+        carry, xs, items_of_turns = ([node.args[0] for node in nodes] for nodes in (carries, rows, picks))
+        loop = loops.Loop(
+            body, turn.length, carry, xs, items_of_turns, constants, turn.sync,
+            is_reversed=turn.forward is not None, kept=len(lists), layers=turn.layers,
+        )  # fmt: skip
         with program.graph.inserting_before(min(ends)):
-            call = program.emit(ops.loop, *loops.Loop(body, turn.length, *given, constants, *how))
+            call = program.emit(ops.loop, *loop)
             items = [program.emit(operator.getitem, call, i) for i in range(len(ends))]
         call.stack_trace = ends[0].stack_trace
         kinds |= {item: kinds[end] for end, item in zip(ends, items)}

@@ -31,6 +31,8 @@ def defer(program: Program) -> Program:
 
     Same results, bit for bit, because `p + -0.0` is `p`. `skip` takes back what `fuse` did not need.
     """
+    if not program.graph.find_nodes(op="call_function", target=_FILL):
+        return program
     program = program.copy()
     changed = find_changes(program.graph)
     for fill in program.graph.find_nodes(op="call_function", target=_FILL):
@@ -86,6 +88,8 @@ def skip(program: Program) -> Program:
     Same results, bit for bit. Parameters that are chosen behind another update, which has no fused form, are chosen
     before the addition again, where a step is one list operation less and needs no second copy.
     """
+    if not program.graph.find_nodes(op="call_function", target=_CHOOSE):
+        return program
     program = program.copy()
     changed = find_changes(program.graph)
     for call in list(program.graph.nodes):

@@ -307,6 +307,7 @@ def infer_item(walk: Walk, node: Node) -> Kind:
     results have one list of kinds for all of them, or one for each."""
     source, index = node.args
     kind = walk.of(source)
-    if isinstance(kind, list) and any(isinstance(each, list) for each in kind):
-        return kind[index]
-    return kind[index] if isinstance(kind, list) and not isinstance(node.meta["val"], (list, tuple)) else kind
+    if not isinstance(kind, list):
+        return kind
+    is_each = not isinstance(node.meta["val"], (list, tuple)) or (index < len(kind) and isinstance(kind[index], list))
+    return kind[index] if is_each else kind

@@ -34,7 +34,7 @@ from fzero.program.comm import Comm, comm_of
 from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import measure_beside
 from fzero.program.operation import Node, Operation, Work
-from fzero.program.records import body_of, find_bodies, register, register_for_tracing, starts
+from fzero.program.records import body_of, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind
 from fzero.program.work import work
 
@@ -112,18 +112,20 @@ def _empty_as(x: Tensor) -> Tensor:
 
 
 def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:
-    """The program with the body of each loop rewritten. The program itself where it has no loop."""
-    if not any(find_bodies(program.graph)):
-        return program
-    program = program.copy()
+    """The program with the body of each loop rewritten. The program itself where that changes nothing."""
+    news: dict[str, Program] = {}
     for node in program.graph.nodes:
         body = body_of(node)
-        if body is None:
+        new = None if body is None else rewrite(body)
+        if body is None or new is None or new is body:
             continue
-        new = rewrite(body)
         if new.pass_state or len(new.arguments) != len(body.arguments):
             raise FzeroError(f"loop {node.name}", "a pass adds state to its body", "add state to whole programs only")
-        node.args = (new, *node.args[1:])
+        news[node.name] = new
+    program = program.copy() if news else program
+    for node in program.graph.nodes if news else ():
+        if node.name in news:
+            node.args = tuple(Loop(*node.args)._replace(body=news[node.name]))
     return program
 
 
@@ -189,7 +191,7 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     """
     given = Loop(*node.args)
     body, carry, single = given.body, given.carry, len(given.body.results) - given.kept
-    places, grown = list[Any](), 0
+    places, grown = list[Any](), torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
     for i, (value, result) in enumerate(zip(node.meta["val"], body.results)):
         if i < len(carry) and body.arguments[i].donated:
             places.append(allocator.at(carry[i]))
@@ -205,7 +207,7 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     scratch = measure_beside(body, allocator.ranks.tolist()) - (made if given.length == 1 else 0)
     if given.length > 1:
         scratch = scratch + sum(each.meta["val"].nbytes for each in _list_early(node))
-    more = torch.as_tensor(grown - freed, device="cpu").clamp(min=0)
+    more = (grown - freed).clamp(min=0)
     allocator.scratch[node] = scratch - given.length * grown + (given.length - 1) * more
     return (places,)
 
@@ -252,7 +254,8 @@ def _find_kinds(walk: Walk, rows: Any) -> list[Kind]:
 
 
 def _list_kinds(walk: Walk, node: Node) -> Kind:
-    kind, _, length, buckets = walk.of(node.args[0]), *node.args[1:]
+    x, _, length, buckets = node.args
+    kind = walk.of(x)
     return [Slice(buckets[i], kind.leaf) if isinstance(kind, Slice) else kind for i in range(length)]
 
 
