@@ -105,9 +105,12 @@ def _step(
         if body is None:
             results = ranks.call(node, calls)
         else:
-            inside = None if watch is None else functools.partial(_watch_inside, watch, alive)
+            made = list[list[Any]]([] for _ in calls)
+            around = [{**values, node: results} for values, results in zip(alive, made)]
+            inside = None if watch is None else functools.partial(_watch_inside, watch, around)
             turn = functools.partial(_run_turn, body, inside)
-            results = run_turns(node, turn, ranks.seed["seed"], [operands(args) for args, _ in calls])
+            given = [operands(args) for args, _ in calls]
+            results = run_turns(node, turn, ranks.seed["seed"], given, made=made)
         if any(written):
             ranks.note_versions()
     else:

@@ -39,9 +39,11 @@ def run_turns(
     seed: int | None,
     given: Sequence[Sequence[Any]],
     early: Sequence[Early] = (),
-) -> list[list[Any]]:
+    made: Sequence[list[Any]] | None = None,
+) -> Sequence[list[Any]]:
     """The results of a loop on some ranks. `run(seed, arguments of each rank)` runs its body once on all of them.
-    `early` are the all-gathers that start one turn early; without them all start in their turns.
+    `early` are the all-gathers that start one turn early; without them all start in their turns. `made` has for each
+    rank a list, to which the results are added as soon as there is memory for them.
 
     `given` has for each rank the lists of operands: carry, xs, lists, constants. Each row has a seed of its own, which
     a loop in the backward pass draws from again.
@@ -50,8 +52,7 @@ def run_turns(
     frees = [loop.frees(rows) for rows in loop.lists]
     carries = [list(carry) for carry, *_ in given]
     count, single = len(carries[0]), len(loop.body.results) - loop.kept
-    stacks = list[list[Any]]()
-    lists: list[list[Any]] = [[[None] * loop.length for _ in range(loop.kept)] for _ in given]
+    made = [[] for _ in given] if made is None else made
     placeholders = loop.body.placeholders[count + len(loop.xs) :]
 
     def begin(row: int) -> None:
@@ -72,13 +73,16 @@ def run_turns(
         results = run(None if seed is None else fold(seed, row), arguments)
         del arguments
         carries = [row_of_rank[:count] for row_of_rank in results]
-        if not stacks:
-            stacks = [[y.new_empty((loop.length, *y.shape)) for y in each[count:single]] for each in results]
-        for stacked, kept, values in zip(stacks, lists, results):
-            for place, value in zip((*stacked, *kept), values[count:]):
+        for places, values in zip(made, results):
+            if turn == 0:
+                places += [y.new_empty((loop.length, *y.shape)) for y in values[count:single]]
+                places += [[None] * loop.length for _ in values[single:]]
+            for place, value in zip(places, values[count:]):
                 place[row] = value
         del results
-    return [carry + stacked + kept for carry, stacked, kept in zip(carries, stacks, lists)]
+    for places, carry in zip(made, carries):
+        places[:0] = carry
+    return made
 
 
 def _take(items: Any, frees: bool, row: int) -> Tensor:

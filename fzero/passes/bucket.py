@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.layout.layout import wire
-from fzero.passes.order import count_depths, find_changes, find_dependences, restore_order, sink_gathers
+from fzero.passes.order import count_depths, find_changes, find_dependences, is_cast, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -111,21 +111,13 @@ def _cast_blocks(program: Program) -> None:
     for start in program.graph.find_nodes(op="call_function", target=ops.reduce_scatter):
         (block,) = start.users
         casts = [user for part in block.users for user in part.users]
-        if not all(map(_only_casts, casts)) or changed & set(map(storage, (block, *casts))):
+        if not all(map(is_cast, casts)) or changed & set(map(storage, (block, *casts))):
             continue
         dtypes = {node.meta["val"].dtype for node in casts}
         if len(dtypes) == 1:
             program.substitute_all({cast: cast.args[0] for cast in casts})
             with program.graph.inserting_before(block):
                 program.substitute(block, program.emit(ops.wait, start, dtype=dtypes.pop()))
-
-
-def _only_casts(node: Node) -> bool:
-    """Whether a node casts a slice to another dtype, and does nothing else."""
-    if not is_call(node, torch.ops.aten._to_copy.default):
-        return False
-    new, old = node.meta["val"], node.args[0].meta["val"]
-    return new.dtype != old.dtype and (new.device, new.stride()) == (old.device, old.stride())
 
 
 def _skip_casts(slices: list[Node]) -> tuple[list[Node], dict[str, Any]]:

@@ -11,12 +11,13 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import find_root
 from fzero.program.operation import Node
-from fzero.program.records import find_writes, record, starts, storage
+from fzero.program.records import find_writes, is_call, record, starts, storage
 from fzero.program.refusals import PASS_BUG
 
 # memory
@@ -60,6 +61,14 @@ def find_dependences(graph: fx.Graph, touched: Callable[[Node], list[Node]] = fi
             if before:
                 dependences.setdefault(node, []).extend(before)
     return dependences
+
+
+def is_cast(node: Node) -> bool:
+    """Whether a node casts a value to another dtype, and does nothing else."""
+    if not is_call(node, torch.ops.aten._to_copy.default):
+        return False
+    new, old = node.meta["val"], node.args[0].meta["val"]
+    return bool(new.dtype != old.dtype and (new.device, new.stride()) == (old.device, old.stride()))
 
 
 def erase_dead(graph: fx.Graph) -> None:

@@ -30,12 +30,17 @@ def rematerialize(program: Program) -> Program:
     if not _find_outermost(program.graph):
         return program
     program = program.copy()
+    recompute(program)
+    erase_dead(program.graph)
+    return program
+
+
+def recompute(program: Program) -> None:
+    """Do what `rematerialize` does in the program's own graph, and leave what is dead then."""
     while regions := _find_outermost(program.graph):
         writers = _find_writers(program.graph)
         for region, members in regions.items():
             _recompute(program, region, members, writers)
-    erase_dead(program.graph)
-    return program
 
 
 def _find_outermost(graph: fx.Graph) -> dict[Region, list[Node]]:

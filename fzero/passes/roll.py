@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_changes
-from fzero.passes.rematerialize import rematerialize
+from fzero.passes.order import find_changes, is_cast
+from fzero.passes.rematerialize import recompute
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
@@ -21,7 +21,7 @@ from fzero.program.ops import loops
 from fzero.program.program import Argument, Program, Result
 from fzero.program.records import is_call, record, storage
 from fzero.program.refusals import line_of
-from fzero.values.regions import Turn, get_mark, set_mark
+from fzero.values.regions import Mark, Turn, get_mark, set_mark
 
 _INS = (loops.carry, loops.row, loops.pick)
 _OUTS = (loops.last, loops.stack, loops.collect)
@@ -39,9 +39,12 @@ def roll(program: Program) -> Program:
     """
     if not _find_turns(program.graph):
         return program
-    given, program = program, rematerialize(program) if _find_backward(program.graph) else program
-    program = program.copy() if program is given else program
+    program = program.copy()
+    if _find_backward(program.graph):
+        recompute(program)
     kinds = infer(program)
+    for turn in _find_turns(program.graph):
+        _sink_casts(program, turn, kinds)
     for turn in _find_backward(program.graph):
         _keep_residuals(program, turn, kinds)
     for turn in _find_turns(program.graph):
@@ -66,6 +69,47 @@ def _find_members(graph: fx.Graph, turn: Turn) -> list[Node]:
 def _find_marks(graph: fx.Graph, turn: Turn, targets: Sequence[Any]) -> list[Node]:
     marks = (node for node in graph.nodes if is_call(node, *targets))
     return [node for node in marks if node.args[1] == turn.number]
+
+
+# casts of the leaves of layers and of their gradients
+
+
+def _sink_casts(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+    """Cast leaves of a layer, and its gradients, in the turn, where the step casts those of all layers alike. Then a
+    gather casts what it sends, a mean can be taken in the wider dtype, and there is one cast for all layers."""
+
+    def cast(x: Node, before: Node, like: Node) -> Node:
+        with program.graph.inserting_before(before):
+            made = program.emit(like.target, x, **like.kwargs)
+        set_mark(made.meta, Mark(turns=(turn,), in_backward=turn.forward is not None))
+        kinds[made] = kinds[like]
+        return made
+
+    for pick in _find_marks(program.graph, turn, [loops.pick]):
+        casts = pick.args[0]
+        if _are_casts(casts):
+            with program.graph.inserting_before(pick):
+                item = program.emit(loops.pick, [each.args[0] for each in casts], turn.number)
+            kinds[item] = kinds[casts[0].args[0]]
+            program.substitute(pick, cast(item, pick, casts[0]))
+    for collect in _find_marks(program.graph, turn, [loops.collect]):
+        casts = [user for item in collect.users for user in item.users]
+        if _are_casts(casts) and len({each.args[0] for each in casts}) == turn.length:
+            wide = cast(collect.args[0], collect, casts[0])
+            with program.graph.inserting_before(collect):
+                made = program.emit(loops.collect, wide, *collect.args[1:])
+            kinds[made] = kinds[collect]
+            for item in list(collect.users):
+                with program.graph.inserting_before(item):
+                    new = program.emit(operator.getitem, made, item.args[1])
+                kinds[new] = kinds[item]
+                program.substitute_all({**dict.fromkeys(item.users, new), item: new})
+            program.graph.erase_node(collect)
+
+
+def _are_casts(nodes: Sequence[Node]) -> bool:
+    """Whether nodes cast values to one dtype and do nothing else."""
+    return bool(nodes) and all(is_cast(node) and node.kwargs == nodes[0].kwargs for node in nodes)
 
 
 # what the backward pass of a turn uses of the turn

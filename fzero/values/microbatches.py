@@ -40,7 +40,7 @@ def accumulate(
     `sync` says when gradients are averaged over ranks: "once" keeps full gradients and averages them at the end, "each"
     averages in every turn and keeps slices. By default stage 1 does the first, and stages 2 and 3 the second.
 
-    Gradients add up in `dtype`, by default in float32 where a leaf is narrower and in the leaf's dtype otherwise. The
+    The loss is float32, or float64 where a leaf is. Gradients add up in `dtype`, by default in float32 where a leaf is narrower and in the leaf's dtype otherwise. The
     result is rounded to the leaf's dtype once. Outside of a sharded step there is one rank.
 
     Raises:
@@ -67,7 +67,7 @@ def accumulate(
             for i, rows_of_part in zip(cut, parts):
                 part[i] = rows_of_part
             (value, count), grads = value_and_grad(fn, has_aux=True)(params, tree.unflatten(treedef, part))
-            return (loss + value, weight + _to_weight(count, weight), _add(sums, grads)), None
+            return (loss + value.to(loss.dtype), weight + _to_weight(count, weight), _add(sums, grads)), None
 
         wide = _find_wide(params)
         start = torch.zeros((), dtype=wide[0], device=wide[1])

@@ -1,4 +1,4 @@
-"""`fzero.scan` over equal layers, against the layers one after the other: the loop, its backward pass, and their costs."""
+"""`fzero.scan` over equal layers, against the layers one by one: the loop, its backward pass, and what both cost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from programs import calls, names
+from programs import Storages, calls, tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
 import fzero
 from fzero import ops, optim, tree
-from fzero.passes import defaults
+from fzero.program.records import early_of
 
 WIDTH, LAYERS, ROWS = 4, 3, 6
 Scan = Callable[..., Any]
@@ -279,3 +279,102 @@ def test_stages_1_and_2_gather_layers_once() -> None:
         return sum(each.op == "all_gather" and str(each.bucket).startswith("blocks") for each in program.comm())
 
     assert [count(stage) for stage in (1, 2, 3)] == [LAYERS, LAYERS, 2 * LAYERS]
+
+
+@pytest.mark.parametrize("is_remat", [True, False])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_predicted_peak_is_what_ranks_hold(world: int, stage: int, is_remat: bool) -> None:
+    width, rows = 64, 96
+    p = {"blocks": [{name: torch.randn(width, width) for name in "ab"} for _ in range(6)]}
+
+    def layer(h: Tensor, q: Any) -> Tensor:
+        return h + torch.tanh(h @ q["a"]).sin() @ q["b"]
+
+    body = fzero.remat(layer) if is_remat else layer
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return fzero.scan(lambda h, _, q: (body(h, q), None), x, layers=p["blocks"])[0].square().mean()
+
+    mesh = fzero.VirtualMesh(fsdp=world)
+    step = fzero.simulate(lambda p, x: fzero.value_and_grad(loss)(p, x), mesh, stage=stage)
+    args = fzero.partition(p, mesh), torch.randn(rows, width)
+    program = step.trace(*args)
+    storages, most = Storages(program), 0
+
+    def watch(node: Any, ranks: list[dict[Any, Any]]) -> None:
+        nonlocal most
+        for held in ranks:
+            most = max(most, storages.count(held, tensors(held.values())))
+
+    step(*args, watch=watch)
+    early = sum(each.meta["val"].nbytes for loop in calls(program, ops.loop) for each in early_of(loop)) // 2
+    assert most <= program.memory().peak
+    assert program.memory().peak - early == pytest.approx(most, rel=0.05)
+
+
+def test_each_layer_drops_its_own_elements_and_the_backward_pass_the_same() -> None:
+    """With `remat` the backward pass draws again."""
+    mesh, drop = fzero.VirtualMesh(fsdp=2), nn.Dropout(0.5)
+    p = {"blocks": [{"w": torch.ones(8)} for _ in range(4)]}
+
+    def find_gradient(wrap: Any) -> Any:
+        body = wrap(lambda h, q: h + drop(q["w"].expand(2, 8)))
+        loss = lambda p, x: fzero.scan(lambda h, _, q: (body(h, q), None), x, layers=p["blocks"])[0].sum()  # noqa: E731
+        torch.manual_seed(0)
+        return fzero.unpartition(
+            fzero.simulate(fzero.value_and_grad(loss), mesh)(fzero.partition(p, mesh), torch.zeros(4, 8))
+        )
+
+    value, grads = find_gradient(lambda body: body)
+    assert len({tuple(layer["w"].tolist()) for layer in grads["blocks"]}) == 4
+    torch.testing.assert_close(value, sum(layer["w"].sum() for layer in grads["blocks"]))  # the loss is linear
+    torch.testing.assert_close(find_gradient(fzero.remat), (value, grads))
+
+
+@pytest.mark.parametrize("sync", ["once", "each"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loop_over_layers_in_a_loop_over_microbatches(dtype: torch.dtype, stage: int, sync: Any) -> None:
+    """In bfloat16 the loop is as near to the exact gradient as the layers one by one are."""
+    mesh = fzero.VirtualMesh(fsdp=2)
+
+    def step(scan: Scan, dtype: torch.dtype | None = None) -> Any:
+        def sums(p: Any, x: Tensor) -> Any:
+            h, _ = scan(lambda h, _, layer: (block(h, layer), None), x @ p["first"]["w"], layers=p["blocks"])
+            return (h @ p["head"]["w"]).double().square().sum(), x.shape[0]
+
+        reduced = sums if dtype is None else fzero.precision(dtype, reduce=torch.float32)(sums)
+        return fzero.accumulate(reduced, 3, sync=sync)
+
+    def run(scan: Scan) -> Any:
+        p = fzero.partition(tree.map(lambda leaf: leaf.float(), params()), mesh)
+        return fzero.unpartition(fzero.simulate(step(scan, dtype), mesh, stage=stage)(p, batch().float()))
+
+    exact, got, expected = step(one_by_one)(params(), batch()), run(fzero.scan), run(one_by_one)
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, expected)
+    for path, *leaves in zip(tree.paths(exact), *map(tree.leaves, (exact, got, expected))):
+        true, loop, plain = (leaf.double() for leaf in leaves)
+        size = true.abs().max()
+        assert (loop - true).abs().max() <= 1.5 * (plain - true).abs().max() + torch.finfo(dtype).eps * size, path
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "layers: is empty; give at least one layer"),
+        ([{"w": torch.ones(2)}, {"w": torch.ones(3)}], r"layers 1 w: has shape \(3,\), and \(2,\) in layer 0"),
+        ([{"w": torch.ones(2)}, {"w": torch.ones(2).double()}], "layers 1 w: has dtype torch.float64"),
+        ([{"w": torch.ones(2)}, {"v": torch.ones(2)}], "layers 1"),
+        ([{"w": torch.ones(2)}, {"w": 3}], "layers 1 w: is 3, which is no tensor"),
+    ],
+)
+def test_unequal_layers_are_named(layers: Any, message: str) -> None:
+    with pytest.raises(fzero.FzeroError, match=message):
+        fzero.scan(lambda h, _, layer: (h, None), torch.ones(2), layers=layers)
+
+
+def test_layers_xs_and_length_agree() -> None:
+    with pytest.raises(fzero.FzeroError, match="xs: has 3 rows, layers has 2; give equal numbers of rows"):
+        fzero.scan(lambda h, x, layer: (h, None), torch.ones(2), torch.ones(3), layers=[{}, {}])
