@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from fzero.program.program import Argument, Program, Result
 from fzero.program.records import is_call, storage
 from fzero.program.refusals import line_of
 from fzero.tracing.kinds import Kinds
-from fzero.values.loops import Leaves, TurnOf
+from fzero.values.loops import Leaves, TurnOf, run_turns
 from fzero.values.regions import Turn, get_mark, open_turn, set_mark
 from fzero.values.sharded import Sharded
 
@@ -32,17 +31,25 @@ class TurnRecorder:
 
     def __init__(self, find_kinds: Callable[[], Kinds | None], forget: Callable[[], None]) -> None:
         self._find_kinds, self._forget = find_kinds, forget
-        self._numbers = itertools.count()
+        self.turns: list[Turn] = []
+        """All turns of the trace. A turn's number is its position."""
         self.given_up: set[Turn] = set()
-        """Turns that were traced again, with a carry that differs between ranks."""
+        """Turns that were traced again."""
 
     def record(self, turn: TurnOf, carry: Leaves, xs: Leaves, length: int, sync: str | None) -> tuple[Leaves, Leaves]:
-        """Trace one turn. Where the carry behind the turn differs along more axes than the carry in front of it, trace
-        again: what meets the carry is another value then."""
+        """Trace one turn. Trace again:
+
+        * where the carry behind the turn differs along more axes than the carry in front of it: what meets the carry
+          is another value then.
+        * turn by turn, where autograd follows the turn: it would see the derivative of one turn instead of all.
+        """
+        if _is_followed([*carry, *xs]):
+            return run_turns(turn, carry, xs, length, sync)
         carry, xs = [_map_local(torch.Tensor.contiguous, x) for x in carry], [x.contiguous() for x in xs]
         axes: list[frozenset[str]] = [frozenset()] * len(carry)
         while True:
-            this = Turn(length, next(self._numbers), sync)
+            this = Turn(length, len(self.turns), sync)
+            self.turns.append(this)
             given = [self._enter(x, this, each) for x, each in zip(carry, axes)]
             slices = [loops.row(x, this.number) for x in xs]
             self._forget()
@@ -50,6 +57,9 @@ class TurnRecorder:
                 news, ys = turn(given, slices)
                 news, ys = [_map_local(torch.Tensor.contiguous, x) for x in news], [y.contiguous() for y in ys]
             self._forget()
+            if _is_followed([*news, *ys]):
+                self.given_up.add(this)
+                return run_turns(turn, carry, xs, length, sync)
             behind = [self._find_axes(x) for x in news]
             if all(new <= self._find_axes(x) for x, new in zip(given, behind)):
                 break
@@ -72,29 +82,50 @@ class TurnRecorder:
         return kind if isinstance(kind, frozenset) else frozenset()
 
 
+def _is_followed(values: Leaves) -> bool:
+    """Whether autograd would differentiate one of these, as it does for `torch.autograd.grad` in a step."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in values)
+
+
 def _map_local(function: Callable[[Tensor], Tensor], x: Any) -> Any:
     """A function of a tensor, or of the slice of a `Sharded`, whose shape it keeps."""
     return x.with_local(function(x.local)) if isinstance(x, Sharded) else function(x)
 
 
-def roll(program: Program, given_up: set[Turn]) -> Program:
-    """Replace the nodes of each turn by one `ops.loop`. Changes the program's graph.
+def roll(program: Program, turns: Sequence[Turn], given_up: set[Turn]) -> Program:
+    """Replace the nodes of each turn by one `ops.loop`. Changes the program's graph. `turns` has all turns by number.
 
     Raises:
         FzeroError: where a value of a turn is used outside of the loop without being a result of it.
     """
-    numbers = {turn.number for turn in given_up}
-    for node in reversed(list(program.graph.nodes)) if given_up else ():
-        if given_up.intersection(get_mark(node).turns) or _turn_number(node) in numbers:
-            program.graph.erase_node(node)
-    turns = dict.fromkeys(mark.turns[0] for mark in map(get_mark, program.graph.nodes) if mark.turns)
-    kinds = infer(program) if turns else {}
-    for turn in turns:
-        _roll_turn(program, turn, kinds)
+    if given_up:
+        _erase_turns(program, given_up)
+    found = dict.fromkeys(filter(None, (_find_turn(node, turns) for node in program.graph.nodes)))
+    kinds = infer(program) if found else {}
+    for turn in found:
+        _roll_turn(program, turn, kinds, turns)
     return program
 
 
-def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+def _erase_turns(program: Program, given_up: set[Turn]) -> None:
+    numbers = {turn.number for turn in given_up}
+    nodes = [
+        node
+        for node in program.graph.nodes
+        if node.op != "get_attr" and (given_up.intersection(get_mark(node).turns) or _turn_number(node) in numbers)
+    ]
+    _check_users(nodes, set(nodes))
+    for node in reversed(nodes):
+        program.graph.erase_node(node)
+
+
+def _find_turn(node: Node, turns: Sequence[Turn]) -> Turn | None:
+    """The outermost turn that a node belongs to, or is a mark of. A turn that computes nothing has marks only."""
+    number, inside = _turn_number(node), get_mark(node).turns
+    return inside[0] if inside else None if number is None else turns[number]
+
+
+def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind], turns: Sequence[Turn]) -> None:
     members = [node for node in program.graph.nodes if get_mark(node).turns[:1] == (turn,) and node.op != "get_attr"]
     marks = [node for node in program.graph.nodes if _turn_number(node) == turn.number]
     carries, rows = ([node for node in marks if is_call(node, target)] for target in (loops.carry, loops.row))
@@ -111,7 +142,7 @@ def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
         body = _make_body(program, [carries, rows, constants], members, ends, kinds)
         with program.graph.inserting_before(ends[0]):
             given = [node.args[0] for node in carries], [node.args[0] for node in rows], constants
-            call = program.emit(ops.loop, body, turn.length, *given, turn.sync)
+            call = program.emit(ops.loop, roll(body, turns, set()), turn.length, *given, turn.sync)
             items = [program.emit(operator.getitem, call, i) for i in range(len(ends))]
         call.stack_trace = ends[0].stack_trace
         kinds |= {item: kinds[end] for end, item in zip(ends, items)}
@@ -169,7 +200,7 @@ def _make_body(
         bucket, leaf = _find_leaf(kind)
         results.append(Result(f"carry.{i}" if is_carry else f"y.{i}", bucket, leaf, kind=kind))
     graph.output(returned)
-    return roll(replace(body, results=tuple(results)), set())
+    return replace(body, results=tuple(results))
 
 
 def _own(inner: Sequence[Node]) -> set[Any]:

@@ -192,7 +192,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     check_escapes(
         program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
     )
-    return roll(program, recorder.given_up)
+    return roll(program, recorder.turns, recorder.given_up)
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -55,11 +55,14 @@ def scan(
 
     In a sharded step, outside of a function that is differentiated or mapped, the program has one loop. `body` is
     traced once, and again where a carry that all ranks share at first differs between ranks later. Inside such a
-    function the turns are traced one by one, and derivatives go through them as in plain torch.
+    function, and where tensors of the loop require grad, the turns are traced one by one, and derivatives go through
+    them as in plain torch.
 
     Raises:
-        FzeroError: for a carry that changes in structure, shape, dtype or layout; for leaves that are no tensors; where
-            leaves of `xs` have unequal numbers of rows, or another number than `length`.
+        FzeroError: for a carry that changes in structure, shape, dtype or layout; for leaves that are no tensors; for
+            `Sharded` leaves of `xs` and `y`; where leaves of `xs` have unequal numbers of rows, or another number than
+            `length`; for a `length` that is no whole number; in a sharded step, where a value that the body computes is
+            used outside of it.
     """
     return take_turns(body, carry, xs, length, None)
 
@@ -83,28 +86,28 @@ def take_turns(
         news, new_def = tree.flatten(result[0])
         if new_def != carry_def:
             error = tree.mismatch(carry_def, new_def)
-            raise FzeroError(f"scan: carry {error.where}", error.problem, "return a carry like the one given")
+            raise FzeroError(f"scan: carry {error.where}".rstrip(), error.problem, "return a carry like the one given")
         ys, defs = tree.flatten(result[1])
         _check_tensors("y", tree.paths(result[1]), ys)
         y_def[:] = [defs]
         return [_check_carry(*row) for row in zip(carry_paths, leaves, news)], ys
 
-    recorder = None if _is_transformed() else _recorder.get()
+    recorder = None if is_transformed() else _recorder.get()
     if turns == 0:
-        carries, stacked = start, _find_empty(turn, start, rows, recorder is not None)
+        carries, stacked = start, _find_empty(turn, start, rows, is_tracing=_recorder.get() is not None)
     else:
-        run = _run_turns if recorder is None else recorder.record
+        run = run_turns if recorder is None else recorder.record
         carries, stacked = run(turn, start, rows, turns, sync)
     return tree.unflatten(carry_def, carries), tree.unflatten(y_def[0], stacked)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether a function is being differentiated or mapped."""
     return torch_private.depth() > 0 or torch_private.in_vmap() or torch_private.in_forward_mode()
 
 
-def _run_turns(turn: TurnOf, carry: Leaves, xs: Leaves, length: int, sync: str | None) -> tuple[Leaves, Leaves]:
-    """The turns one by one."""
+def run_turns(turn: TurnOf, carry: Leaves, xs: Leaves, length: int, sync: str | None) -> tuple[Leaves, Leaves]:
+    """The turns of a loop one by one, as a `LoopRecorder` without a graph."""
     found = []
     for i in range(length):
         carry, ys = turn(carry, [x[i] for x in xs])
@@ -126,6 +129,8 @@ def _find_empty(turn: TurnOf, carry: Leaves, xs: Leaves, is_tracing: bool) -> Le
 
 def _count_turns(paths: Sequence[str], xs: Leaves, length: int | None) -> int:
     """The number of turns: the rows of each leaf of xs, and `length` where it is given."""
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
+        raise FzeroError("scan: length", f"is {length!r}", "give a whole number of turns, 0 or more")
     counts = [] if length is None else [("length", length)]
     for path, x in zip(paths, xs):
         if x.ndim == 0:
@@ -137,8 +142,6 @@ def _count_turns(paths: Sequence[str], xs: Leaves, length: int | None) -> int:
     for name, other in rest:
         if other != count:
             raise FzeroError(f"scan: {name}", f"has {other} rows, {first} has {count}", "give equal numbers of rows")
-    if count < 0:
-        raise FzeroError("scan: length", f"is {count}", "give 0 or more turns")
     return count
 
 
@@ -158,7 +161,9 @@ def _check_carry(path: str, given: Any, new: Any) -> Any:
     where = f"scan: carry {path}".rstrip()
     if not isinstance(new, Tensor):
         raise FzeroError(where, f"becomes {new!r}, which is no tensor", "return a tensor")
-    for name, was, is_now in (("shape", tuple(given.shape), tuple(new.shape)), ("dtype", given.dtype, new.dtype)):
+    shapes = tuple(given.shape), tuple(new.shape)
+    pairs = ("shape", *shapes), ("dtype", given.dtype, new.dtype), ("device", given.device, new.device)
+    for name, was, is_now in pairs:
         if was != is_now:
             raise FzeroError(where, f"has {name} {was}, and {is_now} behind a turn", f"keep its {name}")
     if is_sharded(given) and not is_sharded(new):
