@@ -19,9 +19,11 @@ from fzero.optim.base import (
     chain,
     check_decay,
     check_not_negative,
+    check_number,
     flatten_alike,
     init_count,
     init_zeros,
+    stage,
 )
 from fzero.optim.quantized import BLOCK, LEAST, code_of_zero, count_blocks, zero_scales
 from fzero.optim.quantized import scale_by_adam8bit as step_in_8_bits
@@ -51,10 +53,7 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
         FzeroError: as `scale_by_adam`, and for a rate that is a tensor; in `init`, naming the leaf, where ranks cut
             blocks; in `update`, naming the leaf, for state of blocks of another size.
     """
-    rates: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps}
-    for name, value in rates.items():
-        if isinstance(value, Tensor):
-            raise FzeroError("scale_by_adam8bit", f"{name} is a tensor", "give a number, which stays the same")
+    check_number("scale_by_adam8bit", b1=b1, b2=b2, eps=eps)
     check_decay("scale_by_adam8bit", "b1", b1)
     check_decay("scale_by_adam8bit", "b2", b2)
     check_not_negative("scale_by_adam8bit", "eps", eps)
@@ -89,7 +88,7 @@ def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> 
         new = (tree.unflatten(tree.flatten(state.mu_scales)[1], column) for column in scales)
         return trees[0], ScaleByAdam8bitState(count, trees[1], trees[2], *new)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByAdam8bitState, init, update)
 
 
 def adamw8bit(

@@ -20,6 +20,7 @@ from fzero.optim.base import (
     init_number,
     init_zeros,
     same_kind,
+    stage,
 )
 
 
@@ -46,7 +47,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> GradientTransformation:
         updates, mu = (tree.unflatten(treedef, leaves) for leaves in lists)
         return updates, ScaleByLionState(mu)
 
-    return GradientTransformation(lambda params: ScaleByLionState(init_zeros(params)), update)
+    return stage(ScaleByLionState, lambda params: ScaleByLionState(init_zeros(params)), update)
 
 
 class ScaleByRssState(NamedTuple):
@@ -75,7 +76,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, eps: float = 1e-10) -> 
         updates, sums = (tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_rss(grads, sums, eps))
         return updates, ScaleByRssState(sums)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByRssState, init, update)
 
 
 class ScaleByRmsState(NamedTuple):
@@ -103,7 +104,7 @@ def scale_by_rms(decay: float = 0.99, eps: float = 1e-8) -> GradientTransformati
         )
         return updates, ScaleByRmsState(nu)
 
-    return GradientTransformation(lambda params: ScaleByRmsState(init_zeros(params)), update)
+    return stage(ScaleByRmsState, lambda params: ScaleByRmsState(init_zeros(params)), update)
 
 
 class ScaleByStddevState(NamedTuple):
@@ -134,7 +135,7 @@ def scale_by_stddev(decay: float = 0.99, eps: float = 1e-8) -> GradientTransform
         updates, mu, nu = (tree.unflatten(treedef, leaves) for leaves in lists)
         return updates, ScaleByStddevState(mu, nu)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByStddevState, init, update)
 
 
 class ScaleByNadamState(NamedTuple):
@@ -183,4 +184,4 @@ def scale_by_nadam(
         updates, mu, nu = (tree.unflatten(treedef, leaves) for leaves in lists)
         return updates, ScaleByNadamState(count, product, mu, nu)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByNadamState, init, update)

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.tree import Tree
-from fzero.optim.base import GradientTransformation, cast, check_decay, flatten_alike, init_count, init_zeros
+from fzero.optim.base import (
+    GradientTransformation,
+    cast,
+    check_decay,
+    check_number,
+    flatten_alike,
+    init_count,
+    init_zeros,
+    stage,
+)
 from fzero.optim.kernels import bias_correction
 
 
@@ -33,8 +42,9 @@ def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None
     `accumulator_dtype` is the dtype of the state; None takes that of the parameters.
 
     Raises:
-        FzeroError: for a decay rate outside [0, 1); in `init` and `update`, as `scale_by_adam`.
+        FzeroError: for a decay rate outside [0, 1), or a tensor; in `init` and `update`, as `scale_by_adam`.
     """
+    check_number("ema", decay=decay)
     check_decay("ema", "decay", decay)
 
     def init(params: Tree) -> EmaState:
@@ -53,7 +63,7 @@ def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None
         steps = torch._foreach_div(new, bias_correction(decay, count, [x.dtype for x in new])) if debias else new
         return tree.unflatten(treedef, cast(steps, new)), EmaState(count, tree.unflatten(treedef, new))
 
-    return GradientTransformation(init, update)
+    return stage(EmaState, init, update)
 
 
 def incremental_update(new_tensors: Tree, old_tensors: Tree, step_size: float) -> Tree:

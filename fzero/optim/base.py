@@ -51,9 +51,31 @@ class EmptyState(NamedTuple):
     """The state of a stage without state."""
 
 
+def stage(state_type: type, init: Init, update: Update) -> GradientTransformation:
+    """A stage whose state is a `state_type`. The stage refuses any other state.
+
+    Raises:
+        FzeroError: in `update`, for a state of another type, such as that of another optimizer.
+    """
+
+    def update_of_state(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        check_state(state_type.__name__, state, state_type)
+        return update(updates, state, params)
+
+    return GradientTransformation(init, update_of_state)
+
+
+def check_state(where: str, state: Any, expected: type) -> None:
+    """Refuse a state that is not an `expected`."""
+    if type(state) is not expected:  # the state of a chain is a tuple, and so is every NamedTuple
+        problem = f"the state is of type {type(state).__name__}, not {expected.__name__}"
+        raise FzeroError(where, problem, "give the state that this optimizer's init or update returned")
+
+
 def stateless(update: Callable[[Tree, Tree | None], Tree]) -> GradientTransformation:
     """A stage without state: its new updates are `update(updates, params)` (optax's `stateless`)."""
-    return GradientTransformation(
+    return stage(
+        EmptyState,
         lambda params: EmptyState(),
         lambda updates, state, params=None: (update(updates, params), state),
     )
@@ -68,13 +90,14 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     """A stage that runs `transforms` one after the other. Its state is the tuple of their states.
 
     Raises:
-        FzeroError: in `update`, for a state whose length is not the number of `transforms`.
+        FzeroError: in `update`, for a state that is not a tuple of the length of `transforms`.
     """
 
     def init(params: Tree) -> State:
         return tuple(transform.init(params) for transform in transforms)
 
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        check_state("chain", state, tuple)
         if len(state) != len(transforms):
             raise FzeroError(
                 "chain",
@@ -216,6 +239,13 @@ def cast_state(
         lambda params: tree.map_with_path(store, optimizer.init(params)),
         optimizer.update,
     )
+
+
+def check_number(where: str, **hyperparameters: Any) -> None:
+    """Refuse a tensor in the place of a number, such as a schedule of `inject_hyperparams` puts there."""
+    for name, value in hyperparameters.items():
+        if isinstance(value, Tensor):
+            raise FzeroError(where, f"{name} is a tensor", "give a number, which stays the same")
 
 
 def check_decay(where: str, name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.tree import Tree
 from fzero.optim import kernels, list_ops
-from fzero.optim.base import EmptyState, GradientTransformation, cast, init_number, stateless
+from fzero.optim.base import EmptyState, GradientTransformation, cast, check_number, init_number, stage, stateless
 from fzero.optim.transforms import global_norm
 
 Nonfinite = Literal["raise", "zero"]
@@ -53,8 +53,9 @@ def clip(max_delta: float) -> GradientTransformation:
     """Each element of the updates, bounded to `[-max_delta, max_delta]`.
 
     Raises:
-        FzeroError: for a `max_delta` that is not positive.
+        FzeroError: for a `max_delta` that is not positive, or a tensor.
     """
+    check_number("clip", max_delta=max_delta)
     _check_limit("clip", "max_delta", max_delta)
 
     def update(updates: Tree, params: Tree | None) -> Tree:
@@ -139,9 +140,6 @@ def _clip(
         return ClipState(flag(init_number(params, 0.0, torch.float32))) if raises else EmptyState()
 
     def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
-        if raises and not isinstance(state, ClipState):
-            way_out = "give the state that this stage's init or update returned"
-            raise FzeroError(flag.where, f"the state is {state}", way_out)
         leaves, treedef = tree.flatten(updates)
         if not leaves:
             return updates, state
@@ -155,9 +153,9 @@ def _clip(
             state = ClipState(state.failed.note(is_wrong, size))
         return tree.unflatten(treedef, clipped), state
 
-    return GradientTransformation(init, update)
+    return stage(ClipState if raises else EmptyState, init, update)
 
 
-def _check_limit(where: str, name: str, limit: float) -> None:
-    if not limit > 0:
+def _check_limit(where: str, name: str, limit: Any) -> None:
+    if not isinstance(limit, Tensor) and not limit > 0:  # a step cannot look at the value of a schedule
         raise FzeroError(where, f"{name} is {limit}", "give a positive one")

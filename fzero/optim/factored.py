@@ -21,6 +21,7 @@ from fzero.optim.base import (
     flatten_alike,
     init_count,
     init_zeros,
+    stage,
 )
 
 
@@ -67,7 +68,7 @@ def scale_by_factored_rms(decay_rate: float = 0.8, eps: float | None = None) -> 
         vectors, v = (tree.unflatten(treedef, leaves) for leaves in lists)
         return tree.merge(matrices, vectors), FactoredState(count, v_row, v_col, v)
 
-    return GradientTransformation(init, update)
+    return stage(FactoredState, init, update)
 
 
 def _is_matrix(path: str, leaf: Any) -> bool:

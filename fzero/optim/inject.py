@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.tree import Tree
-from fzero.optim.base import GradientTransformation, State, init_count
+from fzero.optim.base import GradientTransformation, State, init_count, stage
 
 Factory = Callable[..., GradientTransformation]
 
@@ -39,7 +39,8 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
     Hyperparameters that a step computes are not checked: a schedule of `b1` may leave [0, 1).
 
     Raises:
-        FzeroError: for `static_args` that `inner_factory` does not take; in `update`, for a state with other
+        FzeroError: for `static_args` that `inner_factory` does not take; for a function that is no schedule and not
+            named in `static_args`; in `update`, for a state with other
             hyperparameters.
     """
     signature = inspect.signature(inner_factory)
@@ -54,6 +55,8 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
         bound = signature.bind(*args, **kwargs)
         given = {name: value for name, value in bound.arguments.items() if name not in static}
         schedules = {name: value for name, value in given.items() if callable(value)}
+        for name, schedule in schedules.items():
+            _check_schedule(name, schedule)
         first = {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
         def build(hyperparams: dict[str, Tensor]) -> GradientTransformation:
@@ -82,6 +85,19 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
             updates, inner_state = build(hyperparams).update(updates, state.inner_state, params)
             return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner_state)
 
-        return GradientTransformation(init, update)
+        return stage(InjectHyperparamsState, init, update)
 
     return make
+
+
+def _check_schedule(name: str, schedule: Callable[..., Any]) -> None:
+    """Refuse a function that does not take one argument."""
+    try:
+        inspect.signature(schedule).bind(0)
+    except TypeError:
+        way_out = f"give static_args={name!r} for a function that is no schedule, such as a mask"
+        raise FzeroError(
+            "inject_hyperparams", f"{name} is a function that does not take a step count", way_out
+        ) from None
+    except ValueError:
+        return  # a function of C tells nothing

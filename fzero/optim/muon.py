@@ -30,6 +30,7 @@ from fzero.optim.base import (
     check_not_negative,
     flatten_alike,
     init_zeros,
+    stage,
 )
 from fzero.optim.newton_schulz import Block, NewtonSchulz, orthogonalize
 from fzero.optim.presets import adamw
@@ -112,7 +113,7 @@ def scale_by_muon(
         steps = orthogonalize(_lerp(grads, means, momentum) if nesterov else means, blocks, how)
         return tree.unflatten(treedef, steps), ScaleByMuonState(tree.unflatten(treedef, cast(means, mu)))
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByMuonState, init, update)
 
 
 def _lerp(start: list[Any], end: list[Any], weight: float | Tensor) -> list[Any]:
@@ -207,7 +208,7 @@ def muon(
             left, second = others.update(left, second, other_weights)
         return tree.merge(chosen, left), MuonState(first, second)
 
-    return GradientTransformation(init, update)
+    return stage(MuonState, init, update)
 
 
 def _is_hidden_matrix(path: str, leaf: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.base.tree import Tree
 from fzero.optim import kernels
 from fzero.optim.base import (
@@ -17,9 +18,11 @@ from fzero.optim.base import (
     State,
     cast,
     check_not_negative,
+    check_number,
     flatten_alike,
     init_count,
     init_number,
+    stage,
 )
 
 
@@ -52,28 +55,31 @@ def schedule_free(
     Raises:
         FzeroError: for a `b1` outside (0, 1) or a negative power; in `update`, as `add_decayed_weights`.
     """
+    check_number("schedule_free", b1=b1)
     if not 0 < b1 < 1:
         raise FzeroError("schedule_free", f"b1 is {b1}", "give one in (0, 1)")
     check_not_negative("schedule_free", "weight_lr_power", weight_lr_power)
 
     def init(params: Tree) -> ScheduleFreeState:
-        z, numbers = tree.map(torch.clone, params), (init_number(params, x, torch.float64) for x in (0.0, 0.0, b1))
+        z = tree.map(lambda leaf: None if is_frozen(leaf) else leaf.clone(), params)
+        numbers = (init_number(params, x, torch.float64) for x in (0.0, 0.0, b1))
         return ScheduleFreeState(base_optimizer.init(params), z, init_count(params), *numbers)
 
     def update(updates: Tree, state: ScheduleFreeState, params: Tree | None = None) -> tuple[Tree, ScheduleFreeState]:
         if params is None:
             raise FzeroError("schedule_free", "has no parameters", "pass them: update(updates, state, params)")
         rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
-        max_lr = torch.clamp(state.max_lr, min=rate) if isinstance(rate, float) else torch.maximum(state.max_lr, rate)
+        max_lr = torch.maximum(state.max_lr, rate) if isinstance(rate, Tensor) else state.max_lr.clamp(min=rate)
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
         share = torch.where(weight_sum > 0, weight / weight_sum, 0.0)
         updates, base_state = base_optimizer.update(updates, state.base_optimizer_state, params)
-        treedef, (z, steps, weights) = flatten_alike(state.z, updates, params)
+        moving, _ = tree.split_as(params, state.z)
+        treedef, (z, steps, weights) = flatten_alike(state.z, updates, moving)
         updates, z = (tree.unflatten(treedef, leaves) for leaves in kernels.schedule_free(steps, z, weights, share, b1))
         return updates, ScheduleFreeState(base_state, z, state.step_count + 1, max_lr, weight_sum, state.b1)
 
-    return GradientTransformation(init, update)
+    return stage(ScheduleFreeState, init, update)
 
 
 def schedule_free_eval_params(state: State, params: Tree) -> Tree:

@@ -24,6 +24,7 @@ from fzero.optim.base import (
     init_count,
     init_zeros,
     same_kind,
+    stage,
     stateless,
 )
 
@@ -62,7 +63,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         )
         return updates, ScaleByAdamState(count, mu, nu)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByAdamState, init, update)
 
 
 class TraceState(NamedTuple):
@@ -92,7 +93,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         steps = add_multiple(grads, momentum, decay) if nesterov else momentum
         return tree.unflatten(treedef, steps), TraceState(tree.unflatten(treedef, cast(momentum, traces)))
 
-    return GradientTransformation(init, update)
+    return stage(TraceState, init, update)
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
@@ -141,7 +142,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     ) -> tuple[Tree, ScaleByScheduleState]:
         return _multiply(updates, step_size_fn(state.count)), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByScheduleState, init, update)
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransformation:

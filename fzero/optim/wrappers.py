@@ -13,7 +13,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.tree import Tree
 from fzero.optim import list_ops
-from fzero.optim.base import GradientTransformation, Mask, State, cast, init_count, stateless
+from fzero.optim.base import GradientTransformation, Mask, State, cast, init_count, stage, stateless
 
 Labels = Callable[[str, Any], Any]
 """(dotted path, leaf with its global `shape`, `ndim` and `dtype`) -> the label of the leaf."""
@@ -46,7 +46,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         moved, inner_state = inner.update(_take(updates, chosen), state.inner_state, _take(params, chosen))
         return tree.merge(moved, others), MaskedState(inner_state)
 
-    return GradientTransformation(init, update)
+    return stage(MaskedState, init, update)
 
 
 class MultiTransformState(NamedTuple):
@@ -90,7 +90,7 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], labels: La
             parts.append(part)
         return functools.reduce(tree.merge, parts), MultiTransformState(states)
 
-    return GradientTransformation(init, update)
+    return stage(MultiTransformState, init, update)
 
 
 def _take(values: Tree | None, paths: set[str]) -> Tree | None:
@@ -134,7 +134,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
             updates = tree.unflatten(treedef, list_ops.masked_fill(leaves, ~takes, -0.0))
         return updates, ApplyIfFiniteState(count, finite, total, select(takes, inner_state, state.inner_state))
 
-    return GradientTransformation(init, update)
+    return stage(ApplyIfFiniteState, init, update)
 
 
 def all_finite(values: Tree) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.base.errors import FzeroError
 from fzero.passes.order import find_changes, is_cast
 from fzero.passes.rematerialize import recompute
 from fzero.program import ops
@@ -20,7 +19,6 @@ from fzero.program.operation import Node
 from fzero.program.ops import loops
 from fzero.program.program import Argument, Program, Result
 from fzero.program.records import is_call, record, storage
-from fzero.program.refusals import line_of
 from fzero.values.regions import Mark, Turn, get_mark, set_mark
 
 _INS = (loops.carry, loops.row, loops.pick)
@@ -53,8 +51,9 @@ def roll(program: Program) -> Program:
 
 
 def _find_turns(graph: fx.Graph) -> list[Turn]:
-    """The outermost turns, in order."""
-    return list(dict.fromkeys(mark.turns[0] for mark in map(get_mark, graph.nodes) if mark.turns))
+    """The outermost turns, in order. A turn that computes nothing has borders only."""
+    outermost = (mark.turns[0] if mark.turns else mark.port for mark in map(get_mark, graph.nodes))
+    return list(dict.fromkeys(turn for turn in outermost if turn is not None))
 
 
 def _find_backward(graph: fx.Graph) -> list[Turn]:
@@ -199,7 +198,7 @@ def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
     members = _find_members(program.graph, turn)
     carries, rows, picks = (_find_marks(program.graph, turn, [target]) for target in _INS)
     lasts, stacks, lists = (_find_marks(program.graph, turn, [target]) for target in _OUTS)
-    _check_users([*members, *carries, *rows, *picks], {*members, *lasts, *stacks, *lists})
+    loops.check_users([*members, *carries, *rows, *picks], {*members, *lasts, *stacks, *lists})
     kept = {end: carry for end, carry in zip(lasts, carries) if end.args[0] is carry}  # the same in all turns
     for end, carry in kept.items():
         program.substitute_all({end: carry.args[0], carry: carry.args[0]})
@@ -222,17 +221,6 @@ def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
         program.substitute_all(dict(zip(ends, items)))
     for node in reversed([*carries, *rows, *picks, *members]):
         program.graph.erase_node(node)
-
-
-def _check_users(nodes: list[Node], known: set[Node]) -> None:
-    """Refuse a value of a turn that the step uses behind the loop: there is one for each turn."""
-    for node in nodes:
-        for user in node.users:
-            if user not in known:
-                problem = (
-                    f"a value that the body of a scan computes{line_of(node)} is used outside of it{line_of(user)}"
-                )
-                raise FzeroError("scan", problem, "return it from the body: as y it is stacked over the turns")
 
 
 def _make_body(

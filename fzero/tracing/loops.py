@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from fzero.base import torch_private
+from fzero.base.errors import FzeroError
 from fzero.program.kinds import UNIFORM
 from fzero.program.ops import loops
 from fzero.program.program import Program
 from fzero.program.records import is_call
 from fzero.tracing.kinds import Kinds
 from fzero.values.loops import Leaves, TurnOf
-from fzero.values.regions import Turn, begin_turn, end_turn, get_mark, open_turn
+from fzero.values.regions import Turn, begin_turn, current_mark, end_turn, get_mark, open_turn, set_mark
 from fzero.values.sharded import Sharded
 
 
@@ -30,7 +31,8 @@ class TurnRecorder:
         self, find_kinds: Callable[[], Kinds | None], forget: Callable[[], None], name: Callable[[Any], str]
     ) -> None:
         self._find_kinds, self._forget, self._name = find_kinds, forget, name
-        self._numbers = itertools.count()
+        self._turns: list[Turn] = []
+        """All turns of the trace. A turn's number is its position."""
         self._given_up: set[Turn] = set()
         """Turns that were traced in vain."""
 
@@ -38,14 +40,20 @@ class TurnRecorder:
         self, turn: TurnOf, carry: Leaves, xs: Leaves, layers: list[Leaves], length: int, sync: str | None
     ) -> tuple[Leaves, Leaves] | None:
         """Trace one turn. Where the carry behind the turn differs along more axes than the carry in front of it, trace
-        again: what meets the carry is another value then. None where the layers lie in unlike layouts, and where a turn
-        captures a value that is differentiated too."""
-        if not all(_are_alike(items) for items in layers):
+        again: what meets the carry is another value then. None
+
+        * where layers lie in unlike layouts;
+        * under vmap, forward mode and second derivatives, in backward passes;
+        * where autograd follows the turn, and the carry has state, the turn captures a value that autograd follows, or
+          it lies in a region of `remat` or in another turn that autograd follows.
+        """
+        is_followed = _is_followed([*carry, *xs, *itertools.chain(*layers)])
+        if not _may_be_loop() or (is_followed and not _may_be_followed(carry)) or not all(map(_are_alike, layers)):
             return None
         carry, xs = list(map(_make_contiguous, carry)), [x.contiguous() for x in xs]
         axes: list[frozenset[str]] = [frozenset()] * len(carry)
         while True:
-            this = Turn(length, next(self._numbers), sync, is_transformed=torch_private.depth() > 0)
+            this = self._open(length, sync, is_followed=is_followed)
             this.layers = self._find_layers(layers)
             ports = _Ports(self, this, axes, len(xs), [self._find_buckets(items) for items in layers])
             given, slices, layer = ports.enter(carry, xs, layers)
@@ -55,29 +63,46 @@ class TurnRecorder:
                 news, ys = list(map(_make_contiguous, news)), [y.contiguous() for y in ys]
             self._forget()
             behind = [self._find_axes(x) for x in news]
-            is_stable = all(new <= self._find_axes(x) for x, new in zip(given, behind))
-            if is_stable and not (this.is_transformed and _captures([*given, *slices, *layer], [*news, *ys])):
+            is_unrolled = _is_followed([*news, *ys]) and (
+                not _may_be_followed(carry) or _captures([*given, *slices, *layer], [*news, *ys])
+            )
+            if not is_unrolled and all(new <= self._find_axes(x) for x, new in zip(given, behind)):
                 return ports.leave(news, ys)
             self._given_up.add(this)
-            if is_stable:
+            if is_unrolled:
                 return None
             axes = [each | new for each, new in zip(axes, behind)]
 
     def open_backward(self, forward: Turn) -> Turn:
         """The backward pass of a turn."""
-        return Turn(forward.length, next(self._numbers), None, forward, is_transformed=True)
+        return self._open(forward.length, None, forward, is_followed=True)
+
+    def _open(self, length: int, sync: str | None, forward: Turn | None = None, is_followed: bool = False) -> Turn:
+        self._turns.append(Turn(length, len(self._turns), sync, forward, is_followed))
+        return self._turns[-1]
 
     def list_axes(self) -> list[str]:
         """The axes of the mesh."""
         kinds = self._find_kinds()
         return [] if kinds is None else list(kinds.program.mesh.names)
 
-    def erase_turns(self, program: Program) -> None:
-        """Erase the nodes that were traced in vain."""
-        numbers = {turn.number for turn in self._given_up}
-        for node in reversed(list(program.graph.nodes)) if numbers else ():
-            if self._given_up.intersection(get_mark(node).turns) or turn_number(node) in numbers:
-                program.graph.erase_node(node)
+    def finish(self, program: Program) -> None:
+        """Note the turn whose border a node stands for, and erase the nodes that were traced in vain.
+
+        Raises:
+            FzeroError: where the step uses one of these.
+        """
+        nodes = []
+        for node in program.graph.nodes if self._turns else ():
+            mark = get_mark(node)
+            if is_call(node, *_MARKS):
+                mark = mark._replace(port=self._turns[node.args[1]])
+                set_mark(node.meta, mark)
+            if node.op != "get_attr" and self._given_up.intersection((*mark.turns, mark.port)):
+                nodes.append(node)
+        loops.check_users(nodes, set(nodes))
+        for node in reversed(nodes):
+            program.graph.erase_node(node)
 
     def _find_layers(self, layers: list[Leaves]) -> dict[str, tuple[str, ...]]:
         names = (self._find_buckets(items) for items in layers)
@@ -98,10 +123,27 @@ class TurnRecorder:
         return kind if isinstance(kind, frozenset) else UNIFORM
 
 
-def turn_number(node: Any) -> int | None:
-    """The number of the turn that a node is a mark of; None for any other node."""
-    is_mark = is_call(node, loops.carry, loops.row, loops.pick, loops.last, loops.stack, loops.collect)
-    return node.args[1] if is_mark else None
+_MARKS = (loops.carry, loops.row, loops.pick, loops.last, loops.stack, loops.collect)
+
+
+def _may_be_loop() -> bool:
+    """Whether one turn may stand for all: outside of transforms but for one in reverse mode, and of its backward
+    pass."""
+    if torch_private.in_vmap() or torch_private.in_forward_mode() or torch_private.in_second_order():
+        return False
+    return torch_private.depth() == 0 or not current_mark().in_backward
+
+
+def _is_followed(values: Leaves) -> bool:
+    """Whether autograd differentiates by one of these: in a transform, and for `torch.autograd.grad` in a step."""
+    return torch.is_grad_enabled() and any(_local(x).requires_grad for x in values)
+
+
+def _may_be_followed(carry: Leaves) -> bool:
+    """Whether one turn may stand for all where autograd follows it."""
+    mark = current_mark()
+    is_inside = mark.in_backward or mark.regions or any(turn.is_followed for turn in mark.turns)
+    return not is_inside and not any(isinstance(x, Sharded) for x in carry)
 
 
 class _Ports:
@@ -160,13 +202,12 @@ class _Enter(torch.autograd.Function):
         carry = [_fill(cotangents[i], *ctx.like[i]) for i in ports.carry]
         rest = [None if x is None else x.contiguous() for x in cotangents[len(carry) :]]
         end_turn()
-        wanted, results = ctx.needs_input_grad[1:], [x if x is None else loops.last(x, this.number) for x in carry]
+        wanted, results = ctx.needs_input_grad[1:], [_mark(loops.last, x, this.number) for x in carry]
         for x in rest[: len(ports.xs)]:
-            is_wanted = x is not None and wanted[len(results)]
-            results.append(loops.stack(x, this.number, length) if is_wanted else None)
+            results.append(_mark(loops.stack, x, this.number, length) if wanted[len(results)] else None)
         for x, buckets in zip(rest[len(ports.xs) :], ports.buckets):
             is_wanted = x is not None and any(wanted[len(results) :][:length])
-            results += loops.collect(x, this.number, length, buckets) if is_wanted else [None] * length
+            results += _mark(loops.collect, x, this.number, length, buckets) if is_wanted else [None] * length
         return None, *results
 
 
@@ -192,10 +233,33 @@ class _Leave(torch.autograd.Function):
         this = ports.backward = ports.recorder.open_backward(ports.turn)
         axes = ports.recorder.list_axes()  # a cotangent differs between ranks until its mean has been taken
         carry = [_fill(cotangents[i], *ctx.like[i]) for i in ports.carry]
-        entered = [x if x is None else loops.carry(x, this.number, axes) for x in carry]
-        rows = [x if x is None else loops.row(x.contiguous(), this.number) for x in cotangents[len(carry) :]]
+        entered = [_mark(loops.carry, x, this.number, axes) for x in carry]
+        rows = [x if x is None else _mark(loops.row, x.contiguous(), this.number) for x in cotangents[len(carry) :]]
         begin_turn(this)
         return None, *entered, *rows
+
+
+class _Border(torch.autograd.Function):
+    """`(mark, tensor, ...)`, at the border of the backward pass of a turn, which is not differentiated in its turn."""
+
+    @staticmethod
+    def forward(mark: Any, x: Tensor, *how: Any) -> Any:
+        made = mark(x, *how)
+        return tuple(made) if isinstance(made, list) else made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> NoReturn:
+        problem = "the derivative of a loop is differentiated again, by autograd outside of torch.func"
+        raise FzeroError("scan", problem, "nest fzero.grad or torch.func.grad, in which turns are traced one by one")
+
+
+def _mark(mark: Any, x: Tensor | None, *how: Any) -> Any:
+    """A mark of a cotangent, None for none."""
+    return None if x is None else _Border.apply(mark, x, *how)
 
 
 def _fill(cotangent: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor | None:

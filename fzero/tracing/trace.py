@@ -182,7 +182,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     check_escapes(
         program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
     )
-    recorder.erase_turns(program)
+    recorder.finish(program)
     return program
 
 

@@ -63,6 +63,11 @@ def pmax(x: tree.Tree, axis: str) -> tree.Tree:
     return _all_reduce(Extreme, x, "max", axis)
 
 
+def is_in_step() -> bool:
+    """Whether a sharded step is traced or performed: the collectives here reduce over its ranks."""
+    return _current.get() is not None
+
+
 def mean_over_data(x: Tensor) -> Tensor:
     """The mean of a value over all ranks, the same on every rank. The identity outside `shard`."""
     on = _current.get()

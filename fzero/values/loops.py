@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
-from fzero.values.regions import current_mark, keep_turns
+from fzero.values.regions import keep_turns
 
 Leaves = list[Any]
 TurnOf = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
@@ -80,9 +80,10 @@ def scan(
     differentiated has state, and under vmap, forward mode, nested derivatives and `remat`.
 
     Raises:
-        FzeroError: for a carry that changes in structure, shape, dtype or layout; for leaves that are no tensors; where
-            leaves of `xs` have unequal numbers of rows, or another number than `length` or `layers`; for layers of
-            unequal structure, shapes or dtypes.
+        FzeroError: for a carry that changes in structure, shape, dtype, device or layout; for leaves that are no
+            tensors; for `Sharded` leaves of `xs` and `y`; where leaves of `xs` have unequal numbers of rows, or another
+            number than `length` or `layers`; for layers of unequal structure, shapes or dtypes; for a `length` that is
+            no whole number; in a sharded step, where a value that the body computes is used outside of it.
     """
     return take_turns(body, carry, xs, length, None, layers)
 
@@ -113,15 +114,15 @@ def take_turns(
         news, new_def = tree.flatten(result[0])
         if new_def != carry_def:
             error = tree.mismatch(carry_def, new_def)
-            raise FzeroError(f"scan: carry {error.where}", error.problem, "return a carry like the one given")
+            raise FzeroError(f"scan: carry {error.where}".rstrip(), error.problem, "return a carry like the one given")
         ys, defs = tree.flatten(result[1])
         _check_tensors("y", tree.paths(result[1]), ys)
         y_def[:] = [defs]
         return [_check_carry(*row) for row in zip(carry_paths, leaves, news)], ys
 
-    recorder = _recorder.get() if _may_be_loop(start) else None
+    recorder = _recorder.get()
     if turns == 0:
-        carries, stacked = start, _find_empty(turn, start, rows, recorder is not None)
+        carries, stacked = start, _find_empty(turn, start, rows, is_tracing=recorder is not None)
     else:
         done = None if recorder is None else recorder.record(turn, start, rows, lists, turns, sync)
         carries, stacked = _run_turns(turn, start, rows, lists, turns) if done is None else done
@@ -158,20 +159,14 @@ def _list_layers(layers: Sequence[tree.Tree] | None) -> tuple[list[Leaves], Any]
 
 def _compare(given: Tensor, new: Tensor) -> list[tuple[str, Any, Any]]:
     """What differs between two leaves: its name, and both values."""
-    both = [("shape", tuple(given.shape), tuple(new.shape)), ("dtype", given.dtype, new.dtype)]
-    return [row for row in both if row[1] != row[2]]
+    shapes = tuple(given.shape), tuple(new.shape)
+    pairs = [("shape", *shapes), ("dtype", given.dtype, new.dtype), ("device", given.device, new.device)]
+    return [row for row in pairs if row[1] != row[2]]
 
 
-def _may_be_loop(carry: Leaves) -> bool:
-    """Whether a trace can record one turn for all: where nothing is transformed, and where a function is
-    differentiated in reverse mode, once, outside of regions of `remat` and of other turns that are."""
-    if torch_private.in_vmap() or torch_private.in_forward_mode() or torch_private.in_second_order():
-        return False
-    if torch_private.depth() == 0:
-        return True
-    mark = current_mark()
-    is_inside = mark.in_backward or mark.regions or any(turn.is_transformed for turn in mark.turns)
-    return not is_inside and not any(map(is_sharded, carry))
+def is_transformed() -> bool:
+    """Whether a function is being differentiated or mapped."""
+    return torch_private.depth() > 0 or torch_private.in_vmap() or torch_private.in_forward_mode()
 
 
 def _run_turns(turn: TurnOf, carry: Leaves, xs: Leaves, layers: list[Leaves], length: int) -> tuple[Leaves, Leaves]:
@@ -197,6 +192,8 @@ def _find_empty(turn: TurnOf, carry: Leaves, xs: Leaves, is_tracing: bool) -> Le
 
 def _count_turns(paths: Sequence[str], xs: Leaves, length: int | None, layers: Sequence[Any] | None) -> int:
     """The number of turns: the rows of each leaf of xs, and `length` and the number of layers where they are given."""
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
+        raise FzeroError("scan: length", f"is {length!r}", "give a whole number of turns, 0 or more")
     counts = [] if length is None else [("length", length)]
     if layers is not None:
         counts.append(("layers", len(layers)))
@@ -210,8 +207,6 @@ def _count_turns(paths: Sequence[str], xs: Leaves, length: int | None, layers: S
     for name, other in rest:
         if other != count:
             raise FzeroError(f"scan: {name}", f"has {other} rows, {first} has {count}", "give equal numbers of rows")
-    if count < 0:
-        raise FzeroError("scan: length", f"is {count}", "give 0 or more turns")
     return count
 
 

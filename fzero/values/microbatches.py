@@ -12,10 +12,10 @@ from fzero.base import tree
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.values.collectives import mean_over_data
+from fzero.values.collectives import is_in_step, mean_over_data
 from fzero.values.functions import is_sharded
-from fzero.values.gradients import value_and_grad
-from fzero.values.loops import take_turns
+from fzero.values.gradients import take_pair, value_and_grad
+from fzero.values.loops import is_transformed, take_turns
 
 _SYNCS = (None, "once", "each")
 
@@ -40,20 +40,28 @@ def accumulate(
     `sync` says when gradients are averaged over ranks: "once" keeps full gradients and averages them at the end, "each"
     averages in every turn and keeps slices. By default stage 1 does the first, and stages 2 and 3 the second.
 
-    The loss is float32, or float64 where a leaf is. Gradients add up in `dtype`, by default in float32 where a leaf is narrower and in the leaf's dtype otherwise. The
-    result is rounded to the leaf's dtype once. Outside of a sharded step there is one rank.
+    Gradients add up in `dtype`, by default in float32 where a leaf is narrower and in the leaf's dtype otherwise. The
+    result is rounded to the leaf's dtype once. The loss is float32, or float64 where a leaf is as wide. Outside of a
+    sharded step there is one rank.
+
+    Where a step's weights are tensors that are zero everywhere, loss and gradient are nan: a step cannot look at them.
+    `optim.clip_by_global_norm` raises for such a gradient, and `optim.apply_if_finite` skips it.
 
     Raises:
         FzeroError: for another `sync`; for a dtype that is not floating; for `microbatches` below 1; for a batch that
-            does not divide by `microbatches`, naming the leaf; for a weight that is not one number; as
+            does not divide by `microbatches`, naming the leaf; for a function that does not return a pair; for a weight
+            that is not one number, or a negative one; for a total weight of 0, except of tensors in a step; as
             `value_and_grad`.
     """
     if sync not in _SYNCS:
         raise FzeroError("accumulate: sync", f"is {sync!r}", 'give "once", "each" or None')
-    if dtype is not None and not dtype.is_floating_point:
-        raise FzeroError("accumulate: dtype", f"is {dtype}", "give a floating one, or None")
-    if not isinstance(microbatches, int) or microbatches < 1:
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise FzeroError("accumulate: dtype", f"is {dtype!r}", "give a floating one, or None")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise FzeroError("accumulate: microbatches", f"is {microbatches!r}", "give a whole number of at least 1")
+
+    def pair(params: tree.Tree, part: tree.Tree) -> tuple[Any, Any]:
+        return take_pair("accumulate", fn(params, part), "(sum, weight)")
 
     def accumulated(params: tree.Tree, batch: tree.Tree) -> tuple[Tensor, tree.Tree]:
         leaves, treedef = tree.flatten(batch)
@@ -66,13 +74,14 @@ def accumulate(
             part = list(leaves)
             for i, rows_of_part in zip(cut, parts):
                 part[i] = rows_of_part
-            (value, count), grads = value_and_grad(fn, has_aux=True)(params, tree.unflatten(treedef, part))
+            (value, count), grads = value_and_grad(pair, has_aux=True)(params, tree.unflatten(treedef, part))
             return (loss + value.to(loss.dtype), weight + _to_weight(count, weight), _add(sums, grads)), None
 
         wide = _find_wide(params)
         start = torch.zeros((), dtype=wide[0], device=wide[1])
         zeros = tree.map(lambda leaf: _zeros(leaf, dtype), params)
         (loss, weight, sums), _ = take_turns(turn, (start, start.clone(), zeros), rows, microbatches, sync)
+        _check_total(weight)
         weight = mean_over_data(weight)
         return mean_over_data(loss) / weight, _divide(sums, weight, params)
 
@@ -97,11 +106,23 @@ def _find_wide(params: tree.Tree) -> tuple[torch.dtype, torch.device]:
 def _to_weight(count: Any, like: Tensor) -> Tensor:
     """A weight, as a 0-d tensor."""
     if isinstance(count, (int, float)):
+        if not count >= 0 or (count == 0 and is_in_step()):
+            raise FzeroError("accumulate: weight", f"is {count}", "return how many examples the sum has")
         return torch.full_like(like, count)
+    count = count.full_tensor() if is_sharded(count) else count
     if not isinstance(count, Tensor) or count.ndim or count.is_complex():
         got = f"{count.dtype} {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
         raise FzeroError("accumulate: weight", f"is {got}, not one number", "return how many examples the sum has")
     return count.to(like.dtype)
+
+
+def _check_total(weight: Tensor) -> None:
+    """Refuse a total weight of 0 where its value is known: outside of a step and of transforms, on a CPU."""
+    if is_in_step() or is_transformed() or type(weight) is not Tensor or weight.device.type != "cpu":
+        return
+    if not weight > 0:
+        problem = f"is {weight.item():g} over all microbatches, by which nothing can be divided"
+        raise FzeroError("accumulate: weight", problem, "give a batch with examples, or skip it")
 
 
 def _zeros(leaf: Any, dtype: torch.dtype | None) -> Any:

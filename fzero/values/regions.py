@@ -82,15 +82,15 @@ class Turn:
 
     * `sync` is as in `fzero.accumulate`.
     * `forward` is the turn that this one is the backward pass of; None for any other turn.
+    * `is_followed`: autograd follows the turn.
     * `layers`: a bucket of the first layer -> the bucket of each row.
     """
 
     def __init__(
-        self, length: int, number: int, sync: str | None, forward: Turn | None = None, is_transformed: bool = False
+        self, length: int, number: int, sync: str | None, forward: Turn | None = None, is_followed: bool = False
     ) -> None:
         self.length, self.number, self.sync, self.forward = length, number, sync, forward
-        self.is_transformed = is_transformed
-        """Whether the turn is differentiated."""
+        self.is_followed = is_followed
         self.layers: dict[str, tuple[str, ...]] = {} if forward is None else forward.layers
 
 
@@ -127,11 +127,12 @@ def end_turn() -> None:
 
 class Mark(NamedTuple):
     """Where a node was traced: in which regions and in which turns, the outermost first, and whether in a backward
-    pass."""
+    pass. A node that stands for the border of a turn has the turn as its `port`."""
 
     regions: tuple[Region, ...] = ()
     in_backward: bool = False
     turns: tuple[Turn, ...] = ()
+    port: Turn | None = None
 
 
 def current_mark() -> Mark:

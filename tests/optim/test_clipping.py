@@ -109,7 +109,7 @@ def test_the_flag_stays_and_says_which_norm(kind: Any) -> None:
 
 
 def test_a_state_without_a_flag_is_refused() -> None:
-    with pytest.raises(FzeroError, match=r"^clip_by_global_norm: the state is EmptyState\(\)"):
+    with pytest.raises(FzeroError, match="^ClipState: the state is of type EmptyState, not ClipState; give"):
         optim.clip_by_global_norm(1.0).update(updates(), optim.EmptyState())
 
 

@@ -152,3 +152,29 @@ def test_bad_arguments_are_named() -> None:
         optimizer.update({"a": torch.ones(2)}, state._replace(hyperparams={"lr": torch.tensor(0.1)}))
     with pytest.raises(FzeroError, match="b1 is 1.0"):
         optim.inject_hyperparams(optim.adamw)(0.1, b1=1.0).init({"a": torch.ones(2)})
+
+
+def test_a_mask_in_the_place_of_a_schedule_is_named() -> None:
+    with pytest.raises(FzeroError, match="mask is a function that does not take a step count; give static_args='mask'"):
+        optim.inject_hyperparams(optim.adamw)(1e-3, mask=lambda path, leaf: True)
+
+
+@pytest.mark.parametrize(("factory", "name"), [(optim.clip, "max_delta"), (optim.ema, "decay")])
+def test_a_number_that_cannot_change_is_named(factory: Any, name: str) -> None:
+    optimizer = optim.inject_hyperparams(factory)(lambda count: 0.5)
+    with pytest.raises(FzeroError, match=f"^{factory.__name__}: {name} is a tensor; give a number"):
+        optimizer.init({"a": torch.ones(2)})
+
+
+def test_a_bound_of_the_norm_may_be_a_schedule() -> None:
+    stage, mesh = optim.inject_hyperparams(optim.clip_by_global_norm)(lambda count: 1.0 + count), VirtualMesh(fsdp=2)
+    params = {"a": torch.full((3,), 4.0)}
+    step = fzero.simulate(lambda p, state: stage.update(p, state), mesh)
+    p = fzero.partition(params, mesh)
+    state, plain = stage.init(p), stage.init(params)
+    for bound in (1.0, 2.0):
+        clipped, state = step(p, state)
+        expected, plain = stage.update(params, plain)
+        p = fzero.partition(params, mesh)
+        torch.testing.assert_close(fzero.unpartition(clipped), expected)
+        assert expected["a"].norm() == pytest.approx(bound)

@@ -515,3 +515,28 @@ def test_fused_adamw_writes_into_views_and_nowhere_else():
 def test_all_is_what_is_exported():
     public = {name: value for name, value in vars(optim).items() if not name.startswith("_")}
     assert sorted(optim.__all__) == sorted(name for name, value in public.items() if not isinstance(value, ModuleType))
+
+
+STAGES = [
+    optim.identity(), optim.chain(optim.identity()), optim.trace(0.9), optim.scale_by_adam(), optim.scale_by_lion(),
+    optim.scale_by_rms(), optim.scale_by_rss(), optim.scale_by_stddev(), optim.scale_by_nadam(), optim.scale_by_muon(),
+    optim.scale_by_adam8bit(), optim.scale_by_factored_rms(), optim.scale_by_schedule(lambda count: 0.1),
+    optim.clip_by_global_norm(1.0), optim.ema(0.9), optim.schedule_free(optim.sgd(0.1), 0.1),
+    optim.masked(optim.identity(), lambda path, leaf: True), optim.apply_if_finite(optim.identity(), 1),
+    optim.multi_transform({0: optim.identity()}, lambda path, leaf: 0), optim.muon(0.1, where=lambda path, leaf: True),
+    optim.inject_hyperparams(optim.sgd)(lambda count: 0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_refuses_the_state_of_any_other(stage: optim.GradientTransformation) -> None:
+    """Many states have a count, mu or nu: a stage that took any of these would go on from another's numbers."""
+    params = {"w": torch.ones(2, 2)}
+    own = type(stage.init(params))
+    stage.update(params, stage.init(params), params)
+    for state in (other.init(params) for other in STAGES):
+        if type(state) is not own:
+            with pytest.raises(FzeroError, match="the state is of type|the state has [0-9]+ parts"):
+                stage.update(params, state, params)
+    with pytest.raises(FzeroError, match="the state is of type NoneType"):
+        stage.update(params, None, params)

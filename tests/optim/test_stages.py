@@ -351,3 +351,15 @@ def test_integer_parameters_are_named(name: str) -> None:
 def test_the_state_of_another_optimizer_is_no_average() -> None:
     with pytest.raises(FzeroError, match="the state is a tuple; give the state of schedule_free: one part"):
         optim.schedule_free_eval_params(optim.chain(optim.trace(0.9)).init(torch.ones(2)), torch.ones(2))
+
+
+def test_schedule_free_leaves_frozen_leaves_alone_and_takes_a_whole_number_as_rate() -> None:
+    params = {"w": torch.nn.Parameter(torch.ones(3)), "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
+    optimizer = optim.schedule_free(optim.sgd(1), 1)
+    state = optimizer.init(params)
+    updates, state = optimizer.update({"w": torch.ones(3), "frozen": None}, state, params)
+    new = optim.apply_updates(params, updates)
+    assert new["frozen"] is params["frozen"] and state.z["frozen"] is None
+    assert optim.schedule_free_eval_params(state, new)["frozen"] is params["frozen"]
+    alone, _ = optimizer.update({"w": torch.ones(3)}, optimizer.init({"w": params["w"]}), {"w": params["w"]})
+    assert torch.equal(updates["w"], alone["w"])

@@ -163,9 +163,61 @@ def counts(scan: Any, p: Any, x: Tensor) -> Any:
     return scan(lambda t, _: (t * 2 + 1, t), torch.tensor(1), length=5)
 
 
+def computes_nothing(scan: Any, p: Any, x: Tensor) -> Any:
+    """The carry becomes a value from outside, in a loop of loops that only pass values on."""
+    last, zero = torch.arange(3.0), torch.zeros(3)
+
+    def outer(c: Any, row: Tensor) -> Any:
+        a, b = scan(lambda a, _: (last, a), c[0], length=2)
+        return (a, c[0]), (b, row)
+
+    (a, b), (ys, rows) = scan(outer, (zero, zero), turns_of(x))
+    return a.clone(), b, ys, fzero.pmean(rows.sum((1, 2)), "fsdp")
+
+
+def follows_captured(scan: Any, p: Any, x: Tensor) -> Any:
+    """Autograd, not torch.func, differentiates a carry and a y with respect to what the body captures."""
+    w = x[:1, 0].mean(0).requires_grad_()
+    total, ys = scan(lambda t, row: (t + (row * w).sin().sum(), (w * t).sum()), x[0, 0, 0] * 0, turns_of(x))
+    return fzero.pmean(torch.autograd.grad(total + ys.sum() + w.square().sum(), w)[0], "fsdp")
+
+
+def follows_operands(scan: Any, p: Any, x: Tensor) -> Any:
+    """Autograd differentiates with respect to the carry in front of the loop, and to xs."""
+    start, rows = x[:, 0].mean().requires_grad_(), turns_of(x).clone().requires_grad_()
+    total, _ = scan(lambda t, row: (t * row.mean(), None), start, rows)
+    ga, gb = torch.autograd.grad(total + start.square() + rows.square().sum(), (start, rows))
+    return fzero.pmean(ga, "fsdp"), fzero.pmean(gb.sum(1), "fsdp")
+
+
+def trains_by_autograd(scan: Any, p: Any, x: Tensor) -> Any:
+    """Autograd differentiates inside of a turn."""
+
+    def body(w: Tensor, row: Tensor) -> Any:
+        w = w.detach().requires_grad_()
+        (g,) = torch.autograd.grad((row @ w).square().mean(), w)
+        return w.detach() - 0.1 * fzero.pmean(g, "fsdp"), None
+
+    return scan(body, torch.ones(WIDTH, dtype=torch.float64), turns_of(x))[0]
+
+
+def has_no_turns(scan: Any, p: Any, x: Tensor) -> Any:
+    """A loop without turns in a loss."""
+    if scan is one_by_one:
+        return fzero.grad(lambda p: p["b"].square().sum())(p)
+
+    def total(p: Any) -> Tensor:
+        full = p["b"].full_tensor() if isinstance(p["b"], fzero.Sharded) else p["b"]
+        h, ys = scan(lambda h, _: (h @ p["w"], h.sum()), full, length=0)
+        return h.square().sum() + ys.sum()
+
+    return fzero.grad(total)(p)
+
+
+UNROLLED = [is_differentiated, follows_captured, follows_operands, has_no_turns]
 STEPS = [
-    differs_between_ranks_later, meets_state, trains, trains_with_momentum, is_nested, swaps, writes, is_differentiated,
-    has_regions, captures, counts,
+    differs_between_ranks_later, meets_state, trains, trains_with_momentum, is_nested, swaps, writes, has_regions,
+    captures, counts, computes_nothing, trains_by_autograd, *UNROLLED,
 ]  # fmt: skip
 
 
@@ -188,7 +240,7 @@ def test_a_step_with_a_scan_is_the_step_with_its_turns(step: Any, world: int, st
     torch.testing.assert_close(run(fzero.scan), run(one_by_one))
 
 
-@pytest.mark.parametrize("step", [step for step in STEPS if step is not is_differentiated])
+@pytest.mark.parametrize("step", [step for step in STEPS if step not in UNROLLED])
 def test_the_program_does_not_grow_with_the_turns(step: Any) -> None:
     mesh, traced = fzero.VirtualMesh(fsdp=2), []
 
@@ -200,6 +252,15 @@ def test_the_program_does_not_grow_with_the_turns(step: Any) -> None:
 
     assert find_sizes(2) == find_sizes(64)
     assert len(calls(traced[0], ops.loop)) == 1
+
+
+def test_autograd_takes_the_turns_one_by_one() -> None:
+    mesh = fzero.VirtualMesh(fsdp=2)
+    for step in (follows_captured, follows_operands):
+        program = fzero.simulate(lambda p, x: step(fzero.scan, p, x), mesh).trace(  # noqa: B023
+            fzero.partition(params(), mesh), batch()
+        )
+        assert not calls(program, ops.loop)
 
 
 def test_the_body_is_traced_once_or_twice() -> None:
@@ -273,6 +334,10 @@ def refused(body: Any, carry: Any, message: str, *xs: Any, length: int | None = 
         refused(lambda c, x: (c, None), torch.ones(1), "xs: is 0-d", torch.ones(())),
         refused(lambda c, x: (c, None), torch.ones(1), "has no xs, no length and no layers"),
         refused(lambda c, x: (c, None), torch.ones(1), "length: is -1", length=-1),
+        refused(lambda c, x: (c, None), torch.ones(1), "length: is 2.0; give a whole number", length=2.0),
+        refused(lambda c, x: (c, None), torch.ones(1), "length: is True; give a whole number", length=True),
+        refused(lambda c, x: ([*c], x), (torch.ones(1),), "scan: carry: trees differ", length=1),
+        refused(lambda c, x: (c.to("meta"), x), torch.ones(1), "carry: has device cpu, and meta behind", length=1),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(body: Any, carry: Any, xs: Any, length: int | None, message: str) -> None:
@@ -289,6 +354,25 @@ def leaves_a_value_behind(p: Any, x: Tensor) -> Any:
 
     fzero.scan(body, x.sum(), turns_of(x))
     return kept[0].sum()
+
+
+def leaves_a_value_of_a_first_try_behind(p: Any, x: Tensor) -> Any:
+    """The body is traced again, because its carry begins the same on all ranks, and does not stay so."""
+    kept = []
+
+    def body(c: Tensor, row: Tensor) -> Any:
+        kept.append(row.sin())
+        return c + row.mean(), None
+
+    fzero.scan(body, torch.zeros((), dtype=torch.float64), turns_of(x))
+    return kept[0].sum()
+
+
+def moves_statistics(p: Any, x: Tensor) -> Any:
+    """Statistics of a captured module would have to be a carry."""
+    norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64)
+    return fzero.scan(lambda c, row: (c + norm(row).square().sum(), None), zero, turns_of(x))[0]
 
 
 def drifts(p: Any, x: Tensor) -> Any:
@@ -312,6 +396,8 @@ def becomes_state(p: Any, x: Tensor) -> Any:
     ("step", "message"),
     [
         (leaves_a_value_behind, r"test_loops.py:\d+ in body.* is used outside of it.*return it from the body"),
+        (leaves_a_value_of_a_first_try_behind, r"test_loops.py:\d+ in body.* is used outside of it.*return it"),
+        (moves_statistics, r"test_loops.py:\d+ in <lambda>.* is used outside of it"),
         (drifts, "carry b: is state .b., and differs between ranks behind a turn.*pmean"),
         (writes_into_what_is_outside, r"add_ writes into it, .*test_loops.py:\d+ in body"),
         (becomes_state, "is a plain tensor, and state .b. behind a turn"),

@@ -225,6 +225,65 @@ def test_parameters_that_were_not_partitioned_are_refused() -> None:
         fzero.simulate(step, fzero.VirtualMesh(fsdp=2))(plain, batch())
 
 
+def test_numbers_of_any_width_are_taken() -> None:
+    """The loss is wider than the parameters, and the weight is state."""
+    p = tree.map(lambda x: x.float(), params())
+
+    def wide(p: Any, batch: Any) -> Any:
+        total, weight = sums(tree.map(torch.Tensor.double, p), batch)
+        return total, weight
+
+    loss, grads = fzero.accumulate(wide, 2)(p, batch())
+    expected, wanted = fzero.value_and_grad(whole)(params(), batch())
+    torch.testing.assert_close(loss, expected.float())
+    torch.testing.assert_close(grads, tree.map(lambda x: x.float(), wanted), rtol=1e-5, atol=1e-6)
+    mesh, p = fzero.VirtualMesh(fsdp=2), {**params(), "scale": torch.tensor(2.0, dtype=torch.float64)}
+
+    def weighed(p: Any, batch: Any) -> Any:
+        return sums(p, batch)[0], p["scale"]
+
+    loss, grads = fzero.simulate(lambda p, b: fzero.accumulate(weighed, 2)(p, b), mesh)(
+        fzero.partition(p, mesh), batch()
+    )
+    assert_equal((loss, fzero.unpartition(grads)), fzero.accumulate(weighed, 4)(p, batch()))
+
+
+def gives(*result: Any) -> Any:
+    return lambda p, batch: (sums(p, batch)[0], *result)
+
+
+@pytest.mark.parametrize("world", [0, 2])
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda p, b: sums(p, b)[0], r"^accumulate: the function returned a Tensor, not two; return a pair: \(sum, we"),
+        (gives(1, 2), "^accumulate: the function returned 3 values, not two"),
+        (gives(0), "^accumulate: weight: is 0"),
+        (gives(-1.5), "^accumulate: weight: is -1.5; return how many"),
+        (gives(float("nan")), "^accumulate: weight: is nan; return how many"),
+        (gives("two"), "^accumulate: weight: is str, not one number"),
+    ],
+)
+def test_what_a_function_returns_is_checked(world: int, fn: Any, message: str) -> None:
+    step = lambda p, batch: fzero.accumulate(fn, 2)(p, batch)  # noqa: E731
+    mesh = fzero.VirtualMesh(fsdp=2)
+    with pytest.raises(fzero.FzeroError, match=message):
+        fzero.simulate(step, mesh)(fzero.partition(params(), mesh), batch()) if world else step(params(), batch())
+
+
+def test_a_batch_without_weight_is_refused_where_its_weight_is_known() -> None:
+    empty = {**batch(), "mask": torch.zeros_like(batch()["mask"])}
+    with pytest.raises(fzero.FzeroError, match="^accumulate: weight: is 0 over all microbatches"):
+        fzero.accumulate(sums, 2)(params(), empty)
+    mesh = fzero.VirtualMesh(fsdp=2)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))
+    p = fzero.partition(params(), mesh)
+    _, state, loss = fzero.simulate(train(optimizer, 3), mesh)(p, optimizer.init(p), empty)
+    assert loss.isnan()
+    with pytest.raises(fzero.FzeroError, match="clip_by_global_norm: the norm of the updates is nan"):
+        optim.check_flags(state)
+
+
 def test_an_optimizer_state_that_is_lost_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     mesh, optimizer = fzero.VirtualMesh(fsdp=2), optim.sgd(0.1, momentum=0.9)
 

@@ -35,7 +35,7 @@ from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import measure_beside
 from fzero.program.operation import Node, Operation, Work
 from fzero.program.records import body_of, register, register_for_tracing, starts
-from fzero.program.refusals import PASS_BUG, describe_kind
+from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
 
 if TYPE_CHECKING:
@@ -237,6 +237,19 @@ register(
 
 
 # marks of a trace
+
+
+def check_users(nodes: list[Node], known: set[Node]) -> None:
+    """Refuse a value of a turn that the step uses outside of it: there is one for each turn.
+
+    `nodes` are those of a turn, `known` the nodes that may use them.
+    """
+    for node in nodes:
+        for user in node.users:
+            if user not in known:
+                problem = f"a value that the body of a scan computes{line_of(node)} is used outside of it"
+                way_out = "return it from the body: as y it is stacked over the turns"
+                raise FzeroError("scan", problem + line_of(user), way_out)
 
 
 def _refuse(program: Program, node: Node, rank: Any) -> NoReturn:
