@@ -211,9 +211,10 @@ def train(loss: Any, scan: Scan) -> Any:
     return step, optimizer
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "stage", "donate"),
+    [(1, 3, True), (2, 1, True), (2, 2, False), (2, 3, True), (3, 2, True), (3, 3, False)],
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_step_with_layers_in_a_loop_is_the_step_with_its_layers(
     loss: Any, world: int, stage: int, donate: bool

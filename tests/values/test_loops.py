@@ -254,13 +254,23 @@ def test_the_program_does_not_grow_with_the_turns(step: Any) -> None:
     assert len(calls(traced[0], ops.loop)) == 1
 
 
-def test_autograd_takes_the_turns_one_by_one() -> None:
+@pytest.mark.parametrize(("step", "loops"), [(follows_captured, 0), (follows_operands, 2)])
+def test_autograd_takes_the_turns_one_by_one_where_they_capture_what_it_follows(step: Any, loops: int) -> None:
     mesh = fzero.VirtualMesh(fsdp=2)
-    for step in (follows_captured, follows_operands):
-        program = fzero.simulate(lambda p, x: step(fzero.scan, p, x), mesh).trace(  # noqa: B023
-            fzero.partition(params(), mesh), batch()
-        )
-        assert not calls(program, ops.loop)
+    simulated = fzero.simulate(lambda p, x: step(fzero.scan, p, x), mesh)
+    assert len(calls(simulated.trace(fzero.partition(params(), mesh), batch()), ops.loop)) == loops
+
+
+def test_a_derivative_of_a_loop_is_not_differentiated_by_autograd() -> None:
+    def step(p: Any, x: Tensor) -> Any:
+        w = (p["w"] * 1).full_tensor().requires_grad_()
+        h, _ = fzero.scan(lambda h, row: (torch.tanh(h) * row.mean(), None), w, turns_of(x))
+        (first,) = torch.autograd.grad(h.square().sum(), w, create_graph=True)
+        return fzero.pmean(torch.autograd.grad(first.square().sum(), w)[0], "fsdp")
+
+    mesh = fzero.VirtualMesh(fsdp=2)
+    with pytest.raises(fzero.FzeroError, match=r"derivative of a loop is differentiated again.*nest fzero.grad"):
+        fzero.simulate(step, mesh)(fzero.partition(params(), mesh), batch())
 
 
 def test_the_body_is_traced_once_or_twice() -> None:
