@@ -27,6 +27,7 @@ from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
+from fzero.tracing.seeds import check_seeds
 from fzero.tracing.trace import trace
 from fzero.tracing.watches import Watch, describe_value, find_watches, watch_elements
 from fzero.values.origin import UNKNOWN, Origin
@@ -72,6 +73,7 @@ class Pipeline(Generic[T]):
         with _pause_garbage_collection():
             with forget_casts():
                 traced = trace(self.fn, args, self.on.mesh)
+            check_seeds(traced)
             check_mistakes(traced, self.fn, warn=not self._cache)
             with disable_autocast():
                 return run_passes(replace(resolve(traced), measured=self._measured), self.passes)

@@ -14,6 +14,7 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import State
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live, describe_leaf, live
 from fzero.ranks.virtual import virtual
@@ -63,6 +64,9 @@ def partition(
     * a leaf whose path ends with a parameter's path, and that has the parameter's shape, has the parameter's layout;
     * any other 0-d leaf, such as a step count, is whole on every rank.
 
+    Of a `fzero.State`, `params` are partitioned, and then the other fields `like` them. Leaves of a state that are
+    partitioned already stay as they are.
+
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
     leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
     averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
@@ -76,6 +80,10 @@ def partition(
             device that is not the host; on all ranks when one gives other shapes, or when the source rank fails to
             read.
     """
+    if isinstance(params, State):
+        how = dict(layers=layers, dtype=dtype, persist=persist, granularity=granularity, unit=unit, chunk=chunk)
+        how.update(device=device, pin=pin, source_rank=source_rank)
+        return _partition_state(params, mesh, like, how)
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
@@ -104,6 +112,15 @@ def partition(
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+
+
+def _partition_state(state: State, mesh: Any, like: tree.Tree | None, how: dict[str, Any]) -> State:
+    """A state partitioned field by field: `params` first, and the rest `like` them."""
+    done, rest = tree.split(state, lambda path, leaf: is_sharded(leaf))
+    params = tree.merge(done.params, partition(rest.params, mesh, like=like, **how))
+    known = like if like is not None else () if params is None else params
+    others = partition(rest._replace(params=None)._asdict(), mesh, like=known, **how)
+    return State(**tree.merge(done._replace(params=None)._asdict(), others))._replace(params=params)
 
 
 def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
