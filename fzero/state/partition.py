@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,9 @@ def partition(
             read.
     """
     if isinstance(params, State):
-        how = dict(layers=layers, dtype=dtype, persist=persist, granularity=granularity, unit=unit, chunk=chunk)
-        how.update(device=device, pin=pin, source_rank=source_rank)
-        return _partition_state(params, mesh, like, how)
+        each = functools.partial(partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin)
+        how = {"granularity": granularity, "chunk": chunk, "device": device, "source_rank": source_rank}
+        return _partition_state(params, like, functools.partial(each, **how))
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
@@ -114,12 +115,12 @@ def partition(
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
 
 
-def _partition_state(state: State, mesh: Any, like: tree.Tree | None, how: dict[str, Any]) -> State:
-    """A state partitioned field by field: `params` first, and the rest `like` them."""
+def _partition_state(state: State, like: tree.Tree | None, partition: Callable[..., tree.Tree]) -> State:
+    """A state, by a function that partitions a tree: `params` first, then the rest `like` them."""
     done, rest = tree.split(state, lambda path, leaf: is_sharded(leaf))
-    params = tree.merge(done.params, partition(rest.params, mesh, like=like, **how))
+    params = tree.merge(done.params, partition(rest.params, like=like))
     known = like if like is not None else () if params is None else params
-    others = partition(rest._replace(params=None)._asdict(), mesh, like=known, **how)
+    others = partition(rest._replace(params=None)._asdict(), like=known)
     return State(**tree.merge(done._replace(params=None)._asdict(), others))._replace(params=params)
 
 

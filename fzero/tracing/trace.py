@@ -15,9 +15,9 @@ from fzero.base import tree
 from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
 from fzero.base.flags import find_flags
-from fzero.base.state import find_seeds
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import find_seeds
 from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.layout.layout import Layout
 from fzero.layout.owners import Places

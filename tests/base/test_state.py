@@ -172,7 +172,8 @@ def test_a_saved_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
     resumed, rest = run(fzero.simulate(noisy, MESH), loaded, 2)
     assert rest == losses[2:]
     assert all(
-        torch.equal(a, b) for a, b in zip(tree.leaves(fzero.unpartition(straight)), tree.leaves(fzero.unpartition(resumed)))
+        torch.equal(a, b)
+        for a, b in zip(tree.leaves(fzero.unpartition(straight)), tree.leaves(fzero.unpartition(resumed)))
     )
 
 
