@@ -62,7 +62,8 @@ def test_shapes_that_keep_changing_end_in_one_warning(caplog: pytest.LogCaptureF
     assert len(traced) == 2 and all("is traced again: its arguments differ" in message for message in traced)
     assert last.endswith(
         "has 3 programs, and drops one for each further one: argument 1.inputs had 4 shapes, [4, 7], [4, 6], [4, 5] "
-        "and 1 more; round its lengths up a few fixed ones, as the ladder of fzero.data.loader does, or give max_programs"
+        "and 1 more; round its lengths up a few fixed ones, as the ladder of fzero.data.loader does, or give "
+        "max_programs"
     )
 
 
