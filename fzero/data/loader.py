@@ -62,6 +62,8 @@ def loader(
             `padding` or `drop_last`; for a ladder without padding; for an option of torch that the loader sets itself.
     """
     part = find_part(batch, mesh, data)
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
+        raise FzeroError("seed", f"is {seed!r}", "give a whole number from 0 to 2**63 - 1, or None for no shuffling")
     check_numbers(padding)
     if ladder is not None:
         check_ladder(ladder)

@@ -17,6 +17,8 @@ from fzero.base.state import find_seeds
 
 MESH = VirtualMesh(fsdp=4)
 OPTIMIZER = optim.adamw(1e-2)
+CAREFUL = optim.apply_if_finite(optim.adamw(1e-2), 9)
+SCALER = optim.loss_scale.dynamic(2.0**127, factor=2.0**40, hysteresis=1)  # the first step overflows, and no other
 
 
 def weights() -> dict[str, Tensor]:
@@ -89,6 +91,11 @@ def test_a_state_of_nothing_but_numbers_is_partitioned() -> None:
     assert state.step.is_replicated and fzero.unpartition(state).step == 7
 
 
+def test_a_number_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(FzeroError, match="^step: "):
+        fzero.partition(State(weights(), step=0), MESH)
+
+
 def test_unpartition_inverts_partition() -> None:
     state = whole(ema=weights(), data={"epoch": torch.tensor(2)})
     again = fzero.unpartition(fzero.partition(state, MESH))
@@ -114,6 +121,31 @@ def test_a_step_of_a_state_equals_the_unsharded_one(stage: int, donate: bool) ->
 
 def test_equivalence_takes_a_state() -> None:
     fzero.check_equivalence(train, (whole(ema=weights()),), (batch(),), ranks=4, steps=2)
+
+
+def scaled(state: State, x: Tensor) -> tuple[State, Tensor]:
+    """With a loss scale in the state, which overflows at first."""
+
+    def loss_fn(params: Any) -> Tensor:
+        return (x @ params["a"] + params["b"]).square().mean() * params["c"]
+
+    loss, grads = fzero.value_and_grad(lambda p: loss_fn(p) * state.scale.scale)(state.params)
+    grads = optim.loss_scale.unscale(grads, state.scale)
+    updates, opt_state = CAREFUL.update(grads, state.opt_state, state.params)
+    scale = SCALER.update(state.scale, opt_state.last_finite)
+    params = optim.apply_updates(state.params, updates)
+    return State(params, opt_state, scale, state.step + 1), loss / state.scale.scale
+
+
+def test_a_loss_scale_travels_in_a_state() -> None:
+    params = weights()
+    given = State(params, CAREFUL.init(params), SCALER.init(), torch.tensor(0))
+    assert fzero.partition(given, MESH).scale.scale.is_replicated
+    step = fzero.simulate(scaled, MESH)
+    state, losses = run(step, fzero.partition(given, MESH), 3)
+    expected, expected_losses = run(scaled, given, 3)
+    assert float(state.scale.scale.full_tensor()) == float(expected.scale.scale) == 2.0**87
+    assert losses[2] == pytest.approx(expected_losses[2], rel=1e-5)
 
 
 def test_the_update_of_a_state_is_one_node() -> None:

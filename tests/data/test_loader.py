@@ -267,6 +267,8 @@ def resumed(position: Any, **how: Any) -> None:
 MISTAKES: dict[str, tuple[Any, str]] = {
     "a batch that does not divide": (lambda: loader(Squares(8), 3, MESH), "batch: is 3, which does not divide by 2"),
     "no batch": (lambda: loader(Squares(8), 0, MESH), "batch: is 0"),
+    "a negative seed": (lambda: loader(Squares(8), 4, MESH, seed=-1), "seed: is -1; give a whole number"),
+    "half a seed": (lambda: loader(Squares(8), 4, MESH, seed=0.5), "seed: is 0.5"),  # type: ignore[arg-type]
     "an axis without a name": (lambda: loader(Squares(8), 4, object()), "mesh: object has no named axes"),
     "an axis that is not there": (lambda: loader(Squares(8), 4, MESH, data=("dp",)), "mesh axis 'dp': is in data"),
     "an uneven end": (lambda: loader(Squares(9), 4, MESH), "dataset: has 9 examples from 0 on: the last"),

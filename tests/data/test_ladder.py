@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run
 from torch import Tensor
@@ -205,6 +206,19 @@ def on_real_ranks(mesh: DeviceMesh) -> tuple[list[float], list[int], list[Any]]:
     return *outcomes[0], draws
 
 
+def count_bytes(mesh: DeviceMesh) -> tuple[int, list[int]]:
+    """The number of batches, and the bytes of each all-reduce meanwhile."""
+    each = loader(texts([2, 9, 3, 5, 1, 16]), 2, mesh, padding=PADDING, ladder=LADDER)
+    all_reduce, nbytes = dist.all_reduce, []
+
+    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nbytes.append(x.nbytes)
+        return all_reduce(x, *args, **kwargs)
+
+    dist.all_reduce = counting  # of this process, which ends behind the test
+    return len(list(each)), nbytes
+
+
 def too_long(mesh: DeviceMesh) -> str:
     """Only the second rank has a text that is too long."""
     with pytest.raises(FzeroError) as caught:
@@ -216,6 +230,10 @@ def test_real_ranks_take_the_batches_of_virtual_ones() -> None:
     (losses, lengths, first), (others, other_lengths, second) = run(2, on_real_ranks)
     assert losses == others and lengths == other_lengths and set(lengths) <= set(LADDER)
     assert first[0] == first[1] and second[0] == second[1] and first != second  # ranks draw their own numbers
+
+
+def test_a_length_costs_one_all_reduce_of_8_bytes() -> None:
+    assert run(2, count_bytes) == [(3, [8, 8, 8])] * 2
 
 
 def test_all_ranks_hear_of_a_text_that_is_too_long() -> None:
