@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from fzero import FzeroError, tree
+from fzero import FzeroError, VirtualMesh, tree
 from fzero.data.padding import Collate, check_ladder, check_numbers, find_longest, pad, round_up
 from fzero.data.parts import Place, find_indices, find_part, list_places, order
 from fzero.data.position import ENDLESS, Position, check_position, mix
 from fzero.data.streams import CollateTaken, Stream, Taken
+from fzero.ranks.live import live
 
 OWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "generator", "in_order")
 """Options of torch's DataLoader that follow from the loader's own."""
@@ -123,7 +124,8 @@ class _Pads:
 class Loader:
     """This rank's batches. Each `for` over a loader goes on from its `position` to the end of the epoch.
 
-    Make one with `fzero.data.loader`. `len(loader)` is the number of batches in a whole epoch.
+    All ranks of the mesh begin a loop together: they agree on data and position, in one all-reduce of 24 bytes.
+    `len(loader)` is the number of batches in a whole epoch. `fzero.data.loader` makes one.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Loader:
         options: dict[str, Any],
     ) -> None:
         self._batch, self._part, self._drop_last, self._pads = batch, part, drop_last, pads
+        self._on = None if isinstance(pads.mesh, VirtualMesh) else live(pads.mesh)
         self._length, self._seed, self._fingerprint = own
         self._epoch, self._index = 0, 0
         self._turn: object = None
@@ -179,6 +182,8 @@ class Loader:
         return self._length // self._batch if self._drop_last else -(-self._length // self._batch)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._on is not None:
+            self._on.agree("a loop over data", self._describe())
         self._turn = turn = object()
         self._generator.manual_seed(mix("workers", self._seed, self._epoch, self._index))
         is_last = False
@@ -209,6 +214,12 @@ class Loader:
             self._dataset.set_epoch(self._epoch)
         self._stream.start = self._index
         yield from self._loads
+
+    def _describe(self) -> list[str]:
+        """What all ranks must have alike, one line each."""
+        how = {"batch": self._batch, "drop_last": self._drop_last, "ladder": self._pads.ladder}
+        numbers = zip(Position._fields, self.position.to_numbers())
+        return [f"data {name}: {value}" for name, value in (*how.items(), *numbers)]
 
     def _check_end(self) -> None:
         """Refuse examples that fill no last batch, where nothing says what to do with them."""

@@ -7,7 +7,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from fake_mesh import loaders_of_fake_ranks, ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
@@ -31,16 +33,10 @@ class Leg(NamedTuple):
         return self.replicas * self.ranks * self.rows
 
 
-class Rank:
-    """As much of a `DeviceMesh` as a loader asks: one rank's place."""
-
-    mesh_dim_names = ("replica", "fsdp")
-
-    def __init__(self, place: tuple[int, int], leg: Leg) -> None:
-        self.shape, self._place = (leg.replicas, leg.ranks), list(place)
-
-    def get_coordinate(self) -> list[int]:
-        return self._place
+@pytest.fixture(autouse=True, scope="module")
+def fake_ranks() -> Iterator[None]:
+    with loaders_of_fake_ranks():
+        yield
 
 
 class Stream(IterableDataset[int]):
@@ -52,8 +48,8 @@ class Stream(IterableDataset[int]):
 
 
 def loaders(dataset: Any, leg: Leg, **how: Any) -> list[Loader]:
-    places = itertools.product(range(leg.replicas), range(leg.ranks))
-    return [loader(dataset, leg.batch, Rank(place, leg), padding=PAD, **how) for place in places]
+    meshes = ranks(replica=leg.replicas, fsdp=leg.ranks)
+    return [loader(dataset, leg.batch, mesh, padding=PAD, **how) for mesh in meshes]
 
 
 def take(each: Loader, batches: int) -> list[list[int]]:
@@ -69,14 +65,14 @@ def travel(dataset: Any, legs: list[Leg], **how: Any) -> tuple[list[int], int]:
     ended."""
     seen, position = list[int](), None
     for leg in legs:
-        ranks = loaders(dataset, leg, **how)
-        for each in ranks if position is not None else ():
+        each_rank = loaders(dataset, leg, **how)
+        for each in each_rank if position is not None else ():
             each.resume(position)
-        rows = [take(each, leg.batches) for each in ranks]
+        rows = [take(each, leg.batches) for each in each_rank]
         seen += [x for parts in zip(*rows, strict=True) for part in parts for x in part if x != PAD]
-        positions = {each.position.to_numbers() for each in ranks}
+        positions = {each.position.to_numbers() for each in each_rank}
         assert len(positions) == 1
-        position = ranks[0].position
+        position = each_rank[0].position
     assert position is not None
     return seen, int(position.epoch)
 

@@ -179,7 +179,7 @@ def test_padded_rows_and_places_count_nothing(caplog: pytest.LogCaptureFixture) 
 def on_real_ranks(mesh: DeviceMesh) -> tuple[list[float], list[int], list[Any]]:
     """Losses, lengths of batches and draws on this mesh and on virtual ranks."""
     virtual = VirtualMesh(fsdp=mesh.size())
-    dataset = texts([2, 9, 3, 5, 1, 16, 7, 4, 3])
+    dataset = texts([12, 9, 13, 15, 11, 16, 9, 14, 13])  # one program
     outcomes = []
     for where, step in ((mesh, fzero.shard(train_step, mesh)), (virtual, fzero.simulate(train_step, virtual))):
         each = loader(dataset, 4, where, seed=1, padding=PADDING, ladder=LADDER)
@@ -228,12 +228,44 @@ def too_long(mesh: DeviceMesh) -> str:
 
 def test_real_ranks_take_the_batches_of_virtual_ones() -> None:
     (losses, lengths, first), (others, other_lengths, second) = run(2, on_real_ranks)
-    assert losses == others and lengths == other_lengths and set(lengths) <= set(LADDER)
+    assert losses == others and lengths == other_lengths == [16, 16, 16]
     assert first[0] == first[1] and second[0] == second[1] and first != second  # ranks draw their own numbers
 
 
 def test_a_length_costs_one_all_reduce_of_8_bytes() -> None:
-    assert run(2, count_bytes) == [(3, [8, 8, 8])] * 2
+    assert run(2, count_bytes) == [(3, [24, 8, 8, 8])] * 2  # the first is the agreement of the loop
+
+
+def other_data(mesh: DeviceMesh) -> list[str]:
+    """What ranks hear whose data differ in one point."""
+    rank, errors = mesh.get_rank(), []
+    mine = [
+        loader(texts([3] * (4 + 2 * rank)), 2, mesh),
+        loader(texts([3] * 4), 2, mesh, seed=rank),
+        loader(texts([3] * 4), 2, mesh, fingerprint="ab"[rank]),
+        loader(texts([3] * 4), 2 + 2 * rank, mesh),
+        loader(texts([3] * 4), 2, mesh, padding=PADDING, ladder=LADDER[rank:]),
+    ]
+    late = loader(texts([3] * 4), 2, mesh)
+    late.resume(late.position._replace(index=2 * rank))
+    for each in (*mine, late):
+        with pytest.raises(FzeroError) as caught:
+            next(iter(each))
+        errors.append(str(caught.value))
+    next(iter(loader(texts([3] * 4), 2, mesh)))  # ranks can go on
+    return errors
+
+
+def test_ranks_with_other_data_are_named() -> None:
+    first, second = run(2, other_data)
+    assert first == second
+    assert [each.partition(":")[0] for each in first] == [
+        "data length", "data seed", "data fingerprint", "data batch", "data ladder", "data index",
+    ]  # fmt: skip
+    assert first[0] == (
+        "data length: ranks take different data: rank 0 has 'data length: 4', rank 1 has 'data length: 6'; make the "
+        "loader alike on every rank, and resume it at one position"
+    )
 
 
 def test_all_ranks_hear_of_a_text_that_is_too_long() -> None:

@@ -9,28 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from fake_mesh import FakeMesh, loaders_of_fake_ranks, ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import fzero
 from fzero import FzeroError, State, VirtualMesh, tree
 from fzero.data import Loader, Position, loader
+from fzero.data.parts import order
 
 PAD = -1
 
 
-class FakeMesh:
-    """As much of a `DeviceMesh` as the loader asks: one rank's place."""
-
-    def __init__(self, rank: Sequence[int], **sizes: int) -> None:
-        self.mesh_dim_names, self.shape, self._rank = tuple(sizes), tuple(sizes.values()), list(rank)
-
-    def get_coordinate(self) -> list[int]:
-        return self._rank
-
-
-def ranks(**sizes: int) -> list[FakeMesh]:
-    return [FakeMesh(place, **sizes) for place in itertools.product(*map(range, sizes.values()))]
+@pytest.fixture(autouse=True, scope="module")
+def fake_ranks() -> Iterator[None]:
+    with loaders_of_fake_ranks():
+        yield
 
 
 class Squares(Dataset[dict[str, Any]]):
@@ -102,6 +96,11 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
     first = epochs(0)
     assert len({tuple(order) for order in (*first, *epochs(1))}) == 6
     assert first == epochs(0) == epochs(0, num_workers=2) and [sorted(order) for order in first] == [[*range(12)]] * 3
+
+
+def test_the_order_is_the_one_of_saved_positions() -> None:
+    """A release of torch that changes `randperm` changes what saved positions mean."""
+    assert order(0, 1, 8).tolist() == [7, 2, 4, 3, 1, 0, 6, 5]
 
 
 def test_without_a_seed_the_dataset_has_its_own_order() -> None:
