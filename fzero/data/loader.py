@@ -144,7 +144,7 @@ class Loader:
         self._epoch, self._index = 0, 0
         self._turn: object = None
         self._generator = torch.Generator()  # of workers' seeds: torch's own stays as it is
-        self._check_end()
+        self._check_end(self._index)
         how = {**options, "generator": self._generator}
         self._dataset, self._stream = dataset, None
         if self._length == ENDLESS:
@@ -172,9 +172,9 @@ class Loader:
         check_position(numbers, self.position.to_numbers())
         epoch, index, length, *_ = numbers
         is_over = length != ENDLESS and length - index < (self._batch if self._drop_last else 1)
-        self._turn = None
-        self._epoch, self._index = (epoch + 1, 0) if is_over else (epoch, index)
-        self._check_end()
+        epoch, index = (epoch + 1, 0) if is_over else (epoch, index)
+        self._check_end(index)
+        self._turn, self._epoch, self._index = None, epoch, index
 
     def __len__(self) -> int:
         if self._length == ENDLESS:
@@ -221,8 +221,8 @@ class Loader:
         numbers = zip(Position._fields, self.position.to_numbers())
         return [f"data {name}: {value}" for name, value in (*how.items(), *numbers)]
 
-    def _check_end(self) -> None:
-        """Refuse examples that fill no last batch, where nothing says what to do with them."""
+    def _check_end(self, index: int) -> None:
+        """Refuse examples from `index` on that fill no last batch, where nothing says what to do with them."""
         if self._pads.padding is not None:
             return
         if self._length == ENDLESS:
@@ -230,10 +230,10 @@ class Loader:
                 problem = "is iterable, and its last batch may be short"
                 raise FzeroError("dataset", problem, "give padding={...} to fill it up, or drop_last=True")
             return
-        rest = (self._length - self._index) % self._batch
+        left = self._length - index
+        rest = left % self._batch
         if rest and not self._drop_last:
-            left = self._length - self._index
-            problem = f"has {left} examples from {self._index} on: the last batch has {rest} of {self._batch}"
+            problem = f"has {left} examples from {index} on: the last batch has {rest} of {self._batch}"
             raise FzeroError("dataset", problem, "give padding={...} to fill it up, or drop_last=True")
 
 
