@@ -187,7 +187,7 @@ class Loader:
         self._turn = turn = object()
         self._generator.manual_seed(mix("workers", self._seed, self._epoch, self._index))
         is_last = False
-        for rows, valid, stop, is_last in self._fetch():
+        for rows, valid, stop, is_last in map(_raise_error, self._fetch()):
             if self._turn is not turn:
                 problem = "another iteration has begun, or the loader was resumed elsewhere"
                 raise FzeroError("loader", problem, "iterate over a loader in one place at a time")
@@ -205,7 +205,8 @@ class Loader:
     def _list_places(self) -> Iterator[Place]:
         return list_places(self._length, self._index, self._batch, self._part, self._drop_last)
 
-    def _fetch(self) -> Iterator[Taken]:
+    def _fetch(self) -> Iterator[Any]:
+        """The `Taken` rows of each batch, or the error of a worker, to the end of the epoch."""
         if self._stream is None:
             for rows, place in zip(self._loads, self._list_places()):
                 yield Taken(rows, place.valid, place.stop, place.is_last)
@@ -235,6 +236,14 @@ class Loader:
         if rest and not self._drop_last:
             problem = f"has {left} examples from {index} on: the last batch has {rest} of {self._batch}"
             raise FzeroError("dataset", problem, "give padding={...} to fill it up, or drop_last=True")
+
+
+def _raise_error(taken: Any) -> Taken:
+    """What a worker sent. Raises the error that it sent instead."""
+    for sent in (taken, getattr(taken, "rows", None)):
+        if isinstance(sent, FzeroError):
+            raise sent
+    return taken
 
 
 class _Indices:

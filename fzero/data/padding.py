@@ -135,12 +135,18 @@ def find_longest(batch: tree.Tree, sequences: Sequence[str] | None) -> int:
 
 class Collate:
     """torch's `default_collate`, with sequences padded to the longest of the rows first. Sequences lie along dim 0 of
-    an example."""
+    an example. An error is returned: torch would change the class of an error that a worker raises."""
 
     def __init__(self, padding: tree.Tree, sequences: Sequence[str] | None) -> None:
         self.padding, self.sequences = padding, sequences
 
     def __call__(self, examples: list[Any]) -> Any:
+        try:
+            return self._collate(examples)
+        except FzeroError as error:
+            return error
+
+    def _collate(self, examples: list[Any]) -> Any:
         rows = [tree.map(_add_row, default_convert(example)) for example in examples]
         longest = max(find_longest(row, self.sequences) for row in rows)
         padded = [pad(row, self.padding, length=longest, sequences=self.sequences) for row in rows]

@@ -20,24 +20,28 @@ class Taken(NamedTuple):
     is_last: bool
 
 
-class Stream(IterableDataset[Taken]):
+class Stream(IterableDataset[Taken | FzeroError]):
     """The batches of an iterable dataset from example `start` on, as lists of this rank's examples.
 
     The dataset is read from its beginning, and the examples in front of `start` are skipped. Each rank reads every
     example and keeps its own. `dataset` must yield the same examples on all ranks, in the same order in each epoch or,
     where it has `set_epoch`, in an order that depends on the epoch alone.
+
+    A dataset that ends before `start` yields an error as its only batch: torch would change the class of an error that
+    a worker raises.
     """
 
     def __init__(self, dataset: Iterable[Any], batch: int, part: range, drop_last: bool) -> None:
         self.dataset, self.batch, self.part, self.drop_last = dataset, batch, part, drop_last
         self.start = 0
 
-    def __iter__(self) -> Iterator[Taken]:
+    def __iter__(self) -> Iterator[Taken | FzeroError]:
         stop, examples = self.start, iter(self.dataset)
         skipped = sum(1 for _ in itertools.islice(examples, self.start))
         if skipped < self.start:
             problem = f"is {self.start}, and the dataset ends after {skipped} examples"
-            raise FzeroError("position.index", problem, "give the dataset that the position was saved with")
+            yield FzeroError("position.index", problem, "give the dataset that the position was saved with")
+            return
         kept, count = self._take(examples)
         while count == self.batch or (count and not self.drop_last):
             following, more = self._take(examples)  # tells whether this batch is the last
@@ -58,10 +62,10 @@ class Stream(IterableDataset[Taken]):
 
 
 class CollateTaken:
-    """A collate function of lists of examples, on the lists that a `Stream` yields."""
+    """A collate function of lists of examples, on what a `Stream` yields. An error stays."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, taken: Taken) -> Taken:
-        return taken._replace(rows=self.collate(taken.rows))
+    def __call__(self, taken: Taken | FzeroError) -> Taken | FzeroError:
+        return taken if isinstance(taken, FzeroError) else taken._replace(rows=self.collate(taken.rows))

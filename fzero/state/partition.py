@@ -66,7 +66,7 @@ def partition(
     * any other 0-d leaf, such as a step count, is whole on every rank.
 
     Of a `fzero.State`, `params` are partitioned, and then the other fields `like` them. Leaves of a state that are
-    partitioned already stay as they are.
+    partitioned already stay.
 
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
     leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are

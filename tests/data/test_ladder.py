@@ -109,6 +109,12 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a ladder without padding": (
         lambda: loader(texts([3]), 1, VirtualMesh(fsdp=1), ladder=LADDER), "padding: is None, and a ladder",
     ),
+    "lists in the place of tensors, in a worker": (
+        lambda: list(
+            loader([{"inputs": [1, 2]}], 1, VirtualMesh(fsdp=1), padding=PADDING, ladder=LADDER, num_workers=1)
+        ),
+        r"batch inputs\.0: ",
+    ),
     "lists in the place of tensors": (
         lambda: list(loader([{"inputs": [1, 2]}], 1, VirtualMesh(fsdp=1), padding=PADDING, ladder=LADDER)),
         r"batch inputs\.0: ",

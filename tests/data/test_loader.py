@@ -291,6 +291,12 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda: numbers(at(loader(Stream(8), 4, MESH, drop_last=True), Position.of(0, 9, -1, -1, 0))),
         "position.index: is 9, and the dataset ends after 8 examples",
     ),
+    "a stream that is shorter, in a worker": (
+        lambda: numbers(
+            at(loader(Stream(8), 4, MESH, drop_last=True, num_workers=1), Position.of(0, 9, -1, -1, 0))
+        ),
+        "position.index: is 9, and the dataset ends after 8 examples",
+    ),
     "no padding for a leaf": (
         lambda: list(loader(Squares(9), 4, MESH, padding={"x": 0})),
         r"batch y: has no padding among \['x'\]; give a number for it, as in padding=\{'y': 0\}",
