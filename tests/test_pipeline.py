@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import tree
@@ -104,6 +106,18 @@ def test_settings_that_keep_changing_are_named(caplog: pytest.LogCaptureFixture)
     with torch.autocast("cpu", torch.bfloat16):
         made(given, params)
     assert caplog.messages[-1].endswith("settings such as autocast keep changing")
+
+
+def on_ranks(mesh: DeviceMesh) -> tuple[list[float], int]:
+    """The results of a step that keeps one program, for shapes that come and go, and how many programs it keeps."""
+    step = fzero.shard(lambda params, x: (params, x.sum() * params["w"].sum()), mesh, max_programs=1)
+    params = fzero.partition({"w": torch.ones(4)}, mesh)
+    sums = [step(params, torch.ones(length))[1].item() for length in (1, 2, 1, 3, 2)]
+    return sums, len(step._pipeline._cache)
+
+
+def test_ranks_that_drop_programs_stay_together() -> None:
+    assert run(2, on_ranks) == [([4.0, 8.0, 4.0, 12.0, 8.0], 1)] * 2
 
 
 @pytest.mark.parametrize("limit", [0, 1.5, None])
