@@ -10,6 +10,7 @@ from fzero import optim, passes
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import State
 from fzero.equivalence import check_equivalence
 from fzero.program import ops
 from fzero.program.program import Program
@@ -35,6 +36,7 @@ __all__ = [
     "FzeroError",
     "Program",
     "Sharded",
+    "State",
     "VirtualMesh",
     "accumulate",
     "axis_index",

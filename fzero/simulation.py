@@ -19,7 +19,7 @@ from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline, Returned, create_pass_state, list_flags, order_pass_state
+from fzero.pipeline import MAX_PROGRAMS, Pipeline, Returned, create_pass_state, list_flags, order_pass_state
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
 from fzero.state.fill import copy_slices
@@ -36,6 +36,7 @@ def simulate(
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
+    max_programs: int = MAX_PROGRAMS,
 ) -> Simulation:
     """`fn` as a step that runs for every rank of a virtual mesh in this process.
 
@@ -49,25 +50,28 @@ def simulate(
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
     each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `reduce_dtype`, `passes` and `data` are as in
-    `shard`.
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `reduce_dtype`, `passes`, `data` and
+    `max_programs` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     check_data_axes(mesh, data)
-    return Simulation(fn, mesh, choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype))
+    rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
+    return Simulation(fn, mesh, rewrites, max_programs)
 
 
 class Simulation:
     """A step on every rank of a virtual mesh. Call it like the function it comes from; `trace` returns its
     `Program`."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass], max_programs: int = MAX_PROGRAMS
+    ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()
-        self._pipeline = Pipeline(fn, virtual(mesh), passes, lambda program: program)
+        self._pipeline = Pipeline(fn, virtual(mesh), passes, lambda program: program, max_programs)
 
     def __repr__(self) -> str:
         return f"fzero.simulate({getattr(self, '__name__', self._pipeline.fn)}, {self.mesh})"

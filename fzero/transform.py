@@ -22,7 +22,7 @@ from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
 from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline, Returned, create_pass_state, list_flags, order_pass_state
+from fzero.pipeline import MAX_PROGRAMS, Pipeline, Returned, create_pass_state, list_flags, order_pass_state
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
@@ -31,6 +31,8 @@ from fzero.ranks.members import Members
 from fzero.values.origin import Origin, follow
 from fzero.values.sharded import Sharded
 
+MAX_FRAGMENTS = 1024
+"""How many compiled fragments a step remembers beside those in its programs: programs share equal fragments."""
 MASK = 2**62 - 1  # of the numbers that ranks compare
 Mode = bool | Literal["graph"]
 
@@ -45,6 +47,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
+    max_programs: int = MAX_PROGRAMS,
 ) -> Step:
     """`fn` as a step that every rank of `mesh` runs, on `Sharded` state and on its part of the batch.
 
@@ -68,6 +71,9 @@ def shard(
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
+    * `max_programs`: the step keeps so many programs. A further one takes the place of the one used longest ago, and
+      the logger "fzero" says once which argument keeps changing.
+
     The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
     shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
     reads from its surroundings (docs/functional.md).
@@ -82,7 +88,7 @@ def shard(
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
     rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
-    return Step(fn, live(mesh), rewrites, compile)
+    return Step(fn, live(mesh), rewrites, compile, max_programs)
 
 
 class _Compiled(NamedTuple):
@@ -127,14 +133,15 @@ class _Lines:
 class Step:
     """A sharded step. Call it like the function it comes from; `trace` returns its `Program` without running it."""
 
-    def __init__(self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Mode) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Mode, max_programs: int = MAX_PROGRAMS
+    ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
             check_mesh(on)
         self._on, self._flags = on, FlagReader()
-        self._pipeline = Pipeline(
-            fn, on, passes, functools.partial(_link, on, compile, functools.cache(compile_fragment))
-        )
+        compile_once = functools.lru_cache(MAX_FRAGMENTS)(compile_fragment)
+        self._pipeline = Pipeline(fn, on, passes, functools.partial(_link, on, compile, compile_once), max_programs)
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"

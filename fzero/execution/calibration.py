@@ -60,7 +60,7 @@ def time_nodes(program: Program, on: Live, tensors: Sequence[Tensor], align: Cal
     """
     clock, state = _Clock(tensors), torch.get_rng_state()
     spans: dict[Node, tuple[Any, Any]] = {}
-    with disable_autocast(), step_seed() as seed:
+    with disable_autocast(), step_seed([tensors[i] for i in program.seeds]) as seed:
         _run(program, on, tensors, align, seed, clock, spans)
     torch.set_rng_state(state)
     clock.finish()

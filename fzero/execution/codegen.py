@@ -32,14 +32,14 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
 
     The function is generated once, as Python code that drops each value at its last use. An aten operation runs as it
     is. Every other operation is bound once, to the rank and to the layout that its node names. A program that draws
-    random numbers advances torch's default CPU generator by one draw a call. `compile(fragment)` returns the function
-    that runs for a `Fragment`; it is called once for equal fragments.
+    random numbers, and has no seeds among its arguments, advances torch's default CPU generator by one draw a call.
+    `compile(fragment)` returns the function that runs for a `Fragment`; it is called once for equal fragments.
     """
-    (run_once, _), draws = _link(program, on, compile), program.draws
+    (run_once, _), draws, seeds = _link(program, on, compile), program.draws, program.seeds
 
     @torch.no_grad()
     def run(tensors: list[Tensor]) -> list[Tensor]:
-        with disable_autocast(), step_seed() if draws else nullcontext() as seed:
+        with disable_autocast(), step_seed([tensors[i] for i in seeds]) if draws else nullcontext() as seed:
             return run_once(seed, tensors)
 
     return run

@@ -57,12 +57,13 @@ def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | 
     """The tensor results of each rank, given the tensor arguments of each rank. Writes to donated arguments.
 
     `watch(node, values of each rank)` is called after each node, before values are dropped. A program that draws random
-    numbers advances torch's default CPU generator by one draw.
+    numbers, and has no seeds among its arguments, advances torch's default CPU generator by one draw.
 
     Raises:
         FzeroError: where a node writes to memory that a collective is sending.
     """
-    with disable_autocast(), step_seed() if program.draws else nullcontext() as seed:
+    seeds = [arguments[0][i] for i in program.seeds]  # the same on all ranks
+    with disable_autocast(), step_seed(seeds) if program.draws else nullcontext() as seed:
         return _run(program, arguments, seed, watch)
 
 

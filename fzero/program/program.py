@@ -40,7 +40,8 @@ class Argument:
     layout; the bucket of a batch argument is None.
 
     The step updates a `donated` argument in place, and the caller cannot use it afterwards. An argument of a loop's
-    body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class.
+    body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class. `role`
+    is "seed" or "step" for an argument that random draws follow from.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Argument:
     donated: bool = False
     kind: Kind | None = None
     flag: type[Flag] | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,12 @@ class Program:
     def flags(self) -> list[tuple[int, type[Flag]]]:
         """`(position, class)` of each argument that is the value of a flag."""
         return [(i, argument.flag) for i, argument in enumerate(self.arguments) if argument.flag is not None]
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """The positions of the arguments that random draws follow from. Without any, draws follow from torch's
+        generator."""
+        return [i for i, argument in enumerate(self.arguments) if argument.role]
 
     @property
     def draws(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import State
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live, describe_leaf, live
 from fzero.ranks.virtual import virtual
@@ -63,6 +65,9 @@ def partition(
     * a leaf whose path ends with a parameter's path, and that has the parameter's shape, has the parameter's layout;
     * any other 0-d leaf, such as a step count, is whole on every rank.
 
+    Of a `fzero.State`, `params` are partitioned, and then the other fields `like` them. Leaves of a state that are
+    partitioned already stay.
+
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
     leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
     averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
@@ -76,6 +81,10 @@ def partition(
             device that is not the host; on all ranks when one gives other shapes, or when the source rank fails to
             read.
     """
+    if isinstance(params, State):
+        each = functools.partial(partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin)
+        how = {"granularity": granularity, "chunk": chunk, "device": device, "source_rank": source_rank}
+        return _partition_state(params, like, functools.partial(each, **how))
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
@@ -104,6 +113,15 @@ def partition(
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+
+
+def _partition_state(state: State, like: tree.Tree | None, partition: Callable[..., tree.Tree]) -> State:
+    """A state, by a function that partitions a tree: `params` first, then the rest `like` them."""
+    done, rest = tree.split(state, lambda path, leaf: is_sharded(leaf))
+    params = tree.merge(done.params, partition(rest.params, like=like))
+    known = like if like is not None else () if params is None else params
+    others = partition(rest._replace(params=None)._asdict(), like=known)
+    return State(**tree.merge(done._replace(params=None)._asdict(), others))._replace(params=params)
 
 
 def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:

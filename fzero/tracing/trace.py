@@ -18,6 +18,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import find_flags
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import find_seeds
 from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.layout.layout import Layout
 from fzero.layout.owners import Places
@@ -126,9 +127,9 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     leaves, treedef = tree.flatten(args)
     paths = [tree.dotted(key) for key in tree.keys(treedef)]
     tracer = Tracer(mesh)
-    flags = find_flags(treedef)
+    flags, roles = find_flags(treedef), find_seeds(treedef)
     arguments = tuple(
-        replace(_describe_argument(path, leaf, tracer), flag=flags.get(i))
+        replace(_describe_argument(path, leaf, tracer), flag=flags.get(i), role=roles.get(i, ""))
         for i, (path, leaf) in enumerate(zip(paths, leaves))
         if _is_tensor(leaf)
     )
