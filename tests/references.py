@@ -1,6 +1,6 @@
 """References of optimizers: torch.optim where torch has the optimizer, else the paper's formula by hand.
 
-`tests/optim/test_reference.py` holds `fzero.optim` to them, and `benchmarks/parity.py` prints how far results are apart.
+`tests/optim/test_reference.py` holds `fzero.optim` to them. `benchmarks/parity.py` prints how far results are apart.
 """
 
 from __future__ import annotations
