@@ -71,7 +71,7 @@ def run_torch(name: str, **options: Any) -> Reference:
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(params["weight"].dtype)  # that of torch's own numbers, such as NAdam's product
         try:
-            optimizer = getattr(torch.optim, name)(list(params.values()), foreach=False, **options)
+            optimizer = getattr(torch.optim, name)(list(params.values()), **options)
             for grad in grads:
                 for key, p in params.items():
                     p.grad = grad[key].clone()
@@ -89,7 +89,7 @@ def of_torch(optimizer: optim.GradientTransformation, name: str, **options: Any)
     return Case(optimizer, run_torch(name, **options), f"torch.optim.{name}({given})")
 
 
-def by_hand(optimizer: optim.GradientTransformation, rule: Callable[..., tuple[Tensor, Any]]) -> Case:
+def by_hand(optimizer: optim.GradientTransformation, rule: Callable[..., tuple[Tensor, Any]], source: str) -> Case:
     """The case whose reference is `rule(p, g, state, t) -> (p, state)`, leaf by leaf. The first state is None."""
 
     def run(params: Leaves, grads: list[Leaves]) -> Leaves:
@@ -101,17 +101,16 @@ def by_hand(optimizer: optim.GradientTransformation, rule: Callable[..., tuple[T
             new[key] = p
         return new
 
-    return Case(optimizer, run, f"{(rule.__doc__ or '').partition('.')[0]}, by hand")
+    return Case(optimizer, run, f"{source}, by hand")
 
 
 def step_lion(p: Tensor, g: Tensor, m: Tensor | None, t: int) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 of Chen et al."""
     m = torch.zeros_like(p) if m is None else m
     return p - 0.01 * ((0.9 * m + 0.1 * g).sign() + 0.1 * p), 0.99 * m + 0.01 * g
 
 
 def step_lamb(p: Tensor, g: Tensor, state: Any, t: int) -> tuple[Tensor, Any]:
-    """Algorithm 2 of You et al. Its function of norms is the identity."""
+    """The paper's function of norms is the identity."""
     m, v = state or (torch.zeros_like(p), torch.zeros_like(p))
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
     u = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-6) + 0.01 * p
@@ -120,7 +119,7 @@ def step_lamb(p: Tensor, g: Tensor, state: Any, t: int) -> tuple[Tensor, Any]:
 
 
 def step_schedule_free(p: Tensor, g: Tensor, state: Any, t: int) -> tuple[Tensor, Any]:
-    """The three sequences of Defazio et al. Warmup takes four steps. Of x, z and their mixture y, y is given as `p`."""
+    """With a warmup of four steps. Of the sequences x, z and their mixture y, y is given as `p`."""
     x, z, total, most = state or (p, p, 0.0, 0.0)
     rate = 0.1 * min(1.0, t / 4)
     most = max(most, rate)
@@ -185,8 +184,10 @@ CASES = {
         optim.adafactor(0.3, 0.6, (1e-4, 1e-2), 1.5, 0.1),
         "Adafactor", lr=0.3, beta2_decay=-0.6, eps=(1e-4, 1e-2), d=1.5, weight_decay=0.1,
     ),
-    "lion": by_hand(optim.lion(0.01, weight_decay=0.1), step_lion),
-    "lamb": by_hand(optim.lamb(0.01), step_lamb),
-    "schedule_free": by_hand(optim.schedule_free(optim.sgd(warm_up), warm_up), step_schedule_free),
+    "lion": by_hand(optim.lion(0.01, weight_decay=0.1), step_lion, "Chen et al., algorithm 2"),
+    "lamb": by_hand(optim.lamb(0.01), step_lamb, "You et al., algorithm 2"),
+    "schedule_free": by_hand(
+        optim.schedule_free(optim.sgd(warm_up), warm_up), step_schedule_free, "Defazio et al., the three sequences"
+    ),
 }  # fmt: skip
 """Name -> case. A name begins with that of a function of `fzero.optim`."""

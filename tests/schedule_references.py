@@ -171,7 +171,7 @@ def of_torch(schedule: optim.base.Schedule, rate: float, make: Callable[[Any], A
 
 
 def by_hand(schedule: optim.base.Schedule, formula: Formula, source: str) -> Case:
-    return Case(schedule, lambda steps: [formula(count) for count in range(steps)], f"{source}'s formula")
+    return Case(schedule, lambda steps: [formula(count) for count in range(steps)], f"{source}, by hand")
 
 
 STEPS = 101
