@@ -10,11 +10,13 @@ from fzero.base.flags import check_flags
 from fzero.optim import deepspeed, loss_scale  # noqa: F401  families, found as optim.deepspeed and optim.loss_scale
 from fzero.optim.adam8bit import ScaleByAdam8bitState, adamw8bit, scale_by_adam8bit
 from fzero.optim.adaptive import (
+    ScaleByAmsgradState,
     ScaleByLionState,
     ScaleByNadamState,
     ScaleByRmsState,
     ScaleByRssState,
     ScaleByStddevState,
+    scale_by_amsgrad,
     scale_by_lion,
     scale_by_nadam,
     scale_by_rms,
@@ -46,7 +48,7 @@ from fzero.optim.cycles import (
 from fzero.optim.factored import FactoredState, scale_by_factored_rms
 from fzero.optim.inject import InjectHyperparamsState, inject_hyperparams
 from fzero.optim.muon import MuonState, ScaleByMuonState, muon, scale_by_muon
-from fzero.optim.presets import adafactor, adagrad, adam, adamw, lamb, lion, nadam, rmsprop, sgd
+from fzero.optim.presets import adafactor, adagrad, adam, adamw, amsgrad, lamb, lion, nadam, rmsprop, sgd
 from fzero.optim.report import report
 from fzero.optim.schedule_free import ScheduleFreeState, schedule_free, schedule_free_eval_params
 from fzero.optim.schedules import (
@@ -98,6 +100,7 @@ __all__ = [
     "MuonState",
     "ScaleByAdam8bitState",
     "ScaleByAdamState",
+    "ScaleByAmsgradState",
     "ScaleByLionState",
     "ScaleByMuonState",
     "ScaleByNadamState",
@@ -114,6 +117,7 @@ __all__ = [
     "adamw8bit",
     "add_decayed_weights",
     "all_finite",
+    "amsgrad",
     "apply_if_finite",
     "apply_updates",
     "cast_state",
@@ -149,6 +153,7 @@ __all__ = [
     "scale",
     "scale_by_adam",
     "scale_by_adam8bit",
+    "scale_by_amsgrad",
     "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",

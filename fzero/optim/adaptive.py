@@ -138,6 +138,44 @@ def scale_by_stddev(decay: float = 0.99, eps: float = 1e-8) -> GradientTransform
     return stage(ScaleByStddevState, init, update)
 
 
+class ScaleByAmsgradState(NamedTuple):
+    """AMSGrad's running means of past gradients, and the largest mean of squares."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int32, steps so far (hides tuple.count, as in optax)
+    mu: Tree  # as params: running mean of gradients
+    nu: Tree  # as params: running mean of squared gradients
+    nu_max: Tree  # as params: the largest nu so far, element by element
+
+
+def scale_by_amsgrad(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """`m / (sqrt(v) + eps)` as of `scale_by_adam`, where v is the largest running mean of squares so far.
+
+    Reddi et al., On the Convergence of Adam and Beyond, https://arxiv.org/abs/1904.09237. Formula and defaults are
+    those of torch.optim.Adam with `amsgrad=True`: the bias is corrected behind the maximum. optax corrects the bias in
+    front of the maximum.
+
+    Raises:
+        FzeroError: as `scale_by_adam`.
+    """
+    check_decay("scale_by_amsgrad", "b1", b1)
+    check_decay("scale_by_amsgrad", "b2", b2)
+    check_not_negative("scale_by_amsgrad", "eps", eps)
+
+    def init(params: Tree) -> ScaleByAmsgradState:
+        return ScaleByAmsgradState(init_count(params), *(init_zeros(params) for _ in range(3)))
+
+    def update(
+        updates: Tree, state: ScaleByAmsgradState, params: Tree | None = None
+    ) -> tuple[Tree, ScaleByAmsgradState]:
+        treedef, (mu, nu, nu_max, grads) = flatten_alike(state.mu, state.nu, state.nu_max, updates)
+        count = state.count + 1
+        lists = kernels.scale_by_amsgrad(grads, mu, nu, nu_max, count, *same_kind(count, b1, b2, eps))
+        updates, mu, nu, nu_max = (tree.unflatten(treedef, leaves) for leaves in lists)
+        return updates, ScaleByAmsgradState(count, mu, nu, nu_max)
+
+    return GradientTransformation(init, update)
+
+
 class ScaleByNadamState(NamedTuple):
     """NAdam's running means of past gradients, and the product of its momenta."""
 

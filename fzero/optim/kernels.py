@@ -36,6 +36,24 @@ scale_by_adam = define_stage(
 """`scale_by_adam(updates, mu, nu, count, b1, b2, eps) -> (updates, mu, nu)`; `count` is 1 at the first step."""
 
 
+def _scale_by_amsgrad(
+    grads: List, mu: List, nu: List, nu_max: List, count: Tensor, b1: Number, b2: Number, eps: Number
+) -> tuple[List, ...]:
+    means, squares = _average(mu, grads, b1), _average_squares(nu, grads, b2)
+    largest = torch._foreach_maximum(nu_max, squares)
+    scaled = torch._foreach_div(means, bias_correction(b1, count, [x.dtype for x in means]))
+    torch._foreach_div_(scaled, _corrected_roots(largest, b2, count, eps))
+    return scaled, means, squares, largest
+
+
+scale_by_amsgrad = define_stage(
+    "scale_by_amsgrad(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor[] nu_max, Tensor count, float b1, float b2,"
+    " float eps) -> (Tensor[], Tensor[], Tensor[], Tensor[])",
+    _scale_by_amsgrad,
+)
+"""As `scale_by_adam`, with `nu_max`, the largest `nu` so far, in the place of `nu` in the denominator."""
+
+
 def _scale_by_nadam(
     grads: List,
     mu: List,

@@ -13,7 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.optim.adaptive import scale_by_lion, scale_by_nadam, scale_by_rms, scale_by_rss, scale_by_stddev
+from fzero.optim.adaptive import (
+    scale_by_amsgrad,
+    scale_by_lion,
+    scale_by_nadam,
+    scale_by_rms,
+    scale_by_rss,
+    scale_by_stddev,
+)
 from fzero.optim.base import GradientTransformation, Mask, Schedule, chain, check_not_negative, identity, is_zero
 from fzero.optim.blocks import scale_by_param_block_rms, scale_by_trust_ratio
 from fzero.optim.clipping import clip_by_block_rms
@@ -71,6 +78,23 @@ def adamw(
     )
 
 
+def amsgrad(
+    learning_rate: float | Schedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """Adam with the largest mean of squares so far (Reddi et al., https://arxiv.org/abs/1904.09237).
+
+    Defaults are those of torch.optim.Adam with `amsgrad=True`. With `decoupled` weights decay as in `adamw`.
+    """
+    adapt = scale_by_amsgrad(b1, b2, eps)
+    return _chain_with_decay("amsgrad", adapt, learning_rate, weight_decay, decoupled, mask)
+
+
 def nadam(
     learning_rate: float | Schedule = 2e-3,
     b1: float = 0.9,
@@ -86,9 +110,7 @@ def nadam(
     With `decoupled` weights decay as in `adamw`.
     """
     adapt = scale_by_nadam(b1, b2, eps, momentum_decay)
-    decay = _decay_gradients("nadam", weight_decay, mask)
-    stages = (adapt, *decay) if decoupled else (*decay, adapt)
-    return chain(*stages, scale_by_learning_rate(learning_rate))
+    return _chain_with_decay("nadam", adapt, learning_rate, weight_decay, decoupled, mask)
 
 
 def adagrad(
@@ -201,6 +223,20 @@ def adafactor(
         *_decay_gradients("adafactor", weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
+
+
+def _chain_with_decay(
+    where: str,
+    adapt: GradientTransformation,
+    learning_rate: float | Schedule,
+    weight_decay: float,
+    decoupled: bool,
+    mask: Mask | None,
+) -> GradientTransformation:
+    """The stage `adapt` and the rate; the decay stands behind `adapt` where it is decoupled, else in front."""
+    decay = _decay_gradients(where, weight_decay, mask)
+    stages = (adapt, *decay) if decoupled else (*decay, adapt)
+    return chain(*stages, scale_by_learning_rate(learning_rate))
 
 
 def _decay_gradients(where: str, weight_decay: float, mask: Mask | None) -> list[GradientTransformation]:

@@ -17,6 +17,7 @@ optimizers = st.sampled_from(
     [
         optim.sgd(0.1, momentum=0.9),
         optim.adamw(optim.linear_schedule(0.1, 0.0, 5)),
+        optim.amsgrad(0.1, b2=0.5),
         optim.chain(optim.clip_by_global_norm(0.5), optim.adam(0.1)),
         optim.multi_transform({True: optim.adam(0.1), False: optim.sgd(0.1)}, lambda path, leaf: leaf.ndim > 0),
     ]

@@ -1,16 +1,23 @@
 """DeepSpeed's schedules at every step, against what DeepSpeed's optimizer runs at: the constructor's value in its first
-step, then the value of index 0, 1, 2 and so on. The formulas are written out in Python numbers."""
+step, then the value of index 0, 1, 2 and so on. The formulas are those of `schedule_references`."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from programs import layers, rows, training
+from schedule_references import (
+    Formula,
+    deepspeed_lr_range_test,
+    deepspeed_one_cycle,
+    deepspeed_warmup_cosine_lr,
+    deepspeed_warmup_decay_lr,
+    deepspeed_warmup_lr,
+)
 
 import fzero
 from fzero import FzeroError, VirtualMesh, optim
@@ -20,13 +27,9 @@ STEPS = range(100)
 ROUNDING = {"rel": 1.2e-7, "abs": 0}  # a schedule rounds once, to float32
 
 
-def check(schedule: Any, constructed: float, at_index: Callable[[int], float]) -> None:
+def check(schedule: Any, formula: Formula) -> None:
     got = [schedule(torch.tensor(count, dtype=torch.int32)).item() for count in STEPS]
-    assert got == pytest.approx([constructed, *(at_index(i) for i in STEPS[:-1])], **ROUNDING)
-
-
-def warm_up(i: int, steps: int, kind: str) -> float:
-    return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
+    assert got == pytest.approx([formula(count) for count in STEPS], **ROUNDING)
 
 
 WARMUPS = [*itertools.product((1, 2, 3, 10, 50), ("log", "linear"))]
@@ -34,41 +37,28 @@ WARMUPS = [*itertools.product((1, 2, 3, 10, 50), ("log", "linear"))]
 
 @pytest.mark.parametrize(("steps", "kind"), WARMUPS)
 def test_warmup_lr(steps: int, kind: Any) -> None:
-    n = max(2, steps)
-    schedule = deepspeed.warmup_lr(0.01, 0.1, steps, kind)
-    check(schedule, 0.01, lambda i: 0.01 + 0.09 * (warm_up(i, n, kind) if i < n else 1.0))
+    check(deepspeed.warmup_lr(0.01, 0.1, steps, kind), deepspeed_warmup_lr(0.01, 0.1, steps, kind))
 
 
 @pytest.mark.parametrize("total", [1, 5, 60])
 @pytest.mark.parametrize(("steps", "kind"), WARMUPS)
 def test_warmup_decay_lr(steps: int, kind: Any, total: int) -> None:
-    n = max(2, steps)
-
-    def gamma(i: int) -> float:
-        return warm_up(i, n, kind) if i < n else max(0.0, (total - i) / max(1.0, total - n))
-
-    check(deepspeed.warmup_decay_lr(total, 0.01, 0.1, steps, kind), 0.01, lambda i: 0.01 + (0.1 - 0.01) * gamma(i))
+    schedule = deepspeed.warmup_decay_lr(total, 0.01, 0.1, steps, kind)
+    check(schedule, deepspeed_warmup_decay_lr(total, 0.01, 0.1, steps, kind))
 
 
 @pytest.mark.parametrize("total", [1, 5, 60])
 @pytest.mark.parametrize(("steps", "kind"), WARMUPS)
 def test_warmup_cosine_lr_begins_at_zero_and_ends_at_its_floor(steps: int, kind: Any, total: int) -> None:
-    n = max(2, steps)
-
-    def ratio(i: int) -> float:
-        if i < n:
-            return 0.2 + 0.8 * warm_up(i, n, kind)
-        done = min(1.0, (i - n + 1) / max(1, total - n))
-        return 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * done)) / 2
-
-    check(deepspeed.warmup_cosine_lr(0.1, total, 0.2, steps, warmup_type=kind), 0.0, lambda i: 0.1 * ratio(i))
+    schedule = deepspeed.warmup_cosine_lr(0.1, total, 0.2, steps, warmup_type=kind)
+    check(schedule, deepspeed_warmup_cosine_lr(0.1, total, 0.2, steps, kind))
 
 
-@pytest.mark.parametrize(("staircase", "interval"), [(False, lambda x: x), (True, math.floor)])
+@pytest.mark.parametrize("staircase", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 2000])
-def test_lr_range_test(size: int, staircase: bool, interval: Callable[[float], float]) -> None:
+def test_lr_range_test(size: int, staircase: bool) -> None:
     schedule = deepspeed.lr_range_test(0.001, size, 0.5, staircase)
-    check(schedule, 0.001, lambda i: 0.001 * (1 + 0.5 * interval((i + 1) / size)))
+    check(schedule, deepspeed_lr_range_test(0.001, size, 0.5, staircase))
 
 
 CYCLES = [*itertools.product((1, 10, 29), (None, 0, 31), (0, 3), (None, 2), (0, 7))]
@@ -81,20 +71,14 @@ def test_one_cycle_moves_rate_and_betas(
     cycle = deepspeed.one_cycle(
         0.01, 0.1, 0.5, first, second, stairs, more_stairs, decay, cycle_min_mom=0.7, decay_mom_rate=0.1
     )
-    behind = first if second is None else second
-    total, counts = first + behind, (stairs, stairs if more_stairs is None else more_stairs)
-
-    def climb(i: int) -> float:
-        at = (i + 1) % total
-        done, steps, count = (at, first, counts[0]) if at <= first else (total - at, behind, counts[1])
-        return math.floor(done * count / steps) / count if count else done / steps
-
-    def grow(i: int, rate: float) -> float:
-        return 1 + rate * (i - total + 1) / decay if decay else 1.0
-
-    check(cycle.learning_rate, 0.01, lambda i: 0.01 + 0.09 * climb(i) if i < total else 0.01 / grow(i, 0.5))
-    check(cycle.b1, 0.7, lambda i: 0.9 - (0.9 - 0.7) * climb(i) if i < total else 0.9 * grow(i, 0.1))
-    check(cycle.b2, 0.99, lambda i: 0.99)
+    sizes, counts = (
+        (first, first if second is None else second),
+        (stairs, stairs if more_stairs is None else more_stairs),
+    )
+    expected = deepspeed_one_cycle(0.01, 0.1, (0.5, 0.1), (0.7, 0.9), sizes, counts, decay)
+    check(cycle.learning_rate, expected.learning_rate)
+    check(cycle.b1, expected.b1)
+    check(cycle.b2, lambda count: 0.99)
 
 
 def test_one_cycle_may_leave_betas_alone() -> None:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from schedule_references import (
+    TAILS,
+    WEIGHTS,
+    Formula,
+    inverse_sqrt,
+    piecewise_interpolation,
+    share,
+    warmup_inverse_sqrt,
+    warmup_stable_decay,
+)
 
 from fzero import FzeroError, optim
 
 STEPS = range(130)
 ROUNDING = {"rel": 1.2e-7, "abs": 0}  # a schedule rounds once, to float32: half a unit is 6e-8
 
-Formula = Callable[[int], float]
-
 
 def check(schedule: Any, formula: Formula) -> None:
     got = [schedule(torch.tensor(count, dtype=torch.int32)) for count in STEPS]
     assert {(x.dtype, x.shape) for x in got} == {(torch.float32, ())}
     assert [x.item() for x in got] == pytest.approx([formula(count) for count in STEPS], **ROUNDING)
-
-
-def share(count: int, begin: int, steps: int) -> float:
-    return min(max(count - begin, 0), steps) / steps
 
 
 @pytest.mark.parametrize("power", [1, 2, 0.5, 3.3])
@@ -59,28 +62,14 @@ def test_exponential_decay_without_a_rate_or_steps_is_constant(schedule: Any) ->
 
 
 def test_inverse_square_root_is_vaswanis() -> None:
-    check(
-        optim.warmup_inverse_sqrt_schedule(0.0, 0.5, 30),
-        lambda count: 0.5 * min(count / 30, (30 / count) ** 0.5 if count else math.inf),
-    )
-    check(optim.inverse_sqrt_schedule(0.5, 7), lambda count: 0.5 * (7 / (7 + count)) ** 0.5)
+    check(optim.warmup_inverse_sqrt_schedule(0.0, 0.5, 30), warmup_inverse_sqrt(0.5, 30))
+    check(optim.inverse_sqrt_schedule(0.5, 7), inverse_sqrt(0.5, 7))
 
 
-@pytest.mark.parametrize(
-    ("decay", "left"),
-    [
-        ("linear", lambda done: 1 - done),
-        ("sqrt", lambda done: 1 - math.sqrt(done)),
-        ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done))),
-    ],
-)
-def test_warmup_stable_decay(decay: Any, left: Callable[[float], float]) -> None:
+@pytest.mark.parametrize("decay", TAILS)
+def test_warmup_stable_decay(decay: Any) -> None:
     schedule = optim.warmup_stable_decay_schedule(0.125, 1.0, 20, 50, 40, 0.25, decay)
-
-    def formula(count: int) -> float:
-        return 0.125 + 0.875 * count / 20 if count < 20 else 0.25 + 0.75 * left(share(count, 70, 40))
-
-    check(schedule, formula)
+    check(schedule, warmup_stable_decay(0.125, 1.0, 20, 50, 40, 0.25, decay))
 
 
 def test_piecewise_constant() -> None:
@@ -92,22 +81,10 @@ def test_piecewise_constant() -> None:
     check(optim.piecewise_constant_schedule(1.5), lambda count: 1.5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "weigh"), [("linear", lambda done: done), ("cosine", lambda done: 0.5 - 0.5 * math.cos(math.pi * done))]
-)
+@pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("points", [{10: 0.5}, {0: 2.0, 20: 3.0, 50: 0.25, 100: 1.0}, {1: 2.0, 2: 0.5}, {}])
-def test_piecewise_interpolation(kind: Any, weigh: Callable[[float], float], points: dict[int, float]) -> None:
-    def value_at(boundary: int) -> float:
-        return 1.5 * math.prod(scale for at, scale in points.items() if at <= boundary)
-
-    def formula(count: int) -> float:
-        later = [at for at in points if at > count]
-        if not later:
-            return value_at(count)
-        begin, end = max([0, *(at for at in points if at <= count)]), min(later)
-        return value_at(begin) + (value_at(end) - value_at(begin)) * weigh((count - begin) / (end - begin))
-
-    check(optim.piecewise_interpolate_schedule(kind, 1.5, points), formula)
+def test_piecewise_interpolation(kind: Any, points: dict[int, float]) -> None:
+    check(optim.piecewise_interpolate_schedule(kind, 1.5, points), piecewise_interpolation(kind, 1.5, points))
 
 
 def test_linear_onecycle_goes_up_and_down_and_further_down() -> None:

@@ -22,6 +22,7 @@ MAKERS: dict[str, Callable[[], optim.GradientTransformation]] = {
     "sgd": lambda: optim.sgd(0.1, momentum=0.9),
     "adam": optim.adam,
     "adamw": optim.adamw,
+    "amsgrad": optim.amsgrad,
     "nadam": optim.nadam,
     "adagrad": optim.adagrad,
     "rmsprop": lambda: optim.rmsprop(momentum=0.9),
@@ -184,6 +185,7 @@ def arguments(dtype: torch.dtype, updates: torch.dtype) -> dict[str, tuple[Any, 
     count, weight = torch.tensor(3, dtype=torch.int32), torch.tensor(0.3, dtype=torch.float64)
     return {
         "scale_by_adam": (grads, one, other, count, 0.9, 0.99, 1e-8),
+        "scale_by_amsgrad": (grads, one, other, more, count, 0.9, 0.99, 1e-8),
         "scale_by_nadam": (grads, one, other, count, weight, weight, 0.9, 0.99, 1e-8),
         "scale_by_lion": (grads, one, 0.9, 0.99),
         "scale_by_rss": (grads, one, 1e-10),
@@ -295,6 +297,8 @@ def test_a_condition_that_is_false_changes_no_bit() -> None:
     [
         (lambda: optim.lion(0.1, b1=1.0), r"^scale_by_lion: b1 is 1\.0; a decay rate lies in \[0, 1\)"),
         (lambda: optim.lion(0.1, b2=-0.1), r"^scale_by_lion: b2 is -0\.1"),
+        (lambda: optim.amsgrad(b1=1.0), r"^scale_by_amsgrad: b1 is 1\.0; a decay rate lies in \[0, 1\)"),
+        (lambda: optim.amsgrad(weight_decay=-1.0), r"^amsgrad: weight_decay is -1\.0"),
         (lambda: optim.nadam(b2=1.5), r"^scale_by_nadam: b2 is 1\.5"),
         (lambda: optim.nadam(momentum_decay=-1.0), r"^scale_by_nadam: momentum_decay is -1\.0"),
         (lambda: optim.adagrad(lr_decay=-1.0), r"^adagrad: lr_decay is -1\.0; give one that is at least 0"),

@@ -279,6 +279,7 @@ def test_leaves_that_move_along_the_momentum_of_one_are_not_updated_twice() -> N
 END = ["_foreach_mul", "_foreach_add"]  # the rate, and `apply_updates`
 STAGES_OF_OTHERS = {
     "lion": (optim.lion(0.1, weight_decay=0.1), ["scale_by_lion", "_foreach_add", *END]),
+    "amsgrad": (optim.amsgrad(), ["scale_by_amsgrad", *END]),
     "nadam": (optim.nadam(), ["scale_by_nadam", *END]),
     "rmsprop": (optim.rmsprop(momentum=0.9), ["scale_by_rms", "_foreach_add", *END]),
     "rmsprop, centered": (optim.rmsprop(centered=True), ["scale_by_stddev", *END]),
