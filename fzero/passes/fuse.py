@@ -194,11 +194,13 @@ _MATCHES: tuple[Callable[[_Lists, _Tail], _Row | None], ...] = (
 
 
 def _fits(row: _Row) -> bool:
-    """Whether the kernel takes these operands: of one shape, and of one dtype, which only Adam's gradient may differ
-    from."""
+    """Whether the kernel takes these operands: of one shape, and of one dtype. Only Adam's gradient may have another,
+    and its states a narrower one, as behind `optim.cast_state`."""
     param, grad, *states = (node.meta["val"] for node in row.operands)
-    kept = [*states, row.results[0].meta["val"], *([] if row.update is ops.adamw else [grad])]
+    is_adam = row.update is ops.adamw
+    kept = [row.results[0].meta["val"], *([] if is_adam else [grad, *states])]
     is_alike = all(x.dtype == param.dtype for x in kept) and all(x.shape == param.shape for x in (grad, *states))
+    is_alike &= all(x.dtype in _DTYPES and torch.promote_types(x.dtype, param.dtype) == param.dtype for x in states)
     is_wrong = row.update in (ops.sgd, ops.momentum) and param.dtype in _NARROW and param.device.type == "cpu"
     return is_alike and param.dtype in _DTYPES and not is_wrong
 
