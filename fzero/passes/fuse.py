@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fzero.optim.kernels import scale_by_adam, scale_by_rss
-from fzero.passes.order import find_changes, restore_order
+from fzero.passes.order import drop_dead_rows, find_changes, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -67,6 +67,7 @@ def fuse(program: Program) -> Program:
             groups.setdefault(row.shared, []).append(row)
         for rows in groups.values():
             _emit_update(program, rows)
+    drop_dead_rows(program.graph)  # of the list operations that calls replace for some of their leaves
     restore_order(program.graph)  # a call stands behind the last result that it replaces, so maybe behind its users
     return program
 
