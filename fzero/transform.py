@@ -28,6 +28,7 @@ from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
+from fzero.report import Report, report_step
 from fzero.values.origin import Origin, follow
 from fzero.values.sharded import Sharded
 
@@ -142,6 +143,11 @@ class Step:
     def trace(self, *args: Any) -> Program:
         """The program that a call with these arguments runs. No collective."""
         return self._pipeline.program(args)
+
+    def report(self, *args: Any) -> Report:
+        """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
+        data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
+        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
