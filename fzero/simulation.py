@@ -111,7 +111,9 @@ class Simulation:
         with disable_autocast():  # as in the program, whose casts are nodes
             rows = zip(program.tensor_results, zip(*outputs))
             joined = [self._join(program, result, list(row)) for result, row in rows]
-            return Returned(program, self._pipeline.on)(joined, given)
+            returned = Returned(program, self._pipeline.on)
+            self._flags.hold(returned.list_noted(joined))
+            return returned(joined, given)
 
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""

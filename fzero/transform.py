@@ -166,7 +166,9 @@ class Step:
                 graph.prepare(tensors, as_it_is=moved)
             for i in compiled.donated:
                 values[i].give_up()
-            return compiled.returned(compiled.run(tensors), values, origin)
+            outputs = compiled.run(tensors)
+            self._flags.hold(compiled.returned.list_noted(outputs))
+            return compiled.returned(outputs, values, origin)
         except BaseException as error:
             if has_begun or not isinstance(error, FzeroError):  # ranks that disagree raise alike
                 self._on.members.leave("a step", error)

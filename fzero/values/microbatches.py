@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,22 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
+from fzero.base.flags import Flag
 from fzero.base.frozen import is_frozen
 from fzero.values.collectives import mean_over_data
+from fzero.values.flags import note_flag
 from fzero.values.functions import is_sharded
 from fzero.values.gradients import value_and_grad
 from fzero.values.loops import take_turns
+
+
+class NoWeight(Flag):
+    """The weights of a batch are zero everywhere."""
+
+    where = "accumulate: weight"
+    problem = "is 0 over all microbatches and ranks, so there is no mean loss"
+    way_out = "leave out a batch without examples that count, such as one whose labels are all ignored"
+
 
 _SYNCS = (None, "once", "each")
 
@@ -43,10 +55,13 @@ def accumulate(
     Gradients add up in `dtype`, by default in float32 where a leaf is narrower and in the leaf's dtype otherwise. The
     result is rounded to the leaf's dtype once. Outside of a sharded step there is one rank.
 
+    Where all weights are zero the loss is nan and the gradient zero, so that nan does not reach the parameters, and the
+    next call of the step raises. Outside of a step the call itself raises. In a `scan` nothing raises.
+
     Raises:
         FzeroError: for another `sync`; for a dtype that is not floating; for `microbatches` below 1; for a batch that
-            does not divide by `microbatches`, naming the leaf; for a weight that is not one number; as
-            `value_and_grad`.
+            does not divide by `microbatches`, naming the leaf; for a weight that is not one number; for weights that
+            add up to 0; as `value_and_grad`.
     """
     if sync not in _SYNCS:
         raise FzeroError("accumulate: sync", f"is {sync!r}", 'give "once", "each" or None')
@@ -74,7 +89,9 @@ def accumulate(
         zeros = tree.map(lambda leaf: _zeros(leaf, dtype), params)
         (loss, weight, sums), _ = take_turns(turn, (start, start.clone(), zeros), rows, microbatches, sync)
         weight = mean_over_data(weight)
-        return mean_over_data(loss) / weight, _divide(sums, weight, params)
+        has_none = weight == 0
+        note_flag(NoWeight(has_none.to(torch.float32)))
+        return mean_over_data(loss) / weight, _divide(sums, torch.where(has_none, math.inf, weight), params)
 
     return accumulated
 
