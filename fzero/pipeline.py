@@ -163,7 +163,13 @@ class Returned:
             if result.bucket is not None
         ]
         self._added = [state.path for state in program.pass_state]
+        self._noted, self._last = program.noted, len(values) - len(program.pass_state)
         self._given, self._equal, self._copied = _find_aliases(program)
+
+    def list_noted(self, outputs: Sequence[Tensor]) -> list[Flag]:
+        """The flags that the step returns beside its results."""
+        first = self._last - len(self._noted)
+        return [flag(value) for flag, value in zip(self._noted, outputs[first : self._last])]
 
     def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = (), origin: Origin = UNKNOWN) -> Any:
         """The value of a step that was called with the tensors and the state `given`. `origin` is that of new state."""
@@ -176,8 +182,7 @@ class Returned:
             leaves[i] = given[argument]
         for i, first in self._equal.items():
             leaves[i] = leaves[first]
-        own = len(leaves) - len(self._added)
-        added, leaves = leaves[own:], leaves[:own]
+        added, leaves = leaves[self._last :], leaves[: self._last - len(self._noted)]
         for i, constant in self._constants:
             leaves.insert(i, constant)
         result = tree.unflatten(self._out_tree, leaves)

@@ -22,6 +22,7 @@ from fzero.passes.run import Pass
 from fzero.pipeline import MAX_PROGRAMS, Pipeline, Returned, create_pass_state, list_flags, order_pass_state
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
+from fzero.report import Report, report_step
 from fzero.state.fill import copy_slices
 from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded
@@ -82,6 +83,11 @@ class Simulation:
         leaves, treedef = tree.flatten(args)
         return self._pipeline.program(tree.unflatten(treedef, self._select_rank(0, treedef, leaves)))
 
+    def report(self, *args: Any) -> Report:
+        """What a call with these arguments does, as `Step.report` of `fzero.shard`."""
+        leaves, treedef = tree.flatten(args)
+        return report_step(self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef), args)
+
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""
         leaves, treedef = tree.flatten(args)
@@ -109,7 +115,9 @@ class Simulation:
         with disable_autocast():  # as in the program, whose casts are nodes
             rows = zip(program.tensor_results, zip(*outputs))
             joined = [self._join(program, result, list(row)) for result, row in rows]
-            return Returned(program, self._pipeline.on)(joined, given)
+            returned = Returned(program, self._pipeline.on)
+            self._flags.hold(returned.list_noted(joined))
+            return returned(joined, given)
 
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""

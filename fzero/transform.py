@@ -28,6 +28,7 @@ from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
+from fzero.report import Report, report_step
 from fzero.values.origin import Origin, follow
 from fzero.values.sharded import Sharded
 
@@ -150,6 +151,11 @@ class Step:
         """The program that a call with these arguments runs. No collective."""
         return self._pipeline.program(args)
 
+    def report(self, *args: Any) -> Report:
+        """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
+        data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
+        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args)
+
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
         empty where the passes keep none. Give it to the first call as `pass_state`. No collective."""
@@ -167,7 +173,9 @@ class Step:
                 graph.prepare(tensors, as_it_is=moved)
             for i in compiled.donated:
                 values[i].give_up()
-            return compiled.returned(compiled.run(tensors), values, origin)
+            outputs = compiled.run(tensors)
+            self._flags.hold(compiled.returned.list_noted(outputs))
+            return compiled.returned(outputs, values, origin)
         except BaseException as error:
             if has_begun or not isinstance(error, FzeroError):  # ranks that disagree raise alike
                 self._on.members.leave("a step", error)

@@ -6,6 +6,9 @@ step reads the flags among its arguments and raises. Every rank holds the same f
 
 On a CPU the flags of the arguments are read at once. On a GPU reading waits for all work in flight, so a call starts a
 copy to the host, and raises for copies of earlier calls that have arrived. A flag stays set, so that none is missed.
+
+What has no state of its own, as `fzero.accumulate`, makes a flag that the step returns beside its results: `note_flag`
+of `fzero.values.flags`. The step holds it for its next call.
 """
 
 from __future__ import annotations
@@ -79,14 +82,25 @@ class FlagReader:
 
     def __init__(self) -> None:
         self._arriving: list[tuple[Flag, Any]] = []
+        self._held: list[Flag] = []  # on the host
+
+    def hold(self, flags: Iterable[Flag]) -> None:
+        """Keep flags that a call has made for the next `read`. Only a flag in the state raises more than once."""
+        for flag in flags:
+            if _is_on_host(flag):
+                self._held.append(flag)
+            else:
+                self._arriving.append(_copy_to_host(flag))
 
     def read(self, flags: Iterable[Flag]) -> None:
-        """Raise for a flag on the CPU that is set, or for an earlier call's flag whose copy has arrived and is set.
+        """Raise for a flag on the CPU that is set, for a flag of `hold`, or for an earlier call's flag whose copy has
+        arrived and is set.
 
         Raises:
             FzeroError: of the flag.
         """
-        readable: list[tuple[Flag, Any]] = []
+        readable: list[tuple[Flag, Any]] = [(flag, None) for flag in self._held]
+        self._held = []
         arriving: list[tuple[Flag, Any]] = []
         for flag, event in self._arriving:
             (readable if event.query() else arriving).append((flag, event))

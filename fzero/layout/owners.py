@@ -87,6 +87,23 @@ class Owners:
         return max(self._sum_by_rank([len(matrix.part) for matrix in self.matrices]))
 
     @cached_property
+    def moving(self) -> int:
+        """The elements that a rank has of its matrices, of what it sends and of what it receives, on the rank with most
+        of them, beyond `largest`."""
+        owned = self._sum_by_rank([len(matrix.part) for matrix in self.matrices])
+        return max(map(sum, zip(owned, self._lent, self._borrowed))) - self.largest
+
+    def find_scratch(self, size: int, scratch: Callable[[int, int], int]) -> int:
+        """The bytes that a computation takes, one matrix after the other, beyond those of `largest` elements of `size`
+        bytes: `scratch(rows, columns)` beside all matrices of a rank, on the rank with most."""
+        total = self._sum_by_rank([size * len(matrix.part) for matrix in self.matrices])
+        most = [0] * self.world
+        for matrix, owner in zip(self.matrices, self.owners):
+            for rank in range(self.world) if owner is None else [owner]:
+                most[rank] = max(most[rank], scratch(matrix.rows, matrix.columns))
+        return max(map(sum, zip(total, most))) - size * self.largest
+
+    @cached_property
     def moved(self) -> int:
         """The elements that leave their rank on the way to the owners. As many move back."""
         return sum(self._lent)

@@ -34,6 +34,7 @@ from fzero.optim.base import (
     stateless,
 )
 from fzero.optim.blocks import scale_by_param_block_rms, scale_by_trust_ratio
+from fzero.optim.carry import carry_state
 from fzero.optim.clipping import ClipState, clip, clip_by_block_rms, clip_by_global_norm
 from fzero.optim.cycles import (
     cosine_onecycle_schedule,
@@ -120,6 +121,7 @@ __all__ = [
     "amsgrad",
     "apply_if_finite",
     "apply_updates",
+    "carry_state",
     "cast_state",
     "chain",
     "check_flags",

@@ -20,6 +20,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.tree import Tree, TreeDef
+from fzero.optim.rounding import Key, add_stochastically, make_key
 
 State = Any
 Schedule = Callable[[Any], Any]
@@ -113,19 +114,28 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-def apply_updates(params: Tree, updates: Tree) -> Tree:
+def apply_updates(params: Tree, updates: Tree, *, bf16_stochastic_round: Key | Sequence[Key] | None = None) -> Tree:
     """`params + updates`, each leaf in its parameter's dtype. The sum is rounded once, as in optax.
 
     A leaf whose update is None, as a frozen leaf's is, stays as it is.
 
+    `bf16_stochastic_round` is a key, such as the step count or `(seed, step)`, that is another one in each step. Sums
+    of bfloat16 parameters are then rounded to one of the two nearest numbers, so that the mean over keys is the sum.
+    The rounding of an element depends on the key, the leaf's path and the element's position alone: it is the same
+    for every number of ranks. One list operation; see `rounding`.
+
     Raises:
-        FzeroError: where the trees differ in structure or shapes, naming the leaf.
+        FzeroError: where the trees differ in structure or shapes, naming the leaf; for a key that is no whole number.
     """
     moving, still = tree.split_as(params, updates)
     treedef, (weights, steps) = flatten_alike(moving, updates)
     if not weights:
         return params
-    return tree.merge(tree.unflatten(treedef, cast(torch._foreach_add(weights, steps), weights)), still)
+    if bf16_stochastic_round is None:
+        sums = cast(torch._foreach_add(weights, steps), weights)
+    else:
+        sums = add_stochastically(weights, steps, make_key(bf16_stochastic_round, weights[0]), tree.paths(moving))
+    return tree.merge(tree.unflatten(treedef, sums), still)
 
 
 def flatten_alike(first: Tree, *rest: Tree) -> tuple[TreeDef, list[list[Any]]]:

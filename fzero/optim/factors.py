@@ -7,14 +7,14 @@ the slice up to whole rows, and to whole matrices where the leaf has several: `_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fzero.optim.operations import MAPS, PLACED, SUMS, define
+from fzero.optim.operations import MAPS, PLACED, SUMS, define, find_starts
 
 List = list[Tensor]
 
@@ -41,12 +41,6 @@ def _split_sizes(sizes: Sequence[int]) -> list[Matrices]:
     return [Matrices(*sizes[i : i + 3]) for i in range(0, len(sizes), 3)]
 
 
-def _find_starts(shards: Sequence[int], begins: Sequence[int], rank: int) -> Iterator[int]:
-    """For each leaf the element at which this rank's slice begins: where a bucket has `shard` elements a rank, and the
-    leaf begins at element `begin` of the bucket."""
-    return (max(0, rank * shard - begin) for shard, begin in zip(shards, begins))
-
-
 def _fold(x: Tensor, of: Matrices, start: int) -> Tensor:
     """[m, h, C] the units that a slice which begins at element `start` reaches into; 0 where the slice has nothing.
 
@@ -61,7 +55,7 @@ def _average_rows_and_columns(
     leaves: List, sizes: Sequence[int], shards: Sequence[int], begins: Sequence[int], rank: int
 ) -> List:
     rows, columns = _make_zeros(leaves, sizes)
-    for i, (x, of, start) in enumerate(zip(leaves, _split_sizes(sizes), _find_starts(shards, begins, rank))):
+    for i, (x, of, start) in enumerate(zip(leaves, _split_sizes(sizes), find_starts(shards, begins, rank))):
         if x.numel():
             squares = _fold(x.reshape(-1).to(rows[i].dtype).square(), of, start)
             first = start // of.unit  # the first row, or matrix, that the slice reaches into
@@ -106,7 +100,7 @@ def _scale_by_factors(
     rank: int,
 ) -> List:
     scaled = []
-    starts = _find_starts(shards, begins, rank)
+    starts = find_starts(shards, begins, rank)
     for x, row, column, floor, of, start in zip(leaves, rows, columns, floors, _split_sizes(sizes), starts):
         scaled.append(_scale_leaf(x, row, column, floor, of, start) if x.numel() else torch.empty_like(x))
     return scaled

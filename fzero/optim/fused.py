@@ -6,14 +6,14 @@ with the unscaled ones. So passes would take gradients, which other nodes may re
 `aten._fused_adamw` returns new gradients as well (`Tensor[] grads_out`), one copy of all gradients too many. fzero has
 no `grad_scale`: the kernels only read their gradients, and the operations of `fzero.program.ops.updates` say so.
 
-Of all functions here: parameters and states have one dtype. Gradients may have another, and are not written. A learning
-rate is a number or a 0-d tensor. A tensor that is not contiguous costs a copy in and a copy out. With `where`, a 0-d
-bool, nothing changes unless it is true.
+Of all functions here: states have the parameters' dtype or a narrower one, to which new states are rounded. Gradients
+may have any dtype, and are not written. A learning rate is a number or a 0-d tensor. A tensor that is not contiguous
+costs a copy in and a copy out. With `where`, a 0-d bool, nothing changes unless it is true.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from fzero.base import torch_private
 
 Lists = Sequence[Tensor]
+CHUNK = 2**20
+"""The elements that are updated at once where states are narrower than parameters: states are widened in scratch."""
 
 
 def fused_adamw_(
@@ -114,19 +116,44 @@ def _update(
         learning_rate = learning_rate.to(torch.float32)  # which kernels on a GPU read
     # torch's kernels walk memory and ignore strides (on CPU without a check): give them flat, contiguous tensors.
     columns = [[x.contiguous().view(-1) for x in column] for column in (params, *states)]
-    flat_grads = [grad.to(param.dtype).contiguous().view(-1) for grad, param in zip(grads, params)]
+    flat_grads = [grad.contiguous().view(-1) for grad in grads]
     found_inf = None if where is None else (~where).to(torch.float32)
-    kernel(
-        columns[0],
-        flat_grads,
-        *columns[1:],
-        *others,
-        lr=learning_rate,
-        maximize=False,
-        found_inf=found_inf,
-        **options,
-    )
-    for column, results in zip((params, *states), columns):
-        for target, result in zip(column, results):
-            if not target.is_contiguous():
-                target.copy_(result.view(target.shape))
+    for leaves, *parts, leaf_grads, more in _list_calls([*columns, flat_grads], others):
+        wide = [_cast(part, leaves) for part in parts]
+        kernel(
+            leaves,
+            _cast(leaf_grads, leaves),
+            *wide,
+            *more,
+            lr=learning_rate,
+            maximize=False,
+            found_inf=found_inf,
+            **options,
+        )
+        _copy(parts, wide)
+    _copy((params, *states), columns)
+
+
+def _list_calls(columns: Sequence[Lists], others: Sequence[Lists]) -> Iterator[Any]:
+    """`(*columns, others)` of each call of a kernel, where `columns` are params, states and gradients, flat: one call
+    for all leaves whose states have the parameter's dtype, and one for each piece of another leaf."""
+    rows = list(zip(*columns))
+    narrow = [any(x.dtype != param.dtype for x in states) for param, *states, _ in rows]
+    if not all(narrow):
+        alike = [i for i, is_narrow in enumerate(narrow) if not is_narrow]
+        yield *([column[i] for i in alike] for column in columns), [[x[i] for i in alike] if x else x for x in others]
+    for i, row in enumerate(rows):
+        for piece in zip(*(x.split(CHUNK) for x in row)) if narrow[i] else ():
+            yield *([x] for x in piece), [[x[i]] if x else x for x in others]
+
+
+def _cast(tensors: Lists, likes: Lists) -> list[Tensor]:
+    return [x.to(like.dtype) for x, like in zip(tensors, likes)]
+
+
+def _copy(targets: Sequence[Lists], results: Sequence[Lists]) -> None:
+    """Copy each result into its target, unless it lies there."""
+    for column, news in zip(targets, results):
+        for target, new in zip(column, news):
+            if target.data_ptr() != new.data_ptr():
+                target.copy_(new.view(target.shape))

@@ -42,6 +42,13 @@ def count_flops(rows: int, columns: int) -> int:
     return 4 * short * short * long + 2 * short**3
 
 
+def count_scratch(rows: int, columns: int, steps: int) -> int:
+    """The bytes that `NewtonSchulz.apply` allocates at most, its result among them: in a step two squares of the
+    shorter side, and the matrix before and behind the step."""
+    short, long = min(rows, columns), max(rows, columns)
+    return DTYPE.itemsize * (2 * short * short + 2 * short * long if steps else short * long)
+
+
 class Block(NamedTuple):
     """One matrix of a leaf: the next `rows` rows of the leaf. What is made of it is multiplied by `scale`."""
 

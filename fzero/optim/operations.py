@@ -5,12 +5,12 @@
     STAGES   elementwise at each position of their lists
     SUMS     their results are sums over the elements of a leaf: the sum over slices is the sum over ranks
     MAPS     one new leaf for each leaf of the first list, with other operands of any shape
-    PLACED   those of SUMS and MAPS that need to know which elements of its leaf a slice has
+    PLACED   operations that need to know which elements of its leaf a slice has, from their last three arguments
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -80,6 +80,12 @@ def define_stage(schema: str, kernel: Callable[..., tuple[list[Tensor], ...]]) -
         )
 
     return define(schema, compute, fake, STAGES)
+
+
+def find_starts(shards: Sequence[int], begins: Sequence[int], rank: int) -> Iterator[int]:
+    """For each leaf the element at which this rank's slice begins, from the last arguments of an operation of `PLACED`:
+    a bucket has `shard` elements a rank, and the leaf begins at element `begin` of the bucket."""
+    return (max(0, rank * shard - begin) for shard, begin in zip(shards, begins))
 
 
 def _is_list_of_tensors(arg: Any) -> bool:

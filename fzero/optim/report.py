@@ -18,7 +18,7 @@ def report(params: Tree, state: State) -> dict[str, tuple[str, ...]]:
         optim.report(params, opt_state)  # {"blocks.0.up": ("scale_by_muon",), "wte": ("scale_by_adam",), ...}
 
     A stage has the name of its state's class, in small letters. A leaf without a stage is frozen, or its optimizer
-    keeps no state, as plain gradient descent.
+    keeps no state, as plain gradient descent. `step.report(*args)` says the same of a step of `shard` or `simulate`.
     """
     stages: dict[str, dict[str, None]] = {path: {} for path in tree.paths(params)}
     for stage, path in _list_stages(params, state, ""):
@@ -32,7 +32,7 @@ def _list_stages(params: Tree, state: Any, stage: str) -> Iterator[tuple[str, st
         yield from ((stage, path) for path in tree.paths(state))
     elif isinstance(state, tuple) and hasattr(state, "_fields"):
         for part in state:
-            yield from _list_stages(params, part, _name(type(state).__name__))
+            yield from _list_stages(params, part, name_stage(type(state)))
     elif isinstance(state, (tuple, list, dict)):
         for part in state.values() if isinstance(state, dict) else state:
             yield from _list_stages(params, part, stage)
@@ -47,6 +47,6 @@ def _is_as(params: Tree, state: Any) -> bool:
     return True
 
 
-def _name(cls: str) -> str:
-    """`"ScaleByMuonState" -> "scale_by_muon"`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.removesuffix("State")).lower()
+def name_stage(cls: type) -> str:
+    """The stage whose state has this class: "scale_by_muon" for `ScaleByMuonState`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("State")).lower()

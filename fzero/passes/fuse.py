@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fzero.optim.kernels import scale_by_adam, scale_by_rss
-from fzero.passes.order import find_changes, restore_order
+from fzero.passes.order import drop_dead_rows, find_changes, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -69,6 +69,7 @@ def fuse(program: Program) -> Program:
             groups.setdefault(row.shared, []).append(row)
         for rows in groups.values():
             _emit_update(program, rows)
+    drop_dead_rows(program.graph)  # of the list operations that calls replace for some of their leaves
     restore_order(program.graph)  # a call stands behind the last result that it replaces, so maybe behind its users
     return program
 
@@ -196,11 +197,13 @@ _MATCHES: tuple[Callable[[_Lists, _Tail], _Row | None], ...] = (
 
 
 def _fits(row: _Row) -> bool:
-    """Whether the kernel takes these operands: of one shape, and of one dtype, which only Adam's gradient may differ
-    from."""
+    """Whether the kernel takes these operands: of one shape, and of one dtype. Only Adam's gradient may have another,
+    and its states a narrower one, as behind `optim.cast_state`."""
     param, grad, *states = (node.meta["val"] for node in row.operands)
-    kept = [*states, row.results[0].meta["val"], *([] if row.update is ops.adamw else [grad])]
+    is_adam = row.update is ops.adamw
+    kept = [row.results[0].meta["val"], *([] if is_adam else [grad, *states])]
     is_alike = all(x.dtype == param.dtype for x in kept) and all(x.shape == param.shape for x in (grad, *states))
+    is_alike &= all(x.dtype in _DTYPES and torch.promote_types(x.dtype, param.dtype) == param.dtype for x in states)
     is_wrong = row.update in (ops.sgd, ops.momentum) and param.dtype in _NARROW and param.device.type == "cpu"
     return is_alike and param.dtype in _DTYPES and not is_wrong
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero.optim import list_ops  # noqa: F401  defines the operations below
-from fzero.passes.order import find_changes, restore_order
+from fzero.passes.order import drop_dead_rows, find_changes, restore_order
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import alias_of, find_writes, is_call, record, storage
@@ -95,8 +95,8 @@ def skip(program: Program) -> Program:
     for call in list(program.graph.nodes):
         if call.op == "call_function" and record(call).takes_where and not call.kwargs:
             _skip(program, call, changed)
+    drop_dead_rows(program.graph)
     for choice in program.graph.find_nodes(op="call_function", target=_CHOOSE):
-        _drop_dead_rows(choice)
         _take_back(program, choice, changed)
     restore_order(program.graph)
     return program
@@ -127,17 +127,6 @@ def _list_rows(choice: Node) -> dict[Node, tuple[Node, Node]]:
         items.setdefault(item.args[1], []).append(item)
     old, _, new = choice.args
     return {new[i]: (old[i], chosen[0]) for i, chosen in items.items() if len(chosen) == 1}
-
-
-def _drop_dead_rows(choice: Node) -> None:
-    """Drop the rows of a choice that nothing uses."""
-    items = sorted(choice.users, key=lambda item: item.args[1])
-    rows = [item.args[1] for item in items]
-    old, condition, new = choice.args
-    choice.args = ([old[i] for i in rows], condition, [new[i] for i in rows])
-    choice.meta["val"] = [choice.meta["val"][i] for i in rows]
-    for at, item in enumerate(items):
-        item.args = (choice, at)
 
 
 def _take_back(program: Program, choice: Node, changed: set[Any]) -> None:

@@ -35,13 +35,17 @@ class Line(NamedTuple):
 def list_program(program: Program) -> str:
     """A line for each collective, release and update, and a line for the computations between two of these. Turns that
     differ only in the number of a layer are listed once."""
+    return "\n".join([summarize_program(program), *(f"  {line}" for line in _fold(list(_list_lines(program))))])
+
+
+def summarize_program(program: Program) -> str:
+    """One line: the mesh, the number of nodes, the peak, and the bytes that each kind of collective moves."""
     total = Counter[str]()
     for entry in list_comm(program):
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
     peak = format_size(program.memory().peak)
-    head = f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
-    return "\n".join([head, *(f"  {line}" for line in _fold(list(_list_lines(program))))])
+    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
 
 
 def format_size(nbytes: int) -> str:

@@ -36,7 +36,8 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     """Walk the graph as generated code runs it: values die at their last use, arguments and results live on.
 
     The slices of a bucket lie in one block with its padding, as `partition` puts them. Counted are the results of
-    kernels and the buffers of collectives between start and wait; the scratch memory of kernels is not.
+    kernels, the buffers of collectives between start and wait, and what loops and the owners of matrices need within a
+    node; the scratch memory of torch's kernels is not.
 
     The result is that of the rank with the largest peak among `ranks`, by default among all ranks. Of ranks that hold
     equal numbers of elements of every leaf only the first is computed, so thousands of ranks cost as much as a few.

@@ -97,6 +97,8 @@ class Program:
       Python read while the step was traced: the program is right for these elements only.
     * `reduce_dtypes` has, by the path of a leaf, the dtype in which its gradients are averaged (`fzero.precision`).
     * `measured` are the rates of the machine, None where no one has measured them.
+    * `noted` has the class of each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
+      these results.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     """
 
@@ -110,6 +112,7 @@ class Program:
     mesh: VirtualMesh
     fake_mode: Any
     measured: Rates | None = None
+    noted: tuple[type[Flag], ...] = ()
     pass_state: tuple[PassState, ...] = ()
     read: tuple[Tensor, ...] = ()
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

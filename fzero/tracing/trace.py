@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.base import tree
 from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
-from fzero.base.flags import find_flags
+from fzero.base.flags import Flag, find_flags
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.state import find_seeds
@@ -41,6 +41,7 @@ from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
 from fzero.values.custom_functions import take_custom_functions
+from fzero.values.flags import collect_flags
 from fzero.values.loops import record_loops
 from fzero.values.sharded import Sharded
 
@@ -138,6 +139,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     read: list[Tensor] = []
     recorder = TurnRecorder(lambda: tracer.kinds, tracer.note_write, tracer.name)
+    noted: list[Flag] = []
 
     def describe(graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         return Program(
@@ -152,6 +154,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
             fake_mode=fake_mode,
             read=tuple(read),
             reduce_dtypes=tracer.reduce_dtypes,
+            noted=tuple(map(type, noted)),
         )
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -169,11 +172,13 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves):
             check_result(path, leaf, leaves)
             results.append(_describe_result(path, leaf, tracer))
+        results.extend(Result(flag.where) for flag in noted)
         # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
-        return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
+        made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
+        return made + [flag.value for flag in noted]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with _surround(fn, tracer, recorder, fake_mode):
+    with _surround(fn, tracer, recorder, noted, fake_mode):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():
@@ -189,12 +194,13 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
 
 @contextmanager
 def _surround(
-    fn: Callable[..., Any], tracer: Tracer, recorder: TurnRecorder, fake_mode: FakeTensorMode
+    fn: Callable[..., Any], tracer: Tracer, recorder: TurnRecorder, noted: list[Flag], fake_mode: FakeTensorMode
 ) -> Iterator[None]:
     """What is in force while `fn` is traced."""
     with (
         bind_axes(tracer),
         record_loops(recorder),
+        collect_flags(noted),
         fake_mode,
         NameErrors(fn),
         compiling(),

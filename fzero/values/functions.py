@@ -163,7 +163,7 @@ def _find_path(given: Any) -> str:
 
 def _reduce(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
     """The result of a rule for full reductions; None where the value is to be gathered instead."""
-    if x.is_replicated or _is_computed_in_full(x):
+    if _is_whole(x):
         return None
     return rule(x.local, x.leaf, x.on, *args, **kwargs)
 
@@ -217,6 +217,11 @@ def _is_computed_in_full(anchor: Sharded) -> bool:
     """
     is_sliced = anchor.on.is_tracing and not anchor.is_replicated
     return is_sliced and (torch_private.in_forward_mode() or torch_private.in_second_order())
+
+
+def _is_whole(x: Sharded) -> bool:
+    """Whether functions of `x` run on all of its elements: every rank has them, or gathers them."""
+    return x.is_replicated or _is_computed_in_full(x)
 
 
 def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -284,7 +289,9 @@ def _apply_to_lists(
             return x
         return Beside.apply(x, first.on, first.path)
 
-    result = func(*map(to_slices, args), **{key: to_slices(x) for key, x in kwargs.items()})
+    places = _find_places(anchors) if rules.name_of(func) in operations.PLACED else ()
+    given = (*args[: len(args) - len(places)], *places)
+    result = func(*map(to_slices, given), **{key: to_slices(x) for key, x in kwargs.items()})
     if result is None or written:
         return None
     # One list, or a tuple of lists: `scale_by_adam` returns three.
@@ -299,9 +306,9 @@ def _apply_to_lists(
 
 def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any], *others: Any) -> Any:
     """A function of `rules.SLICE_OPS` on slices: its results are sums over leaves, or one new leaf for each leaf."""
-    slices = [x if is_sharded(x) and not (x.is_replicated or _is_computed_in_full(x)) else None for x in leaves]
+    slices = [x if is_sharded(x) and not _is_whole(x) else None for x in leaves]
     if name in operations.PLACED:
-        others = (*others[:-3], *_find_places(slices))
+        others = (*others[:-3], *_find_places(leaves))
     given = [_gather(x) if sliced is None else sliced.local for x, sliced in zip(leaves, slices)]
     results = func(given, *([_gather(x) for x in arg] if isinstance(arg, (list, tuple)) else arg for arg in others))
     if name in operations.SUMS:
@@ -311,10 +318,11 @@ def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any],
     return [x if each is None else _wrap(x, each, _origin_of(func, each, [each])) for x, each in zip(results, anchors)]
 
 
-def _find_places(slices: Sequence[Sharded | None]) -> tuple[list[int], list[int], int]:
-    """The elements that a rank has of each bucket, the first element of each leaf in its bucket, and this rank; zeros
-    for a leaf that is whole, or of which all ranks are here."""
-    apart = [None if x is None or x.on.rank is None else x for x in slices]
+def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:
+    """The last arguments of an operation of `PLACED`: the elements that a rank has of each leaf's bucket, the first
+    element of each leaf in its bucket, and this rank. Zeros for a leaf that is whole, or of which all ranks are here.
+    """
+    apart = [x if is_sharded(x) and x.on.rank is not None and not _is_whole(x) else None for x in leaves]
     shards = [0 if x is None else x.form.layout.shard for x in apart]
     begins = [0 if x is None else x.form.layout.leaf_ranges[x.index].start for x in apart]
     return shards, begins, next((x.on.rank for x in apart if x is not None and x.on.rank is not None), 0)

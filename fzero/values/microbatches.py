@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,22 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
+from fzero.base.flags import Flag
 from fzero.base.frozen import is_frozen
 from fzero.values.collectives import is_in_step, mean_over_data
+from fzero.values.flags import note_flag
 from fzero.values.functions import is_sharded
 from fzero.values.gradients import take_pair, value_and_grad
-from fzero.values.loops import is_transformed, take_turns
+from fzero.values.loops import take_turns
+
+
+class NoWeight(Flag):
+    """The weights of a batch are zero everywhere."""
+
+    where = "accumulate: weight"
+    problem = "is 0 over all microbatches and ranks, so there is no mean loss"
+    way_out = "leave out a batch without examples that count, such as one whose labels are all ignored"
+
 
 _SYNCS = (None, "once", "each")
 
@@ -44,14 +56,13 @@ def accumulate(
     result is rounded to the leaf's dtype once. The loss is float32, or float64 where a leaf is as wide. Outside of a
     sharded step there is one rank.
 
-    Where a step's weights are tensors that are zero everywhere, loss and gradient are nan: a step cannot look at them.
-    `optim.clip_by_global_norm` raises for such a gradient, and `optim.apply_if_finite` skips it.
+    Where all weights are zero the loss is nan and the gradient zero, so that nan does not reach the parameters, and the
+    next call of the step raises. Outside of a step the call itself raises. In a `scan` nothing raises.
 
     Raises:
         FzeroError: for another `sync`; for a dtype that is not floating; for `microbatches` below 1; for a batch that
             does not divide by `microbatches`, naming the leaf; for a function that does not return a pair; for a weight
-            that is not one number, or a negative one; for a total weight of 0, except of tensors in a step; as
-            `value_and_grad`.
+            that is not one number, or a negative one; for weights that add up to 0; as `value_and_grad`.
     """
     if sync not in _SYNCS:
         raise FzeroError("accumulate: sync", f"is {sync!r}", 'give "once", "each" or None')
@@ -81,9 +92,10 @@ def accumulate(
         start = torch.zeros((), dtype=wide[0], device=wide[1])
         zeros = tree.map(lambda leaf: _zeros(leaf, dtype), params)
         (loss, weight, sums), _ = take_turns(turn, (start, start.clone(), zeros), rows, microbatches, sync)
-        _check_total(weight)
         weight = mean_over_data(weight)
-        return mean_over_data(loss) / weight, _divide(sums, weight, params)
+        has_none = weight == 0
+        note_flag(NoWeight(has_none.to(torch.float32)))
+        return mean_over_data(loss) / weight, _divide(sums, torch.where(has_none, math.inf, weight), params)
 
     return accumulated
 
@@ -114,15 +126,6 @@ def _to_weight(count: Any, like: Tensor) -> Tensor:
         got = f"{count.dtype} {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
         raise FzeroError("accumulate: weight", f"is {got}, not one number", "return how many examples the sum has")
     return count.to(like.dtype)
-
-
-def _check_total(weight: Tensor) -> None:
-    """Refuse a total weight of 0 where its value is known: outside of a step and of transforms, on a CPU."""
-    if is_in_step() or is_transformed() or type(weight) is not Tensor or weight.device.type != "cpu":
-        return
-    if not weight > 0:
-        problem = f"is {weight.item():g} over all microbatches, by which nothing can be divided"
-        raise FzeroError("accumulate: weight", problem, "give a batch with examples, or skip it")
 
 
 def _zeros(leaf: Any, dtype: torch.dtype | None) -> Any:

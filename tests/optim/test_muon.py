@@ -13,6 +13,8 @@ from processes import run_cases, values
 from programs import Storages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
@@ -20,11 +22,13 @@ from fzero import optim, tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.optim.newton_schulz import NewtonSchulz, count_flops
+from fzero.execution import lockstep
+from fzero.optim.newton_schulz import NewtonSchulz, count_flops, count_scratch
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.ops.owners import owners_of
 from fzero.program.records import is_call, name_of
+from fzero.ranks.owners import orthogonalize_matrices
 
 SHAPES = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "row": (1, 12)}
 ALL = {"where": lambda path, leaf: leaf.ndim > 1}
@@ -293,7 +297,7 @@ LEAVES = {
 }
 
 
-def draw_leaves(seed: int, dtype: torch.dtype = torch.float32) -> tree.Tree:
+def draw_leaves(seed: int, shapes: Any = None, dtype: torch.dtype = torch.float32) -> tree.Tree:
     draw = torch.Generator().manual_seed(seed)
 
     def leaf(shape: Any) -> Any:
@@ -303,7 +307,7 @@ def draw_leaves(seed: int, dtype: torch.dtype = torch.float32) -> tree.Tree:
             return [leaf(child) for child in shape]
         return torch.randn(shape, generator=draw).to(dtype)
 
-    return leaf(LEAVES)
+    return leaf(LEAVES if shapes is None else shapes)
 
 
 def split_qkv(path: str, leaf: Any) -> tuple[int, ...] | None:
@@ -466,9 +470,67 @@ def test_predicted_memory_bounds_that_of_each_rank_and_is_near() -> None:
         most = max(most, *(storages.count(held, tensors) for held, tensors in zip(ranks, alive)))
 
     step(params, state, grads, watch=watch)
-    (node,) = program.graph.find_nodes(op="call_function", target=ops.to_owners)
-    moving = 2 * 2 * owners_of(program, node).busiest  # what is sent and what arrives, within one node
-    assert most <= program.memory().peak <= most + moving
+    (node,) = program.graph.find_nodes(op="call_function", target=ops.orthogonalize)
+    plan = owners_of(program, node)
+    products = plan.find_scratch(4, lambda rows, columns: count_scratch(rows, columns, 5))  # within one node
+    assert most <= program.memory().peak <= most + max(products, 2 * plan.moving)
+
+
+class Tracked(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made in its context and alive, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(x, Tensor):
+                self._alive[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
+        self._alive = {key: size for key, size in self._alive.items() if not key.expired()}
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96), (64, 64)])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_the_scratch_of_a_matrix_is_counted(shape: tuple[int, int], steps: int) -> None:
+    matrix, how = torch.randn(shape).to(torch.bfloat16), NewtonSchulz(steps)
+    with Tracked() as tracked:
+        how.apply(matrix.view(shape))  # a view is seen
+    assert 0 <= tracked.peak - matrix.nbytes - count_scratch(*shape, steps) <= NUMBERS
+
+
+NUMBERS = 8  # bytes of a norm and its bound
+SHAPES_OF_LAYERS = {"b": {str(i): {"up": (96, 64), "down": (64, 160), "qkv": (24, 64)} for i in range(3)}}
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_predicted_memory_is_what_a_step_allocates(donate: bool) -> None:
+    """A rank alone: every tensor that the process makes is the rank's."""
+    mesh = VirtualMesh(fsdp=1)
+    params, grads = (fzero.partition(draw_leaves(seed, SHAPES_OF_LAYERS), mesh) for seed in range(2))
+    args = params, OPTIMIZER.init(params), grads
+    program = fzero.simulate(update, mesh, donate=donate).trace(*args)
+    with Tracked() as tracked:
+        lockstep.run(program, [[x.local.clone() for x in tree.leaves(args)]])
+    assert 0.95 <= program.memory().peak / tracked.peak <= 1.05
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_the_scratch_of_owners_is_that_of_the_rank_with_most(world: int) -> None:
+    program = trace_update(world)
+    (node,) = program.graph.find_nodes(op="call_function", target=ops.orthogonalize)
+    plan, peaks = owners_of(program, node), []
+    for rank in range(world):
+        owned = torch.randn(sum(len(at) for _, at in plan.route(rank).matrices)).to(torch.bfloat16)
+        with Tracked() as tracked:
+            orthogonalize_matrices(owned, plan, rank, NewtonSchulz())
+        peaks.append(tracked.peak + (owned.nbytes if not plan.route(rank).matrices else 0))  # views of it are seen
+    predicted = 4 * plan.largest + plan.find_scratch(4, lambda rows, columns: count_scratch(rows, columns, 5))
+    assert 0 <= max(peaks) - predicted <= NUMBERS
 
 
 def test_replicated_leaves_do_not_move() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 import fzero
 from fzero import optim, tree, value_and_grad
 from fzero.optim import operations
-from fzero.passes import bucket, fuse
+from fzero.passes import bucket, defer, fuse, skip
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
@@ -338,9 +338,30 @@ def test_updates_that_are_used_elsewhere_are_left_alone() -> None:
 
 
 def test_a_leaf_whose_update_is_used_elsewhere_is_left_alone_among_others() -> None:
-    assert adamws(fused(with_updates(optim.adamw(0.1), lambda updates: updates["layers"][0]["w"].square().sum()))) == [
-        (5, 1e-2)
-    ]
+    program = fused(with_updates(optim.adamw(0.1), lambda updates: updates["layers"][0]["w"].square().sum()))
+    assert adamws(program) == [(5, 1e-2)]
+    assert rows_of_lists(program) == {"scale_by_adam": {1}, "_foreach_add": {1}, "_foreach_mul": {1}}
+
+
+def rows_of_lists(program: Program) -> dict[str, set[int]]:
+    """List operation -> the numbers of leaves that its calls have."""
+    found: dict[str, set[int]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and (name_of(node) in operations.STAGES or name_of(node).startswith("_foreach_")):
+            found.setdefault(name_of(node), set()).add(len(node.args[0]))
+    return found
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_beside_another_optimizer_nothing_is_computed_twice(is_apart: bool) -> None:
+    """The list operations in front of the call have the rows of the other optimizer's leaves alone."""
+    pair = {"w": optim.lion(0.1, weight_decay=0.1), "b": optim.adamw(0.1)}
+    groups = optim.multi_transform(pair, lambda path, leaf: path[-1])
+    safe = optim.apply_if_finite(groups, 3)
+    case = trained(groups if is_apart else safe, layers(), MESH)
+    program = fused(case) if is_apart else apply(case.trace(), bucket, defer, fuse, skip)
+    assert adamws(program) == [(3, 1e-2)] and "scale_by_adam" not in names(program)
+    assert rows_of_lists(program)["_foreach_add"] == {3}
 
 
 def test_a_chain_without_a_rate_is_left_alone() -> None:

@@ -211,6 +211,85 @@ def test_bad_input_is_named(fn: Any, how: Any, given: Any, message: str) -> None
         fzero.accumulate(fn, **how)(params(), given)
 
 
+# weights that are zero everywhere
+
+NO_WEIGHT = "accumulate: weight: is 0 over all microbatches and ranks"
+
+
+def ignored(rows: int = 24) -> Any:
+    return batch(rows) | {"mask": torch.zeros(rows, dtype=torch.float64)}
+
+
+def test_no_weight_raises_at_once_on_plain_tensors() -> None:
+    with pytest.raises(fzero.FzeroError, match=NO_WEIGHT):
+        fzero.accumulate(sums, 3)(params(), ignored())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("world", [1, 8])
+def test_no_weight_reaches_no_parameter_and_the_next_call_raises(world: int, sync: Any, stage: int) -> None:
+    mesh, optimizer = fzero.VirtualMesh(fsdp=world), optim.adamw(1e-2, weight_decay=0.0)  # no clipping looks at it
+    step = fzero.simulate(train(optimizer, 3, sync=sync), mesh, stage=stage)
+    p = fzero.partition(params(), mesh)
+    state, before = optimizer.init(p), params()
+    p, state, loss = step(p, state, ignored())
+    assert loss.isnan()
+    for a, b in zip(tree.leaves(fzero.unpartition(p)), tree.leaves(before)):
+        assert torch.equal(a, b)
+    with pytest.raises(fzero.FzeroError, match=NO_WEIGHT):
+        step(p, state, batch(24))
+    p, state, loss = step(p, state, batch(24))  # the state of the call that raised is there still
+    assert_equal(loss, whole(before, batch(24)))
+    assert len(step(p, state, batch(24))) == 3
+
+
+def test_no_weight_of_a_rank_or_a_microbatch_is_no_error() -> None:
+    mesh, given = fzero.VirtualMesh(fsdp=8), ignored()
+    given["mask"][5] = 1
+    step = fzero.simulate(lambda p, batch: fzero.accumulate(sums, 3)(p, batch), mesh)
+    for _ in range(2):
+        loss, grads = step(fzero.partition(params(), mesh), given)
+        assert_equal((loss, fzero.unpartition(grads)), fzero.value_and_grad(whole)(params(), given))
+
+
+def test_no_weight_in_a_scan_is_a_loss_of_nan_and_no_gradient() -> None:
+    mesh = fzero.VirtualMesh(fsdp=2)
+
+    def step(p: Any, batch: Any) -> Any:
+        def turn(total: Tensor, mask: Tensor) -> Any:
+            loss, grads = fzero.accumulate(sums, 2)(p, batch | {"mask": mask * batch["mask"]})
+            return total + loss, sum(grad.sum() for grad in tree.leaves(grads))
+
+        return fzero.scan(turn, torch.zeros((), dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64))
+
+    simulated = fzero.simulate(step, mesh)
+    for _ in range(2):
+        loss, slopes = simulated(fzero.partition(params(), mesh), ignored())
+        assert loss.isnan() and torch.equal(slopes, torch.zeros(2, dtype=torch.float64))
+
+
+def without_weight(mesh: DeviceMesh) -> list[str]:
+    """What two calls raise, as it is and compiled."""
+    found, rank = [], mesh.get_local_rank()
+    for compile in (False, True):
+        step = fzero.shard(train(OPTIMIZER, 3), mesh, compile=compile)
+        p = fzero.partition(params(), mesh)
+        state = OPTIMIZER.init(p)
+        mine = {key: x.chunk(2)[rank] if isinstance(x, Tensor) else x for key, x in ignored().items()}
+        p, state, _ = step(p, state, mine)
+        try:
+            step(p, state, mine)
+        except fzero.FzeroError as error:
+            found.append(str(error))
+    return found
+
+
+def test_no_weight_raises_on_all_real_ranks() -> None:
+    for rank in run(2, without_weight, timeout=200):
+        assert len(rank) == 2 and all(message.startswith(NO_WEIGHT) for message in rank)
+
+
 def test_parameters_that_were_not_partitioned_are_refused() -> None:
     plain = {"layer": {name: leaf.repeat_interleave(2, 0) for name, leaf in params()["layer"].items()}}
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fzero.layout.owners import Owners, Places, plan_owners
-from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops
+from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops, count_scratch
 from fzero.program.comm import Comm
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import Node, Work, read_and_write
@@ -116,14 +116,29 @@ def _list_exchange(program: Program, node: Node) -> Iterator[Comm]:
         yield Comm("all_to_all", program.mesh.shard_axis, None, dtype, numel * dtype.itemsize)
 
 
+# Every rank counts as having the matrices of the rank that owns most elements. Scratch is what another rank, which owns
+# less, may have more at its peak.
+
+
 def _to_owners_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
-    """The matrices, and what is packed to be sent and what arrives. Matrices are counted on the rank that owns most."""
-    moving = 2 * owners_of(allocator.program, node).busiest * node.meta["val"].element_size()
-    return allocator.new(node, node.meta["val"]), allocator.keep((node, "moving"), moving)
+    """The matrices; until they are there, what is packed to be sent and what arrives."""
+    allocator.scratch[node] = owners_of(allocator.program, node).moving * node.meta["val"].element_size()
+    return (allocator.new(node, node.meta["val"]),)
+
+
+def _orthogonalize_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """New matrices, and beside all matrices the products of one at a time."""
+    plan, steps = owners_of(allocator.program, node), node.args[4]
+    size = 2 * node.meta["val"].element_size()  # of an element before and behind
+    allocator.scratch[node] = plan.find_scratch(size, lambda rows, columns: count_scratch(rows, columns, steps))
+    return (allocator.new(node, node.meta["val"]),)
 
 
 def _from_owners_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
-    return (allocator.new_slices(node, owners_of(allocator.program, node).places),)
+    """The slices; until they are filled, what is packed to be sent and what arrives."""
+    plan = owners_of(allocator.program, node)
+    allocator.scratch[node] = plan.moving * node.args[0].meta["val"].element_size()
+    return (allocator.new_slices(node, plan.places),)
 
 
 def _orthogonalize_work(node: Node) -> Work:
@@ -172,6 +187,7 @@ orthogonalize = register_for_tracing(
     lambda owned, *_: torch.empty_like(owned),
     kind=_orthogonalize_kind,
     check=_check,
+    memory=_orthogonalize_memory,
     work=_orthogonalize_work,
     perform=_orthogonalize,
     line=_line,

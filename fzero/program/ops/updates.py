@@ -11,14 +11,16 @@ each leaf. The schema of `_fused_adamw_` says that the kernel writes into the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from fzero.optim import rounding
 from fzero.optim.fused import fused_adagrad_, fused_adamw_, fused_momentum_, fused_sgd_
 from fzero.optim.operations import MAPS, PLACED, STAGES, SUMS
-from fzero.program.aten import infer_lists
+from fzero.program.aten import describe, infer_lists
 from fzero.program.kinds import Kind, axes_of
 from fzero.program.operation import Node, Operation, Work, nbytes, values_of
 from fzero.program.records import register
@@ -138,3 +140,5 @@ for _name, _packet in (STAGES | SUMS | MAPS).items():
                 perform=_bind_rank if _name in PLACED else None,
             )
         )
+for _target in (rounding.foreach_stochastic_add.default, torch.ops.fzero._foreach_stochastic_add_.default):
+    register(replace(describe(_target), perform=_bind_rank))
