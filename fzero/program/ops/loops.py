@@ -18,6 +18,7 @@ takes away:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.program.comm import Comm, list_comm
-from fzero.program.kinds import Kind, kind_of_state
+from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import measure_beside
 from fzero.program.operation import Node, Operation, Work
 from fzero.program.records import body_of, find_bodies, register, register_for_tracing
@@ -84,9 +85,16 @@ def _kind(walk: Walk, node: Node) -> Kind:
     body = node.args[0]
     for argument, given in zip(body.arguments, operands(node), strict=True):
         expected, kind = kind_of_state(body, argument), walk.of(given)
-        if not (isinstance(expected, frozenset) and isinstance(kind, frozenset) and kind <= expected):
+        if not _is_within(kind, expected):
             walk.expect(node, given, expected)
     return [kind_of_state(body, result) for result in body.results]
+
+
+def _is_within(kind: Kind, expected: Kind | None) -> bool:
+    """Whether a value of a kind may be an argument of the expected kind, which may differ along more axes."""
+    if isinstance(kind, Slice) and isinstance(expected, Slice):
+        return kind.over <= expected.over and replace(kind, over=expected.over) == expected
+    return isinstance(kind, frozenset) and isinstance(expected, frozenset) and kind <= expected
 
 
 def _moves(program: Program, node: Node) -> Iterator[Comm]:
