@@ -11,7 +11,7 @@ import torch
 from processes import run
 from programs import Storages, calls, tensors
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero import ops, optim, tree
@@ -379,6 +379,20 @@ def test_on_two_real_ranks() -> None:
         for got, weights in rank:
             assert got == pytest.approx(losses, rel=1e-9)
             torch.testing.assert_close(weights, p, rtol=1e-7, atol=1e-9)
+
+
+def on_replicas(mesh: DeviceMesh) -> Any:
+    """The gradient on two replicas of one rank each."""
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "fsdp"))
+    step = fzero.shard(lambda p, batch: fzero.accumulate(sums, 3)(p, batch), both)
+    mine = {key: x.chunk(2)[mesh.get_local_rank()] if isinstance(x, Tensor) else x for key, x in batch().items()}
+    loss, grads = step(fzero.partition(params(), both, persist=6), mine)
+    return loss, fzero.unpartition(grads)
+
+
+def test_on_two_real_replicas() -> None:
+    for got in run(2, on_replicas, timeout=200):
+        assert_equal(got, fzero.value_and_grad(whole)(params(), batch()))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
