@@ -11,6 +11,7 @@ from torch import fx
 from fzero.passes.order import erase_dead, find_changes
 from fzero.program import ops
 from fzero.program.inference import infer
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Argument, Program, Result
@@ -27,18 +28,22 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
 
     * A carry of a loop to which each turn adds a scattered gradient becomes a carry of full gradients, and is scattered
       behind the loop. This holds for loops with `sync="once"`, and at stage 1 for loops without `sync`.
+    * On a mesh with replicas other loops scatter in each turn, and take the mean over replicas behind the loop, of the
+      sums of slices.
     * At stage 1 a sum or multiple of scattered gradients becomes the scatter of the sum or multiple.
 
     Same results up to rounding, because sums over microbatches and means over ranks change places. Full gradients
     stay alive from the first microbatch to the last.
     """
-    loops = [node.name for node in program.graph.nodes if body_of(node) is not None and _is_once(node, stage)]
+    loops = [node.name for node in program.graph.nodes if body_of(node) is not None]
     if stage > 1 and not loops:
         return program
     program = program.copy()
     for node in list(program.graph.nodes):
-        if node.name in loops:
+        if node.name in loops and _is_once(node, stage):
             _mean_behind(program, node)
+        elif node.name in loops:
+            _average_replicas_behind(program, node)
     if stage == 1:
         _scatter_sums(program)
     erase_dead(program.graph)
@@ -99,9 +104,7 @@ class _Sum(NamedTuple):
 def _mean_behind(program: Program, loop: Node) -> None:
     """Let a loop add up the gradients of this rank, and take the means of the sums behind the loop."""
     body = loop.args[0].copy()
-    changed = find_changes(body.graph)
-    groups = [_find_sums(body, call) for call in body.graph.nodes]
-    sums = [each for group in groups if not any(storage(x.gradient) in changed for x in group) for each in group]
+    sums = _list_sums(body)
     if not sums:
         return
     kinds, given = infer(body), list(Loop(*loop.args).carry)
@@ -123,6 +126,50 @@ def _mean_behind(program: Program, loop: Node) -> None:
     for i, chain in means.items():
         if i in items:
             _take_means(program, items[i], befores[i], chain)
+
+
+def _average_replicas_behind(program: Program, loop: Node) -> None:
+    """Let a loop add up means over the shard axis, and take the means of the sums over other axes behind the loop."""
+    mesh, body = program.mesh, loop.args[0].copy()
+    axes = [axis for axis in mesh.names if axis != mesh.shard_axis]
+    sums = _list_sums(body) if any(mesh.size(axis) > 1 for axis in axes) else []
+    arguments, results, behind = list(body.arguments), list(body.results), dict[int, str]()
+    for each in sums:
+        i, kind = each.carry, body.arguments[each.carry].kind
+        if isinstance(kind, Slice) and len(each.means) == 1:  # its scatter
+            behind[i] = body.layouts[kind.bucket].leaves[kind.leaf].path
+            each.means[0].kwargs = {"replicas": False}
+            kind = replace(kind, over=frozenset(axes))
+        elif isinstance(kind, frozenset):  # of a leaf that every rank holds
+            behind[i] = each.means[0].kwargs["leaf"]
+            for mean in each.means:
+                if mean.args[2] in axes:
+                    body.substitute(mean, mean.args[0])
+            kind |= frozenset(axes)
+        arguments[i], results[i] = replace(arguments[i], kind=kind), replace(results[i], kind=kind)
+    if behind:
+        body = replace(body, arguments=tuple(arguments), results=tuple(results))
+        loop.args = (body, *loop.args[1:])
+        for item in list(loop.users):
+            if item.args[1] in behind:
+                _average(program, item, axes, behind[item.args[1]])
+
+
+def _average(program: Program, total: Node, axes: list[str], leaf: str) -> None:
+    """Replace a sum of gradients of a leaf by its mean over some axes."""
+    users, mean = list(total.users), total
+    with program.graph.inserting_before(total.next):
+        for axis in axes:
+            mean = program.emit(ops.all_reduce, mean, "avg", axis, leaf=leaf)
+    for user in users:
+        user.replace_input_with(total, mean)
+
+
+def _list_sums(body: Program) -> list[_Sum]:
+    """The carries of a loop's body to which each turn adds the mean of a gradient that nothing overwrites."""
+    changed = find_changes(body.graph)
+    groups = [_find_sums(body, call) for call in body.graph.nodes]
+    return [each for group in groups if not any(storage(x.gradient) in changed for x in group) for each in group]
 
 
 def _find_sums(body: Program, call: Node) -> list[_Sum]:

@@ -62,7 +62,8 @@ def _group_moves(program: Program, target: Any) -> list[list[Node]]:
     path = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     groups: dict[tuple[object, ...], dict[int, Node]] = {}
     for node in program.graph.find_nodes(op="call_function", target=target):
-        key = (node.args[1], node.meta["val"].dtype, depth[node], _find_tree(program, node, path))
+        how = tuple(node.kwargs.items())
+        key = (node.args[1], node.meta["val"].dtype, depth[node], _find_tree(program, node, path), how)
         repeats = (groups.setdefault((*key, repeat), {}) for repeat in count())
         next(members for members in repeats if node.args[2] not in members)[node.args[2]] = node
     return [[members[leaf] for leaf in sorted(members)] for members in groups.values()]
@@ -96,7 +97,9 @@ def _move_together(
     name, values, leaves = members[0].args[1], [node.args[0] for node in members], [node.args[2] for node in members]
     sent = wire(program.layouts[name], tuple(leaves))
     written = [write for node in members for write in behind.get(node, ())]
-    size, (values, how) = (sent.numel, _skip_casts(values)) if start is ops.all_gather else (sent.stride, (values, {}))
+    size, how = (sent.numel, {}) if start is ops.all_gather else (sent.stride, members[0].kwargs)
+    if start is ops.all_gather:
+        values, how = _skip_casts(values)
     with program.graph.inserting_before(max([*values, *written]).next):
         pending = program.emit(start, values, name, leaves, size, **how)
         buffer = program.emit(ops.wait, pending)

@@ -190,8 +190,9 @@ def gather_leaves(
     return (yield asked.pop())
 
 
-def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
-    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh.
+def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) -> Steps:
+    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh, or without
+    `replicas` over the shard axis alone.
 
     On a mesh of one rank the leaves are their own mean: the result is the list of them, flat, views where possible.
     """
@@ -201,7 +202,7 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
     asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
-    for axis in mesh.names:
+    for axis in mesh.names if replicas else ():
         if axis != mesh.shard_axis and mesh.size(axis) > 1:
             block = yield AllReduce(f"all_reduce of {bucket} over {axis}", axis, block, "avg")
     return block

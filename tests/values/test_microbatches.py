@@ -11,7 +11,7 @@ import torch
 from processes import run
 from programs import Storages, calls, tensors
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero import ops, optim, tree
@@ -77,6 +77,38 @@ def test_on_a_mesh_of_two_axes(stage: int, sync: Any) -> None:
     step = fzero.simulate(lambda p, batch: fzero.accumulate(sums, 3, sync=sync)(p, batch), mesh, stage=stage)
     loss, grads = step(fzero.partition(params(), mesh), batch())
     assert_equal((loss, fzero.unpartition(grads)), fzero.value_and_grad(whole)(params(), batch()))
+
+
+@pytest.mark.parametrize("persist", [0, 6])
+@pytest.mark.parametrize("sync", ["each", "once"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_are_averaged_once(stage: int, sync: str, persist: int) -> None:
+    """In every turn gradients are averaged over the shard axis at most."""
+    mesh = fzero.VirtualMesh(replica=2, fsdp=3)
+    p = fzero.partition(params(), mesh, persist=persist)
+    optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
+    step = fzero.simulate(train(optimizer, 4, sync=sync), mesh, stage=stage)
+    program = step.trace(p, optimizer.init(p), batch(24))
+    moved = Counter((entry.op, entry.axis) for entry in program.comm() if entry.nbytes > 24)  # not of numbers
+    scatters = 4 if sync == "each" else 1
+    assert moved["reduce_scatter", "fsdp"] == scatters and moved["all_reduce", "replica"] <= 2
+    whole_leaves = 1 if persist else 0
+    assert moved["all_reduce", "fsdp"] == scatters * whole_leaves
+    q, state = params(), optimizer.init(params())
+    got, _, loss = step(p, optimizer.init(p), batch(24))
+    q, state, expected = train(optimizer, 4)(q, state, batch(24))
+    assert_equal((fzero.unpartition(got), loss), (q, expected))
+
+
+def test_replicas_are_averaged_in_the_dtype_of_reduce() -> None:
+    mesh = fzero.VirtualMesh(replica=2, fsdp=2)
+    narrow = fzero.precision(torch.float32, reduce=torch.bfloat16)(sums)
+    step = fzero.simulate(lambda p, batch: fzero.accumulate(narrow, 3)(p, batch), mesh)
+    moved = step.trace(fzero.partition(params(torch.float32), mesh), batch()).comm()
+    means = [entry for entry in moved if entry.op == "reduce_scatter" or (entry.op, entry.axis, entry.dtype) == (
+        "all_reduce", "replica", torch.bfloat16
+    )]  # fmt: skip
+    assert [entry.dtype for entry in means] == [torch.bfloat16] * 4
 
 
 def train(optimizer: Any, microbatches: int, **how: Any) -> Any:
@@ -408,13 +440,28 @@ def test_on_two_real_ranks() -> None:
             torch.testing.assert_close(weights, p, rtol=1e-7, atol=1e-9)
 
 
+def on_replicas(mesh: DeviceMesh) -> Any:
+    """The gradient on two replicas of one rank each."""
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "fsdp"))
+    step = fzero.shard(lambda p, batch: fzero.accumulate(sums, 3)(p, batch), both)
+    mine = {key: x.chunk(2)[mesh.get_local_rank()] if isinstance(x, Tensor) else x for key, x in batch().items()}
+    loss, grads = step(fzero.partition(params(), both, persist=6), mine)
+    return loss, fzero.unpartition(grads)
+
+
+def test_on_two_real_replicas() -> None:
+    for got in run(2, on_replicas, timeout=200):
+        assert_equal(got, fzero.value_and_grad(whole)(params(), batch()))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("donate", [True, False])
-def test_the_predicted_peak_is_what_ranks_hold(donate: bool, stage: int, sync: Any, world: int) -> None:
+def test_the_predicted_peak_is_what_ranks_hold(donate: bool, stage: int, sync: Any, world: int, replicas: int) -> None:
     """As counted while all ranks run in lockstep. Real ranks also receive blocks of the N - 2 other ranks."""
-    mesh = fzero.VirtualMesh(fsdp=world)
+    mesh = fzero.VirtualMesh(fsdp=world) if replicas == 1 else fzero.VirtualMesh(replica=replicas, fsdp=world)
     shapes = {"w": (64, 80), "b": (80,), "v": (80, 1)}
     p = fzero.partition({"layer": {name: torch.randn(shape) for name, shape in shapes.items()}}, mesh)
     given = {"x": torch.randn(48, 64).double(), "mask": torch.ones(48), "scale": 1}

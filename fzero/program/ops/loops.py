@@ -24,6 +24,7 @@ takes away:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -87,7 +88,7 @@ class Loop(NamedTuple):
     def rename(self, kind: Kind, row: int) -> Kind:
         """A kind of the body, of the layer at a row."""
         is_layer = isinstance(kind, Slice) and kind.bucket in self.layers
-        return Slice(self.layers[kind.bucket][row], kind.leaf) if is_layer else kind
+        return replace(kind, bucket=self.layers[kind.bucket][row]) if is_layer else kind
 
 
 def loop(*args: Any) -> list[Any]:
@@ -157,10 +158,16 @@ def _kind(walk: Walk, node: Node) -> Kind:
 
 
 def _check_operand(walk: Walk, node: Node, kind: Kind, expected: Kind) -> None:
-    is_within = isinstance(expected, frozenset) and isinstance(kind, frozenset) and kind <= expected
-    if kind != expected and not is_within:
+    if kind != expected and not _is_within(kind, expected):
         takes, wanted = describe_kind(walk.program, kind), describe_kind(walk.program, expected)
         raise walk.refuse(node, f"takes {takes} for {wanted}")
+
+
+def _is_within(kind: Kind, expected: Kind | None) -> bool:
+    """Whether a value of a kind may be an argument of the expected kind, which may differ along more axes."""
+    if isinstance(kind, Slice) and isinstance(expected, Slice):
+        return kind.over <= expected.over and replace(kind, over=expected.over) == expected
+    return isinstance(kind, frozenset) and isinstance(expected, frozenset) and kind <= expected
 
 
 def _moves(program: Program, node: Node) -> Iterator[Comm]:
@@ -269,7 +276,7 @@ def _find_kinds(walk: Walk, rows: Any) -> list[Kind]:
 def _list_kinds(walk: Walk, node: Node) -> Kind:
     x, _, length, buckets = node.args
     kind = walk.of(x)
-    return [Slice(buckets[i], kind.leaf) if isinstance(kind, Slice) else kind for i in range(length)]
+    return [replace(kind, bucket=buckets[i]) if isinstance(kind, Slice) else kind for i in range(length)]
 
 
 _SAME: dict[str, Any] = {"kind": lambda walk, node: walk.of(node.args[0]), "perform": _refuse}
