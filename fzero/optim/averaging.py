@@ -27,6 +27,7 @@ from fzero.optim.base import (
     stage,
 )
 from fzero.optim.kernels import bias_correction
+from fzero.optim.operations import cast_each
 
 
 class EmaState(NamedTuple):
@@ -39,7 +40,8 @@ class EmaState(NamedTuple):
 def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
     """The average `e = decay * e + (1 - decay) * g` of past updates; with `debias`, `e / (1 - decay ** count)`.
 
-    `accumulator_dtype` is the dtype of the state; None takes that of the parameters.
+    `accumulator_dtype` is the dtype of the state; None takes that of the parameters. New updates have the wider dtype
+    of updates and state.
 
     Raises:
         FzeroError: for a decay rate outside [0, 1), or a tensor; in `init` and `update`, as `scale_by_adam`.
@@ -59,9 +61,10 @@ def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None
         count = state.count + 1
         if not grads:
             return updates, EmaState(count, state.ema)
-        new = torch._foreach_lerp(means, cast(grads, means), 1 - decay)
-        steps = torch._foreach_div(new, bias_correction(decay, count, [x.dtype for x in new])) if debias else new
-        return tree.unflatten(treedef, cast(steps, new)), EmaState(count, tree.unflatten(treedef, new))
+        wide = [torch.promote_types(mean.dtype, grad.dtype) for mean, grad in zip(means, grads)]
+        new = torch._foreach_lerp(cast_each(means, wide), cast_each(grads, wide), 1 - decay)
+        steps = torch._foreach_div(new, bias_correction(decay, count, wide)) if debias else new
+        return tree.unflatten(treedef, cast(steps, new)), EmaState(count, tree.unflatten(treedef, cast(new, means)))
 
     return stage(EmaState, init, update)
 

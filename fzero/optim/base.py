@@ -11,6 +11,7 @@ each leaf.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -238,7 +239,7 @@ def cast_state(
     Raises:
         FzeroError: for a dtype that is not floating.
     """
-    if not dtype.is_floating_point:
+    if not getattr(dtype, "is_floating_point", False):
         raise FzeroError("cast_state", f"dtype is {dtype}", "give a floating one, such as torch.bfloat16")
 
     def store(path: str, leaf: Any) -> Any:
@@ -251,6 +252,11 @@ def cast_state(
     )
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, of Python or numpy."""
+    return isinstance(value, Real)
+
+
 def check_number(where: str, **hyperparameters: Any) -> None:
     """Refuse a tensor in the place of a number, such as a schedule of `inject_hyperparams` puts there."""
     for name, value in hyperparameters.items():
@@ -260,11 +266,12 @@ def check_number(where: str, **hyperparameters: Any) -> None:
 
 def check_decay(where: str, name: str, value: Any) -> None:
     """Refuse a decay rate outside [0, 1)."""
-    if not isinstance(value, Tensor) and not 0 <= value < 1:  # a step cannot look at the value of a schedule
-        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")
+    # A step cannot look at the value of a schedule.
+    if not isinstance(value, Tensor) and not (is_number(value) and 0 <= value < 1):
+        raise FzeroError(where, f"{name} is {value!r}", "a decay rate lies in [0, 1)")
 
 
 def check_not_negative(where: str, name: str, value: Any) -> None:
-    """Refuse a number below 0, and nan."""
-    if not isinstance(value, Tensor) and not value >= 0:
-        raise FzeroError(where, f"{name} is {value}", "give one that is at least 0")
+    """Refuse a number below 0, nan, and what is no number."""
+    if not isinstance(value, Tensor) and not (is_number(value) and value >= 0):
+        raise FzeroError(where, f"{name} is {value!r}", "give one that is at least 0")

@@ -17,7 +17,16 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.tree import Tree
 from fzero.optim import kernels, list_ops
-from fzero.optim.base import EmptyState, GradientTransformation, cast, check_number, init_number, stage, stateless
+from fzero.optim.base import (
+    EmptyState,
+    GradientTransformation,
+    cast,
+    check_number,
+    init_number,
+    is_number,
+    stage,
+    stateless,
+)
 from fzero.optim.transforms import global_norm
 
 Nonfinite = Literal["raise", "zero"]
@@ -157,5 +166,6 @@ def _clip(
 
 
 def _check_limit(where: str, name: str, limit: Any) -> None:
-    if not isinstance(limit, Tensor) and not limit > 0:  # a step cannot look at the value of a schedule
-        raise FzeroError(where, f"{name} is {limit}", "give a positive one")
+    # A step cannot look at the value of a schedule.
+    if not isinstance(limit, Tensor) and not (is_number(limit) and limit > 0):
+        raise FzeroError(where, f"{name} is {limit!r}", "give a positive one")

@@ -22,7 +22,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.tree import Tree
-from fzero.optim.base import init_number
+from fzero.optim.base import init_number, is_number
 
 
 class Init(Protocol):
@@ -79,11 +79,13 @@ def dynamic(
     by its power, `initial_scale_power`, and `window` `loss_scale_window`. The scale is float32 and stays finite.
 
     Raises:
-        FzeroError: for a scale that is not positive, a `factor` that is not above 1, a `window` or `hysteresis` below
-            1; at the next call of a step, for an overflow at `min_scale`.
+        FzeroError: for a scale that is not positive or overflows float32, a `factor` that is not above 1, a `window`
+            or `hysteresis` that is no whole number of at least 1; at the next call of a step, for an overflow at
+            `min_scale`.
     """
     where = "loss_scale.dynamic"
-    _check(where, init_scale=init_scale, window=window, min_scale=min_scale, hysteresis=hysteresis)
+    _check(where, init_scale=init_scale, min_scale=min_scale)
+    _check_whole(where, window=window, hysteresis=hysteresis)
     if not factor > 1:
         raise FzeroError(where, f"factor is {factor}", "give one above 1")
 
@@ -125,10 +127,12 @@ def standard(
     An overflow multiplies the scale by `backoff_factor`, `growth_interval` clean steps in a row by `growth_factor`.
 
     Raises:
-        FzeroError: for a scale that is not positive, for factors or an interval that torch refuses.
+        FzeroError: for a scale that is not positive or overflows float32; for factors or an interval that torch
+            refuses.
     """
     where = "loss_scale.standard"
-    _check(where, init_scale=init_scale, growth_interval=growth_interval, backoff_factor=backoff_factor)
+    _check(where, init_scale=init_scale, backoff_factor=backoff_factor)
+    _check_whole(where, growth_interval=growth_interval)
     if not growth_factor > 1 or not backoff_factor < 1:
         problem = f"growth_factor is {growth_factor}, backoff_factor {backoff_factor}"
         raise FzeroError(where, problem, "give one above and one below 1")
@@ -159,5 +163,11 @@ def unscale(grads: Tree, state: Any) -> Tree:
 
 def _check(where: str, **numbers: float) -> None:
     for name, number in numbers.items():
-        if not number > 0:
-            raise FzeroError(where, f"{name} is {number}", "give a positive one")
+        if not (is_number(number) and 0 < number <= torch.finfo(torch.float32).max):
+            raise FzeroError(where, f"{name} is {number!r}", "give a positive one that float32 holds")
+
+
+def _check_whole(where: str, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if not (isinstance(number, int) and number > 0):
+            raise FzeroError(where, f"{name} is {number!r}", "give a positive whole number")

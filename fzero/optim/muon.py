@@ -33,6 +33,7 @@ from fzero.optim.base import (
     stage,
 )
 from fzero.optim.newton_schulz import Block, NewtonSchulz, orthogonalize
+from fzero.optim.operations import cast_each
 from fzero.optim.presets import adamw
 from fzero.optim.transforms import add_decayed_weights, scale_by_learning_rate
 
@@ -108,7 +109,7 @@ def scale_by_muon(
             return updates, state
         blocks = [cut(path, leaf) for path, leaf in zip(tree.paths(state.mu), mu)]
         wide = [torch.promote_types(grad.dtype, mean.dtype) for grad, mean in zip(grads, mu)]
-        grads, means = _cast_each(grads, wide), _cast_each(mu, wide)
+        grads, means = cast_each(grads, wide), cast_each(mu, wide)
         means = _lerp(means, grads, 1 - momentum)
         steps = orthogonalize(_lerp(grads, means, momentum) if nesterov else means, blocks, how)
         return tree.unflatten(treedef, steps), ScaleByMuonState(tree.unflatten(treedef, cast(means, mu)))
@@ -121,10 +122,6 @@ def _lerp(start: list[Any], end: list[Any], weight: float | Tensor) -> list[Any]
     if not isinstance(weight, Tensor):
         return list(torch._foreach_lerp(start, end, weight))
     return list(torch._foreach_add(start, torch._foreach_mul(torch._foreach_sub(end, start), weight)))
-
-
-def _cast_each(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Any]:
-    return [value if value.dtype == dtype else value.to(dtype) for value, dtype in zip(values, dtypes)]
 
 
 def _cut_rows(path: str, leaf: Any, split: Split | None) -> list[int]:

@@ -108,4 +108,4 @@ def _promote(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> torch.d
 
 def cast_each(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Each tensor in the dtype at its position. A tensor that has the dtype already stays the same object."""
-    return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
+    return [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]

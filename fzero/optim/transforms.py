@@ -102,8 +102,10 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, https://arxiv.org/abs/1711.05101.
 
     Raises:
-        FzeroError: in `update`, without `params`, or where `params` and `updates` differ, naming the leaf.
+        FzeroError: for a negative `weight_decay`; in `update`, without `params`, or where `params` and `updates`
+            differ, naming the leaf.
     """
+    check_not_negative("add_decayed_weights", "weight_decay", weight_decay)
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         if params is None:
@@ -146,10 +148,15 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransformation:
-    """`-learning_rate * updates`: down the gradient. The rate is a number, or a schedule of the steps so far."""
+    """`-learning_rate * updates`: down the gradient. The rate is a number, or a schedule of the steps so far.
+
+    Raises:
+        FzeroError: for a number that is negative, as in torch.optim, or nan.
+    """
     if callable(learning_rate):
         schedule = learning_rate
         return scale_by_schedule(lambda count: -schedule(count))
+    check_not_negative("scale_by_learning_rate", "learning_rate", learning_rate)
     return scale(-learning_rate)
 
 

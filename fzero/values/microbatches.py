@@ -47,7 +47,8 @@ def accumulate(
             return losses, (batch["labels"] != -100).sum()
         loss, grads = fzero.accumulate(sums, microbatches=4)(params, batch)
 
-    The tensors of `batch` are cut along dim 0 into equal parts. Other leaves and 0-d tensors go to every microbatch.
+    The tensors of `batch` have equal sizes along dim 0, and are cut there into equal parts. Other leaves and 0-d
+    tensors go to every microbatch.
 
     `sync` says when gradients are averaged over ranks: "once" keeps full gradients and averages them at the end, "each"
     averages in every turn and keeps slices. By default stage 1 does the first, and stages 2 and 3 the second.
@@ -60,9 +61,10 @@ def accumulate(
     next call of the step raises. Outside of a step the call itself raises. In a `scan` nothing raises.
 
     Raises:
-        FzeroError: for another `sync`; for a dtype that is not floating; for `microbatches` below 1; for a batch that
-            does not divide by `microbatches`, naming the leaf; for a function that does not return a pair; for a weight
-            that is not one number, or a negative one; for weights that add up to 0; as `value_and_grad`.
+        FzeroError: for another `sync`; for a dtype that is not floating; for `microbatches` below 1; for leaves of
+            the batch with unequal numbers of rows, or with rows that do not divide by `microbatches`, naming the leaf;
+            for a function that does not return a pair; for a weight that is not one number, or a negative one; for
+            weights that add up to 0; as `value_and_grad`.
     """
     if sync not in _SYNCS:
         raise FzeroError("accumulate: sync", f"is {sync!r}", 'give "once", "each" or None')
@@ -78,6 +80,7 @@ def accumulate(
         leaves, treedef = tree.flatten(batch)
         cut = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_sharded(leaf) and leaf.ndim]
         paths = tree.paths(batch)
+        _check_rows([paths[i] for i in cut], [leaves[i] for i in cut])
         rows = [_cut(paths[i], leaves[i], microbatches) for i in cut]
 
         def turn(carry: Any, parts: list[Tensor]) -> tuple[Any, None]:
@@ -98,6 +101,15 @@ def accumulate(
         return mean_over_data(loss) / weight, _divide(sums, torch.where(has_none, math.inf, weight), params)
 
     return accumulated
+
+
+def _check_rows(paths: list[str], leaves: list[Tensor]) -> None:
+    """Refuse a leaf with another number of rows than the first leaf: its rows are not those of the examples."""
+    for path, leaf in zip(paths, leaves):
+        if leaf.shape[0] != leaves[0].shape[0]:
+            problem = f"has {leaf.shape[0]} rows, batch {paths[0]} has {leaves[0].shape[0]}"
+            way_out = "give equal numbers of rows; what all microbatches share, capture in the function"
+            raise FzeroError(f"accumulate: batch {path}".rstrip(), problem, way_out)
 
 
 def _cut(path: str, leaf: Tensor, microbatches: int) -> Tensor:

@@ -367,3 +367,22 @@ def test_schedule_free_leaves_frozen_leaves_alone_and_takes_a_whole_number_as_ra
     assert optim.schedule_free_eval_params(state, new)["frozen"] is params["frozen"]
     alone, _ = optimizer.update({"w": torch.ones(3)}, optimizer.init({"w": params["w"]}), {"w": params["w"]})
     assert torch.equal(updates["w"], alone["w"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.adamw(-1e-3), r"^scale_by_learning_rate: learning_rate is -0\.001; give one that is at least 0"),
+        (lambda: optim.lion(float("nan")), "^scale_by_learning_rate: learning_rate is nan"),
+        (lambda: optim.adam("1e-3"), "^scale_by_learning_rate: learning_rate is '1e-3'"),  # type: ignore[arg-type]
+        (lambda: optim.adamw(weight_decay=-0.1), r"^add_decayed_weights: weight_decay is -0\.1"),
+        (lambda: optim.adamw(b1=None), "^scale_by_adam: b1 is None; a decay rate lies in"),  # type: ignore[arg-type]
+        (lambda: optim.clip_by_global_norm("1"), "^clip_by_global_norm: max_norm is '1'"),  # type: ignore[arg-type]
+        (lambda: optim.loss_scale.dynamic(init_scale=float("inf")), "^loss_scale.dynamic: init_scale is inf"),
+        (lambda: optim.loss_scale.dynamic(window=1.5), r"window is 1\.5; give a positive whole"),  # type: ignore[arg-type]
+        (lambda: optim.loss_scale.standard(1e39), r"^loss_scale.standard: init_scale is 1e\+39; give a positive one"),
+    ],
+)
+def test_numbers_that_torch_refuses_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(FzeroError, match=message):
+        make()

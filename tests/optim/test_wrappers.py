@@ -250,3 +250,17 @@ def test_an_average_of_parameters_is_swapped_in(world: int) -> None:
         expected = tree.map(lambda old, new: 0.75 * old + 0.25 * new, expected, plain)
     assert_close(fzero.unpartition(average), expected)
     torch.testing.assert_close(evaluate(average, batch), loss(expected, batch.double()), **ROUNDING)
+
+
+def test_a_narrow_average_rounds_its_state_only() -> None:
+    """Gradients of float32 beside a state of bfloat16: the average of the step is as exact as the state was."""
+    stage = optim.ema(0.9, accumulator_dtype=torch.bfloat16)
+    first, second = torch.tensor([1.0, 1.001953125]), torch.tensor([1.00390625, 3.0])
+    state = stage.init({"a": first})
+    updates, state = stage.update({"a": first}, state)
+    torch.testing.assert_close(updates["a"], first)
+    held = (0.1 * first).bfloat16()
+    assert torch.equal(state.ema["a"], held)
+    updates, state = stage.update({"a": second}, state)
+    torch.testing.assert_close(updates["a"], (0.9 * held.float() + 0.1 * second) / (1 - 0.9**2))
+    assert state.ema["a"].dtype == torch.bfloat16

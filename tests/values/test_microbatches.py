@@ -382,6 +382,12 @@ def test_what_a_function_returns_is_checked(world: int, fn: Any, message: str) -
         fzero.simulate(step, mesh)(fzero.partition(params(), mesh), batch()) if world else step(params(), batch())
 
 
+def test_a_leaf_without_a_row_for_each_example_is_named() -> None:
+    """Such as positions, of which each microbatch needs all."""
+    with pytest.raises(fzero.FzeroError, match="^accumulate: batch positions: has 6 rows, batch mask has 12; "):
+        fzero.accumulate(sums, 2)(params(), {**batch(), "positions": torch.arange(6)})
+
+
 def test_a_batch_without_weight_is_refused_where_its_weight_is_known() -> None:
     empty = {**batch(), "mask": torch.zeros_like(batch()["mask"])}
     with pytest.raises(fzero.FzeroError, match="^accumulate: weight: is 0 over all microbatches"):
