@@ -48,7 +48,7 @@ class TurnRecorder:
           it lies in a region of `remat` or in another turn that autograd follows.
         """
         is_followed = _is_followed([*carry, *xs, *itertools.chain(*layers)])
-        if not _may_be_loop() or (is_followed and not _may_be_followed(carry)) or not all(map(_are_alike, layers)):
+        if not _may_be_loop() or (is_followed and not _can_follow(carry)) or not all(map(_are_alike, layers)):
             return None
         carry, xs = list(map(_make_contiguous, carry)), [x.contiguous() for x in xs]
         axes: list[frozenset[str]] = [frozenset()] * len(carry)
@@ -64,7 +64,7 @@ class TurnRecorder:
             self._forget()
             behind = [self._find_axes(x) for x in news]
             is_unrolled = _is_followed([*news, *ys]) and (
-                not _may_be_followed(carry) or _captures([*given, *slices, *layer], [*news, *ys])
+                not _can_follow(carry) or _captures([*given, *slices, *layer], [*news, *ys])
             )
             if not is_unrolled and all(new <= self._find_axes(x) for x, new in zip(given, behind)):
                 return ports.leave(news, ys)
@@ -139,7 +139,7 @@ def _is_followed(values: Leaves) -> bool:
     return torch.is_grad_enabled() and any(_local(x).requires_grad for x in values)
 
 
-def _may_be_followed(carry: Leaves) -> bool:
+def _can_follow(carry: Leaves) -> bool:
     """Whether one turn may stand for all where autograd follows it."""
     mark = current_mark()
     is_inside = mark.in_backward or mark.regions or any(turn.is_followed for turn in mark.turns)

@@ -126,6 +126,9 @@ STAGES: dict[str, optim.GradientTransformation] = {
 
 OPTIMIZERS = PRESETS | OTHERS | STAGES
 
+SIGNS, WIDE = {"lion", "scale_by_lion"}, torch.float64
+"""Their updates are signs, which rounding turns over where a sum is nearly zero: they are compared in float64."""
+
 
 class Cell(NamedTuple):
     """One way to run an optimizer."""
@@ -146,11 +149,11 @@ def cells() -> Iterator[Cell]:
     for name, dtype, *how in itertools.product(PRESETS, DTYPES, (True, False), (1, 2, 3), (True, False)):
         yield Cell(name, dtype, *how)
     for number, (name, stage, donate) in enumerate(itertools.product(OTHERS, (1, 2, 3), (True, False))):
-        yield Cell(name, DTYPES[number % 4], number % 3 == 0, stage, donate)
+        yield Cell(name, WIDE if name in SIGNS else DTYPES[number % 4], number % 3 == 0, stage, donate)
     turns = itertools.cycle(itertools.product((True, False), (True, False), DTYPES))
     for name, stage in itertools.product(STAGES, (1, 2, 3)):
         donate, is_clipped, dtype = next(turns)
-        yield Cell(name, dtype, is_clipped, stage, donate)
+        yield Cell(name, WIDE if name in SIGNS else dtype, is_clipped, stage, donate)
 
 
 def train_step(optimizer: optim.GradientTransformation) -> Callable[..., Any]:
@@ -217,7 +220,7 @@ TOLERANCE."""
 
 NO_OPTIMIZERS = {
     "apply_updates", "global_norm",  # in every step
-    "all_finite", "check_flags", "incremental_update", "schedule_free_eval_params", "select",
+    "all_finite", "carry_state", "check_flags", "incremental_update", "schedule_free_eval_params", "select",
 }  # fmt: skip
 
 

@@ -416,7 +416,7 @@ def random_step(seed: int) -> Case:
         "sum": lambda a, b, x: tree.map(lambda p, q: p + 0.5 * q, a, b),
         "scale": lambda a, b, x: doubled(a),
         "view": lambda a, b, x: tree.map(lambda p: p.detach(), a),
-        "clip": lambda a, b, x: optim.clip_by_global_norm(0.1, on_nonfinite="zero").update(a, ())[0],
+        "clip": lambda a, b, x: optim.clip_by_global_norm(0.1, on_nonfinite="zero").update(a, optim.EmptyState())[0],
         "gradient": lambda a, b, x: fzero.grad(loss)(a, x),
     }
     plan = [(draw.choice(list(trees)), draw.random(), draw.random()) for _ in range(draw.randint(2, 6))]

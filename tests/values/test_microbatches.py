@@ -388,19 +388,6 @@ def test_a_leaf_without_a_row_for_each_example_is_named() -> None:
         fzero.accumulate(sums, 2)(params(), {**batch(), "positions": torch.arange(6)})
 
 
-def test_a_batch_without_weight_is_refused_where_its_weight_is_known() -> None:
-    empty = {**batch(), "mask": torch.zeros_like(batch()["mask"])}
-    with pytest.raises(fzero.FzeroError, match="^accumulate: weight: is 0 over all microbatches"):
-        fzero.accumulate(sums, 2)(params(), empty)
-    mesh = fzero.VirtualMesh(fsdp=2)
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))
-    p = fzero.partition(params(), mesh)
-    _, state, loss = fzero.simulate(train(optimizer, 3), mesh)(p, optimizer.init(p), empty)
-    assert loss.isnan()
-    with pytest.raises(fzero.FzeroError, match="clip_by_global_norm: the norm of the updates is nan"):
-        optim.check_flags(state)
-
-
 def test_an_optimizer_state_that_is_lost_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     mesh, optimizer = fzero.VirtualMesh(fsdp=2), optim.sgd(0.1, momentum=0.9)
 
