@@ -58,7 +58,7 @@ def compute(scan: Callable[..., Any], recipe: Recipe, state: Tensor, x: Tensor) 
         return known[first] if how is None else how(known[first], known[second])
 
     def body(carry: Any, row: Tensor) -> Any:
-        known = {**values, **carry, "row": row}
+        known = {**values, **carry, "row": row.mean(0)}
         if recipe.is_nested:
             carry, _ = scan(lambda c, _: ({k: find(recipe.carry[k], {**known, **c}) for k in c}, None), carry, length=2)
         else:
