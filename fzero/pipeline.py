@@ -16,7 +16,8 @@ from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
-from fzero.passes import resolve, roll, run_passes
+from fzero.passes import resolve, run_passes
+from fzero.passes.roll import roll
 from fzero.passes.run import Pass
 from fzero.program.operation import Node
 from fzero.program.program import Program

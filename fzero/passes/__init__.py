@@ -23,7 +23,6 @@ from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
-from fzero.passes.roll import roll
 from fzero.passes.run import Pass, insert, run_passes
 from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
@@ -44,7 +43,6 @@ __all__ = [
     "release",
     "rematerialize",
     "resolve",
-    "roll",
     "run_passes",
     "skip",
     "split",

@@ -35,7 +35,9 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
     Same results up to rounding, because sums over microbatches and means over ranks change places. Full gradients
     stay alive from the first microbatch to the last.
     """
-    loops = [node.name for node in program.graph.nodes if body_of(node) is not None]
+    has_replicas = any(program.mesh.size(axis) > 1 for axis in _list_replica_axes(program))
+    loops = [node for node in program.graph.nodes if body_of(node) is not None]
+    loops = [node.name for node in loops if has_replicas or _is_once(node, stage)]
     if stage > 1 and not loops:
         return program
     program = program.copy()
@@ -130,9 +132,8 @@ def _mean_behind(program: Program, loop: Node) -> None:
 
 def _average_replicas_behind(program: Program, loop: Node) -> None:
     """Let a loop add up means over the shard axis, and take the means of the sums over other axes behind the loop."""
-    mesh, body = program.mesh, loop.args[0].copy()
-    axes = [axis for axis in mesh.names if axis != mesh.shard_axis]
-    sums = _list_sums(body) if any(mesh.size(axis) > 1 for axis in axes) else []
+    axes, body = _list_replica_axes(program), loop.args[0].copy()
+    sums = _list_sums(body)
     arguments, results, behind = list(body.arguments), list(body.results), dict[int, str]()
     for each in sums:
         i, kind = each.carry, body.arguments[each.carry].kind
@@ -153,6 +154,10 @@ def _average_replicas_behind(program: Program, loop: Node) -> None:
         for item in list(loop.users):
             if item.args[1] in behind:
                 _average(program, item, axes, behind[item.args[1]])
+
+
+def _list_replica_axes(program: Program) -> list[str]:
+    return [axis for axis in program.mesh.names if axis != program.mesh.shard_axis]
 
 
 def _average(program: Program, total: Node, axes: list[str], leaf: str) -> None:

@@ -26,7 +26,7 @@ _OUTS = (loops.last, loops.stack, loops.collect)
 
 
 def roll(program: Program) -> Program:
-    """Replace the nodes of each turn by one `ops.loop`. Returns `program` itself where there is no turn.
+    """Replace the nodes of each turn by one `ops.loop`, in the program's own graph. Returns the program.
 
     The backward pass of a turn is a loop of its own, in the other direction. What it uses of the forward turn is
     collected there, turn by turn. Views and gathered leaves are made again instead, from what they are views and
@@ -37,7 +37,6 @@ def roll(program: Program) -> Program:
     """
     if not _find_turns(program.graph):
         return program
-    program = program.copy()
     if _find_backward(program.graph):
         recompute(program)
     kinds = infer(program)
