@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/microbatches.py --size M
 
 First the program: its nodes, the lines of its listing and the seconds to trace it, for 2 and for 64 microbatches. Then
-time: a step of 4 microbatches, beside 4 steps that return the gradient of one and one step that updates. Stage 3; each
-rank runs one thread. Steps take turns, and times are medians.
+time: a step of 4 microbatches, beside its parts: 4 steps that return the gradient of one, 4 that add it up, and one
+that updates. Stage 3; each rank runs one thread. Steps take turns, and times are medians.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ class Steps:
         """The gradient of one microbatch."""
         return fzero.grad(lambda p: self.sums(p, batch)[0] / batch["targets"].numel())(params)
 
+    def add(self, sums: Any, grads: Any) -> Any:
+        """The gradients so far, and one more."""
+        return fzero.optim.apply_updates(sums, grads)
+
     def update(self, params: Any, state: Any, grads: Any) -> State:
         """One step of AdamW."""
         updates, state = ADAMW.update(grads, state, params)
@@ -103,15 +107,15 @@ def programs(name: str, ranks: int) -> dict[str, list[float]]:
 
 
 def times(name: str, mesh: Any, repeats: int) -> dict[str, float]:
-    """Median seconds of a step of k microbatches, of a gradient, and of an update."""
+    """Median seconds of a step of k microbatches, of a gradient, of adding it up, and of an update."""
     params, apply = build(name)
     steps = Steps(apply)
     params = fzero.partition(params, mesh)
     state = ADAMW.init(params)
     many, one = batch_of(name, TURNS), batch_of(name, 1)
     whole = fzero.shard(steps.accumulating(TURNS), mesh)
-    gradient, update = fzero.shard(steps.gradient, mesh), fzero.shard(steps.update, mesh)
-    taken: dict[str, list[float]] = {"whole": [], "gradient": [], "update": []}
+    gradient, add, update = (fzero.shard(step, mesh) for step in (steps.gradient, steps.add, steps.update))
+    taken: dict[str, list[float]] = {"whole": [], "gradient": [], "add": [], "update": []}
 
     def clock(what: str, step: Callable[..., Any], *args: Any) -> Any:
         dist.barrier()
@@ -123,10 +127,12 @@ def times(name: str, mesh: Any, repeats: int) -> dict[str, float]:
 
     for _ in range(repeats + 2):  # the first two trace and warm up
         params, state, _ = clock("whole", whole, params, state, many)
+        sums = fzero.tree.map(torch.zeros_like, params)
         for _ in range(TURNS):
             grads = clock("gradient", gradient, params, one)
-        params, state = clock("update", update, params, state, grads)
-    return {what: median(seconds[2 * (TURNS if what == "gradient" else 1) :]) for what, seconds in taken.items()}
+            sums = clock("add", add, sums, grads)
+        params, state = clock("update", update, params, state, sums)
+    return {what: median(seconds[2 * len(seconds) // (repeats + 2) :]) for what, seconds in taken.items()}
 
 
 def main() -> None:
@@ -146,7 +152,7 @@ def main() -> None:
         print(f"{'microbatches':<14}" + "".join(f"{k:>10}" for k in (FEW, MANY)) + f"{'ratio':>8}")
         for what, (few, many) in made.items():
             print(f"{what:<14}{few:>10.4g}{many:>10.4g}{many / few:>8.2f}")
-        parts = TURNS * seconds["gradient"] + seconds["update"]
+        parts = TURNS * (seconds["gradient"] + seconds["add"]) + seconds["update"]
         whole = seconds["whole"]
         print(f"{TURNS} microbatches {1000 * whole:.1f} ms, its parts {1000 * parts:.1f} ms, ratio {whole / parts:.3f}")
         if flags.json:

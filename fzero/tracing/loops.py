@@ -46,6 +46,9 @@ class TurnRecorder:
         * under vmap, forward mode and second derivatives, in backward passes;
         * where autograd follows the turn, and the carry has state, the turn captures a value that autograd follows, or
           it lies in a region of `remat` or in another turn that autograd follows.
+
+        A turn that autograd follows to parameters of captured modules alone is a loop without a derivative: nothing
+        differentiates a teacher, say.
         """
         is_followed = _is_followed([*carry, *xs, *itertools.chain(*layers)])
         if not _may_be_loop() or (is_followed and not _can_follow(carry)) or not all(map(_are_alike, layers)):
@@ -63,9 +66,9 @@ class TurnRecorder:
                 news, ys = list(map(_make_contiguous, news)), [y.contiguous() for y in ys]
             self._forget()
             behind = [self._find_axes(x) for x in news]
-            is_unrolled = _is_followed([*news, *ys]) and (
-                not _can_follow(carry) or _captures([*given, *slices, *layer], [*news, *ys])
-            )
+            captured = _find_captured([*given, *slices, *layer], [*news, *ys])
+            ports.has_derivative = not captured
+            is_unrolled = captured and (is_followed or any(isinstance(x, torch_private.FakeTensor) for x in captured))
             if not is_unrolled and all(new <= self._find_axes(x) for x, new in zip(given, behind)):
                 return ports.leave(news, ys)
             self._given_up.add(this)
@@ -156,6 +159,7 @@ class _Ports:
         self.recorder, self.turn, self.axes, self.buckets = recorder, turn, axes, buckets
         self.carry, self.xs = range(len(axes)), range(len(axes), len(axes) + xs)
         self.backward: Turn | None = None
+        self.has_derivative = True
 
     def enter(self, carry: Leaves, xs: Leaves, layers: list[Leaves]) -> tuple[Leaves, Leaves, Leaves]:
         """The carry, the slices of xs and the leaves of a layer, in any turn."""
@@ -230,6 +234,9 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         ports: _Ports = ctx.ports
+        if not ports.has_derivative:
+            problem = "a loop of a step is differentiated with respect to parameters that its body captures"
+            raise FzeroError("scan", problem, "give these to the step as arguments")
         this = ports.backward = ports.recorder.open_backward(ports.turn)
         axes = ports.recorder.list_axes()  # a cotangent differs between ranks until its mean has been taken
         carry = [_fill(cotangents[i], *ctx.like[i]) for i in ports.carry]
@@ -298,17 +305,19 @@ def _are_alike(items: Leaves) -> bool:
     )
 
 
-def _captures(given: Leaves, results: Leaves) -> bool:
-    """Whether results depend on a value that is differentiated and was not among those `given`."""
+def _find_captured(given: Leaves, results: Leaves) -> list[Tensor]:
+    """The leaves that autograd follows results to, but not through the values `given`: tensors of the step, and
+    parameters of captured modules, which have data."""
     entrance = next((x.grad_fn for x in map(_local, given) if x.grad_fn is not None), None)
-    stack = [x.grad_fn for x in map(_local, results) if x.requires_grad]
-    seen = {entrance}
+    roots = [x for x in map(_local, results) if torch.is_grad_enabled() and x.requires_grad]
+    found = [x for x in roots if x.grad_fn is None]
+    stack, seen = [x.grad_fn for x in roots], {entrance, None}
     while stack:
         node = stack.pop()
         if node in seen:
             continue
-        if node is None or not node.next_functions or entrance is None:
-            return True
         seen.add(node)
-        stack += [source for source, _ in node.next_functions if source is not None]
-    return False
+        if not node.next_functions:
+            found.append(node.variable)
+        stack += [source for source, _ in node.next_functions]
+    return found
