@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private import FakeTensor
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
@@ -41,7 +42,8 @@ class TurnRecorder:
 
         * where the carry behind the turn differs along more axes than the carry in front of it: what meets the carry
           is another value then.
-        * turn by turn, where autograd follows the turn: it would see the derivative of one turn instead of all.
+        * turn by turn, where autograd follows tensors of the step into the turn: it would see the derivative of one
+          turn instead of all. What it follows to captured parameters alone stays a loop, without a derivative.
         """
         if _is_followed([*carry, *xs]):
             return run_turns(turn, carry, xs, length, sync)
@@ -66,7 +68,8 @@ class TurnRecorder:
             axes = [each | new for each, new in zip(axes, behind)]
             self.given_up.add(this)
         ends = [_map_local(lambda local: loops.last(local, this.number), x) for x in news]
-        return ends, [loops.stack(y, this.number, length) for y in ys]
+        stacked = [loops.stack(y, this.number, length) for y in ys]
+        return list(map(_refuse_derivative, ends, news)), list(map(_refuse_derivative, stacked, ys))
 
     def _enter(self, x: Any, turn: Turn, axes: frozenset[str]) -> Any:
         return _map_local(lambda local: loops.carry(local, turn.number, sorted(axes)), x)
@@ -83,8 +86,44 @@ class TurnRecorder:
 
 
 def _is_followed(values: Leaves) -> bool:
-    """Whether autograd would differentiate one of these, as it does for `torch.autograd.grad` in a step."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in values)
+    """Whether autograd follows one of these to a tensor of the step, for `torch.autograd.grad` to differentiate."""
+    roots = [_take_local(x) for x in values if torch.is_grad_enabled() and x.requires_grad]
+    if any(root.grad_fn is None for root in roots):
+        return True
+    found, waiting = set[Any](), [root.grad_fn for root in roots]
+    while waiting:
+        new = waiting.pop()
+        if new is None or new in found:
+            continue
+        if isinstance(getattr(new, "variable", None), FakeTensor):  # captured parameters have data
+            return True
+        found.add(new)
+        waiting += [source for source, _ in new.next_functions]
+    return False
+
+
+class _NoDerivative(torch.autograd.Function):
+    """A value that refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, follows: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> NoReturn:
+        problem = "a loop of a step is differentiated with respect to parameters that its body captures"
+        raise FzeroError("scan", problem, "give these to the step as arguments")
+
+
+def _refuse_derivative(x: Any, follows: Any) -> Any:
+    """`x`, which refuses its derivative where `follows` has one."""
+    if not (torch.is_grad_enabled() and follows.requires_grad):
+        return x
+    return _map_local(lambda local: _NoDerivative.apply(local, _take_local(follows)), x)
+
+
+def _take_local(x: Any) -> Tensor:
+    return x.local if isinstance(x, Sharded) else x
 
 
 def _map_local(function: Callable[[Tensor], Tensor], x: Any) -> Any:
