@@ -273,6 +273,24 @@ def test_a_derivative_of_a_loop_is_not_differentiated_by_autograd() -> None:
         fzero.simulate(step, mesh)(fzero.partition(params(), mesh), batch())
 
 
+def test_a_captured_network_that_requires_grad_leaves_the_loop_a_loop() -> None:
+    """As the teacher of a distillation does, in `accumulate`: autograd follows it, and nobody differentiates it."""
+    torch.manual_seed(0)
+    teacher, mesh = nn.Linear(WIDTH, 1, dtype=torch.float64), fzero.VirtualMesh(fsdp=2)
+
+    def step(p: Any, x: Tensor, microbatches: int = 2) -> Any:
+        def sums(p: Any, x: Tensor) -> Any:
+            return (x @ p["w"] - teacher(x)).square().sum(), x.shape[0]
+
+        return fzero.accumulate(sums, microbatches)({"w": p["w"]}, x)
+
+    sharded, x = fzero.simulate(step, mesh), batch()[:4, 0]
+    p = fzero.partition(params(), mesh)
+    assert len(calls(sharded.trace(p, x), ops.loop)) == 1
+    (loss, grads), (expected, wanted) = sharded(p, x), step(params(), x, 1)
+    torch.testing.assert_close((loss, fzero.unpartition(grads)["w"]), (expected.detach(), wanted["w"].detach()))
+
+
 def test_the_body_is_traced_once_or_twice() -> None:
     mesh, seen = fzero.VirtualMesh(fsdp=2), []
 
@@ -385,6 +403,14 @@ def moves_statistics(p: Any, x: Tensor) -> Any:
     return fzero.scan(lambda c, row: (c + norm(row).square().sum(), None), zero, turns_of(x))[0]
 
 
+WEIGHT = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+
+def differentiates_captured_parameters(p: Any, x: Tensor) -> Any:
+    total, _ = fzero.scan(lambda t, row: (t + (row @ WEIGHT).sum(), None), x.sum() * 0, turns_of(x))
+    return torch.autograd.grad(total, WEIGHT)[0]
+
+
 def drifts(p: Any, x: Tensor) -> Any:
     return fzero.scan(lambda p, row: (tree.map(lambda a: a.full_tensor() + row.sum(), p), None), p, turns_of(x))[0]
 
@@ -408,6 +434,7 @@ def becomes_state(p: Any, x: Tensor) -> Any:
         (leaves_a_value_behind, r"test_loops.py:\d+ in body.* is used outside of it.*return it from the body"),
         (leaves_a_value_of_a_first_try_behind, r"test_loops.py:\d+ in body.* is used outside of it.*return it"),
         (moves_statistics, r"test_loops.py:\d+ in <lambda>.* is used outside of it"),
+        (differentiates_captured_parameters, "scan: a loop of a step is differentiated.*that its body captures; give"),
         (drifts, "carry b: is state .b., and differs between ranks behind a turn.*pmean"),
         (writes_into_what_is_outside, r"add_ writes into it, .*test_loops.py:\d+ in body"),
         (becomes_state, "is a plain tensor, and state .b. behind a turn"),
