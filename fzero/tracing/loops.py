@@ -311,9 +311,9 @@ def _find_captured(given: Leaves, results: Leaves) -> list[Tensor]:
     entrance = next((x.grad_fn for x in map(_local, given) if x.grad_fn is not None), None)
     roots = [x for x in map(_local, results) if torch.is_grad_enabled() and x.requires_grad]
     found = [x for x in roots if x.grad_fn is None]
-    stack, seen = [x.grad_fn for x in roots], {entrance, None}
+    stack, seen = [x.grad_fn for x in roots], set[Any]((entrance, None))
     while stack:
-        node = stack.pop()
+        node: Any = stack.pop()
         if node in seen:
             continue
         seen.add(node)
