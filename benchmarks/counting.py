@@ -14,7 +14,7 @@ from training import Batch, Contender
 from fzero.layout.layout import Wire
 from fzero.ranks.live import live
 from fzero.ranks.members import Attempt
-from fzero.ranks.transports import Pending, Transport
+from fzero.ranks.transports import Pending, Splits, Transport
 
 
 class Counting:
@@ -36,9 +36,9 @@ class Counting:
         self._add("reduce_scatter", wire.sent * fulls[0].element_size())
         return self.inner.reduce_scatter(fulls, wire, attempt)
 
-    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+    def all_to_all(self, blocks: Tensor, attempt: Attempt, splits: Splits) -> Pending:
         self._add("all_to_all", blocks.nbytes)
-        return self.inner.all_to_all(blocks, attempt)
+        return self.inner.all_to_all(blocks, attempt, splits)
 
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         self._add("all_reduce", x.nbytes)

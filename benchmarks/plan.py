@@ -4,6 +4,7 @@ pass, and say what it keeps alive and what it communicates. And microseconds to 
     python benchmarks/plan.py                                            # 6 to 96 layers of width 12,288, 1,024 ranks
     python benchmarks/plan.py --layers 12 --ranks 8 1024 4096
     python benchmarks/plan.py --layers 96 --seconds 60 --gib 4           # exit status 1 beyond a limit
+    python benchmarks/plan.py --scan                                     # the layers as a loop, with fzero.scan
 
 Parameters are on the meta device. Each plan is made in a process of its own, whose peak RSS says what it needs.
 """
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 from fzero_steps import ADAMW, training_step
 from machine import machine
+from torch import Tensor
+from torch.nn import functional
 
 import fzero
 from fzero.passes import defaults
@@ -35,7 +38,7 @@ from fzero.ranks.virtual import virtual
 from fzero.transform import _copy_aliases
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt import GPT, GPTConfig
+from gpt import GPT, Block, GPTConfig
 
 MIB, GIB = 1 << 20, 1 << 30
 Row = dict[str, Any]
@@ -59,19 +62,36 @@ class Watch:
         return result
 
 
-def arguments(layers: int, dim: int, ranks: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def scanned(config: GPTConfig) -> Callable[..., Any]:
+    """`apply` of a GPT that scans its blocks."""
+    block_apply = fzero.lower(Block(config))[1]
+
+    def block(h: Tensor, _: None, p: Any) -> tuple[Tensor, None]:
+        return block_apply(p, h), None
+
+    def apply(p: Any, tokens: Tensor) -> Tensor:
+        h = functional.embedding(tokens, p["wte"]["weight"]) + p["wpe"]["weight"][: tokens.shape[1]]
+        h, _ = fzero.scan(block, h, layers=p["blocks"])
+        h = functional.layer_norm(h, (config.dim,), p["norm"]["weight"], p["norm"]["bias"])
+        return functional.linear(h, p["head"]["weight"])
+
+    return apply
+
+
+def arguments(layers: int, dim: int, ranks: int, scan: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A training step and what it is given on one rank: parameters, AdamW's state, and a batch of one."""
     config = GPTConfig(vocab=50257, seq=2048, dim=dim, layers=layers, heads=max(dim // 128, 1))
     with torch.device("meta"):
         params, apply = fzero.lower(GPT(config))
         tokens = torch.zeros(1, config.seq, dtype=torch.int64)
+        apply = scanned(config) if scan else apply
     params = fzero.partition(params, fzero.VirtualMesh(fsdp=ranks))
     return training_step(apply), (params, ADAMW.init(params), {"inputs": tokens, "targets": tokens})
 
 
-def plan(layers: int, dim: int, ranks: int) -> Row:
+def plan(layers: int, dim: int, ranks: int, scan: bool) -> Row:
     """Seconds of each part, peak RSS before and after, and what was planned."""
-    step, args = arguments(layers, dim, ranks)
+    step, args = arguments(layers, dim, ranks, scan)
     watch, before, processor = Watch(), peak_rss(), time.process_time()
 
     def watched(rewrite: Pass) -> Pass:
@@ -159,12 +179,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[6, 12, 24, 48, 96])
     parser.add_argument("--dim", type=int, default=12288)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024])
+    parser.add_argument("--scan", action="store_true", help="the layers as a loop")
     parser.add_argument("--leaves", type=int, default=1000, help="of the arguments to recognize")
     parser.add_argument("--seconds", type=float, default=math.inf, help="limit of a plan")
     parser.add_argument("--gib", type=float, default=math.inf, help="limit of what a plan adds to peak RSS")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [apart(plan, layers, options.dim, ranks) for layers in options.layers for ranks in options.ranks]
+    cases = [(layers, options.dim, ranks) for layers in options.layers for ranks in options.ranks]
+    rows = [apart(plan, *case, options.scan) for case in cases]
     calls = apart(recognition, options.leaves)
     print(machine())
     show(rows)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import corpus
+import ranks
+import tiny
 import torch
-from gpt import GPT, GPTConfig
+from corpus import Batch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
-from train_bytes import finish, start
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import linear
 
 import fzero
 
@@ -40,40 +41,36 @@ def adapt(module: nn.Module, rank: int) -> nn.Module:
     return module
 
 
-def main(steps: int = 20) -> None:
-    """Adapts a GPT and prints the loss and how little is trained."""
-    device, mesh = start()
-    rank, world = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
-    torch.manual_seed(0)
-    model = adapt(GPT(GPTConfig(vocab=256, seq=64, dim=64, layers=2, heads=2)), rank=4)
-    params, apply = fzero.lower(model.to(device))
+def main(mesh: DeviceMesh, steps: int) -> None:
+    """Adapts a GPT, prints the loss and how little is trained, and checks that the frozen half stayed."""
+    params, apply = fzero.lower(adapt(tiny.byte_gpt(mesh), rank=4).to(mesh.device_type))
     lora, frozen = fzero.tree.split(params, lambda path, leaf: "lora_" in path)
+    original = fzero.tree.map(torch.clone, frozen)
+    lora, frozen = fzero.partition(lora, mesh), fzero.partition(frozen, mesh)
     optimizer = fzero.optim.adamw(1e-2)
+    opt_state = optimizer.init(lora)
 
-    def loss_fn(lora: Any, frozen: Any, batch: corpus.Batch) -> Tensor:
+    def loss_fn(lora: Any, frozen: Any, batch: Batch) -> Tensor:
         logits = apply(fzero.tree.merge(lora, frozen), batch["inputs"])
-        return cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        return tiny.next_byte_loss(logits, batch)
 
-    def train_step(lora: Any, opt_state: Any, frozen: Any, batch: corpus.Batch) -> tuple[Any, Any, Tensor]:
+    def train_step(lora: Any, opt_state: Any, frozen: Any, batch: Batch) -> tuple[Any, Any, Tensor]:
         loss, grads = fzero.value_and_grad(loss_fn)(lora, frozen, batch)
         updates, opt_state = optimizer.update(grads, opt_state, lora)
         return fzero.optim.apply_updates(lora, updates), opt_state, loss
 
-    if mesh:
-        lora, frozen = fzero.partition(lora, mesh), fzero.partition(frozen, mesh)
-    opt_state = optimizer.init(lora)
-    step = fzero.shard(train_step, mesh) if mesh else train_step
-    text, cut = corpus.stdlib(device), corpus.Cut(8, 64, rank, world)
+    step = fzero.shard(train_step, mesh)
     losses = []
-    for index in range(steps):
-        batch = corpus.train_batch(text.train, cut, seed=0, step=index)
+    for batch in tiny.batches(mesh, steps):
         lora, opt_state, loss = step(lora, opt_state, frozen, batch)
         losses.append(loss.item())
-    if rank == 0:
-        trained, kept = (sum(leaf.numel() for leaf in fzero.tree.leaves(half)) for half in (lora, frozen))
-        print(f"trained {trained:,} of {trained + kept:,} parameters: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    finish(mesh)
+
+    trained, kept = (sum(leaf.numel() for leaf in fzero.tree.leaves(half)) for half in (lora, frozen))
+    ranks.say(mesh, f"trained {trained:,} of {trained + kept:,} parameters: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    same = fzero.tree.map(torch.equal, original, fzero.unpartition(frozen))
+    assert all(fzero.tree.leaves(same)), f"frozen leaves moved: {same}"
+    assert losses[-1] < 0.8 * losses[0], losses
 
 
 if __name__ == "__main__":
-    main()
+    ranks.run(main, steps=40)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +18,11 @@ import bigram
 import corpus
 import report
 import torch
-import torch.distributed as dist
 from corpus import Batch, Cut
 from gpt import GPT, GPTConfig
 from measure import measure
+from ranks import finish, start
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
@@ -91,24 +89,6 @@ def main(flags: argparse.Namespace) -> None:
         if flags.program:
             print(f"\n{program}")
     finish(mesh)
-
-
-def start() -> tuple[torch.device, DeviceMesh | None]:
-    """This process's device and, under torchrun, the mesh of all ranks. Makes the process group."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if not dist.is_torchelastic_launched():
-        return device, None
-    return device, init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("fsdp",))
-
-
-def finish(mesh: DeviceMesh | None) -> None:
-    """Ends the process group once every rank is here: gloo aborts ranks whose peers leave early."""
-    if mesh:
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def progress(tokens: int, rank: int) -> tqdm[Any]:

@@ -10,6 +10,7 @@ from fzero import optim, passes
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import State
 from fzero.equivalence import check_equivalence
 from fzero.program import ops
 from fzero.program.program import Program
@@ -24,7 +25,10 @@ from fzero.transform import shard
 from fzero.values.collectives import axis_index, pmax, pmean, psum
 from fzero.values.einops_backend import ShardedBackend as _ShardedBackend  # noqa: F401  found by einops
 from fzero.values.gradients import grad, value_and_grad
+from fzero.values.loops import scan
 from fzero.values.lowering import lower, lower_stateful
+from fzero.values.microbatches import accumulate
+from fzero.values.precision import precision
 from fzero.values.regions import remat
 from fzero.values.sharded import Sharded
 
@@ -32,7 +36,9 @@ __all__ = [
     "FzeroError",
     "Program",
     "Sharded",
+    "State",
     "VirtualMesh",
+    "accumulate",
     "axis_index",
     "build",
     "build_stateful",
@@ -51,9 +57,11 @@ __all__ = [
     "passes",
     "pmax",
     "pmean",
+    "precision",
     "psum",
     "remat",
     "save_safetensors",
+    "scan",
     "shard",
     "simulate",
     "tree",

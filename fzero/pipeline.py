@@ -15,8 +15,9 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
-from fzero.base.frozen import is_frozen
+from fzero.base.flags import Flag
 from fzero.passes import resolve, run_passes
+from fzero.passes.roll import roll
 from fzero.passes.run import Pass
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -26,8 +27,10 @@ from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
+from fzero.tracing.seeds import check_seeds
+from fzero.tracing.signatures import describe_change, describe_changes, sign_leaf
 from fzero.tracing.trace import trace
-from fzero.tracing.watches import Watch, describe_value, find_watches, watch_elements
+from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.origin import UNKNOWN, Origin
 from fzero.values.sharded import Form, Sharded
 
@@ -35,6 +38,8 @@ Performer = Live | Virtual
 """Where a step runs: on this rank of a live mesh, or on all ranks of a virtual mesh."""
 
 T = TypeVar("T")
+MAX_PROGRAMS = 16
+"""How many programs a step keeps, unless the user says otherwise."""
 _log = logging.getLogger("fzero")
 
 
@@ -52,13 +57,24 @@ class Pipeline(Generic[T]):
 
     A signature is the structure, shapes, strides, dtypes, devices, layouts and constants of the arguments, and the
     settings of torch around the call. A program also has to agree with the values that its trace captured.
+
+    The `limit` programs that were used last are kept. All ranks run the same programs in the same order, so all drop
+    the same one.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], on: Performer, passes: Sequence[Pass], finish: Callable[[Program], T]
+        self,
+        fn: Callable[..., Any],
+        on: Performer,
+        passes: Sequence[Pass],
+        finish: Callable[[Program], T],
+        limit: int = MAX_PROGRAMS,
     ) -> None:
-        self.fn, self.on, self.passes, self.finish = fn, on, passes, finish
-        self._cache: list[_Traced] = []
+        if not isinstance(limit, int) or limit < 1:
+            raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
+        self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
+        self._cache: list[_Traced] = []  # used last first
+        self._has_warned = False
         self._measured: Rates | None = None
 
     def program(self, args: tuple[Any, ...]) -> Program:
@@ -70,7 +86,8 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with _pause_garbage_collection():
             with forget_casts():
-                traced = trace(self.fn, args, self.on.mesh)
+                traced = roll(trace(self.fn, args, self.on.mesh))
+            check_seeds(traced)
             check_mistakes(traced, self.fn, warn=not self._cache)
             with disable_autocast():
                 return run_passes(replace(resolve(traced), measured=self._measured), self.passes)
@@ -87,23 +104,35 @@ class Pipeline(Generic[T]):
         which Python compares by identity first.
         """
         try:
-            described = [leaf.form if isinstance(leaf, Sharded) else _describe(leaf) for leaf in leaves]
+            described = [sign_leaf(leaf) for leaf in leaves]
         except Exception:  # a tensor without strides
             self._check(leaves, treedef)
             raise
         signature = find_ambient(), treedef, described
-        for known in self._cache:
+        for i, known in enumerate(self._cache):
             if known.signature == signature and all(value.is_unchanged for value in known.watches):
+                self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
         if self._cache:
-            _log.warning("%r is traced again: %s", self.fn, _explain(self._cache, signature))
+            self._report(signature)
         program = self.program(tree.unflatten(treedef, leaves))
         watches = find_watches(self.fn)  # after the trace, which may count itself
         with disable_autocast():
             finished = self.finish(program)
-        self._cache.append(_Traced(signature, watches + watch_elements(program, watches), finished))
+        self._cache.insert(0, _Traced(signature, watches + watch_elements(program, watches), finished))
+        del self._cache[self.limit :]
         return finished
+
+    def _report(self, signature: Any) -> None:
+        """Say why the step is traced again. The first time that a program has to go, say which argument keeps changing;
+        from then on say no more."""
+        is_full = len(self._cache) == self.limit
+        if self._has_warned:
+            return
+        self._has_warned = is_full
+        does = f"has {self.limit} programs, and drops one for each further one" if is_full else "is traced again"
+        _log.warning("%r %s: %s", self.fn, does, _explain(self._cache, signature, is_full))
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
         """Refuse state of another mesh, and leaves that a trace cannot see into."""
@@ -135,7 +164,13 @@ class Returned:
             if result.bucket is not None
         ]
         self._added = [state.path for state in program.pass_state]
+        self._noted, self._last = program.noted, len(values) - len(program.pass_state)
         self._given, self._equal, self._copied = _find_aliases(program)
+
+    def list_noted(self, outputs: Sequence[Tensor]) -> list[Flag]:
+        """The flags that the step returns beside its results."""
+        first = self._last - len(self._noted)
+        return [flag(value) for flag, value in zip(self._noted, outputs[first : self._last])]
 
     def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = (), origin: Origin = UNKNOWN) -> Any:
         """The value of a step that was called with the tensors and the state `given`. `origin` is that of new state."""
@@ -148,8 +183,7 @@ class Returned:
             leaves[i] = given[argument]
         for i, first in self._equal.items():
             leaves[i] = leaves[first]
-        own = len(leaves) - len(self._added)
-        added, leaves = leaves[own:], leaves[:own]
+        added, leaves = leaves[self._last :], leaves[: self._last - len(self._noted)]
         for i, constant in self._constants:
             leaves.insert(i, constant)
         result = tree.unflatten(self._out_tree, leaves)
@@ -206,6 +240,12 @@ def _values(*nodes: Node) -> list[Any]:
     return [node.meta["val"] for node in nodes]
 
 
+def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:
+    """The flags among the arguments `values` of a program's step."""
+    given = [(flag, values[i]) for i, flag in program.flags]
+    return [flag(value.local if isinstance(value, Sharded) else value) for flag, value in given]
+
+
 def create_pass_state(program: Program, on: Performer) -> dict[str, Sharded]:
     """Path -> first value, for the state that the passes of a program added."""
     device = on.device or program.placeholders[-1].meta["val"].device
@@ -256,42 +296,18 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _explain(cache: list[_Traced], signature: Any) -> str:
-    """Why none of the programs in `cache` fits arguments of this signature."""
+def _explain(cache: list[_Traced], signature: Any, is_full: bool) -> str:
+    """Why none of the programs in `cache` fits arguments of this signature; for a full cache, what keeps changing."""
     for known in cache:
         if known.signature == signature:
             changed = ", ".join(value.name for value in known.watches if not value.is_unchanged)
             return f"it reads {changed}, which changed since its last trace; give it as an argument"
-    count, last = len(cache), cache[-1].signature
-    if last[1:] == signature[1:]:
+    if is_full:
+        return describe_changes([known.signature for known in cache], signature)
+    count, change = len(cache), describe_change(cache[0].signature, signature)
+    if not change:
         return f"settings such as autocast differ from the {count} seen"
-    return f"its arguments differ from the {count} seen, {_describe_change(last[1:], signature[1:])}"
-
-
-def _describe(leaf: Any) -> Any:
-    """The properties of a leaf that is no state on which the program depends."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), is_frozen(leaf)
-    return describe_value(leaf)
-
-
-def _describe_change(known: Any, signature: Any) -> str:
-    """The first argument in which two signatures differ, with both values of a constant."""
-    (before, old), (treedef, new) = known, signature
-    if before != treedef:
-        mismatch = tree.mismatch(before, treedef)
-        return f"argument {mismatch.where}: {mismatch.problem}"
-    path, a, b = next((path, a, b) for path, a, b in zip(tree.keys(treedef), old, new) if a != b)
-    return f"argument {tree.dotted(path)}: was {_format_signature(a)}, is {_format_signature(b)}"
-
-
-def _format_signature(leaf: Any) -> str:
-    if isinstance(leaf, Form):
-        return f"{leaf.dtype} in {leaf.layout.leaves[leaf.leaf].path} of {leaf.layout}"
-    if isinstance(leaf[0], torch.Size):
-        return f"{leaf[1]} {list(leaf[0])} on {leaf[2]} with strides {leaf[3]}"
-    kind, value, *attributes = leaf
-    return " with ".join([repr(value) if not attributes else kind.__name__, *map(repr, attributes)])
+    return f"its arguments differ from the {count} seen, {change}"
 
 
 def _refuse_mesh(leaf: Sharded, on: Performer) -> FzeroError:

@@ -13,14 +13,16 @@ from fzero.base import tree
 from fzero.base.ambient import disable_autocast
 from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
+from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
+from fzero.pipeline import MAX_PROGRAMS, Pipeline, Returned, create_pass_state, list_flags, order_pass_state
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
+from fzero.report import Report, report_step
 from fzero.state.fill import copy_slices
 from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded
@@ -35,6 +37,7 @@ def simulate(
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
+    max_programs: int = MAX_PROGRAMS,
 ) -> Simulation:
     """`fn` as a step that runs for every rank of a virtual mesh in this process.
 
@@ -48,25 +51,28 @@ def simulate(
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
     each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `reduce_dtype`, `passes` and `data` are as in
-    `shard`.
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `reduce_dtype`, `passes`, `data` and
+    `max_programs` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     check_data_axes(mesh, data)
-    return Simulation(fn, mesh, choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype))
+    rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
+    return Simulation(fn, mesh, rewrites, max_programs)
 
 
 class Simulation:
     """A step on every rank of a virtual mesh. Call it like the function it comes from; `trace` returns its
     `Program`."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass], max_programs: int = MAX_PROGRAMS
+    ) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self.mesh, self._seats = mesh, seats(mesh)
-        self._pipeline = Pipeline(fn, virtual(mesh), passes, lambda program: program)
+        self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()
+        self._pipeline = Pipeline(fn, virtual(mesh), passes, lambda program: program, max_programs)
 
     def __repr__(self) -> str:
         return f"fzero.simulate({getattr(self, '__name__', self._pipeline.fn)}, {self.mesh})"
@@ -76,6 +82,11 @@ class Simulation:
         matter."""
         leaves, treedef = tree.flatten(args)
         return self._pipeline.program(tree.unflatten(treedef, self._select_rank(0, treedef, leaves)))
+
+    def report(self, *args: Any) -> Report:
+        """What a call with these arguments does, as `Step.report` of `fzero.shard`."""
+        leaves, treedef = tree.flatten(args)
+        return report_step(self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef), args)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""
@@ -89,12 +100,13 @@ class Simulation:
 
         Raises:
             FzeroError: for a batch that does not divide by the ranks; where ranks disagree about a value that must be
-                the same on all of them.
+                the same on all of them; where a call before noted a problem in the state (`fzero.base.flags`).
         """
         leaves, treedef = tree.flatten(args)
         program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, Tensor)]
+        self._flags.read(list_flags(program, given))
         arguments = self._place_arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
@@ -103,7 +115,9 @@ class Simulation:
         with disable_autocast():  # as in the program, whose casts are nodes
             rows = zip(program.tensor_results, zip(*outputs))
             joined = [self._join(program, result, list(row)) for result, row in rows]
-            return Returned(program, self._pipeline.on)(joined, given)
+            returned = Returned(program, self._pipeline.on)
+            self._flags.hold(returned.list_noted(joined))
+            return returned(joined, given)
 
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""

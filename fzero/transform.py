@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.ambient import find_ambient
 from fzero.base.errors import FzeroError
+from fzero.base.flags import FlagReader
 from fzero.base.mesh import check_data_axes, mesh_shape
 from fzero.base.torch_private import version_of
 from fzero.execution.calibration import calibrate
@@ -21,15 +22,18 @@ from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
 from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline, Returned, create_pass_state, order_pass_state
+from fzero.pipeline import MAX_PROGRAMS, Pipeline, Returned, create_pass_state, list_flags, order_pass_state
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
+from fzero.report import Report, report_step
 from fzero.values.origin import Origin, follow
 from fzero.values.sharded import Sharded
 
+MAX_FRAGMENTS = 1024
+"""How many compiled fragments a step remembers beside those in its programs: programs share equal fragments."""
 MASK = 2**62 - 1  # of the numbers that ranks compare
 Mode = bool | Literal["graph"]
 
@@ -44,6 +48,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
+    max_programs: int = MAX_PROGRAMS,
 ) -> Step:
     """`fn` as a step that every rank of `mesh` runs, on `Sharded` state and on its part of the batch.
 
@@ -67,6 +72,9 @@ def shard(
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
+    * `max_programs`: the step keeps so many programs. A further one takes the place of the one used longest ago, and
+      the logger "fzero" says once which argument keeps changing.
+
     The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
     shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
     reads from its surroundings (docs/functional.md).
@@ -81,7 +89,7 @@ def shard(
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
     rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
-    return Step(fn, live(mesh), rewrites, compile)
+    return Step(fn, live(mesh), rewrites, compile, max_programs)
 
 
 class _Compiled(NamedTuple):
@@ -126,14 +134,15 @@ class _Lines:
 class Step:
     """A sharded step. Call it like the function it comes from; `trace` returns its `Program` without running it."""
 
-    def __init__(self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Mode) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Mode, max_programs: int = MAX_PROGRAMS
+    ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
             check_mesh(on)
-        self._on = on
-        self._pipeline = Pipeline(
-            fn, on, passes, functools.partial(_link, on, compile, functools.cache(compile_fragment))
-        )
+        self._on, self._flags = on, FlagReader()
+        compile_once = functools.lru_cache(MAX_FRAGMENTS)(compile_fragment)
+        self._pipeline = Pipeline(fn, on, passes, functools.partial(_link, on, compile, compile_once), max_programs)
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
@@ -141,6 +150,11 @@ class Step:
     def trace(self, *args: Any) -> Program:
         """The program that a call with these arguments runs. No collective."""
         return self._pipeline.program(args)
+
+    def report(self, *args: Any) -> Report:
+        """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
+        data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
+        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
@@ -159,7 +173,9 @@ class Step:
                 graph.prepare(tensors, as_it_is=moved)
             for i in compiled.donated:
                 values[i].give_up()
-            return compiled.returned(compiled.run(tensors), values, origin)
+            outputs = compiled.run(tensors)
+            self._flags.hold(compiled.returned.list_noted(outputs))
+            return compiled.returned(outputs, values, origin)
         except BaseException as error:
             if has_begun or not isinstance(error, FzeroError):  # ranks that disagree raise alike
                 self._on.members.leave("a step", error)
@@ -195,6 +211,7 @@ class Step:
             compiled = self._pipeline.prepare(leaves, treedef)
             if pass_state is not None or compiled.program.pass_state:
                 values += order_pass_state(compiled.program, pass_state, self._on)
+            self._flags.read(list_flags(compiled.program, values))
             return compiled, values, _copy_aliases(values, compiled.donated)
         except Exception as error:
             agree(self._on.members, 0, list, error)

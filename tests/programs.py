@@ -11,7 +11,7 @@ stand the steps on which all passes are tried.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,6 +51,15 @@ class Storages:
                 self._rows[value.untyped_storage()._cdata] = nbytes(value)
         storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
         return sum(self._rows.get(key, size) for key, size in storages.items())
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value of a program, what a collective has under way among them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif not isinstance(value, (int, str)) and hasattr(value, "__iter__"):
+        for item in value:
+            yield from tensors(item)
 
 
 class Case(NamedTuple):

@@ -1,7 +1,14 @@
-"""The examples: what the corpus, the bigram model, the meter and the GPT promise, and a tiny run of the main job."""
+"""The examples: what the corpus, the bigram model, the meter and the GPT promise, and short runs of all the others.
+
+The small examples check themselves: each asserts at its end what it shows.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import io
 import math
 import os
 import re
@@ -13,13 +20,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import Outcome, run_cases, values
+from torch.distributed.device_mesh import DeviceMesh
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import bf16_accumulate  # noqa: E402
 import bigram  # noqa: E402
 import corpus  # noqa: E402
+import distill  # noqa: E402
+import fp16_overflow  # noqa: E402
+import lora  # noqa: E402
 import measure  # noqa: E402
+import muon_vs_adamw  # noqa: E402
 import report  # noqa: E402
 import virtual_ranks  # noqa: E402
 from corpus import Cut  # noqa: E402
@@ -166,12 +180,20 @@ def test_a_rank_sends_what_the_others_lack() -> None:
     assert report.sent_nbytes(comm, world=4) == 300 + 300 + 600
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
 def run_main(*launcher: str, flags: str = "") -> str:
     """Standard output of a tiny run of the main job."""
     sizes = "--layers 2 --dim 32 --heads 2 --seq 16 --batch 4 --steps 12 --heldout 2 --lr 1e-2"
+    return run_example("train_bytes", *launcher, flags=f"{sizes} {flags}")
+
+
+def run_example(name: str, *launcher: str, flags: str = "") -> str:
+    """Standard output of an example."""
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "train_bytes.py"), *sizes.split(), *flags.split()]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py"), *flags.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -184,7 +206,7 @@ def bits_per_byte(output: str) -> list[float]:
 
 
 def test_main_job_learns_the_same_on_two_ranks_and_in_one_process() -> None:
-    two = run_main("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", flags="--stage 3")
+    two = run_main(*TORCHRUN, flags="--stage 3")
     assert "all-gather" in two and "peak memory" in two
     assert bits_per_byte(run_main()) == pytest.approx(bits_per_byte(two), abs=2e-3)  # printed to 3 digits
     assert bits_per_byte(two)[0] < 7.5  # a uniform guess has 8
@@ -196,3 +218,70 @@ def test_the_wrong_step_on_virtual_ranks_is_found(capsys: pytest.CaptureFixture[
     assert re.match(r"wrong step: 0\.v, step 1, rank 0: element 0 is [\d.-]+ sharded and [\d.-]+ unsharded", wrong)
     assert "'0.w': '" in right
     assert len((ROOT / "examples" / "virtual_ranks.py").read_text().splitlines()) < 40
+
+
+# the small examples, on two ranks with few steps
+
+SMALL = {bf16_accumulate: 20, distill: 12, fp16_overflow: 12, lora: 16, muon_vs_adamw: 20}
+"""Example -> steps after which what it asserts holds."""
+
+
+def train(mesh: DeviceMesh, name: str, steps: int, folder: Path) -> tuple[str, list[str]]:
+    """What an example prints, and the files that it writes."""
+    os.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        sys.modules[name].main(mesh, steps)
+    return printed.getvalue(), [path.name for path in folder.iterdir()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """Of each small example: one launch of two ranks serves all."""
+    names = {module.__name__: steps for module, steps in SMALL.items()}
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    cases = {
+        name: functools.partial(train, name=name, steps=steps, folder=folders[name]) for name, steps in names.items()
+    }
+    return run_cases(2, cases)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "bf16_accumulate",
+            r"loss 5\.\d+ -> [\d.]+ in 20 steps of 4 microbatches\nmoves all_gather in torch.bfloat16, ",
+        ),
+        ("distill", r"teacher: loss .*\nstudent: divergence from the teacher "),
+        ("fp16_overflow", r"step 3: overflow, skipped; scale 16384 -> 16384\nstep 6: .*; scale 16384 -> 8192\nloss "),
+        ("lora", r"trained 9,472 of 146,432 parameters: loss "),
+        ("muon_vs_adamw", r"steps +Muon +AdamW\n +0 - 9 .*\n +10 - 19 "),
+    ],
+)
+def test_an_example_shows_what_it_says(trained: dict[str, list[Outcome]], name: str, said: str) -> None:
+    (printed, _), (other, _) = values(trained[name])
+    assert re.match(said, printed), printed
+    assert other == "", "ranks other than 0 are silent"
+
+
+def test_muons_losses_are_plotted_or_the_way_to_a_plot_is_said(trained: dict[str, list[Outcome]]) -> None:
+    printed, files = values(trained["muon_vs_adamw"])[0]
+    if importlib.util.find_spec("matplotlib"):
+        assert files == ["muon_vs_adamw.png"] and "wrote muon_vs_adamw.png" in printed
+    else:
+        assert files == [] and "matplotlib is not installed; pip install" in printed
+
+
+def test_a_small_example_runs_under_torchrun() -> None:
+    printed = run_example("gan", *TORCHRUN, flags="--steps 150")
+    assert re.match(r"step 0: points are 1\.\d+ from the ring\n(.*\n)*at the end: 0\.\d+ ", printed), printed
+
+
+def test_a_small_example_runs_in_one_process() -> None:
+    assert run_example("lora", flags="--steps 16").startswith("trained 9,472 of 146,432 parameters: loss ")
+
+
+@pytest.mark.parametrize("name", [*(module.__name__ for module in SMALL), "gan"])
+def test_a_small_example_is_short(name: str) -> None:
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 150

@@ -19,7 +19,7 @@ MAX_LINES = 400
 MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
-ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero | variants"
+ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero | variants data"
 """The rooms, from the bottom, a level between bars: folders of the package, and the modules beside them, "fzero"."""
 
 LEVELS = [level.split() for level in ROOMS.split("|")]
@@ -153,6 +153,7 @@ IRREGULAR = frozenset(
 """Participles without -ed. Those that are verbs as well (cut, put, read, run, split, spread) are not among them."""
 PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
+    "optim.wrappers.masked": "optax's name",
 }
 NOT_PARTICIPLES = frozenset("bed embed feed need red seed shed speed".split())
 
@@ -282,7 +283,8 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
-    "base.mesh", "ranks.live", "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
+    "base.mesh", "data.loader", "data.padding", "data.parts", "ranks.live",
+    "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
 """Modules that take a user's mesh, a `VirtualMesh` or torch's `DeviceMesh`. torch.distributed, whose class that is, is
@@ -307,6 +309,17 @@ def untyped(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_central_objects_are_typed(name: str) -> None:
     found = [(line, each) for line, each in untyped(parse(name)) if each != "mesh" or name not in MESH_OF_THE_USER]
     assert not found, f"fzero.{name} has `Any` for {found}: give the class, or a small Protocol where rooms forbid it"
+
+
+# data
+
+DATA = [name for name in MODULES if room(name) == "data"]
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_uses_public_names_and_the_ranks(name: str) -> None:
+    inner = {other for other in imports(name) if room(other) != "data"} - {"", *fzero.__all__}
+    assert inner <= {"ranks.live"}, f"fzero.{name} imports {sorted(inner)}: data uses `from fzero import ...`"
 
 
 # variants

@@ -116,6 +116,16 @@ def forward(params: tree.Tree, batch: Batch) -> Tensor:
     return x @ params["head"]["w"] + params["head"]["b"]
 
 
+def scanned(params: tree.Tree, batch: Batch) -> Tensor:
+    """`squared`, with its layers in a loop."""
+
+    def turn(x: Tensor, _: None, layer: tree.Tree) -> tuple[Tensor, None]:
+        return x + torch.tanh(x @ layer["w"] + layer["b"]), None
+
+    x, _ = fzero.scan(turn, batch["x"], layers=params["layers"])
+    return (x @ params["head"]["w"] + params["head"]["b"] - batch["y"]).square().mean()
+
+
 def squared(params: tree.Tree, batch: Batch) -> Tensor:
     return (forward(params, batch) - batch["y"]).square().mean()
 
@@ -389,6 +399,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "tuple output": functools.partial(outputs, "tuple"),
     "NamedTuple output": functools.partial(outputs, "NamedTuple"),
     "two microbatches": accumulated,
+    "layers in a loop": functools.partial(simple, scanned, mlp_params(3)),
+    "layers in a loop, donate=False": functools.partial(simple, scanned, mlp_params(3), donate=False),
     "sgd with momentum": momentum,
     "a schedule and a mask": scheduled,
     "a moving average": averaged,
@@ -570,7 +582,7 @@ def donating(mesh: DeviceMesh) -> Donated:
         lambda: weight.full_tensor(),
         lambda: fzero.unpartition(state[0]),
         lambda: step(*state, batch_at(0)),
-        lambda: tree.leaves(state[2])[0].full_tensor(),
+        lambda: tree.leaves(state[2])[-1].full_tensor(),
     ]
     kept = all(torch.equal(after, full) for _, after, full in rows(fzero.unpartition(state[1]), before))
     return Donated([refusal(use) for use in uses], repr(weight), kept)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import tree
@@ -30,8 +32,8 @@ def state(**how: Any) -> Any:
     return fzero.partition({"w": torch.ones(4, 3), "b": torch.ones(5)}, MESH, **how)
 
 
-def pipeline(step: Any = double) -> Pipeline[Program]:
-    return Pipeline(step, ON, (), lambda program: program)
+def pipeline(step: Any = double, limit: int = 16) -> Pipeline[Program]:
+    return Pipeline(step, ON, (), lambda program: program, limit)
 
 
 def made(given: Pipeline[Program], *args: Any) -> Program:
@@ -42,6 +44,86 @@ def test_arguments_of_one_signature_have_one_program() -> None:
     given = pipeline()
     first = made(given, state(), torch.ones(2, 3), 1)
     assert made(given, state(), torch.zeros(2, 3), 1) is first
+
+
+def test_the_program_used_longest_ago_goes() -> None:
+    given, params = pipeline(limit=2), state()
+    one, two = (made(given, params, torch.ones(n)) for n in (1, 2))
+    assert made(given, params, torch.ones(1)) is one
+    made(given, params, torch.ones(3))
+    assert made(given, params, torch.ones(1)) is one
+    assert made(given, params, torch.ones(2)) is not two
+
+
+def test_shapes_that_keep_changing_end_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    given, params = pipeline(limit=3), state()
+    for length in range(4, 40):
+        made(given, params, {"labels": torch.ones(4), "inputs": torch.ones(4, length)})
+    assert len(given._cache) == 3
+    *traced, last = caplog.messages
+    assert len(traced) == 2 and all("is traced again: its arguments differ" in message for message in traced)
+    assert last.endswith(
+        "has 3 programs, and drops one for each further one: argument 1.inputs had 4 shapes, [4, 7], [4, 6], [4, 5] "
+        "and 1 more; round its lengths up a few fixed ones, as the ladder of fzero.data.loader does, or give "
+        "max_programs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changing", "said"),
+    {
+        "a number": (
+            lambda n: {"rate": n / 2},
+            "argument 1.rate had 3 forms, '1.0', '0.5', '0.0'; give what changes as a",
+        ),
+        "a structure": (lambda n: {f"x{n}": torch.ones(2)}, "argument 1.x1: this leaf is missing"),
+        "dtypes": (
+            lambda n: torch.ones(2, dtype=[torch.float32, torch.float64, torch.int32][n]),
+            "argument 1 had 3 forms, torch.int32 [2] on cpu with strides (1,), torch.float64 [2]",
+        ),
+        "functions": (lambda n: lambda x: x, "argument 1 had 3 forms, another object, another object, another object"),
+    }.values(),
+)
+def test_what_keeps_changing_is_named(changing: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    given, params, kept = pipeline(limit=2), state(), [changing(n) for n in range(3)]
+    for x in kept:
+        made(given, params, x)
+    assert said in caplog.messages[-1]
+
+
+def test_surroundings_that_keep_changing_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    rate = 1.0
+    given, params = pipeline(lambda params: tree.map(lambda p: p * rate, params), 2), state()
+    for _ in range(4):
+        made(given, params)
+        rate += 1.0
+    assert len(caplog.messages) == 2 and "has 2 programs" in caplog.messages[1] and "reads rate" in caplog.messages[1]
+
+
+def test_settings_that_keep_changing_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    given, params = pipeline(limit=1), state()
+    made(given, params)
+    with torch.autocast("cpu", torch.bfloat16):
+        made(given, params)
+    assert caplog.messages[-1].endswith("settings such as autocast keep changing")
+
+
+def on_ranks(mesh: DeviceMesh) -> tuple[list[float], int]:
+    """The results of a step that keeps one program, for shapes that come and go, and how many programs it keeps."""
+    step = fzero.shard(lambda params, x: (params, x.sum() * params["w"].sum()), mesh, max_programs=1)
+    params = fzero.partition({"w": torch.ones(4)}, mesh)
+    sums = [step(params, torch.ones(length))[1].item() for length in (1, 2, 1, 3, 2)]
+    return sums, len(step._pipeline._cache)
+
+
+def test_ranks_that_drop_programs_stay_together() -> None:
+    assert run(2, on_ranks) == [([4.0, 8.0, 4.0, 12.0, 8.0], 1)] * 2
+
+
+@pytest.mark.parametrize("limit", [0, 1.5, None])
+def test_a_number_of_programs_is_a_whole_number(limit: Any) -> None:
+    with pytest.raises(FzeroError, match=f"^max_programs: is {limit!r}"):
+        fzero.simulate(double, MESH, max_programs=limit)
 
 
 def test_garbage_is_not_collected_meanwhile() -> None:

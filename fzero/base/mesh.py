@@ -70,6 +70,28 @@ class VirtualMesh:
             raise FzeroError(f"mesh axis {axis!r}", f"this mesh has {self.names}", "name one of these")
         return self.sizes[axis]
 
+    def data_axes(self, data: Sequence[str] | None = None) -> tuple[str, ...]:
+        """The axes along which ranks take different examples, outermost first: those of `data`; without `data` the
+        shard axis, and axes with the names "replica" and "fsdp".
+
+        Raises:
+            FzeroError: for a mesh of several axes without "fsdp"; for an axis in `data` that the mesh lacks; for `data`
+                that leaves out the shard axis.
+        """
+        if isinstance(data, str):
+            raise FzeroError("data", f"is the string {data!r}", f"give a tuple of axis names, as in data=({data!r},)")
+        shard_axis = self.shard_axis
+        for axis in data or ():
+            if axis not in self.sizes:
+                raise FzeroError(
+                    f"mesh axis {axis!r}", f"is in data, and this mesh has {self.names}", "name only these"
+                )
+        if data is not None and shard_axis not in data:
+            problem = f"{tuple(data)} leaves out {shard_axis!r}, the axis of {self} that state lies along"
+            raise FzeroError("data", problem, f"give data={(*data, shard_axis)}")
+        chosen = {shard_axis, *DATA_AXES} if data is None else set(data)
+        return tuple(axis for axis in self.names if axis in chosen)
+
     def position(self, number: int, axis: str) -> int:
         """The position along `axis` of rank `number`. Ranks are numbered row by row over the whole mesh."""
         inner = math.prod(self.sizes[name] for name in self.names[self.names.index(axis) + 1 :])
@@ -96,24 +118,9 @@ def check_data_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tup
         FzeroError: for a mesh of several axes without "fsdp"; for an axis in `data` that the mesh lacks; for `data`
             that leaves out the shard axis; for a mesh axis that is not a data axis.
     """
-    shard_axis = mesh.shard_axis
-    if isinstance(data, str):
-        raise FzeroError("data", f"is the string {data!r}", f"give a tuple of axis names, as in data=({data!r},)")
-    if data is None:
-        chosen = {shard_axis, *DATA_AXES}
-    else:
-        chosen = set(data)
-        for axis in data:
-            if axis not in mesh.sizes:
-                raise FzeroError(
-                    f"mesh axis {axis!r}", f"is in data, and this mesh has {mesh.names}", "name only these"
-                )
-        if shard_axis not in chosen:
-            problem = f"{tuple(data)} leaves out {shard_axis!r}, the axis of {mesh} that state lies along"
-            raise FzeroError("data", problem, f"give data={(*data, shard_axis)}")
-    known = tuple(axis for axis in mesh.names if axis in chosen)
+    known = mesh.data_axes(data)
     for axis in mesh.names:
-        if axis not in chosen:
+        if axis not in known:
             raise FzeroError(
                 f"mesh axis {axis!r}",
                 f"has no meaning on {mesh}, whose data axes are {known}",

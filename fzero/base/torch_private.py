@@ -323,8 +323,10 @@ def overload_name(operation: Any) -> str:
 
 # for optim: kernels
 
+fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
-"""torch's AdamW kernel on lists. Public replacement: a function of tensors behind `torch.optim.AdamW(fused=True)`."""
+fused_sgd_: Callable[..., None] = torch._fused_sgd_
+"""torch's kernels on lists. Public replacement: functions of tensors behind `torch.optim.AdamW(fused=True)`."""
 
 
 # for state

@@ -15,12 +15,13 @@ from torch import Tensor, fx
 from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
+from fzero.execution.loops import Rows, operands, run_turns
 from fzero.program.comm import comm_of
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.rates import Rates, bus_bytes
-from fzero.program.records import find_writes, record
+from fzero.program.records import body_of, find_writes, record
 from fzero.program.work import work
 from fzero.ranks.agreement import agree
 from fzero.ranks.live import Live
@@ -57,33 +58,55 @@ def time_nodes(program: Program, on: Live, tensors: Sequence[Tensor], align: Cal
     A collective takes its time where it starts, and its wait takes none. `align` is called before each collective, to
     let all ranks start it together. torch's default CPU generator stays as it was.
     """
-    values: dict[Node, Any] = dict(zip(program.placeholders, tensors, strict=True))
-    dying, clock = find_last_uses(program.graph), _Clock(tensors)
+    clock, state = _Clock(tensors), torch.get_rng_state()
     spans: dict[Node, tuple[Any, Any]] = {}
-    state = torch.get_rng_state()
-    with disable_autocast(), step_seed() as seed:
-        for node in program.graph.nodes:
-            if node.op == "output" or find_writes(node):
-                on.settle()
-            if node.op == "get_attr":
-                values[node] = program.constants[node.target]
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                call = _bind_at_once(node, program, on, seed)
-                if record(node).moves is not None:
-                    clock.finish()
-                    align()
-                begin = clock.mark()
-                values[node] = call(*args, **kwargs)
-                spans[node] = begin, clock.mark()
-            for dead in dying.get(node, ()):
-                del values[dead]
+    with disable_autocast(), step_seed([tensors[i] for i in program.seeds]) as seed:
+        _run(program, on, tensors, align, seed, clock, spans)
     torch.set_rng_state(state)
     clock.finish()
     return {node: clock.between(*span) for node, span in spans.items()}
 
 
-def _bind_at_once(node: Node, program: Program, on: Live, seed: int) -> Callable[..., Any]:
+def _run(
+    program: Program,
+    on: Live,
+    tensors: Sequence[Tensor],
+    align: Callable[[], object],
+    seed: int | None,
+    clock: _Clock,
+    spans: dict[Node, tuple[Any, Any]],
+) -> list[Tensor]:
+    """The results of a program. Writes the time of each node into `spans`, of the nodes of a loop that of the last
+    turn."""
+    values: dict[Node, Any] = dict(zip(program.placeholders, tensors, strict=True))
+    dying = find_last_uses(program.graph)
+    for node in program.graph.nodes:
+        if node.op == "output" or find_writes(node):
+            on.settle()
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        body = body_of(node)
+        if node.op == "get_attr":
+            values[node] = program.constants[node.target]
+        elif body is not None:
+
+            def turn(seed: int | None, ranks: Rows, body: Program = body) -> Rows:
+                return [_run(body, on, ranks[0], align, seed, clock, spans)]
+
+            (values[node],) = run_turns(node, turn, seed, [operands(args)])
+        elif node.op == "call_function":
+            call = _bind_at_once(node, program, on, seed)
+            if record(node).moves is not None:
+                clock.finish()
+                align()
+            begin = clock.mark()
+            values[node] = call(*args, **kwargs)
+            spans[node] = begin, clock.mark()
+        for dead in dying.get(node, ()):
+            del values[dead]
+    return [values[node] for node in program.output.args[0]]
+
+
+def _bind_at_once(node: Node, program: Program, on: Live, seed: int | None) -> Callable[..., Any]:
     """The function that a node calls, with collectives that are waited for where they start."""
     operation = record(node)
     if operation.perform is None:

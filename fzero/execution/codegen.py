@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,12 @@ from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call, bind
+from fzero.execution.loops import Early, Rows, operands, run_turns
 from fzero.execution.outline import Fragment
 from fzero.execution.profiling import name_calls
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_writes, record
+from fzero.program.records import body_of, early_of, find_writes, record
 from fzero.ranks.live import Live
 
 Runner = Callable[[list[Tensor]], list[Tensor]]
@@ -31,9 +32,24 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
 
     The function is generated once, as Python code that drops each value at its last use. An aten operation runs as it
     is. Every other operation is bound once, to the rank and to the layout that its node names. A program that draws
-    random numbers advances torch's default CPU generator by one draw a call. `compile(fragment)` returns the function
-    that runs for a `Fragment`; it is called once for equal fragments.
+    random numbers, and has no seeds among its arguments, advances torch's default CPU generator by one draw a call.
+    `compile(fragment)` returns the function that runs for a `Fragment`; it is called once for equal fragments.
     """
+    (run_once, _), draws, seeds = _link(program, on, compile), program.draws, program.seeds
+
+    @torch.no_grad()
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        with disable_autocast(), step_seed([tensors[i] for i in seeds]) if draws else nullcontext() as seed:
+            return run_once(seed, tensors)
+
+    return run
+
+
+def _link(
+    program: Program, on: Live, compile: Callable[[Fragment], Callable[..., Any]], early: Sequence[Node] = ()
+) -> tuple[Callable[[int | None, list[Tensor]], list[Tensor]], list[Early]]:
+    """A function of a seed and the program's arguments, and what its nodes `early` call."""
+    begun: list[Early] = []
     graph = fx.Graph()
     values: dict[Node, Node] = {}
     receiver, seed = map(graph.placeholder, ("calls", "seed"))
@@ -46,11 +62,18 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
         if isinstance(node.target, Fragment):
             name = fragments.setdefault(node.target, f"fragment_{len(fragments)}")
             values[node] = graph.call_method(name, (receiver, *args))
+        elif (body := body_of(node)) is not None:
+            name = f"loop_{len(calls)}"
+            calls[name] = Call(_link_turns(node, *_link(body, on, compile, early_of(node))), name, False, False)
+            values[node] = graph.call_method(name, (receiver, seed, *operands(args)))
         elif (span := _find_span(program, node, on)) is not None:
             values[node] = _take_view(graph, args[0], span, node)
         elif node.op == "call_function" and record(node).perform is not None:
             name = f"{record(node).name}_{len(calls)}"
             calls[name] = bind(program, node, on)
+            if node in early:
+                begun.append(Early(node, calls[name].run))
+                calls[name] = calls[name]._replace(run=begun[-1])
             how = {**kwargs, "seed": seed} if record(node).draws else kwargs
             values[node] = graph.call_method(name, (receiver, *args), how)
         else:
@@ -60,14 +83,23 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
     # Methods of a receiver, not globals of the generated code: one forward serves both sets of calls.
     plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in calls.items()})
     named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(calls))
-    draws = program.draws
 
-    @torch.no_grad()
-    def run(tensors: list[Tensor]) -> list[Tensor]:
-        with disable_autocast(), step_seed() if draws else nullcontext() as seed:
-            return forward(named if is_profiling() else plain, seed, *tensors)
+    def run(seed: int | None, tensors: list[Tensor]) -> list[Tensor]:
+        return forward(named if is_profiling() else plain, seed, *tensors)
 
-    return run
+    return run, begun
+
+
+def _link_turns(
+    loop: Node, run: Callable[[int | None, list[Tensor]], list[Tensor]], early: list[Early]
+) -> Callable[..., list[Tensor]]:
+    """A function of a seed and a loop's operands."""
+
+    def run_here(seed: int | None, ranks: Rows) -> Rows:
+        (tensors,) = ranks
+        return [run(seed, tensors)]
+
+    return lambda seed, *given: run_turns(loop, run_here, seed, [given], early)[0]
 
 
 def _find_span(program: Program, node: Node, on: Live) -> range | None:

@@ -16,7 +16,7 @@ from fzero.base.torch_private import version_of
 from fzero.execution.codegen import Runner
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import name_of, record
+from fzero.program.records import find_bodies, name_of, record
 from fzero.program.refusals import line_of
 from fzero.ranks.live import Live
 from fzero.ranks.transports import Alone, Native
@@ -154,6 +154,8 @@ def check_program(program: Program, device_type: str) -> None:
     Raises:
         FzeroError: with the reason and, where it has one, the user's line.
     """
+    for body in find_bodies(program.graph):
+        check_program(body, device_type)
     paths = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     for node in program.graph.nodes:
         reason = _find_obstacle(node, device_type)

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,10 +17,11 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import version_of
+from fzero.execution.loops import operands, run_turns
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
-from fzero.program.records import find_writes, record
+from fzero.program.records import body_of, find_writes, record
 from fzero.program.refusals import PASS_BUG
 from fzero.ranks.exchanges import Exchange, Steps
 
@@ -55,32 +57,61 @@ def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | 
     """The tensor results of each rank, given the tensor arguments of each rank. Writes to donated arguments.
 
     `watch(node, values of each rank)` is called after each node, before values are dropped. A program that draws random
-    numbers advances torch's default CPU generator by one draw.
+    numbers, and has no seeds among its arguments, advances torch's default CPU generator by one draw.
 
     Raises:
         FzeroError: where a node writes to memory that a collective is sending.
     """
+    seeds = [arguments[0][i] for i in program.seeds]  # the same on all ranks
+    with disable_autocast(), step_seed(seeds) if program.draws else nullcontext() as seed:
+        return _run(program, arguments, seed, watch)
+
+
+def _run(
+    program: Program, arguments: Sequence[Sequence[Tensor]], seed: int | None, watch: Watch | None = None
+) -> list[Values]:
     alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
-    dying = find_last_uses(program.graph)
-    with disable_autocast(), step_seed() if program.draws else nullcontext() as seed:
-        ranks = _Ranks(program, seed)
-        for node in program.graph.nodes:
-            _step(node, program, ranks, alive)
-            if watch is not None:
-                watch(node, alive)
-            for dead, values in itertools.product(dying.get(node, ()), alive):
-                del values[dead]
+    dying, ranks = find_last_uses(program.graph), _Ranks(program, seed)
+    for node in program.graph.nodes:
+        _step(node, program, ranks, alive, watch)
+        if watch is not None:
+            watch(node, alive)
+        for dead, values in itertools.product(dying.get(node, ()), alive):
+            del values[dead]
     return [list(fx.map_arg(program.output.args[0], values.__getitem__)) for values in alive]
 
 
-def _step(node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, Any]]) -> None:
+def _run_turn(
+    body: Program, watch: Watch | None, seed: int | None, arguments: Sequence[Sequence[Tensor]]
+) -> list[Values]:
+    return _run(body, arguments, seed, watch)
+
+
+def _watch_inside(watch: Watch, around: list[dict[Node, Any]], node: Node, inside: list[dict[Node, Any]]) -> None:
+    """Watch a node of a loop's body: the values around the loop are alive too."""
+    watch(node, [outer | inner for outer, inner in zip(around, inside)])
+
+
+def _step(
+    node: Node, program: Program, ranks: _Ranks, alive: list[dict[Node, Any]], watch: Watch | None = None
+) -> None:
     """Run one node on all ranks, and store its value on each."""
+    body = body_of(node)
     if node.op == "get_attr":
-        results = [program.constants[node.target] for _ in alive]
+        results: Sequence[Any] = [program.constants[node.target] for _ in alive]
     elif node.op == "call_function":
         written = [[values[x] for x in find_writes(node)] for values in alive]
         ranks.check_writes(written)
-        results = ranks.call(node, [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive])
+        calls = [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive]
+        if body is None:
+            results = ranks.call(node, calls)
+        else:
+            made = list[list[Any]]([] for _ in calls)
+            around = [{**values, node: results} for values, results in zip(alive, made)]
+            inside = None if watch is None else functools.partial(_watch_inside, watch, around)
+            turn = functools.partial(_run_turn, body, inside)
+            given = [operands(args) for args, _ in calls]
+            results = run_turns(node, turn, ranks.seed["seed"], given, made=made)
         if any(written):
             ranks.note_versions()
     else:

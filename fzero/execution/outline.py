@@ -68,7 +68,7 @@ def outline(program: Program) -> Program:
     fragments. Views of a fragment's inputs and results are taken outside of the fragment. Same results, bit for bit,
     where fragments run operation by operation.
     """
-    program = program.copy()
+    program = ops.map_bodies(program.copy(), outline)
     for item in program.graph.find_nodes(op="call_function", target=operator.getitem):
         item.args[0].append(item)  # items stand right behind their list, so that no run ends between them
     for run in list(_find_runs(program)):

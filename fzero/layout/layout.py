@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from fzero.base.errors import FzeroError
@@ -31,6 +31,7 @@ class Leaf:
     """A leaf: its dotted path, its global shape, and the elements of a block. No rank boundary cuts a block.
 
     Blocks are counted from the leaf's start. The last block may be shorter. No step trains a frozen leaf.
+    `is_embedding` is as in `fzero.base.embeddings`.
 
     Raises:
         FzeroError: for a block below 1 element.
@@ -40,6 +41,7 @@ class Leaf:
     shape: tuple[int, ...]
     block: int = 1
     is_frozen: bool = False
+    is_embedding: bool | None = field(default=None, compare=False)  # says nothing about where elements are
 
     def __post_init__(self) -> None:
         if self.block < 1:
@@ -57,6 +59,9 @@ class Layout:
 
     Leaves with blocks may need more padding, also between leaves. The padding is the smallest that keeps blocks whole
     and leaves in order. With `replicated`, every rank holds the whole bucket and there is no padding.
+
+    A leaf begins at a multiple of `unit` elements of the bucket, and so does each rank's slice. So no rank boundary
+    cuts `unit` elements of a leaf that are counted from the leaf's start.
     """
 
     bucket: str
@@ -64,6 +69,11 @@ class Layout:
     mesh: VirtualMesh
     align: int = ALIGN
     replicated: bool = False
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unit < 1:
+            raise FzeroError(self.bucket, f"has units of {self.unit} elements", "a unit is at least 1 element")
 
     @property
     def world(self) -> int:
@@ -102,7 +112,44 @@ class Layout:
     def _packing(self) -> Packing:
         if self.replicated:
             return Packing(self.numel, tile(leaf.numel for leaf in self.leaves))
-        return pack(tuple((leaf.numel, leaf.block) for leaf in self.leaves), self.world, self.align)
+        unit = self.unit
+        sizes = tuple((-(-leaf.numel // unit), math.lcm(leaf.block, unit) // unit) for leaf in self.leaves)
+        shard, ranges = pack(sizes, self.world, self._align_in_units)
+        starts = (unit * where.start for where in ranges)
+        return Packing(unit * shard, tuple(range(at, at + leaf.numel) for at, leaf in zip(starts, self.leaves)))
+
+    @property
+    def _align_in_units(self) -> int:
+        return self.align // math.gcd(self.align, self.unit)
+
+    def coarsen(self, size: int) -> Layout:
+        """The layout of one value for each `size` elements of every leaf, on the rank that holds these elements.
+
+        `coarsen(size).part(leaf, rank)` is `part(leaf, rank)` in units of `size`, rounded up.
+
+        Raises:
+            FzeroError: where a rank boundary may cut `size` elements: where they are no part of a unit.
+        """
+        is_whole = self.replicated or self.world == 1
+        if not is_whole and self.unit % size:
+            problem = f"ranks may cut blocks of {size} elements: leaves lie at multiples of {self.unit}"
+            raise FzeroError(self.leaves[0].path, problem, f"partition with fzero.partition(..., unit={size})")
+        unit = 1 if is_whole else self.unit // size
+        leaves = tuple(
+            Leaf(leaf.path, (-(-leaf.numel // size),), 1 if is_whole else math.lcm(leaf.block, self.unit) // size)
+            for leaf in self.leaves
+        )
+        align = unit * self._align_in_units
+        return Layout(f"{self.bucket}/{size}", leaves, self.mesh, align, self.replicated, unit)
+
+    def is_like(self, other: Layout) -> bool:
+        """Whether another layout has leaves of the same shapes in the same places, under any names."""
+        return self._without_names == other._without_names
+
+    @cached_property
+    def _without_names(self) -> tuple[object, ...]:
+        leaves = tuple(replace(leaf, path="") for leaf in self.leaves)
+        return leaves, self.mesh, self.align, self.replicated, self.unit
 
     def rank_range(self, rank: int | None) -> range:
         """The range of the bucket that `rank` owns; all of it for None. Ranges of all ranks tile [0, padded).
@@ -136,7 +183,7 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.bucket, self.leaves, self.mesh, self.align, self.replicated))
+        return hash((self.bucket, self.leaves, self.mesh, self.align, self.replicated, self.unit))
 
     def __hash__(self) -> int:
         return self._hash

@@ -11,6 +11,7 @@ each leaf.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.tree import Tree, TreeDef
+from fzero.optim.rounding import Key, add_stochastically, make_key
 
 State = Any
 Schedule = Callable[[Any], Any]
@@ -51,9 +53,31 @@ class EmptyState(NamedTuple):
     """The state of a stage without state."""
 
 
+def stage(state_type: type, init: Init, update: Update) -> GradientTransformation:
+    """A stage whose state is a `state_type`. The stage refuses any other state.
+
+    Raises:
+        FzeroError: in `update`, for a state of another type, such as that of another optimizer.
+    """
+
+    def update_of_state(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        check_state(state_type.__name__, state, state_type)
+        return update(updates, state, params)
+
+    return GradientTransformation(init, update_of_state)
+
+
+def check_state(where: str, state: Any, expected: type) -> None:
+    """Refuse a state that is not an `expected`."""
+    if type(state) is not expected:  # the state of a chain is a tuple, and so is every NamedTuple
+        problem = f"the state is of type {type(state).__name__}, not {expected.__name__}"
+        raise FzeroError(where, problem, "give the state that this optimizer's init or update returned")
+
+
 def stateless(update: Callable[[Tree, Tree | None], Tree]) -> GradientTransformation:
     """A stage without state: its new updates are `update(updates, params)` (optax's `stateless`)."""
-    return GradientTransformation(
+    return stage(
+        EmptyState,
         lambda params: EmptyState(),
         lambda updates, state, params=None: (update(updates, params), state),
     )
@@ -68,13 +92,14 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     """A stage that runs `transforms` one after the other. Its state is the tuple of their states.
 
     Raises:
-        FzeroError: in `update`, for a state whose length is not the number of `transforms`.
+        FzeroError: in `update`, for a state that is not a tuple of the length of `transforms`.
     """
 
     def init(params: Tree) -> State:
         return tuple(transform.init(params) for transform in transforms)
 
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        check_state("chain", state, tuple)
         if len(state) != len(transforms):
             raise FzeroError(
                 "chain",
@@ -90,19 +115,28 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-def apply_updates(params: Tree, updates: Tree) -> Tree:
+def apply_updates(params: Tree, updates: Tree, *, bf16_stochastic_round: Key | Sequence[Key] | None = None) -> Tree:
     """`params + updates`, each leaf in its parameter's dtype. The sum is rounded once, as in optax.
 
     A leaf whose update is None, as a frozen leaf's is, stays as it is.
 
+    `bf16_stochastic_round` is a key, such as the step count or `(seed, step)`, that is another one in each step. Sums
+    of bfloat16 parameters are then rounded to one of the two nearest numbers, so that the mean over keys is the sum.
+    The rounding of an element depends on the key, the leaf's path and the element's position alone: it is the same
+    for every number of ranks. One list operation; see `rounding`.
+
     Raises:
-        FzeroError: where the trees differ in structure or shapes, naming the leaf.
+        FzeroError: where the trees differ in structure or shapes, naming the leaf; for a key that is no whole number.
     """
     moving, still = tree.split_as(params, updates)
     treedef, (weights, steps) = flatten_alike(moving, updates)
     if not weights:
         return params
-    return tree.merge(tree.unflatten(treedef, cast(torch._foreach_add(weights, steps), weights)), still)
+    if bf16_stochastic_round is None:
+        sums = cast(torch._foreach_add(weights, steps), weights)
+    else:
+        sums = add_stochastically(weights, steps, make_key(bf16_stochastic_round, weights[0]), tree.paths(moving))
+    return tree.merge(tree.unflatten(treedef, sums), still)
 
 
 def flatten_alike(first: Tree, *rest: Tree) -> tuple[TreeDef, list[list[Any]]]:
@@ -130,6 +164,31 @@ def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     return [value if value.dtype == like.dtype else value.to(like.dtype) for value, like in zip(values, likes)]
 
 
+def add_multiple(first: Sequence[Any], second: Sequence[Any], factor: float | Tensor) -> Sequence[Any]:
+    """`first + factor * second`, position by position: one list operation where the factor is a number, else two."""
+    a, b = list(first), list(second)
+    if isinstance(factor, Tensor):
+        return torch._foreach_add(a, torch._foreach_mul(b, factor))
+    return torch._foreach_add(a, b, alpha=factor)
+
+
+def same_kind(like: Tensor | None, *hyperparameters: float | Tensor) -> list[float | Tensor]:
+    """The hyperparameters, all as numbers or all as 0-d tensors beside `like`. A number becomes float64.
+
+    None stands for one of those tensors.
+    """
+    tensors = [x for x in hyperparameters if isinstance(x, Tensor)]
+    if not tensors:
+        return list(hyperparameters)
+    beside = tensors[0] if like is None else like
+    return [x if isinstance(x, Tensor) else torch.full_like(beside, x, dtype=torch.float64) for x in hyperparameters]
+
+
+def is_zero(hyperparameter: float | Tensor) -> bool:
+    """Whether a hyperparameter is the number 0, so that its stage does nothing. A tensor may change."""
+    return not isinstance(hyperparameter, Tensor) and hyperparameter == 0
+
+
 def init_zeros(params: Tree) -> Tree:
     """Zeros with the shapes, dtypes and layouts of `params`; None in the places of frozen leaves.
 
@@ -142,16 +201,77 @@ def init_zeros(params: Tree) -> Tree:
 def _zeros_like(path: str, leaf: Any) -> Any:
     if is_frozen(leaf):
         return None
+    check_floating(path, leaf)
+    return torch.zeros_like(leaf)
+
+
+def check_floating(path: str, leaf: Any) -> None:
+    """Refuse a parameter whose dtype is not floating."""
     if not leaf.dtype.is_floating_point:
         raise FzeroError(
             path,
             f"dtype is {leaf.dtype}, an optimizer needs a floating one",
             "set such leaves aside with fzero.tree.split",
         )
-    return torch.zeros_like(leaf)
 
 
 def init_count(params: Tree) -> Tensor:
-    """A step count of 0, a 0-d int32 on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
+    """A step count of 0, a 0-d int32, as `init_number`."""
+    return init_number(params, 0, torch.int32)
+
+
+def init_number(params: Tree, value: float, dtype: torch.dtype) -> Tensor:
+    """A 0-d tensor on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
     leaves = tree.leaves(params)
-    return leaves[0].new_zeros((), dtype=torch.int32) if leaves else torch.zeros((), dtype=torch.int32)
+    zero = leaves[0].new_zeros((), dtype=dtype) if leaves else torch.zeros((), dtype=dtype)
+    return zero + value if value else zero
+
+
+def cast_state(
+    optimizer: GradientTransformation, dtype: torch.dtype, mask: Mask | None = None
+) -> GradientTransformation:
+    """`optimizer` with state in `dtype`, such as bfloat16. Numbers without dimensions, such as step counts, keep their
+    dtypes.
+
+    `mask(path, leaf)` chooses the leaves of the state, for example `lambda path, leaf: ".mu." in path`; None chooses
+    all. Every stage computes in float32 or wider, rounds its new state to the state's dtype, and keeps that dtype.
+
+    Raises:
+        FzeroError: for a dtype that is not floating.
+    """
+    if not getattr(dtype, "is_floating_point", False):
+        raise FzeroError("cast_state", f"dtype is {dtype}", "give a floating one, such as torch.bfloat16")
+
+    def store(path: str, leaf: Any) -> Any:
+        is_chosen = leaf.dtype.is_floating_point and leaf.ndim and (mask is None or mask(path, leaf))
+        return leaf.to(dtype) if is_chosen else leaf
+
+    return GradientTransformation(
+        lambda params: tree.map_with_path(store, optimizer.init(params)),
+        optimizer.update,
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, of Python or numpy."""
+    return isinstance(value, Real)
+
+
+def check_number(where: str, **hyperparameters: Any) -> None:
+    """Refuse a tensor in the place of a number, such as a schedule of `inject_hyperparams` puts there."""
+    for name, value in hyperparameters.items():
+        if isinstance(value, Tensor):
+            raise FzeroError(where, f"{name} is a tensor", "give a number, which stays the same")
+
+
+def check_decay(where: str, name: str, value: Any) -> None:
+    """Refuse a decay rate outside [0, 1)."""
+    # A step cannot look at the value of a schedule.
+    if not isinstance(value, Tensor) and not (is_number(value) and 0 <= value < 1):
+        raise FzeroError(where, f"{name} is {value!r}", "a decay rate lies in [0, 1)")
+
+
+def check_not_negative(where: str, name: str, value: Any) -> None:
+    """Refuse a number below 0, nan, and what is no number."""
+    if not isinstance(value, Tensor) and not (is_number(value) and value >= 0):
+        raise FzeroError(where, f"{name} is {value!r}", "give one that is at least 0")

@@ -1,146 +1,237 @@
-"""Adam on lists of tensors.
+"""The arithmetic of optimizers, on lists with one tensor for each leaf. Each function here is one node of a program.
 
-* `scale_by_adam` is an operation of our own, `fzero::scale_by_adam`: one node of a traced program. It is pure.
-* `fused_adamw_` calls torch's fused AdamW kernel, which writes in place.
-
-A program does not call torch's kernel itself, because of what the kernel's schema says about gradients. The schema of
-`aten._fused_adamw_` marks the gradients as written (`Tensor(b!)[] grads`): with `grad_scale` the kernel overwrites them
-with the unscaled ones. So passes would take gradients, which other nodes may read, for overwritten. The functional form
-`aten._fused_adamw` returns new gradients as well (`Tensor[] grads_out`), one copy of all gradients too many. fzero has
-no `grad_scale`: the kernel only reads its gradients, and `ops.adamw` and `ops.adamw_` say so.
+Kernels get lists in float32 or wider, and return new lists. Formulas are torch's where torch.optim has the optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.base import torch_private
-from fzero.base.errors import FzeroError
+from fzero.optim.operations import MAPS, SUMS, define, define_stage
 
-Lists = tuple[list[Tensor], list[Tensor], list[Tensor]]
-
-_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-_LIBRARY.define(
-    "scale_by_adam(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor count, float b1, float b2, float eps)"
-    " -> (Tensor[], Tensor[], Tensor[])",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+Number = float | Tensor
+"""A number, or behind `inject_hyperparams` a 0-d tensor. Of one operation all are numbers, or all are tensors."""
+List = Any
+"""A list of tensors, one for each leaf. `Any`, because torch types the results of its list operations as tuples."""
 
 
 def _scale_by_adam(
-    updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
-) -> Lists:
-    """The kernel. Returns new tensors and writes into no argument.
-
-    Arithmetic is in float32 or wider. `mu` and `nu` keep their dtypes.
-    """
-    if not updates:
-        return [], [], []
-    dtypes = _update_dtypes(updates, mu)
-    wide = [torch.promote_types(dtype, torch.float32) for dtype in dtypes]
-    grads = _cast_each(updates, wide)
-    means = torch._foreach_lerp(_cast_each(mu, wide), grads, 1 - b1)
-    squares = torch._foreach_mul(_cast_each(nu, wide), b2)
-    torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
-    scaled = torch._foreach_div(means, _bias_correction(b1, count, wide))
-    roots = torch._foreach_div(squares, _bias_correction(b2, count, wide))
-    torch._foreach_sqrt_(roots)
-    torch._foreach_add_(roots, eps)
-    torch._foreach_div_(scaled, roots)
-    return (
-        _cast_each(scaled, dtypes),
-        _cast_each(means, [m.dtype for m in mu]),
-        _cast_each(squares, [n.dtype for n in nu]),
-    )
+    grads: List, mu: List, nu: List, count: Tensor, b1: Number, b2: Number, eps: Number
+) -> tuple[List, ...]:
+    means, squares = _average(mu, grads, b1), _average_squares(nu, grads, b2)
+    scaled = torch._foreach_div(means, bias_correction(b1, count, [x.dtype for x in means]))
+    torch._foreach_div_(scaled, _corrected_roots(squares, b2, count, eps))
+    return scaled, means, squares
 
 
-def _scale_by_adam_fake(
-    updates: list[Tensor], mu: list[Tensor], nu: list[Tensor], count: Tensor, b1: float, b2: float, eps: float
-) -> Lists:
-    scaled = [torch.empty_like(m, dtype=dtype) for m, dtype in zip(mu, _update_dtypes(updates, mu))]
-    return scaled, [torch.empty_like(m) for m in mu], [torch.empty_like(n) for n in nu]
+scale_by_adam = define_stage(
+    "scale_by_adam(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor count, float b1, float b2, float eps)"
+    " -> (Tensor[], Tensor[], Tensor[])",
+    _scale_by_adam,
+)
+"""`scale_by_adam(updates, mu, nu, count, b1, b2, eps) -> (updates, mu, nu)`; `count` is 1 at the first step."""
 
 
-def _refuse_backward(context: Any, *cotangents: Any) -> NoReturn:
-    raise FzeroError(
-        "scale_by_adam", "has no derivative", "update outside the differentiated function, or use sgd, which has one"
-    )
+def _scale_by_amsgrad(
+    grads: List, mu: List, nu: List, nu_max: List, count: Tensor, b1: Number, b2: Number, eps: Number
+) -> tuple[List, ...]:
+    means, squares = _average(mu, grads, b1), _average_squares(nu, grads, b2)
+    largest = torch._foreach_maximum(nu_max, squares)
+    scaled = torch._foreach_div(means, bias_correction(b1, count, [x.dtype for x in means]))
+    torch._foreach_div_(scaled, _corrected_roots(largest, b2, count, eps))
+    return scaled, means, squares, largest
 
 
-_LIBRARY.impl("scale_by_adam", _scale_by_adam, "CompositeExplicitAutograd")
-torch.library.register_fake("fzero::scale_by_adam", _scale_by_adam_fake, lib=_LIBRARY)
-torch.library.register_autograd("fzero::scale_by_adam", _refuse_backward, lib=_LIBRARY)
+scale_by_amsgrad = define_stage(
+    "scale_by_amsgrad(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor[] nu_max, Tensor count, float b1, float b2,"
+    " float eps) -> (Tensor[], Tensor[], Tensor[], Tensor[])",
+    _scale_by_amsgrad,
+)
+"""As `scale_by_adam`, with `nu_max`, the largest `nu` so far, in the place of `nu` in the denominator."""
 
-scale_by_adam = torch.ops.fzero.scale_by_adam
-"""`scale_by_adam(updates, mu, nu, count, b1, b2, eps) -> (updates, mu, nu)`; `count` is 1 at the first step.
 
-This is the overload packet, because the rules of `Sharded` know a function by its name, and the name of the packet's
-`.default` overload is "scale_by_adam.default".
+def _scale_by_nadam(
+    grads: List,
+    mu: List,
+    nu: List,
+    count: Tensor,
+    of_grad: Tensor,
+    of_mean: Tensor,
+    b1: Number,
+    b2: Number,
+    eps: Number,
+) -> tuple[List, ...]:
+    means, squares = _average(mu, grads, b1), _average_squares(nu, grads, b2)
+    scaled = torch._foreach_mul(grads, of_grad)
+    torch._foreach_add_(scaled, torch._foreach_mul(means, of_mean))
+    torch._foreach_div_(scaled, _corrected_roots(squares, b2, count, eps))
+    return scaled, means, squares
+
+
+scale_by_nadam = define_stage(
+    "scale_by_nadam(Tensor[] updates, Tensor[] mu, Tensor[] nu, Tensor count, Tensor of_grad, Tensor of_mean,"
+    " float b1, float b2, float eps) -> (Tensor[], Tensor[], Tensor[])",
+    _scale_by_nadam,
+)
+"""As `scale_by_adam`, with `of_grad * g + of_mean * m` in the place of the corrected mean."""
+
+
+def _scale_by_lion(grads: List, mu: List, b1: Number, b2: Number) -> tuple[List, ...]:
+    signs = _average(mu, grads, b1)
+    torch._foreach_sign_(signs)
+    return signs, _average(mu, grads, b2)
+
+
+scale_by_lion = define_stage(
+    "scale_by_lion(Tensor[] updates, Tensor[] mu, float b1, float b2) -> (Tensor[], Tensor[])", _scale_by_lion
+)
+"""`scale_by_lion(updates, mu, b1, b2) -> (updates, mu)`."""
+
+
+def _scale_by_rss(grads: List, sums: List, eps: Number) -> tuple[List, ...]:
+    sums = torch._foreach_addcmul(sums, grads, grads)
+    return torch._foreach_div(grads, _roots(sums, eps)), sums
+
+
+scale_by_rss = define_stage(
+    "scale_by_rss(Tensor[] updates, Tensor[] sum_of_squares, float eps) -> (Tensor[], Tensor[])", _scale_by_rss
+)
+"""`scale_by_rss(updates, sum_of_squares, eps) -> (updates, sum_of_squares)`."""
+
+
+def _scale_by_rms(grads: List, nu: List, decay: Number, eps: Number) -> tuple[List, ...]:
+    squares = _average_squares(nu, grads, decay)
+    return torch._foreach_div(grads, _roots(squares, eps)), squares
+
+
+scale_by_rms = define_stage(
+    "scale_by_rms(Tensor[] updates, Tensor[] nu, float decay, float eps) -> (Tensor[], Tensor[])", _scale_by_rms
+)
+"""`scale_by_rms(updates, nu, decay, eps) -> (updates, nu)`."""
+
+
+def _scale_by_stddev(grads: List, mu: List, nu: List, decay: Number, eps: Number) -> tuple[List, ...]:
+    means, squares = _average(mu, grads, decay), _average_squares(nu, grads, decay)
+    variances = torch._foreach_addcmul(squares, means, means, -1)
+    return torch._foreach_div(grads, _roots(variances, eps)), means, squares
+
+
+scale_by_stddev = define_stage(
+    "scale_by_stddev(Tensor[] updates, Tensor[] mu, Tensor[] nu, float decay, float eps)"
+    " -> (Tensor[], Tensor[], Tensor[])",
+    _scale_by_stddev,
+)
+"""`scale_by_stddev(updates, mu, nu, decay, eps) -> (updates, mu, nu)`."""
+
+
+def _scale_by_floored_rms(grads: List, nu: List, weight: Tensor, floors: Sequence[float]) -> tuple[List, ...]:
+    squares = torch._foreach_mul(nu, 1 - weight)
+    torch._foreach_add_(squares, torch._foreach_mul(torch._foreach_mul(grads, grads), weight))
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_clamp_min_(roots, floors)
+    return torch._foreach_div(grads, roots), squares
+
+
+scale_by_floored_rms = define_stage(
+    "scale_by_floored_rms(Tensor[] updates, Tensor[] nu, Tensor weight, float[] floors) -> (Tensor[], Tensor[])",
+    _scale_by_floored_rms,
+)
+"""Adafactor's step for a leaf without rows: `g / max(sqrt(v), floor)`, with `v = (1 - weight) * v + weight * g**2`."""
+
+
+def _schedule_free(updates: List, z: List, params: List, weight: Tensor, b1: Number) -> tuple[List, ...]:
+    steps = torch._foreach_mul(updates, b1)
+    torch._foreach_add_(steps, z)
+    torch._foreach_sub_(steps, params)
+    torch._foreach_mul_(steps, weight)
+    torch._foreach_add_(steps, torch._foreach_mul(updates, 1 - b1))
+    return steps, torch._foreach_add(z, updates)
+
+
+schedule_free = define_stage(
+    "schedule_free(Tensor[] updates, Tensor[] z, Tensor[] params, Tensor weight, float b1) -> (Tensor[], Tensor[])",
+    _schedule_free,
+)
+"""`schedule_free(updates, z, params, weight, b1) -> (updates, z)`: see `optim.schedule_free`.
+
+With `x = (y - (1 - b1) z) / b1` for the params y, the step from y to `b1 x' + (1 - b1) z'`, where `z' = z + u` and
+`x' = x + weight (z' - x)`, is `(1 - b1) u + weight (z + b1 u - y)`. So nothing is divided by b1.
 """
 
 
-@torch.no_grad()
-def fused_adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    count: Tensor,
-    learning_rate: float | Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Update `params`, `mu` and `nu` in place by one step of AdamW, in one call of `torch._fused_adamw_`.
-
-    Up to rounding, equals `apply_updates` of `scale_by_adam`, `add_decayed_weights` and `scale_by_learning_rate`.
-
-    Parameters and state have one dtype; gradients may have another, and are not written. `count` is 0-d, and 1 at the
-    first step. `learning_rate` is a number, or a 0-d tensor, which is cast to float32. A tensor that is not contiguous
-    costs a copy in and a copy out.
-    """
-    if not params:
-        return
-    # torch's kernel walks memory and ignores strides (on CPU without a check): give it flat, contiguous tensors.
-    targets = [*params, *mu, *nu]
-    flat = [tensor.contiguous().view(-1) for tensor in targets]
-    size = len(params)
-    rate: Any = learning_rate.to(torch.float32) if isinstance(learning_rate, Tensor) else learning_rate
-    torch_private.fused_adamw_(
-        flat[:size],
-        [grad.to(param.dtype).contiguous().view(-1) for grad, param in zip(grads, params)],
-        flat[size : 2 * size],
-        flat[2 * size :],
-        [],
-        [count.to(params[0].device, torch.float32)] * size,
-        lr=rate,
-        beta1=b1,
-        beta2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        amsgrad=False,
-        maximize=False,
-    )
-    for tensor, result in zip(targets, flat):
-        if not tensor.is_contiguous():
-            tensor.copy_(result.view(tensor.shape))
+def _average(means: List, new: List, decay: Number) -> List:
+    """`decay * means + (1 - decay) * new`."""
+    if isinstance(decay, Tensor):  # which lerp would read on the host
+        return torch._foreach_add(torch._foreach_mul(means, decay), torch._foreach_mul(new, 1 - decay))
+    return torch._foreach_lerp(means, new, 1 - decay)
 
 
-def _update_dtypes(updates: list[Tensor], mu: list[Tensor]) -> list[torch.dtype]:
-    return [torch.promote_types(update.dtype, mean.dtype) for update, mean in zip(updates, mu)]
+def _average_squares(nu: List, grads: List, decay: Number) -> List:
+    squares = torch._foreach_mul(nu, decay)
+    if isinstance(decay, Tensor):
+        torch._foreach_add_(squares, torch._foreach_mul(torch._foreach_mul(grads, grads), 1 - decay))
+    else:
+        torch._foreach_addcmul_(squares, grads, grads, 1 - decay)
+    return squares
 
 
-def _cast_each(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
+def _roots(squares: List, eps: Number) -> List:
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_add_(roots, eps)
+    return roots
 
 
-def _bias_correction(decay: float, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+def _corrected_roots(squares: List, decay: Number, count: Tensor, eps: Number) -> List:
+    roots = torch._foreach_div(squares, bias_correction(decay, count, [x.dtype for x in squares]))
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, eps)
+    return roots
+
+
+def bias_correction(decay: Number, count: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
     """`1 - decay ** count`, 0-d: the factor by which a running mean that starts at 0 is too small."""
     # In float32 the rounding of 0.999, 3e-8, would be 3e-5 of the difference 1e-3.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32
     return (1 - decay ** count.to(torch.float64)).to(widest)
+
+
+# whole leaves
+
+
+def _sums_of_squares(leaves: List, divisors: Sequence[int]) -> List:
+    dtype = _widest(leaves)
+    return [leaf.to(dtype).square().sum() / divisor for leaf, divisor in zip(leaves, divisors)]
+
+
+def _widest(leaves: List) -> torch.dtype:
+    """The dtype of all sums over leaves: one, because one collective adds them up over ranks."""
+    return torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+
+
+sums_of_squares = define(
+    "sums_of_squares(Tensor[] leaves, int[] divisors) -> Tensor[]",
+    _sums_of_squares,
+    lambda leaves, divisors: [leaf.new_empty((), dtype=_widest(leaves)) for leaf in leaves],
+    SUMS,
+)
+"""`sums_of_squares(leaves, divisors)`: for each leaf the sum of its squared elements, divided by its divisor.
+
+The sums are 0-d, in float32, or all in float64 where a leaf is float64.
+"""
+
+
+def _scale_each(leaves: List, factors: Tensor) -> List:
+    return [(leaf * factor).to(leaf.dtype) for leaf, factor in zip(leaves, factors.unbind())]
+
+
+scale_each = define(
+    "scale_each(Tensor[] leaves, Tensor factors) -> Tensor[]",
+    _scale_each,
+    lambda leaves, factors: [torch.empty_like(leaf) for leaf in leaves],
+    MAPS,
+)
+"""`scale_each(leaves, factors)`: each leaf times its element of `factors`, [leaves], in the leaf's dtype."""

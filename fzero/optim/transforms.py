@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,15 @@ from fzero.optim.base import (
     GradientTransformation,
     Mask,
     Schedule,
+    add_multiple,
     cast,
+    check_decay,
+    check_not_negative,
     flatten_alike,
     init_count,
     init_zeros,
+    same_kind,
+    stage,
     stateless,
 )
 
@@ -42,10 +47,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
             floating; in `update`, where gradients differ from the parameters of `init` in paths or shapes. The last
             two name the leaf.
     """
-    _check_decay("scale_by_adam", "b1", b1)
-    _check_decay("scale_by_adam", "b2", b2)
-    if eps < 0:
-        raise FzeroError("scale_by_adam", f"eps is {eps}", "give one that is at least 0")
+    check_decay("scale_by_adam", "b1", b1)
+    check_decay("scale_by_adam", "b2", b2)
+    check_not_negative("scale_by_adam", "eps", eps)
 
     def init(params: Tree) -> ScaleByAdamState:
         return ScaleByAdamState(init_count(params), init_zeros(params), init_zeros(params))
@@ -54,11 +58,12 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         treedef, (mu, nu, grads) = flatten_alike(state.mu, state.nu, updates)
         count = state.count + 1
         updates, mu, nu = (
-            tree.unflatten(treedef, leaves) for leaves in kernels.scale_by_adam(grads, mu, nu, count, b1, b2, eps)
+            tree.unflatten(treedef, leaves)
+            for leaves in kernels.scale_by_adam(grads, mu, nu, count, *same_kind(count, b1, b2, eps))
         )
         return updates, ScaleByAdamState(count, mu, nu)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByAdamState, init, update)
 
 
 class TraceState(NamedTuple):
@@ -75,7 +80,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     Raises:
         FzeroError: for a decay rate outside [0, 1); in `init` and `update`, as `scale_by_adam`.
     """
-    _check_decay("trace", "decay", decay)
+    check_decay("trace", "decay", decay)
 
     def init(params: Tree) -> TraceState:
         return TraceState(init_zeros(params))
@@ -84,11 +89,11 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         treedef, (traces, grads) = flatten_alike(state.trace, updates)
         if not grads:
             return updates, state
-        momentum = torch._foreach_add(grads, traces, alpha=decay)
-        steps = torch._foreach_add(grads, momentum, alpha=decay) if nesterov else momentum
+        momentum = add_multiple(grads, traces, decay)
+        steps = add_multiple(grads, momentum, decay) if nesterov else momentum
         return tree.unflatten(treedef, steps), TraceState(tree.unflatten(treedef, cast(momentum, traces)))
 
-    return GradientTransformation(init, update)
+    return stage(TraceState, init, update)
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
@@ -97,8 +102,10 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, https://arxiv.org/abs/1711.05101.
 
     Raises:
-        FzeroError: in `update`, without `params`, or where `params` and `updates` differ, naming the leaf.
+        FzeroError: for a negative `weight_decay`; in `update`, without `params`, or where `params` and `updates`
+            differ, naming the leaf.
     """
+    check_not_negative("add_decayed_weights", "weight_decay", weight_decay)
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         if params is None:
@@ -108,7 +115,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
         chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or mask(path, weights[i])]
         if not chosen:
             return updates
-        decayed = torch._foreach_add([steps[i] for i in chosen], [weights[i] for i in chosen], alpha=weight_decay)
+        decayed = add_multiple([steps[i] for i in chosen], [weights[i] for i in chosen], weight_decay)
         replaced = dict(zip(chosen, decayed))
         return tree.unflatten(treedef, [replaced.get(i, step) for i, step in enumerate(steps)])
 
@@ -137,14 +144,19 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     ) -> tuple[Tree, ScaleByScheduleState]:
         return _multiply(updates, step_size_fn(state.count)), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByScheduleState, init, update)
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransformation:
-    """`-learning_rate * updates`: down the gradient. The rate is a number, or a schedule of the steps so far."""
+    """`-learning_rate * updates`: down the gradient. The rate is a number, or a schedule of the steps so far.
+
+    Raises:
+        FzeroError: for a number that is negative, as in torch.optim, or nan.
+    """
     if callable(learning_rate):
         schedule = learning_rate
         return scale_by_schedule(lambda count: -schedule(count))
+    check_not_negative("scale_by_learning_rate", "learning_rate", learning_rate)
     return scale(-learning_rate)
 
 
@@ -153,28 +165,15 @@ def global_norm(updates: Tree) -> Tensor:
 
     An element of a complex leaf counts with its absolute value.
     """
+    squares = sum_squares(updates)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def sum_squares(updates: Tree) -> list[Tensor]:
+    """The sum of squares of each leaf, 0-d, in the dtype of `global_norm`."""
     leaves = [leaf.abs() if leaf.dtype.is_complex else leaf for leaf in tree.leaves(updates)]
     wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
-    squares = [leaf.to(wide).square().sum() for leaf in leaves]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=wide)
-
-
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """`updates`, scaled down to a global norm of `max_norm` where their global norm is larger.
-
-    Pascanu et al., On the difficulty of training recurrent neural networks, https://arxiv.org/abs/1211.5063.
-
-    Raises:
-        FzeroError: for a `max_norm` that is not positive.
-    """
-    if not max_norm > 0:
-        raise FzeroError("clip_by_global_norm", f"max_norm is {max_norm}", "give a positive one")
-
-    def update(updates: Tree, params: Tree | None) -> Tree:
-        norm = global_norm(updates)
-        return _multiply(updates, torch.where(norm < max_norm, 1.0, max_norm / norm))
-
-    return stateless(update)
+    return [leaf.to(wide).square().sum() for leaf in leaves]
 
 
 def _multiply(updates: Tree, factor: float | Tensor) -> Tree:
@@ -183,8 +182,3 @@ def _multiply(updates: Tree, factor: float | Tensor) -> Tree:
     if not leaves:
         return updates
     return tree.unflatten(treedef, cast(torch._foreach_mul(leaves, factor), leaves))
-
-
-def _check_decay(where: str, name: str, value: Any) -> None:
-    if not 0 <= value < 1:
-        raise FzeroError(where, f"{name} is {value}", "a decay rate lies in [0, 1)")

@@ -18,11 +18,13 @@ from fzero.passes.cast_gradients import cast_gradients, check_reduce_dtype
 from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
+from fzero.passes.hoist import hoist
 from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
 from fzero.passes.run import Pass, insert, run_passes
+from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
 from fzero.passes.verify import verify
 
@@ -32,14 +34,17 @@ __all__ = [
     "cast_gradients",
     "coalesce",
     "defaults",
+    "defer",
     "donate",
     "fuse",
+    "hoist",
     "insert",
     "prefetch",
     "release",
     "rematerialize",
     "resolve",
     "run_passes",
+    "skip",
     "split",
     "verify",
 ]
@@ -49,23 +54,24 @@ def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | N
     """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` is as in
     `shard`.
 
-    `resolve` runs before these passes, also before those that a user gives.
+    `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
         FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.
     """
     check_reduce_dtype(reduce_dtype)
-    first: tuple[Pass, ...] = (accumulate,) if stage == 1 else ()
-    if reduce_dtype is not None:
-        first = (*first, partial(cast_gradients, dtype=reduce_dtype))
+    first: tuple[Pass, ...] = (*((hoist,) if stage in (1, 2) else ()), partial(accumulate, stage=stage))
     last = (donate,) if in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
         *first,
+        partial(cast_gradients, dtype=reduce_dtype),
         bucket,
         coalesce,
         partial(release, stage=stage),
+        defer,
         fuse,
+        skip,
         split,  # cuts the calls of fuse, by the order of the nodes so far
         prefetch,  # schedules by the costs of nodes, so behind the passes that change nodes
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order

@@ -1,38 +1,69 @@
-"""The accumulate pass of stage 1: add up full gradients of microbatches, and scatter each leaf's sum once."""
+"""The accumulate pass: add up full gradients of microbatches, and scatter each leaf's sum once."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
-from fzero.passes.order import erase_dead
+from fzero.passes.order import erase_dead, find_changes
 from fzero.program import ops
+from fzero.program.inference import infer
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node
-from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.ops.loops import Loop
+from fzero.program.program import Argument, Program, Result
+from fzero.program.records import body_of, is_call, storage
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
 _SCALINGS = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.neg.default)
 
 
-def accumulate(program: Program) -> Program:
-    """Turn sums and multiples of scattered gradients of one leaf into the scatter of the sum: k microbatches cost the
-    communication of one.
+def accumulate(program: Program, *, stage: int = 1) -> Program:
+    """Turn sums of scattered gradients of one leaf into the scatter of the sum: k microbatches cost the communication
+    of one.
+
+    * A carry of a loop to which each turn adds a scattered gradient becomes a carry of full gradients, and is scattered
+      behind the loop. This holds for loops with `sync="once"`, and at stage 1 for loops without `sync`.
+    * On a mesh with replicas other loops scatter in each turn, and take the mean over replicas behind the loop, of the
+      sums of slices.
+    * At stage 1 a sum or multiple of scattered gradients becomes the scatter of the sum or multiple.
 
     Same results up to rounding, because sums over microbatches and means over ranks change places. Full gradients
     stay alive from the first microbatch to the last.
     """
+    has_replicas = any(program.mesh.size(axis) > 1 for axis in _list_replica_axes(program))
+    loops = [node for node in program.graph.nodes if body_of(node) is not None]
+    loops = [node.name for node in loops if has_replicas or _is_once(node, stage)]
+    if stage > 1 and not loops:
+        return program
     program = program.copy()
+    for node in list(program.graph.nodes):
+        if node.name in loops and _is_once(node, stage):
+            _mean_behind(program, node)
+        elif node.name in loops:
+            _average_replicas_behind(program, node)
+    if stage == 1:
+        _scatter_sums(program)
+    erase_dead(program.graph)
+    return program
+
+
+def _is_once(loop: Node, stage: int) -> bool:
+    sync = Loop(*loop.args).sync
+    return sync == "once" or (sync is None and stage == 1)
+
+
+def _scatter_sums(program: Program) -> None:
     for node in list(program.graph.nodes):
         if not is_call(node, *_SUMS, *_SCALINGS):
             continue
         scatters = [source for source in node.all_input_nodes if is_call(source, ops.scatter)]
         if scatters and _is_linear(node, scatters):
             _swap(program, node, scatters[0])
-    erase_dead(program.graph)
-    return program
 
 
 def _is_linear(node: Node, scatters: list[Node]) -> bool:
@@ -58,3 +89,151 @@ def _swap(program: Program, node: Node, scatter: Node) -> None:
 
 def _is_scatter(arg: Any) -> bool:
     return hasattr(arg, "op") and is_call(arg, ops.scatter)
+
+
+# loops
+
+
+class _Sum(NamedTuple):
+    """A carry to which a turn adds the mean over ranks of a gradient, and the nodes that take the mean in order."""
+
+    carry: int
+    gradient: Node
+    means: list[Node]
+    dtype: torch.dtype
+
+
+def _mean_behind(program: Program, loop: Node) -> None:
+    """Let a loop add up the gradients of this rank, and take the means of the sums behind the loop."""
+    body = loop.args[0].copy()
+    sums = _list_sums(body)
+    if not sums:
+        return
+    kinds, given = infer(body), list(Loop(*loop.args).carry)
+    arguments, results = list(body.arguments), list(body.results)
+    returned, means = list(body.output.args[0]), dict[int, list[Node]]()
+    for each in sums:
+        i, kind, new = each.carry, kinds[each.gradient], _add_gradient(body, each)
+        returned[i], means[i] = new, each.means
+        arguments[i], results[i] = Argument(f"carry.{i}", kind=kind), Result(f"carry.{i}", kind=kind)
+        like = new.meta["val"]
+        with program.graph.inserting_before(loop):
+            given[i] = program.emit(_aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device)
+    body.output.args = (returned,)
+    erase_dead(body.graph)
+    body = replace(body, arguments=tuple(arguments), results=tuple(results))
+    befores, loop.args = Loop(*loop.args).carry, tuple(Loop(*loop.args)._replace(body=body, carry=given))
+    program.refresh_with([loop])
+    items = {item.args[1]: item for item in loop.users}
+    for i, chain in means.items():
+        if i in items:
+            _take_means(program, items[i], befores[i], chain)
+
+
+def _average_replicas_behind(program: Program, loop: Node) -> None:
+    """Let a loop add up means over the shard axis, and take the means of the sums over other axes behind the loop."""
+    axes, body = _list_replica_axes(program), loop.args[0].copy()
+    sums = _list_sums(body)
+    arguments, results, behind = list(body.arguments), list(body.results), dict[int, str]()
+    for each in sums:
+        i, kind = each.carry, body.arguments[each.carry].kind
+        if isinstance(kind, Slice) and len(each.means) == 1:  # its scatter
+            behind[i] = body.layouts[kind.bucket].leaves[kind.leaf].path
+            each.means[0].kwargs = {"replicas": False}
+            kind = replace(kind, over=frozenset(axes))
+        elif isinstance(kind, frozenset):  # of a leaf that every rank holds
+            behind[i] = each.means[0].kwargs["leaf"]
+            for mean in each.means:
+                if mean.args[2] in axes:
+                    body.substitute(mean, mean.args[0])
+            kind |= frozenset(axes)
+        arguments[i], results[i] = replace(arguments[i], kind=kind), replace(results[i], kind=kind)
+    if behind:
+        body = replace(body, arguments=tuple(arguments), results=tuple(results))
+        loop.args = (body, *loop.args[1:])
+        for item in list(loop.users):
+            if item.args[1] in behind:
+                _average(program, item, axes, behind[item.args[1]])
+
+
+def _list_replica_axes(program: Program) -> list[str]:
+    return [axis for axis in program.mesh.names if axis != program.mesh.shard_axis]
+
+
+def _average(program: Program, total: Node, axes: list[str], leaf: str) -> None:
+    """Replace a sum of gradients of a leaf by its mean over some axes."""
+    users, mean = list(total.users), total
+    with program.graph.inserting_before(total.next):
+        for axis in axes:
+            mean = program.emit(ops.all_reduce, mean, "avg", axis, leaf=leaf)
+    for user in users:
+        user.replace_input_with(total, mean)
+
+
+def _list_sums(body: Program) -> list[_Sum]:
+    """The carries of a loop's body to which each turn adds the mean of a gradient that nothing overwrites."""
+    changed = find_changes(body.graph)
+    groups = [_find_sums(body, call) for call in body.graph.nodes]
+    return [each for group in groups if not any(storage(x.gradient) in changed for x in group) for each in group]
+
+
+def _find_sums(body: Program, call: Node) -> list[_Sum]:
+    """What a sum, or a list operation of sums, adds to carries, where all that it does is to add means to carries."""
+    if call.kwargs.get("alpha", 1) != 1:
+        return []
+    if is_call(call, _aten.add.Tensor):
+        rows = [(call, *call.args)]
+    elif is_call(call, _aten._foreach_add.List):
+        items = {item.args[1]: item for item in call.users}
+        rows = [(items.get(i), *pair) for i, pair in enumerate(zip(*call.args))]
+    else:
+        return []
+    found = [_find_sum(body, *row) or _find_sum(body, row[0], *row[:0:-1]) for row in rows]
+    return [each for each in found if each is not None] if None not in found else []
+
+
+def _find_sum(body: Program, new: Node | None, old: Any, added: Any) -> _Sum | None:
+    """`new = old + added`, where `old` is a carry, `new` its next value, and `added` the mean of a gradient."""
+    returned = body.output.args[0]
+    if new is None or not isinstance(added, fx.Node) or old not in body.placeholders:
+        return None
+    at = body.placeholders.index(old)
+    if at >= len(returned) or returned[at] is not new or len(old.users) > 1 or len(new.users) > 1:
+        return None
+    means = list[Node]()
+    while len(added.users) == 1 and (is_call(added, _aten._to_copy.default) or _is_mean(added)):
+        if _is_mean(added):
+            means.insert(0, added)
+        elif means:
+            return None  # a cast between means
+        added = added.args[0]
+    return _Sum(at, added, means, new.meta["val"].dtype) if means else None
+
+
+def _is_mean(node: Node) -> bool:
+    """Whether a node takes the mean of a gradient over ranks."""
+    return is_call(node, ops.scatter) or (is_call(node, ops.all_reduce) and bool(node.kwargs.get("leaf")))
+
+
+def _add_gradient(body: Program, each: _Sum) -> Node:
+    """The sum of a full gradient, right behind the gradient, which then dies. Its carry becomes full."""
+    full, carry = each.gradient, body.placeholders[each.carry]
+    value = full.meta["val"]
+    with body.fake_mode:
+        carry.meta["val"] = torch.empty(value.shape, dtype=each.dtype, device=value.device)
+    with body.graph.inserting_after(full):
+        added = body.emit(_aten._to_copy.default, full, dtype=each.dtype) if value.dtype != each.dtype else full
+    with body.graph.inserting_after(added):
+        return body.emit(_aten.add.Tensor, carry, added)
+
+
+def _take_means(program: Program, total: Node, before: Node, means: list[Node]) -> None:
+    """Replace a sum of full gradients by the mean of it, added to what the loop was given."""
+    users = list(total.users)
+    with program.graph.inserting_before(total.next):
+        mean = total
+        for node in means:
+            mean = program.emit(node.target, mean, *node.args[1:], **node.kwargs)
+        new = program.emit(_aten.add.Tensor, before, mean)
+    for user in users:
+        user.replace_input_with(total, new)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.layout.layout import wire
-from fzero.passes.order import count_depths, find_changes, find_dependences, restore_order, sink_gathers
+from fzero.passes.order import count_depths, find_changes, find_dependences, is_cast, restore_order, sink_gathers
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -62,7 +62,8 @@ def _group_moves(program: Program, target: Any) -> list[list[Node]]:
     path = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     groups: dict[tuple[object, ...], dict[int, Node]] = {}
     for node in program.graph.find_nodes(op="call_function", target=target):
-        key = (node.args[1], node.meta["val"].dtype, depth[node], _find_tree(program, node, path))
+        how = tuple(node.kwargs.items())
+        key = (node.args[1], node.meta["val"].dtype, depth[node], _find_tree(program, node, path), how)
         repeats = (groups.setdefault((*key, repeat), {}) for repeat in count())
         next(members for members in repeats if node.args[2] not in members)[node.args[2]] = node
     return [[members[leaf] for leaf in sorted(members)] for members in groups.values()]
@@ -96,7 +97,9 @@ def _move_together(
     name, values, leaves = members[0].args[1], [node.args[0] for node in members], [node.args[2] for node in members]
     sent = wire(program.layouts[name], tuple(leaves))
     written = [write for node in members for write in behind.get(node, ())]
-    size, (values, how) = (sent.numel, _skip_casts(values)) if start is ops.all_gather else (sent.stride, (values, {}))
+    size, how = (sent.numel, {}) if start is ops.all_gather else (sent.stride, members[0].kwargs)
+    if start is ops.all_gather:
+        values, how = _skip_casts(values)
     with program.graph.inserting_before(max([*values, *written]).next):
         pending = program.emit(start, values, name, leaves, size, **how)
         buffer = program.emit(ops.wait, pending)
@@ -111,21 +114,13 @@ def _cast_blocks(program: Program) -> None:
     for start in program.graph.find_nodes(op="call_function", target=ops.reduce_scatter):
         (block,) = start.users
         casts = [user for part in block.users for user in part.users]
-        if not all(map(_only_casts, casts)) or changed & set(map(storage, (block, *casts))):
+        if not all(map(is_cast, casts)) or changed & set(map(storage, (block, *casts))):
             continue
         dtypes = {node.meta["val"].dtype for node in casts}
         if len(dtypes) == 1:
             program.substitute_all({cast: cast.args[0] for cast in casts})
             with program.graph.inserting_before(block):
                 program.substitute(block, program.emit(ops.wait, start, dtype=dtypes.pop()))
-
-
-def _only_casts(node: Node) -> bool:
-    """Whether a node casts a slice to another dtype, and does nothing else."""
-    if not is_call(node, torch.ops.aten._to_copy.default):
-        return False
-    new, old = node.meta["val"], node.args[0].meta["val"]
-    return new.dtype != old.dtype and (new.device, new.stride()) == (old.device, old.stride())
 
 
 def _skip_casts(slices: list[Node]) -> tuple[list[Node], dict[str, Any]]:

@@ -14,8 +14,9 @@ _to_copy = torch.ops.aten._to_copy.default
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def cast_gradients(program: Program, *, dtype: torch.dtype) -> Program:
-    """Cast each gradient to `dtype` before its mean over ranks, and the mean back to the gradient's dtype.
+def cast_gradients(program: Program, *, dtype: torch.dtype | None = None) -> Program:
+    """Cast each gradient to `dtype` before its mean over ranks, and the mean back to the gradient's dtype. Where
+    `fzero.precision` names another dtype for a leaf, the leaf's gradients are cast to that.
 
     * A mean that the step casts further is not rounded to the gradient's dtype in between. So float32 leaves that are
       used as bfloat16 get float32 gradients from `dtype=torch.float32`, also over several mesh axes.
@@ -23,12 +24,15 @@ def cast_gradients(program: Program, *, dtype: torch.dtype) -> Program:
 
     Same results up to rounding to `dtype`. FSDP2's `MixedPrecisionPolicy(reduce_dtype=...)` does the same.
     """
+    if dtype is None and not program.reduce_dtypes:
+        return program
     program = program.copy()
     means = program.graph.find_nodes(op="call_function", target=ops.scatter)
     means += program.graph.find_nodes(op="call_function", target=ops.all_reduce)
     for node in reversed(means):  # the mean over a later axis first: its cast is then a user of the earlier mean
-        if _is_mean_of_gradient(node):
-            _cast_mean(program, node, dtype)
+        to = program.reduce_dtypes.get(_find_leaf(program, node), dtype)
+        if to is not None and _is_mean_of_gradient(node):
+            _cast_mean(program, node, to)
     program.graph.eliminate_dead_code()
     return program
 
@@ -44,6 +48,13 @@ def _is_mean_of_gradient(node: Node) -> bool:
     value = node.meta["val"]
     is_marked = is_call(node, ops.scatter) or (bool(node.kwargs.get("leaf")) and value.ndim > 0)
     return is_marked and value.is_floating_point()
+
+
+def _find_leaf(program: Program, node: Node) -> str:
+    """The path of the leaf whose gradient a node takes the mean of."""
+    if is_call(node, ops.scatter):
+        return program.layout_of(node).leaves[node.args[2]].path
+    return str(node.kwargs.get("leaf", ""))
 
 
 def _cast_mean(program: Program, node: Node, dtype: torch.dtype) -> None:

@@ -19,6 +19,8 @@ def coalesce(program: Program) -> Program:
     that the step overwrites stay as they are. Same results, bit for bit where the backend reduces elements alike at
     all positions; with two ranks every backend does.
     """
+    if len(program.graph.find_nodes(op="call_function", target=ops.all_reduce)) < 2:
+        return program
     program = program.copy()
     depth = count_depths(program.graph, lambda node: is_call(node, ops.all_reduce))
     groups: dict[tuple[object, ...], list[Node]] = {}

@@ -13,8 +13,9 @@ from torch import fx
 from fzero.base.torch_private import overload_name
 from fzero.program import ops
 from fzero.program.operation import Node
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
-from fzero.program.records import alias_of, is_call, name_of, record, starts, storage
+from fzero.program.records import alias_of, body_of, is_call, name_of, record, starts, storage
 
 
 def donate(program: Program) -> Program:
@@ -27,21 +28,35 @@ def donate(program: Program) -> Program:
     * nothing reads the argument after the operation,
     * the operation reads no other view of the argument.
 
+    The carry of a loop is updated in place where all of its leaves can be: from turn to turn, and in the memory that
+    the loop was given, or in a copy of it where the step uses that memory elsewhere.
+
     A step that has such a result is an update. The other state results of an update are copied into the arguments of
     the same path at the end of the step, when everything has been read. Lists of gradients are overwritten at their
     last use.
     """
-    program = program.copy()
-    owners = _Owners(program)
+    given, program = program, program.copy()
+    owners, is_body = _Owners(program), any(argument.kind is not None for argument in program.arguments)
     _reuse_lists(program, owners)
-    is_update = _is_update(program, owners)  # before results become arguments, which have no operands to look at
+    is_update = is_body or _is_update(
+        program, owners
+    )  # before results become arguments, which have no operands to look at
     donated = _work_in_place(program, owners)
     if is_update:
         donated |= _copy_back(program, owners, donated)
     arguments = tuple(
         replace(argument, donated=node in donated) for argument, node in zip(program.arguments, program.placeholders)
     )
+    if is_body and not _keeps_its_carry(program, donated):
+        return given
     return replace(program, arguments=arguments)
+
+
+def _keeps_its_carry(program: Program, donated: set[Node]) -> bool:
+    """Whether every carry of a loop's body is donated and is the result in its own place."""
+    carries = [result for result in program.results if result.path.startswith("carry.")]
+    pairs = list(zip(carries, program.placeholders, program.output.args[0]))
+    return donated == {old for _, old, _ in pairs} and all(old is new for _, old, new in pairs)
 
 
 class _Owners:
@@ -88,6 +103,13 @@ class _Owners:
         """How many inputs of `user` lie in each memory. `user` may overwrite an input that lies there alone."""
         return Counter(self.owner[read] for read in user.all_input_nodes)
 
+    def add(self, node: Node, user: Node) -> None:
+        """Note a new node, a copy that `user` reads."""
+        self.position[node] = self.position[user]
+        self.owner[node] = storage(node)
+        self.nodes[self.owner[node]] = [node]
+        self.last_read[self.owner[node]] = self.position[user]
+
     def join(self, old: Node, new: Node) -> None:
         """Note that `new` has taken the memory of `old`."""
         owner, former = self.owner[old], self.owner[new]
@@ -98,14 +120,21 @@ class _Owners:
 
 
 def _list_state_results(program: Program) -> list[tuple[int, Any, Node]]:
-    """`(position in the output, result, node)` of each result that is state."""
+    """`(position in the output, result, node)` of each result that is state, and of the results of a loop's body."""
     returned = zip(program.tensor_results, program.output.args[0])
-    return [(i, result, node) for i, (result, node) in enumerate(returned) if result.bucket is not None]
+    return [
+        (i, result, node)
+        for i, (result, node) in enumerate(returned)
+        if result.bucket is not None or result.kind is not None
+    ]
 
 
 def _matches(owners: _Owners, placeholder: Node, result: Any, node: Node) -> bool:
-    """Whether a state argument has the layout, leaf and dtype of a result."""
+    """Whether a state argument has the layout, leaf and dtype of a result. In a loop's body, whether the argument is
+    the carry that the result is the next value of."""
     argument = owners.argument[placeholder]
+    if argument.kind is not None:
+        return bool(argument.path == result.path)
     same = (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
     return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
 
@@ -130,7 +159,9 @@ def _work_in_place(program: Program, owners: _Owners) -> set[Node]:
     wanted = {node: result for _, result, node in _list_state_results(program)}
     donated: set[Node] = set()
     for node in list(program.graph.nodes):
-        if node.op == "call_function" and record(node).in_place is not None:
+        if body_of(node) is not None:
+            donated |= _replace_carry(program, owners, node, wanted)
+        elif node.op == "call_function" and record(node).in_place is not None:
             donated |= _replace_columns(program, owners, node, wanted)
         elif name_of(node).startswith("_foreach_"):
             donated |= _replace_lists(program, owners, node, wanted)
@@ -189,6 +220,37 @@ def _replace_one(program: Program, owners: _Owners, call: Node, wanted: dict[Nod
     return {old}
 
 
+def _replace_carry(program: Program, owners: _Owners, loop: Node, wanted: dict[Node, Any]) -> set[Node]:
+    """Let a loop whose body updates its carry in place write into state arguments that the results replace, into
+    temporaries that nothing else reads, and otherwise into copies."""
+    donated, news = set[Node](), dict[Node, Node]()
+    items = {item.args[1]: item for item in loop.users}
+    reads = owners.reads(loop)
+    fixed = {owners.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
+    given = Loop(*loop.args)
+    carry = list(given.carry)
+    for i, (argument, old) in enumerate(zip(given.body.arguments, carry)):
+        if not argument.donated:
+            continue
+        new, memory = items.get(i), owners.owner[old]
+        if new is not None and _replaces(owners, loop, reads, old, new, wanted):
+            donated.add(old)
+        elif (
+            memory in fixed or reads[memory] > 1 or not owners.dies_at(old, loop) or not old.meta["val"].is_contiguous()
+        ):
+            with program.graph.inserting_before(loop):
+                carry[i] = program.emit(torch.ops.aten.clone.default, old)
+            owners.add(carry[i], loop)
+        if new is not None:
+            owners.join(carry[i], new)
+            news[new] = carry[i]
+    if any(argument.donated for argument in given.body.arguments):
+        loop.args = tuple(given._replace(carry=carry))
+        program.refresh_with([loop])
+        program.substitute_all(news)
+    return donated
+
+
 def _replaces(
     owners: _Owners, call: Node, reads: Counter[Any], old: Node, new: Node | None, wanted: dict[Node, Any]
 ) -> bool:
@@ -231,7 +293,7 @@ def _find_in_place(call: Node) -> Any:
     name = name_of(call)
     if not name.startswith("_foreach_") and torch.Tag.pointwise not in getattr(call.target, "tags", ()):
         return None
-    packet = getattr(torch.ops.aten, name + "_", None)
+    packet = getattr(getattr(torch.ops, call.target.namespace), name + "_", None)
     return getattr(packet, overload_name(call.target), None)
 
 
@@ -254,7 +316,9 @@ def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Nod
     free = {
         argument.path: node
         for node, argument in zip(program.placeholders, program.arguments)
-        if argument.bucket is not None and node not in donated and owners.owner[node] not in kept
+        if (argument.bucket is not None or argument.kind is not None)
+        and node not in donated
+        and owners.owner[node] not in kept
     }
     pairs: list[tuple[Node, Node]] = []
     for position, result, node in _list_state_results(program):

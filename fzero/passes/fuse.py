@@ -1,96 +1,221 @@
-"""The fuse pass: one call of torch's fused AdamW kernel for the updates of all leaves."""
+"""The fuse pass: a call of one of torch's fused kernels where a step updates parameters."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from fzero.optim.kernels import scale_by_adam
-from fzero.passes.order import find_changes, restore_order
+from fzero.optim.kernels import scale_by_adam, scale_by_rss
+from fzero.passes.order import drop_dead_rows, find_changes, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call, storage
+from fzero.program.records import is_call, name_of, storage
 
 _aten = torch.ops.aten
+_ADD = _aten._foreach_add.List
+_MULTIPLY = (_aten._foreach_mul.Scalar, _aten._foreach_mul.Tensor)
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""The dtypes of torch's fused kernels."""
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+"""The dtypes in which torch's SGD kernel for CPUs returns wrong numbers, for 16 elements or more (torch 2.13)."""
 
 
 class _Row(NamedTuple):
-    """One leaf that `scale_by_adam` scales: the operands of the fused kernel, and the results that the kernel
-    replaces."""
+    """The update of one leaf by a fused kernel."""
 
-    param: Node
-    grad: Node
-    mu: Node
-    nu: Node
-    rate: Any
-    decay: float
-    results: tuple[Node, Node, Node]  # new param, mu, nu
+    update: Any
+    operands: tuple[Node, ...]  # param, gradient, states
+    numbers: tuple[Any, ...]  # that stand before the rate
+    rate: Any  # minus the learning rate
+    options: tuple[Any, ...]  # that stand behind the rate
+    results: tuple[Node, ...]  # new param, new states: what the call replaces
+    path: Set[Node]  # the list operations from a new state to the new param
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What all rows of one call have in common."""
+        return self.update, self.numbers, self.rate, self.options, self.operands[0].meta["val"].dtype
 
 
 def fuse(program: Program) -> Program:
-    """Turn `scale_by_adam`, `add_decayed_weights`, `scale_by_learning_rate` and `apply_updates` into `ops.adamw`.
+    """Turn updates of parameters into calls of torch's fused kernels.
 
-    One call for all leaves of one dtype, rate and decay. Leaves whose updates have another use, or whose operands the
-    step overwrites, keep their operations.
-    Same results up to the rounding of a few operations: the kernel decays the parameter before it adds the step.
+    An update of an argument p is `p - rate * (direction + decay * p)`, by the list operations of `add_decayed_weights`,
+    `scale_by_learning_rate` and `apply_updates`. The direction decides on the call:
+
+    * that of `scale_by_adam`: `ops.adamw`
+    * that of `scale_by_rss`, on a CPU and with no decay behind it: `ops.adagrad`, with a decay in front of it
+    * that of `trace`, with no decay behind it: `ops.momentum`, with a decay in front of it
+    * that of another stage that is an operation of fzero, alone or behind `trace`: none, for torch has no kernel
+    * any other, such as a clipped gradient: `ops.sgd`
+
+    The first three compute the new states as well. One call for all leaves of one dtype, rate and decay. Leaves whose
+    updates have another use, or whose operands the step overwrites, keep their operations. Same results up to the
+    rounding of a few operations, which depends on where slices are cut: a kernel rounds the last elements of a slice
+    differently where they fill no vector register.
     """
+    if not program.graph.find_nodes(op="call_function", target=_ADD):
+        return program
     program = program.copy()
     changed = find_changes(program.graph)
-    for adam in program.graph.find_nodes(op="call_function", target=scale_by_adam.default):
+    for total in program.graph.find_nodes(op="call_function", target=_ADD):
         groups: dict[tuple[Any, ...], list[_Row]] = {}
-        lists = _Lists()
-        for row in filter(None, (_match_row(lists, adam, i) for i in range(len(adam.args[0])))):
-            dtypes = {x.meta["val"].dtype for x in (row.param, row.mu, row.nu)}
-            if len(dtypes) == 1 and not any(storage(x) in changed for x in row[:4]):
-                groups.setdefault((row.rate, row.decay, *dtypes), []).append(row)
-        for (rate, decay, _), rows in groups.items():
-            _emit_update(program, adam, rate, decay, rows)
+        for row in _choose_rows(total, changed):
+            groups.setdefault(row.shared, []).append(row)
+        for rows in groups.values():
+            _emit_update(program, rows)
+    drop_dead_rows(program.graph)  # of the list operations that calls replace for some of their leaves
     restore_order(program.graph)  # a call stands behind the last result that it replaces, so maybe behind its users
     return program
 
 
-def _match_row(lists: _Lists, adam: Node, index: int) -> _Row | None:
-    """The chain of operations behind leaf `index` of a `scale_by_adam`, where each link has one user: add the decayed
-    weight (optional), multiply by minus the rate, add to the parameter. None for any other chain."""
-    step, mu, nu = (lists.item(lists.item(adam, column), index) for column in range(3))
-    grad, old_mu, old_nu = (adam.args[column][index] for column in range(3))
-    decay, link = 0.0, _find_only_user(step)
-    if link and link.target is _aten._foreach_add.List and lists.position(link, 0, step) is not None:
-        decay = link.kwargs.get("alpha", 1)
-        position = lists.position(link, 0, step)
-        weight = link.args[1][position]
-        step, link = lists.item(link, position), _find_only_user(lists.item(link, position))
-    else:
-        weight = None
-    if (
-        link is None
-        or link.target not in (_aten._foreach_mul.Scalar, _aten._foreach_mul.Tensor)
-        or mu is None
-        or nu is None
-    ):
-        return None
-    rate, step = link.args[1], lists.item(link, lists.position(link, 0, step))
-    total = _find_only_user(step)
-    position = lists.position(total, 1, step) if total and total.target is _aten._foreach_add.List else None
-    if total is None or position is None:
-        return None
-    param, result = total.args[0][position], lists.item(total, position)
-    if result is None or weight not in (None, param) or total.kwargs.get("alpha", 1) != 1:
-        return None
-    return _Row(param, grad, old_mu, old_nu, rate, decay, (result, mu, nu))
+def _choose_rows(total: Node, changed: Set[Any]) -> Iterator[_Row]:
+    """For each leaf that the list addition `total` updates, the row that computes most of the update."""
+    lists, ancestors = _Lists(), set[Node]()
+    replaced, read = set[Node](), set[Node]()
+
+    def is_sound(row: _Row) -> bool:
+        """Whether nothing that the call reads, in this row or in another, depends on what the call replaces."""
+        is_last = all(ancestors & set(state.users) <= row.path for state in row.results[1:])
+        is_apart = replaced.isdisjoint(row.operands) and (replaced | read).isdisjoint(row.results)
+        return is_last and is_apart and not any(storage(x) in changed for x in row.operands)
+
+    for index in range(len(total.args[0])):
+        tail = _find_tail(lists, total, index)
+        if tail is None:
+            continue
+        ancestors = ancestors or _find_ancestors(total)
+        rows = (match(lists, tail) for match in _MATCHES)
+        row = next((row for row in rows if row is not None and _fits(row) and is_sound(row)), None)
+        if row is not None:
+            replaced.update(row.results)
+            read.update(row.operands)
+            yield row
 
 
-def _emit_update(program: Program, adam: Node, rate: Any, decay: float, rows: list[_Row]) -> None:
-    """Emit one `ops.adamw` for these rows, and replace their results. `rate` is minus the learning rate."""
+class _Tail(NamedTuple):
+    """The end of an update: `new == param + rate * (direction + decay * param)`."""
+
+    new: Node
+    param: Node
+    rate: Any
+    decay: float
+    direction: Node
+    user: Node  # the only list operation of the update that takes the direction
+    product: Node  # the multiplication by the rate
+
+
+def _find_tail(lists: _Lists, total: Node, index: int) -> _Tail | None:
+    """The end of the update of leaf `index`; None where it is another, or where one of its parts has another use."""
+    param, step = total.args[0][index], total.args[1][index]
+    new, product = lists.item(total, index), _find_list(step, *_MULTIPLY)
+    is_simple = set(step.users) == {total} and total.kwargs.get("alpha", 1) == 1
+    if new is None or product is None or not (is_simple and _is_parameter(param)):
+        return None
+    scaled = product.args[0][step.args[1]]
+    direction, decay, user = _split_decay(scaled, {product}, param)
+    return _Tail(new, param, product.args[1], decay, direction, user or product, product)
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a value is an argument of the step, or what an earlier update made of one."""
+    column = _find_list(node, operator.getitem)
+    is_updated = column is not None and is_call(column.args[0], ops.adagrad, ops.adamw, ops.momentum, ops.sgd)
+    return bool(node.op == "placeholder" or _find_list(node, _ADD) is not None or is_updated)
+
+
+def _split_decay(node: Node, users: Set[Node], param: Node) -> tuple[Node, float, Node | None]:
+    """`(g, decay, addition)` where `node` is `g + decay * param`, by an addition that only `users` use; else
+    `(node, 0.0, None)`."""
+    addition = _find_list(node, _ADD)
+    if addition is None or set(node.users) != users or addition.args[1][node.args[1]] is not param:
+        return node, 0.0, None
+    return addition.args[0][node.args[1]], addition.kwargs.get("alpha", 1), addition
+
+
+def _match_adam(lists: _Lists, tail: _Tail) -> _Row | None:
+    adam, at = _find_stage(tail, scale_by_adam.default)
+    mu, nu = lists.state(adam, 1, at), lists.state(adam, 2, at)
+    if adam is None or mu is None or nu is None:
+        return None
+    operands = (tail.param, *(adam.args[column][at] for column in range(3)))
+    options = (*adam.args[4:], tail.decay)
+    return _Row(ops.adamw, operands, adam.args[3:4], tail.rate, options, (tail.new, mu, nu), frozenset())
+
+
+def _match_adagrad(lists: _Lists, tail: _Tail) -> _Row | None:
+    rss, at = _find_stage(tail, scale_by_rss.default)
+    sums = lists.state(rss, 1, at)
+    if rss is None or sums is None or tail.decay or tail.param.meta["val"].device.type != "cpu":
+        return None
+    grad, decay, _ = _split_decay(rss.args[0][at], {rss}, tail.param)
+    operands = (tail.param, grad, rss.args[1][at])
+    return _Row(ops.adagrad, operands, (), tail.rate, (*rss.args[2:], decay), (tail.new, sums), frozenset())
+
+
+def _match_momentum(lists: _Lists, tail: _Tail) -> _Row | None:
+    """The new trace is `grad + decay * trace`. The direction is the new trace, or `grad + decay * new trace`."""
+    new, addition = tail.direction, _find_list(tail.direction, _ADD)
+    if addition is None or tail.decay:
+        return None
+    grad, trace = (column[new.args[1]] for column in addition.args)
+    momentum, path, inner = addition.kwargs.get("alpha", 1), {addition, tail.product}, _find_list(trace, _ADD)
+    is_nesterov = (
+        inner is not None
+        and inner.args[0][trace.args[1]] is grad
+        and inner.kwargs.get("alpha", 1) == momentum
+        and set(new.users) == {tail.user}
+    )
+    if inner is not None and is_nesterov:
+        new, trace = trace, inner.args[1][trace.args[1]]
+        path.add(inner)
+    is_state = not set(new.users) <= path
+    if not momentum or not is_state or _is_of_stage(grad):
+        return None
+    grad, decay, _ = _split_decay(grad, path - {tail.product}, tail.param)
+    options = (momentum, is_nesterov, decay)
+    return _Row(ops.momentum, (tail.param, grad, trace), (), tail.rate, options, (tail.new, new), frozenset(path))
+
+
+def _match_any(lists: _Lists, tail: _Tail) -> _Row | None:
+    if _is_of_stage(tail.direction):
+        return None
+    return _Row(ops.sgd, (tail.param, tail.direction), (), tail.rate, (tail.decay,), (tail.new,), frozenset())
+
+
+_MATCHES: tuple[Callable[[_Lists, _Tail], _Row | None], ...] = (
+    _match_adam,
+    _match_adagrad,
+    _match_momentum,
+    _match_any,
+)
+
+
+def _fits(row: _Row) -> bool:
+    """Whether the kernel takes these operands: of one shape, and of one dtype. Only Adam's gradient may have another,
+    and its states a narrower one, as behind `optim.cast_state`."""
+    param, grad, *states = (node.meta["val"] for node in row.operands)
+    is_adam = row.update is ops.adamw
+    kept = [row.results[0].meta["val"], *([] if is_adam else [grad, *states])]
+    is_alike = all(x.dtype == param.dtype for x in kept) and all(x.shape == param.shape for x in (grad, *states))
+    is_alike &= all(x.dtype in _DTYPES and torch.promote_types(x.dtype, param.dtype) == param.dtype for x in states)
+    is_wrong = row.update in (ops.sgd, ops.momentum) and param.dtype in _NARROW and param.device.type == "cpu"
+    return is_alike and param.dtype in _DTYPES and not is_wrong
+
+
+def _emit_update(program: Program, rows: list[_Row]) -> None:
+    """Emit one call for these rows, and replace their results."""
+    update, numbers, rate, options, _ = rows[0].shared
     with program.graph.inserting_before(max(row.results[0] for row in rows).next):
         learning_rate = program.emit(_aten.neg.default, rate) if isinstance(rate, fx.Node) else -rate
-        lists = [[row[column] for row in rows] for column in range(4)]
-        call = program.emit(ops.adamw, *lists, adam.args[3], learning_rate, *adam.args[4:], decay)
-        columns = [program.emit(operator.getitem, call, column) for column in range(3)]
+        lists = [list(column) for column in zip(*(row.operands for row in rows))]
+        call = program.emit(update, *lists, *numbers, learning_rate, *options)
+        columns = [program.emit(operator.getitem, call, column) for column in range(len(rows[0].results))]
         items = [[program.emit(operator.getitem, column, index) for column in columns] for index in range(len(rows))]
     results = (result for row in rows for result in row.results)
     program.substitute_all(dict(zip(results, (item for new in items for item in new))))
@@ -102,7 +227,6 @@ class _Lists:
 
     def __init__(self) -> None:
         self._items: dict[Node, dict[Any, list[Node]]] = {}
-        self._positions: dict[tuple[Node, int], dict[Any, int]] = {}
 
     def item(self, node: Node | None, index: int | None) -> Node | None:
         """The node that takes item `index` of the list `node`; None where there are several such nodes, or none."""
@@ -115,14 +239,46 @@ class _Lists:
         users = self._items[node].get(index, [])
         return users[0] if len(users) == 1 else None
 
-    def position(self, node: Node, argument: int, item: Node | None) -> int | None:
-        """The first position of `item` in the list that is argument `argument` of `node`, None where it has none."""
-        if (node, argument) not in self._positions:
-            given = node.args[argument]
-            self._positions[node, argument] = {x: i for i, x in reversed(list(enumerate(given)))}
-        return self._positions[node, argument].get(item)
+    def state(self, stage: Node | None, column: int, index: int) -> Node | None:
+        """The new state of a leaf, from the lists that a stage returns."""
+        return self.item(self.item(stage, column), index)
 
 
-def _find_only_user(node: Node | None) -> Node | None:
-    """The user of a node that has exactly one, else None."""
-    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+def _find_list(item: Node, *targets: Any) -> Node | None:
+    """The call of one of these list operations that `item` is an item of."""
+    return item.args[0] if is_call(item, operator.getitem) and is_call(item.args[0], *targets) else None
+
+
+def _find_stage(tail: _Tail, target: Any) -> tuple[Node | None, int]:
+    """The call of a stage that the direction comes from, if nothing else uses the direction, and the leaf's index."""
+    updates = _find_list(tail.direction, operator.getitem)
+    if updates is None or updates.args[1] != 0 or set(tail.direction.users) != {tail.user}:
+        return None, 0
+    return _find_list(updates, target), tail.direction.args[1]
+
+
+def _is_of_stage(item: Node) -> bool:
+    """Whether a value is the result of a stage that is no `_foreach_` operation, maybe behind such operations, or a
+    view of such a result."""
+    while is_call(item, operator.getitem, _aten.view.default):
+        if is_call(item, _aten.view.default):
+            item = item.args[0]
+            continue
+        call, index = item.args
+        if is_call(call, operator.getitem):
+            call = call.args[0]
+        if not name_of(call).startswith("_foreach_"):
+            is_of_torch = getattr(call.target, "namespace", "") == "aten"
+            return not is_of_torch and not is_call(call, ops.all_reduce_list)  # which gives gradients of whole leaves
+        item = call.args[0][index]
+    return False
+
+
+def _find_ancestors(node: Node) -> set[Node]:
+    """All nodes that a node depends on."""
+    found, waiting = set[Node](), [node]
+    while waiting:
+        new = [source for source in waiting.pop().all_input_nodes if source not in found]
+        found.update(new)
+        waiting.extend(new)
+    return found

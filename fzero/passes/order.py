@@ -8,15 +8,18 @@ what they need.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import find_root
+from fzero.optim.operations import STAGES
 from fzero.program.operation import Node
-from fzero.program.records import find_writes, record, starts, storage
+from fzero.program.records import find_writes, is_call, name_of, record, starts, storage
 from fzero.program.refusals import PASS_BUG
 
 # memory
@@ -60,6 +63,51 @@ def find_dependences(graph: fx.Graph, touched: Callable[[Node], list[Node]] = fi
             if before:
                 dependences.setdefault(node, []).extend(before)
     return dependences
+
+
+def is_cast(node: Node) -> bool:
+    """Whether a node casts a value to another dtype, and does nothing else."""
+    if not is_call(node, torch.ops.aten._to_copy.default):
+        return False
+    new, old = node.meta["val"], node.args[0].meta["val"]
+    return bool(new.dtype != old.dtype and (new.device, new.stride()) == (old.device, old.stride()))
+
+
+def drop_dead_rows(graph: fx.Graph) -> None:
+    """Drop the rows of list operations whose results nothing uses, and the rows in front that only these use."""
+    for call in reversed(list(graph.nodes)):
+        name = name_of(call) if call.op == "call_function" else ""
+        if name.startswith("_foreach_") and not find_writes(call):
+            _drop_rows_of(call, [call])
+        elif name in STAGES:
+            _drop_rows_of(call, list(call.users))
+
+
+def _drop_rows_of(call: Node, columns: list[Node]) -> None:
+    """Drop the rows of which no item of `columns`, the lists that a call returns, has a use."""
+    items = [item for column in columns for item in column.users]
+    if not all(is_call(item, operator.getitem) for item in items):
+        return
+    count, used = len(call.args[0]), sorted({item.args[1] for item in items if item.users})
+
+    def cut(values: Any) -> Any:
+        is_column = isinstance(values, (list, tuple)) and len(values) == count
+        return [values[row] for row in used] if is_column else values
+
+    if len(used) < count:
+        call.args = tuple(map(cut, call.args))
+        value = call.meta["val"]
+        call.meta["val"] = cut(value) if call in columns else tuple(map(cut, value))
+        for item in items:
+            if item.users:
+                item.args = (item.args[0], used.index(item.args[1]))
+            else:
+                call.graph.erase_node(item)
+        for column in columns:
+            column.meta["val"] = cut(column.meta["val"]) if column is not call else call.meta["val"]
+    if not used:
+        for node in dict.fromkeys([*columns, call]):
+            call.graph.erase_node(node)
 
 
 def erase_dead(graph: fx.Graph) -> None:

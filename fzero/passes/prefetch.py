@@ -9,8 +9,9 @@ from torch import fx
 
 from fzero.passes.order import find_origins, reorder
 from fzero.program.operation import Node, nbytes
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
-from fzero.program.records import starts
+from fzero.program.records import body_of, starts
 from fzero.program.timeline import Costs, Lanes
 
 SLACK = 2.0
@@ -21,16 +22,30 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Wait for each
     reduce-scatter where its result is used, or where another one starts and it is done.
 
+    A loop over layers gathers the layer of the next turn while it computes.
+
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, and
     at most `memory` bytes of gradients are being sent; by default twice the largest bucket. The peak grows by at most
     the sum of both. Same results, bit for bit. All-gathers keep their order, and so do reduce-scatters.
     """
     program = program.copy()
     costs = program.costs()
-    memory = 2 * _find_largest(program.graph) if memory is None else memory
-    reorder(program.graph, _start_early(list(program.graph.nodes), costs, memory))
-    reorder(program.graph, _wait_late(program, costs, memory))
+    limit = 2 * _find_largest(program.graph) if memory is None else memory
+    reorder(program.graph, _start_early(list(program.graph.nodes), costs, limit))
+    reorder(program.graph, _wait_late(program, costs, limit))
+    for node in program.graph.nodes:
+        if body_of(node) is not None:
+            node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
     return program
+
+
+def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:
+    """A loop that gathers the layer of the next turn during each turn, where that takes time and fits."""
+    early = loop.find_early()
+    seconds = sum(costs[node].comms[0][1] for node in early)
+    limit = 2 * _find_largest(loop.body.graph) if memory is None else memory
+    fits = sum(nbytes(node.meta["val"]) for node in early) <= limit
+    return loop._replace(is_early=loop.length > 1 and seconds > 0 and fits)
 
 
 def _find_largest(graph: fx.Graph) -> int:

@@ -11,7 +11,7 @@ from fzero.passes.order import erase_dead
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_writes, name_of, record, storage
-from fzero.values.regions import Region, get_mark, set_mark
+from fzero.values.regions import Region, Turn, get_mark, set_mark
 
 
 def rematerialize(program: Program) -> Program:
@@ -30,12 +30,17 @@ def rematerialize(program: Program) -> Program:
     if not _find_outermost(program.graph):
         return program
     program = program.copy()
+    recompute(program)
+    erase_dead(program.graph)
+    return program
+
+
+def recompute(program: Program) -> None:
+    """Do what `rematerialize` does in the program's own graph, and leave what is dead then."""
     while regions := _find_outermost(program.graph):
         writers = _find_writers(program.graph)
         for region, members in regions.items():
             _recompute(program, region, members, writers)
-    erase_dead(program.graph)
-    return program
 
 
 def _find_outermost(graph: fx.Graph) -> dict[Region, list[Node]]:
@@ -64,7 +69,8 @@ def _recompute(program: Program, region: Region, members: list[Node], writers: d
     needed = _find_dependencies(used, lost, writers)
     if users:
         with program.graph.inserting_before(min(users)):
-            copies = _copy_nodes(program, [node for node in members if node in needed])
+            turns = get_mark(min(users)).turns
+            copies = _copy_nodes(program, [node for node in members if node in needed], turns)
         for user in users:
             for node in used.intersection(user.all_input_nodes):
                 user.replace_input_with(node, copies[node])
@@ -126,13 +132,14 @@ def _find_dependencies(values: Iterable[Node], lost: set[Node], writers: dict[An
     return needed
 
 
-def _copy_nodes(program: Program, nodes: list[Node]) -> dict[Node, Node]:
-    """Node -> its copy, at the graph's insert point. The mark of a copy lacks the outermost region of its node."""
+def _copy_nodes(program: Program, nodes: list[Node], turns: tuple[Turn, ...]) -> dict[Node, Node]:
+    """Node -> its copy, at the graph's insert point, in these turns. The mark of a copy lacks the outermost region of
+    its node."""
     copies: dict[Node, Node] = {}
     for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
         copies[node] = program.emit(node.target, *args, **kwargs)
         copies[node].meta = {**node.meta, "val": copies[node].meta["val"]}
         mark = get_mark(node)
-        set_mark(copies[node].meta, mark._replace(regions=mark.regions[1:]))
+        set_mark(copies[node].meta, mark._replace(regions=mark.regions[1:], turns=turns))
     return copies

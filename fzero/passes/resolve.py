@@ -39,7 +39,8 @@ def resolve(program: Program) -> Program:
         FzeroError: where a per-rank value meets a slice or is returned as state, where the step writes into its
             arguments, or looks at a fixed place of a batch's memory, with the leaf and the user's line.
     """
-    program = program.copy()
+    given, program = program, ops.map_bodies(program, resolve)
+    program = program.copy() if program is given else program
     check_writes(program)
     kinds = infer(program)
     check_results(program, kinds)
@@ -120,7 +121,7 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
     returned = list(program.output.args[0])
     for position, result in enumerate(program.tensor_results):
         value = returned[position].meta["val"]
-        if result.bucket is None and value.ndim == 0 and value.is_floating_point():
+        if result.bucket is None and result.kind is None and value.ndim == 0 and value.is_floating_point():
             for axis in sorted(kinds[returned[position]], key=program.mesh.names.index):
                 with program.graph.inserting_before(program.output):
                     returned[position] = program.emit(ops.all_reduce, returned[position], "avg", axis)

@@ -11,6 +11,7 @@ from torch import fx
 from fzero.base.errors import FzeroError
 from fzero.passes.order import find_accesses, find_changes, find_dependences
 from fzero.passes.verify import verify
+from fzero.program import ops
 from fzero.program.listing import format_size
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
@@ -33,12 +34,19 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     """
     result = program
     for rewrite in passes:
-        given, result = result, _run(rewrite, result) if is_foreign(rewrite) else rewrite(result)
-        check_moves(name_of_pass(rewrite), given.graph, result.graph)
+        result = _rewrite(rewrite, result)
     foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
         _warn_of_peak(result, run_passes(program, own), foreign)
+    return result
+
+
+def _rewrite(rewrite: Pass, program: Program) -> Program:
+    """The program rewritten by one pass, the bodies of its loops first."""
+    given = ops.map_bodies(program, functools.partial(_rewrite, rewrite))
+    result = _run(rewrite, given) if is_foreign(rewrite) else rewrite(given)
+    check_moves(name_of_pass(rewrite), given.graph, result.graph)
     return result
 
 

@@ -19,6 +19,8 @@ def split(program: Program) -> Program:
     Same results, bit for bit. `program.rates` says when gradients arrive. An update that needs all gradients before it
     begins, as with clipping by the global norm, is not cut.
     """
+    if all(node.op != "call_function" or record(node).gradients is None for node in program.graph.nodes):
+        return program
     program = program.copy()
     origin, lanes = find_origins(program.graph, "scattered"), Lanes(program.costs())
     for node in list(program.graph.nodes):

@@ -23,6 +23,7 @@ def verify(program: Program, *, stage: int | None = None) -> Program:
     * a collective names leaves, sizes and axes that the program's layouts and mesh have;
     * a started collective has exactly one wait, behind its start, and nothing writes to its operands before the wait;
     * nodes write to donated arguments and to temporaries only;
+    * a loop's body holds all of this, and gets what it expects in every turn;
     * at `stage` 3 a gathered bucket is not kept while others are used.
 
     Ranks start collectives in one order, because all ranks run one program. `verify` believes the shapes and the memory
@@ -51,6 +52,8 @@ def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
     for result, node in zip(program.tensor_results, returned):
         kind, expected = kinds[node], kind_of_state(program, result)
         if kind == expected or (expected is None and not isinstance(kind, Buffer)):
+            continue
+        if isinstance(kind, frozenset) and isinstance(expected, frozenset) and kind <= expected:
             continue
         where, name = program.path_of(result), f"result {result.path!r}"
         if isinstance(kind, frozenset) and kind:

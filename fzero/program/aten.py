@@ -303,7 +303,11 @@ def infer_lists(walk: Walk, node: Node) -> Kind:
 
 
 def infer_item(walk: Walk, node: Node) -> Kind:
-    """The kind of an item of several results: the kind at its position, where each position has its own."""
+    """The kind of an item of several results: the kind at its position, where each position has its own. Lists of
+    results have one list of kinds for all of them, or one for each."""
     source, index = node.args
     kind = walk.of(source)
-    return kind[index] if isinstance(kind, list) and not isinstance(node.meta["val"], (list, tuple)) else kind
+    if not isinstance(kind, list):
+        return kind
+    is_each = not isinstance(node.meta["val"], (list, tuple)) or (index < len(kind) and isinstance(kind[index], list))
+    return kind[index] if is_each else kind

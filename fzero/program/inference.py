@@ -7,6 +7,7 @@ mix slices of different leaves, or compute a value from padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -48,7 +49,8 @@ class Walk:
     def enter(self) -> None:
         """Note the kinds of the arguments."""
         for argument, node in zip(self.program.arguments, self.program.placeholders):
-            self.note(node, self.per_rank if argument.bucket is None else kind_of_state(self.program, argument))
+            kind = kind_of_state(self.program, argument)
+            self.note(node, self.per_rank if kind is None else kind)
 
     def visit(self, node: Node) -> None:
         """Find the kind of a node, whose inputs have been visited."""
@@ -70,8 +72,11 @@ class Walk:
 
     def of_memory(self, given: Node) -> Kind:
         """The kind of the values that nodes have written into the memory of a node's value."""
-        kind = self._kinds[given]
-        return kind | self._written.get(storage(given), UNIFORM) if isinstance(kind, frozenset) else kind
+        kind, written = self._kinds[given], self._written.get(storage(given), UNIFORM)
+        if isinstance(kind, Slice):
+            over = written - {self.program.mesh.shard_axis}
+            return replace(kind, over=kind.over | over) if over else kind
+        return kind | written if isinstance(kind, frozenset) else kind
 
     def find_source_within(self, node: Node) -> Node | None:
         """The source of a copy that lies in the memory of the copy's target; None for any other node."""
@@ -177,7 +182,7 @@ class Walk:
         slices = {kind for kind in kinds if isinstance(kind, Slice)}
         varies = UNIFORM.union(*(kind for kind in kinds if isinstance(kind, frozenset)))
         if not (slices and pointwise):
-            return varies | self.of_slices if slices else varies
+            return varies.union(*(self.of_slices | kind.over for kind in slices))
         if varies:
             raise refuse_drift(self.program, node, varies, next(kind for kind in kinds if isinstance(kind, Slice)))
         if len(slices) > 1:

@@ -26,30 +26,33 @@ Kind = Any
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's slice of a leaf of a bucket."""
+    """This rank's slice of a leaf of a bucket. It differs along the axes `over`, where its mean is not taken yet."""
 
     bucket: str
     leaf: int
+    over: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Buffer:
     """A buffer of leaves of a bucket with padding: the gathered leaves, or this rank's block of their scattered mean.
-    `done`: a node has waited for the buffer."""
+    `done`: a node has waited for the buffer. `over` is as in `Slice`."""
 
     gathered: bool
     bucket: str
     leaves: tuple[int, ...]
     done: bool = False
+    over: frozenset[str] = frozenset()
 
 
 def kind_of_state(program: Program, value: Argument | Result) -> Kind | None:
-    """The kind that a state argument has and a state result must have; None for other values."""
-    if value.bucket is None:
-        return None
+    """The kind that a state argument has and a state result must have, or that a loop's body has been given; None for
+    other values."""
+    if value.kind is not None or value.bucket is None:
+        return value.kind
     return UNIFORM if program.layouts[value.bucket].replicated else Slice(value.bucket, value.leaf)
 
 
 def axes_of(program: Program, kind: Kind) -> frozenset[str]:
     """The mesh axes along which a value of this kind differs between ranks."""
-    return frozenset({program.mesh.shard_axis}) if isinstance(kind, Slice) else kind - {RAGGED}
+    return frozenset({program.mesh.shard_axis}) | kind.over if isinstance(kind, Slice) else kind - {RAGGED}

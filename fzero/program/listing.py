@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fzero.program.comm import comm_of, list_comm
 from fzero.program.operation import Node
-from fzero.program.records import name_of, record, shares_memory, starts
+from fzero.program.records import body_of, name_of, record, shares_memory, starts
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
@@ -35,13 +35,17 @@ class Line(NamedTuple):
 def list_program(program: Program) -> str:
     """A line for each collective, release and update, and a line for the computations between two of these. Turns that
     differ only in the number of a layer are listed once."""
+    return "\n".join([summarize_program(program), *(f"  {line}" for line in _fold(list(_list_lines(program))))])
+
+
+def summarize_program(program: Program) -> str:
+    """One line: the mesh, the number of nodes, the peak, and the bytes that each kind of collective moves."""
     total = Counter[str]()
     for entry in list_comm(program):
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
     peak = format_size(program.memory().peak)
-    head = f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
-    return "\n".join([head, *(f"  {line}" for line in _fold(list(_list_lines(program))))])
+    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
 
 
 def format_size(nbytes: int) -> str:
@@ -64,13 +68,16 @@ def _list_lines(program: Program) -> Iterator[Line]:
             computed.clear()
         if line is not None:
             yield line
+            body = body_of(node)
+            for each in _list_lines(body) if body is not None else ():
+                yield each._replace(text=f"  {each.text}")
         for bucket in releases.get(node, ()):
             yield _name_layer("release         {}", bucket)
 
 
 def _describe_node(program: Program, node: Node) -> Line | None:
     """The line of a node of its own; None where the node is part of a "compute" line."""
-    entry = next(iter(comm_of(program, node)), None)
+    entry = None if body_of(node) is not None else next(iter(comm_of(program, node)), None)
     if entry is not None:
         values = node.args[0]
         what = entry.bucket or f"{len(values) if isinstance(values, (list, tuple)) else 1} values"

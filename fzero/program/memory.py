@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.layout.layout import Layout, Wire, wire
+from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.records import alias_of, name_of, record
 
@@ -35,20 +36,21 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     """Walk the graph as generated code runs it: values die at their last use, arguments and results live on.
 
     The slices of a bucket lie in one block with its padding, as `partition` puts them. Counted are the results of
-    kernels and the buffers of collectives between start and wait; the scratch memory of kernels is not.
+    kernels, the buffers of collectives between start and wait, and what loops and the owners of matrices need within a
+    node; the scratch memory of torch's kernels is not.
 
     The result is that of the rank with the largest peak among `ranks`, by default among all ranks. Of ranks that hold
     equal numbers of elements of every leaf only the first is computed, so thousands of ranks cost as much as a few.
     """
     allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
     nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
-    rank = int(_find_peaks(changes, allocator).argmax())
-    nbytes = {key: size if isinstance(size, int) else int(size[rank]) for key, size in allocator.nbytes.items()}
+    rank = int(_find_peaks(program.graph, changes, allocator).argmax())
+    nbytes, scratch = (_select_rank(sizes, rank) for sizes in (allocator.nbytes, allocator.scratch))
     timeline, behind = [], 0
-    for made, freed in changes:
+    for node, (made, freed) in zip(nodes, changes):
         during = behind + sum(nbytes[key] for key in made)
         behind = during - sum(nbytes[key] for key in freed)
-        timeline.append((during, behind))
+        timeline.append((during + scratch.get(node, 0), behind))
     at = max(range(len(nodes)), key=lambda i: timeline[i][0])
     return Memory(timeline[at][0], nodes[at].name, [behind for _, behind in timeline])
 
@@ -58,14 +60,27 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
     return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
-def _find_peaks(changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
+def measure_beside(program: Program, ranks: Sequence[int]) -> Tensor:
+    """[R] the peak of each rank beside the arguments, which belong to the caller."""
+    allocator = Allocator(program, ranks)
+    peaks = _find_peaks(program.graph, _list_changes(program.graph, allocator.keys), allocator)
+    given = {key for node in program.placeholders for key in allocator.keys[node]}
+    return peaks - sum(allocator.nbytes[key] for key in given)
+
+
+def _select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+    return {key: size if isinstance(size, int) else int(size[rank]) for key, size in sizes.items()}
+
+
+def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
     """[R] the peak of each rank."""
     live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
     peak = live
-    for made, freed in changes:
+    for node, (made, freed) in zip(graph.nodes, changes):
         if made:
             live = live + sum(allocator.nbytes[key] for key in made)
-            peak = torch.maximum(peak, live)
+        if made or node in allocator.scratch:
+            peak = torch.maximum(peak, live + allocator.scratch.get(node, 0))
         if freed:
             live = live - sum(allocator.nbytes[key] for key in freed)
     return peak
@@ -128,6 +143,7 @@ class Allocator:
         self.program, self.ranks = program, torch.tensor(ranks, device="cpu")
         self._counts: dict[tuple[range, int], Tensor] = {}  # range of a leaf, elements of a shard -> counts
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
+        self.scratch: dict[Node, Tensor | int] = {}  # node -> bytes on each rank that are free again behind it
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
         self._at: dict[Node, Any] = {}  # a Location, a list of them, or None
         self._place_arguments()
@@ -212,6 +228,29 @@ class Allocator:
         self.nbytes[key] = value.untyped_storage().nbytes() if numel is None else numel * value.element_size()
         return Location(key, value.numel(), 0)
 
+    def bytes_of(self, node: Node) -> Tensor | int:
+        """The bytes of a node's value on each rank."""
+        return self._at[node].counts * node.meta["val"].element_size()
+
+    def place(self, key: Key, value: Tensor, counts: Tensor | int) -> Location:
+        """Allocate a value with these numbers of elements on each rank."""
+        self.nbytes[key] = counts * value.element_size()
+        return Location(key, counts, 0)
+
+    def new_slices(self, node: Node, places: Iterable[tuple[Layout, int]]) -> list[Location]:
+        """Allocate a node's list of slices, of these leaves of layouts."""
+        return self._allocate(node, node.meta["val"], [self.count(layout, leaf) for layout, leaf in places])
+
+    def new_lists(self, node: Node, likes: Sequence[Sequence[Node]]) -> list[Any]:
+        """Allocate a node's lists of values, each value with as many elements on each rank as the operand like it."""
+        counts = [[self._at[like].counts for like in column] for column in likes]
+        return [self._allocate((node, i), each, counts[i]) for i, each in enumerate(node.meta["val"])]
+
+    def new_rows(self, key: Key, values: Sequence[Tensor], kind: Kind) -> list[Location]:
+        """Allocate a list with one value of this kind for each turn of a loop: slices of equal layers, or others."""
+        counts = self.count(self.program.layouts[kind.bucket], kind.leaf) if isinstance(kind, Slice) else None
+        return [self._allocate((key, row), value, counts) for row, value in enumerate(values)]
+
     def keys_of(self, nodes: Iterable[Node]) -> list[Key]:
         """The storages of these nodes' values."""
         return [location.key for node in nodes for location in _flatten(self._at[node])]
@@ -233,8 +272,7 @@ class Allocator:
             return None
         if counts is None:
             return self.new(key, value)
-        self.nbytes[key] = counts * value.element_size()
-        return Location(key, counts, 0)
+        return self.place(key, value, counts)
 
     def _count_like(self, node: Node) -> Any:
         """[R] the elements of a node's result on each rank, where the result is computed from slices. None where it has

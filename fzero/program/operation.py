@@ -100,11 +100,15 @@ class Operation:
     * `is_derived`: passes repeat the operation rather than keep a gathered leaf alive for it, because it is so cheap.
     * `is_pointwise`: each element of the result depends only on the elements at its position.
     * `is_random(node)`: whether the operation draws from a generator of torch.
+    * `body(node)`: for a loop, the program that it runs once for each turn.
+    * `early(node)`: for a loop, the nodes of its body that start one turn early.
     * `draws`: the operation is called with the step's seed, as the keyword `seed`.
     * `in_place`: the target that computes the same results and writes them over operands.
     * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
     * `gradients`: for an update of many leaves, the position among the arguments of the list of gradients. All lists of
       arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
+    * `takes_where`: the operation takes the keyword `where`, a 0-d bool, the same on all ranks. Where that is false,
+      the results are the operands that `replaces` names.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
     """
 
@@ -131,8 +135,11 @@ class Operation:
     is_derived: bool = False
     is_pointwise: bool = False
     is_random: Callable[[Node], bool] = _never
+    body: Callable[[Node], Program] | None = None
+    early: Callable[[Node], list[Node]] = _no_operands
     draws: bool = False
     in_place: Any = None
     replaces: tuple[int, ...] = ()
     gradients: int | None = None
+    takes_where: bool = False
     is_foreign: bool = False

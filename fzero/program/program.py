@@ -7,22 +7,25 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.flags import Flag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
+from fzero.program.kinds import Kind
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
 from fzero.program.operation import Node
 from fzero.program.rates import Rates, guess_rates
-from fzero.program.records import record, shares_memory
+from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
 from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
 from fzero.program.work import find_device_type
 
@@ -36,13 +39,18 @@ class Argument:
     """A tensor argument. `path` is its path among the step's arguments. State has a `bucket` and a `leaf` of its
     layout; the bucket of a batch argument is None.
 
-    The step updates a `donated` argument in place, and the caller cannot use it afterwards.
+    The step updates a `donated` argument in place, and the caller cannot use it afterwards. An argument of a loop's
+    body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class. `role`
+    is "seed" or "step" for an argument that random draws follow from.
     """
 
     path: str
     bucket: str | None = None
     leaf: int = 0
     donated: bool = False
+    kind: Kind | None = None
+    flag: type[Flag] | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class Result:
     """A leaf of the tree that the step returns: state (`bucket`, `leaf`), another tensor (`bucket` None), or a
     `constant`.
 
-    `varies` names the mesh axes along which a tensor that is no state differs between ranks.
+    `varies` names the mesh axes along which a tensor that is no state differs between ranks. A result of a loop's body
+    has the `kind` that it may have in all turns.
     """
 
     path: str
@@ -59,6 +68,7 @@ class Result:
     constant: Any = None
     is_constant: bool = False
     varies: frozenset[str] = frozenset()
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,10 @@ class Program:
     * `layouts` maps the bucket names that nodes use to layouts.
     * `constants` are the tensors that the step captured, by reference. `read` are captured tensors whose elements
       Python read while the step was traced: the program is right for these elements only.
+    * `reduce_dtypes` has, by the path of a leaf, the dtype in which its gradients are averaged (`fzero.precision`).
     * `measured` are the rates of the machine, None where no one has measured them.
+    * `noted` has the class of each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
+      these results.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     """
 
@@ -99,8 +112,10 @@ class Program:
     mesh: VirtualMesh
     fake_mode: Any
     measured: Rates | None = None
+    noted: tuple[type[Flag], ...] = ()
     pass_state: tuple[PassState, ...] = ()
     read: tuple[Tensor, ...] = ()
+    reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""
@@ -128,10 +143,23 @@ class Program:
         """The output node. Its first argument lists the results that are tensors."""
         return next(iter(reversed(self.graph.nodes)))
 
+    @cached_property
+    def flags(self) -> list[tuple[int, type[Flag]]]:
+        """`(position, class)` of each argument that is the value of a flag."""
+        return [(i, argument.flag) for i, argument in enumerate(self.arguments) if argument.flag is not None]
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """The positions of the arguments that random draws follow from. Without any, draws follow from torch's
+        generator."""
+        return [i for i, argument in enumerate(self.arguments) if argument.role]
+
     @property
     def draws(self) -> bool:
         """Whether some node draws random numbers."""
-        return any(node.op == "call_function" and record(node).draws for node in self.graph.nodes)
+        return any(node.op == "call_function" and record(node).draws for node in self.graph.nodes) or any(
+            body.draws for body in find_bodies(self.graph)
+        )
 
     def lines(self) -> list[str]:
         """What must be the same on all ranks for good: arguments, buckets and nodes, one line each.
@@ -142,7 +170,8 @@ class Program:
         return [
             *(f"argument {given.path}: {self._describe(given, x)}" for given, x in zip(self.arguments, values)),
             *(f"bucket {name}: {_list_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
-            *(_INDEX.sub(r"\1", f"node {node.name}: {node.format_node()}") for node in self.graph.nodes),
+            *(_INDEX.sub(r"\1", f"node {node.name}: {_format_node(node)}") for node in self.graph.nodes),
+            *(f"body {line}" for body in find_bodies(self.graph) for line in body.lines()),
         ]
 
     def constant_lines(self) -> list[str]:
@@ -256,6 +285,13 @@ class Program:
                     user.meta["val"] = self._fake(user.target, user.args, user.kwargs)
                     stale.append(user)
 
+    def refresh_with(self, nodes: Iterable[Node]) -> None:
+        """`refresh`, of nodes whose arguments have changed and whose own fake values are therefore stale too."""
+        changed = list(nodes)
+        for node in changed:
+            node.meta["val"] = self._fake(node.target, node.args, node.kwargs)
+        self.refresh(changed)
+
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A new node at the graph's insert point, with its fake result. `target` is an operation of torch or `ops`."""
         node = self.graph.call_function(target, args, kwargs)
@@ -270,6 +306,12 @@ class Program:
 
 def _format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape if shape is None else shape)}"
+
+
+def _format_node(node: Node) -> str:
+    if body_of(node) is None:
+        return str(node.format_node())
+    return f"%{node.name} = {turns_of(node)} turns of a body with {node.args[2:]}"
 
 
 def _list_shapes(layout: Layout) -> list[list[int]]:

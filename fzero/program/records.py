@@ -22,6 +22,7 @@ from fzero.program.operation import Node, Operation
 
 if TYPE_CHECKING:
     from fzero.program.memory import Allocator
+    from fzero.program.program import Program
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _RECORDS: dict[int, Operation] = {}
@@ -189,7 +190,7 @@ def follow_memory(node: Node) -> Iterator[Node]:
         if known is not None and known.names == "position":
             started = made.args[0].args[0]
             source = record(started).alias_at(started, made.args[3])
-        elif known is not None and known.moves is not None:
+        elif known is not None and known.moves is not None and known.body is None:
             source = next(iter(made.all_input_nodes), None)
         else:
             source = alias_of(made)
@@ -198,6 +199,27 @@ def follow_memory(node: Node) -> Iterator[Node]:
 def find_writes(node: Node) -> list[Node]:
     """The operands that a node writes into."""
     return record(node).writes(node) if node.op == "call_function" else []
+
+
+def body_of(node: Node) -> Program | None:
+    """The program that a loop runs once for each of its turns; None for any other node."""
+    body = record(node).body if node.op == "call_function" else None
+    return None if body is None else body(node)
+
+
+def turns_of(loop: Node) -> int:
+    """The number of turns of a loop."""
+    return int(loop.args[1])
+
+
+def early_of(loop: Node) -> list[Node]:
+    """The nodes of a loop's body that start one turn early."""
+    return record(loop).early(loop)
+
+
+def find_bodies(graph: fx.Graph) -> Iterator[Program]:
+    """The bodies of the loops of a graph."""
+    return filter(None, map(body_of, graph.nodes))
 
 
 def is_random(node: Node) -> bool:

@@ -78,7 +78,8 @@ def line_of(node: Node) -> str:
 def describe_kind(program: Program, kind: Kind) -> str:
     """A kind in words, for an error."""
     if isinstance(kind, Slice):
-        return f"a slice of {path_of(program, kind)}"
+        over = f" that differs along {sorted(kind.over)}" if kind.over else ""
+        return f"a slice of {path_of(program, kind)}{over}"
     if isinstance(kind, Buffer):
         state = "gathered" if kind.gathered else "scattered"
         return f"a {state} buffer of leaves {list(kind.leaves)} of {kind.bucket!r}{'' if kind.done else ' on its way'}"

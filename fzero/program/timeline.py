@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fzero.program.comm import Comm, comm_of
 from fzero.program.operation import Node
 from fzero.program.rates import Rates
-from fzero.program.records import name_of, record, starts
+from fzero.program.records import body_of, early_of, name_of, record, starts, turns_of
 from fzero.program.work import work
 
 if TYPE_CHECKING:
@@ -121,13 +121,21 @@ Costs = Mapping[Node, Cost]
 
 
 def cost_nodes(program: Program, rates: Rates) -> Costs:
-    """Node -> its cost, by these rates."""
+    """Node -> its cost, by these rates, for the nodes of a program and of its loops' bodies. A loop has the seconds
+    that all its turns compute, and no collectives: those are its body's."""
 
     def cost(node: Node) -> Cost:
         comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
         return Cost(rates.compute(work(node)), comms)
 
-    return {node: cost(node) for node in program.graph.nodes}
+    costs = {node: cost(node) for node in program.graph.nodes if body_of(node) is None}
+    for node in program.graph.nodes:
+        body = body_of(node)
+        if body is not None:
+            inside = cost_nodes(body, rates)
+            seconds = sum(inside[each].seconds for each in body.graph.nodes)
+            costs |= {**inside, node: Cost(turns_of(node) * seconds, ())}
+    return costs
 
 
 def simulate_timeline(program: Program, rates: Rates) -> Timeline:
@@ -160,16 +168,38 @@ class Lanes:
     def run(self, nodes: Iterable[Node]) -> None:
         """Advance the clocks by these nodes, in this order."""
         for node in nodes:
+            body = body_of(node)
+            if body is not None:
+                self._run_turns(node, body)
+                continue
+            if starts(node):
+                self._start(node)
+                continue
             self._compute(node)
             comms = self.costs[node].comms
-            if starts(node):
-                self.done_at[node] = self._send(*comms[0], is_ahead=True)
-            elif node.op == "call_function" and record(node).waits:
+            if node.op == "call_function" and record(node).waits:
                 (start,) = node.all_input_nodes
                 self._wait(node, self.done_at[start])
                 self._wait_at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
             else:
                 self._wait_at_once(node, comms)
+
+    def _run_turns(self, loop: Node, body: Program) -> None:
+        early = dict.fromkeys(early_of(loop))
+        rest = [node for node in body.graph.nodes if node not in early]
+        for turn in range(-1, turns_of(loop)):
+            of_turn = {node: self.done_at.get(node, self.now) for node in early}
+            for node in early if turn + 1 < turns_of(loop) else ():
+                self._start(node)
+            of_next = {node: self.done_at.get(node, self.now) for node in early}
+            if turn >= 0:
+                self.done_at |= of_turn
+                self.run(rest)
+                self.done_at |= of_next
+
+    def _start(self, node: Node) -> None:
+        self._compute(node)
+        self.done_at[node] = self._send(*self.costs[node].comms[0], is_ahead=True)
 
     def _compute(self, node: Node) -> None:
         if seconds := self.costs[node].seconds:

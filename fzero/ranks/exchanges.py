@@ -24,7 +24,7 @@ from fzero.base.errors import FzeroError
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
-from fzero.ranks.transports import Pending, Transport
+from fzero.ranks.transports import Pending, Splits, Transport
 from fzero.ranks.transports.reduction import reduce
 
 
@@ -140,30 +140,39 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """[N * S] of each rank, block r for rank r -> [N * S], block r from rank r."""
+    """[N * S] of each rank, block r for rank r -> [N * S], block r from rank r.
+
+    Where blocks differ in size, `splits` lists the elements that this rank gives to each rank, and those that it takes
+    from each rank.
+    """
 
     what: str
     axis: str
     blocks: Tensor
+    splits: tuple[Sequence[int], Sequence[int]] | None = None
 
     @property
     def sent(self) -> Sequence[Tensor]:
         return [self.blocks]
 
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
-        self._check(transport.world)
-        return transport.all_to_all(self.blocks, attempt)
+        return transport.all_to_all(self.blocks, attempt, self._split(transport.world))
 
     def join(self, row: Sequence[AllToAll]) -> list[Tensor]:
-        self._check(len(row))
-        rows = [each.blocks.view(len(row), -1) for each in row]
+        rows = [each.blocks.reshape(-1).split(list(each._split(len(row)).given)) for each in row]
         return [torch.cat([given[rank] for given in rows]) for rank in range(len(row))]
 
-    def _check(self, world: int) -> None:
+    def _split(self, world: int) -> Splits:
         numel = self.blocks.numel()
-        if numel % world:
+        if self.splits is None and numel % world:
             problem = f"exchanges {numel} elements, which do not divide by {world} ranks"
-            raise FzeroError(self.what, problem, "pad to blocks of equal size, one for each rank")
+            raise FzeroError(self.what, problem, "pad to blocks of equal size, one for each rank, or give their sizes")
+        splits = Splits.equal(numel, world) if self.splits is None else Splits(*self.splits)
+        if (len(splits.given), len(splits.taken), sum(splits.given)) != (world, world, numel):
+            given, taken = list(splits.given), list(splits.taken)
+            problem = f"exchanges {numel} elements over {world} ranks: gives {given}, takes {taken}"
+            raise FzeroError(self.what, problem, "give a size for each rank, which add up to the elements")
+        return splits
 
 
 def gather_leaves(
@@ -181,8 +190,9 @@ def gather_leaves(
     return (yield asked.pop())
 
 
-def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
-    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh.
+def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) -> Steps:
+    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh, or without
+    `replicas` over the shard axis alone.
 
     On a mesh of one rank the leaves are their own mean: the result is the list of them, flat, views where possible.
     """
@@ -192,7 +202,7 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire) -> Steps:
     asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
-    for axis in mesh.names:
+    for axis in mesh.names if replicas else ():
         if axis != mesh.shard_axis and mesh.size(axis) > 1:
             block = yield AllReduce(f"all_reduce of {bucket} over {axis}", axis, block, "avg")
     return block

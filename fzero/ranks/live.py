@@ -13,9 +13,12 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
-from fzero.ranks.agreement import agree, digest
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
+from fzero.ranks.agreement import Largest, agree, digest
 from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
 from fzero.ranks.members import Members
+from fzero.ranks.owners import orthogonalize_leaves
 from fzero.ranks.transports import Pending, Transport, choose_transport
 
 
@@ -89,6 +92,9 @@ class Live:
     def note_write(self) -> None:
         raise NotImplementedError  # nothing may write
 
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        pass
+
     def agree(self, what: str, details: Sequence[str] = ()) -> None:
         """Return once all ranks of the mesh are about to communicate about `what`, outside of a step.
 
@@ -97,6 +103,14 @@ class Live:
         """
         lines = [f"collective {what}", *details]
         agree(self.members, digest(lines), lambda: lines, what=f"agreement before {what}")
+
+    def find_largest(self, number: int, what: str) -> int:
+        """The largest of the numbers that all ranks of the mesh give, outside of a step. One all-reduce of 8 bytes on
+        the host, which errors call the agreement on `what`."""
+        if self.members.group is None:
+            return number
+        with self.members.begin(f"the agreement on {what}"):
+            return Largest((number,)).run(self.members)[0]
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         self.agree(f"all_gather of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")
@@ -131,6 +145,12 @@ class Live:
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return torch.full((), self.along(axis), device=device)  # not torch.tensor, which a CUDA graph cannot capture
+
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        lines = [f"{describe_leaf(*place, x.dtype)} as {list(row)}" for place, x, row in zip(places, slices, blocks)]
+        self.agree(f"orthogonalize {len(slices)} leaves by {how}", lines)
+        steps = orthogonalize_leaves(slices, places, self.rank, self.mesh.shard_axis, blocks, how)
+        return complete(steps, None, self.begin)
 
 
 def describe_leaf(layout: Layout, leaf: int, dtype: torch.dtype) -> str:

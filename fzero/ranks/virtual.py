@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz, orthogonalize
 
 
 class Virtual:
@@ -39,6 +41,9 @@ class Virtual:
     def note_write(self) -> None:
         raise NotImplementedError  # nothing may write
 
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        pass
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return x.clone().view(layout.leaves[leaf].shape)
 
@@ -59,6 +64,10 @@ class Virtual:
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=device)
+
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        fulls = [x.view(layout.leaves[leaf].shape) for x, (layout, leaf) in zip(slices, places)]
+        return [full.view(x.shape) for full, x in zip(orthogonalize(fulls, blocks, how), slices)]
 
 
 @cache

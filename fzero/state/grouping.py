@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from fzero.base import tree
+from fzero.base.embeddings import is_embedding
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import ALIGN, Layout, Leaf, replicated_layout
+from fzero.optim.quantized import BLOCK, LEAST, count_blocks
 from fzero.values.functions import is_sharded
 
 Keys = Sequence[tuple[str | int, ...]]
@@ -31,15 +33,17 @@ def plan_leaves(
     like: tree.Tree | None = None,
     persist: int = 0,
     granularity: Granularity | None = None,
+    unit: int = 1,
 ) -> LeafLayouts:
     """The layout of each leaf, by the keywords of `fzero.partition`. Reads only shapes and dtypes of leaves."""
     found = _match_params(keys, leaves, like, mesh)
     for i, leaf in enumerate(leaves):
         if i not in found and leaf.shape.numel() <= persist:
-            own = Leaf(tree.dotted(keys[i]), tuple(leaf.shape), is_frozen=is_frozen(leaf))
+            own = _leaf(tree.dotted(keys[i]), leaf, None)
             found[i] = (Layout(bucket_of(keys[i]), (own,), mesh, replicated=True), 0)
     rest = [i for i in range(len(leaves)) if i not in found]
-    for layout, members in plan_buckets([keys[i] for i in rest], [leaves[i] for i in rest], mesh, layers, granularity):
+    given = [keys[i] for i in rest], [leaves[i] for i in rest]
+    for layout, members in plan_buckets(*given, mesh, layers, granularity, unit):
         found.update((rest[position], (layout, index)) for index, position in enumerate(members))
     return found
 
@@ -50,6 +54,7 @@ def plan_buckets(
     mesh: VirtualMesh,
     layers: Layers | None = None,
     granularity: Granularity | None = None,
+    unit: int = 1,
 ) -> list[tuple[Layout, list[int]]]:
     """The buckets of a tree, one for each layer and dtype: `(layout, positions of the bucket's leaves)`. Reads only
     shapes and dtypes of leaves.
@@ -70,6 +75,7 @@ def plan_buckets(
                 name if dtypes[name] == 1 else f"{name}:{str(dtype).removeprefix('torch.')}",
                 tuple(_leaf(tree.dotted(keys[i]), leaves[i], granularity) for i in members),
                 mesh,
+                unit=unit,
             ),
             members,
         )
@@ -85,7 +91,7 @@ def _alignment(numel: int) -> int:
 def _leaf(path: str, leaf: Any, granularity: Granularity | None) -> Leaf:
     shape = tuple(leaf.shape)
     block = granularity(path, shape) if granularity is not None else None
-    return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf))
+    return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf), is_embedding(leaf))
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:
@@ -98,7 +104,8 @@ def bucket_of(key: tuple[str | int, ...]) -> str:
 
 def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mesh: VirtualMesh) -> LeafLayouts:
     """The leaves whose layout follows from `like`: a leaf with the path and shape of a parameter has the parameter's
-    layout, and any other 0-d leaf is replicated."""
+    layout; a leaf with one number for each block of a large parameter lies with the blocks; any other 0-d leaf is
+    replicated."""
     if like is None:
         return {}
     known = {param.path: param for param in tree.leaves(like) if is_sharded(param)}
@@ -108,9 +115,20 @@ def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mes
         param = next((param for param in ends if param is not None and param.shape == leaf.shape), None)
         if param is not None:
             found[position] = (param.form.layout, param.index)
+        elif (param := _find_param_of_scales(known, key, leaf)) is not None:
+            found[position] = (param.form.layout.coarsen(BLOCK), param.index)
         elif not leaf.shape:
             found[position] = (replicated_layout(leaf.shape, mesh), 0)
     return found
+
+
+def _find_param_of_scales(known: Mapping[str, Any], key: tuple[str | int, ...], leaf: Any) -> Any:
+    """The large parameter whose blocks a leaf has one number for, as the scales of 8-bit state."""
+    ends = (known.get(tree.dotted(key[start:])) for start in range(len(key) + 1))
+    for param in ends:
+        if param is not None and param.numel() >= LEAST and tuple(leaf.shape) == (count_blocks(param.numel()),):
+            return param
+    return None
 
 
 def group_by_layout(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.randomness import fold
@@ -58,7 +59,7 @@ class Initial:
             problem = f"the rule gives a {type(initializer).__name__} for it"
             raise FzeroError(path, problem, "give one of fzero.initializers, such as normal(0.02)")
         self.path, self.shape, self.dtype = path, torch.Size(leaf.shape), leaf.dtype
-        self.is_frozen = is_frozen(leaf)
+        self.is_frozen, self.is_embedding = is_frozen(leaf), is_embedding(leaf)
         self.initializer: Initializer = initializer
         self.seed = seed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import State
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live, describe_leaf, live
 from fzero.ranks.virtual import virtual
@@ -36,6 +39,7 @@ def partition(
     dtype: Dtypes | None = None,
     persist: int = 0,
     granularity: Granularity | None = None,
+    unit: int = 1,
     chunk: int = CHUNK_NBYTES,
     device: torch.device | str | None = None,
     pin: bool = False,
@@ -61,9 +65,14 @@ def partition(
     * a leaf whose path ends with a parameter's path, and that has the parameter's shape, has the parameter's layout;
     * any other 0-d leaf, such as a step count, is whole on every rank.
 
+    Of a `fzero.State`, `params` are partitioned, and then the other fields `like` them. Leaves of a state that are
+    partitioned already stay.
+
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
     leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
     averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
+    With `unit` every leaf and every rank's slice begin at multiples of so many elements, as blocks of quantized state
+    want it.
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
     they are in pinned memory.
 
@@ -72,15 +81,22 @@ def partition(
             device that is not the host; on all ranks when one gives other shapes, or when the source rank fails to
             read.
     """
+    if isinstance(params, State):
+        each = functools.partial(partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin)
+        how = {"granularity": granularity, "chunk": chunk, "device": device, "source_rank": source_rank}
+        return _partition_state(params, like, functools.partial(each, **how))
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
-        _Absent(source.shape, to, source.path, is_frozen(leaf)) for source, to, leaf in zip(sources, dtypes, leaves)
+        _Absent(source.shape, to, source.path, is_frozen(leaf), is_embedding(leaf))
+        for source, to, leaf in zip(sources, dtypes, leaves)
     ]
-    planned = plan_leaves(keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity)
+    planned = plan_leaves(
+        keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
+    )
     feed = None
     if source_rank is not None and isinstance(on, Live):
         feed = _make_feed(on, source_rank, chunk, sources, targets, planned)
@@ -99,6 +115,15 @@ def partition(
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
 
 
+def _partition_state(state: State, like: tree.Tree | None, partition: Callable[..., tree.Tree]) -> State:
+    """A state, by a function that partitions a tree: `params` first, then the rest `like` them."""
+    done, rest = tree.split(state, lambda path, leaf: is_sharded(leaf))
+    params = tree.merge(done.params, partition(rest.params, like=like))
+    known = like if like is not None else () if params is None else params
+    others = partition(rest._replace(params=None)._asdict(), like=known)
+    return State(**tree.merge(done._replace(params=None)._asdict(), others))._replace(params=params)
+
+
 def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
     """The origin of a leaf, by which ranks notice at the next step that they were given other values."""
     if not isinstance(value.on, Live) or value.local.is_meta:
@@ -115,6 +140,7 @@ class _Absent:
     dtype: torch.dtype
     path: str
     is_frozen: bool = False
+    is_embedding: bool | None = None
 
     def read(self, start: int, out: Tensor) -> None:
         raise FzeroError(

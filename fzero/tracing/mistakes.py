@@ -21,7 +21,7 @@ from fzero.base.reachable import walk
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Argument, Program
-from fzero.program.records import is_call, record, shares_memory
+from fzero.program.records import body_of, is_call, record, shares_memory
 from fzero.program.refusals import line_of
 from fzero.values.regions import get_mark
 
@@ -162,6 +162,13 @@ def _find_gradients(program: Program, *, through_collectives: bool) -> set[Node]
     collective has moved."""
     found: set[Node] = set()
     for node in program.graph.nodes:
+        body = body_of(node)
+        if body is not None and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+        elif body is not None:
+            inside = _find_gradients(body, through_collectives=through_collectives)
+            if not inside.isdisjoint(body.output.args[0]):
+                found.add(node)
         if node.op != "call_function" or (not through_collectives and record(node).moves is not None):
             continue
         if _is_in_backward(node) or any(source in found for source in node.all_input_nodes):

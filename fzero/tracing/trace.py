@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +15,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.base import tree
 from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
+from fzero.base.flags import Flag, find_flags
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
+from fzero.base.state import find_seeds
 from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.layout.layout import Layout
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.program import ops
 from fzero.program.aten import find_functional
 from fzero.program.operation import Node
+from fzero.program.ops.owners import orthogonalize_on_owners
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
@@ -27,12 +34,15 @@ from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
+from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.state_results import take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
 from fzero.values.custom_functions import take_custom_functions
+from fzero.values.flags import collect_flags
+from fzero.values.loops import record_loops
 from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
@@ -53,6 +63,7 @@ class Tracer:
         self.kinds: Kinds | None = None  # while the step runs
         self._names: dict[Layout, str] = {}
         self.writes = 0
+        self.reduce_dtypes: dict[str, torch.dtype] = {}
 
     def name(self, layout: Layout) -> str:
         """The key of a layout in the program's table: the bucket's name, numbered where two layouts share a name."""
@@ -75,6 +86,11 @@ class Tracer:
     def note_write(self) -> None:
         self.writes += 1
 
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        known = self.reduce_dtypes.setdefault(path, dtype)
+        if known != dtype:
+            raise FzeroError(path, f"is used with reduce={known} and reduce={dtype}", "give one dtype for one leaf")
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         return ops.gather(x, self.name(layout), leaf, list(layout.leaves[leaf].shape))
 
@@ -96,6 +112,10 @@ class Tracer:
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         return ops.axis_index(axis, device)
 
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        made = orthogonalize_on_owners(slices, [self.name(layout) for layout, _ in places], places, blocks, how)
+        return [x if x.ndim == like.ndim else x.view(like.shape) for x, like in zip(made, slices)]
+
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
@@ -108,11 +128,18 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     leaves, treedef = tree.flatten(args)
     paths = [tree.dotted(key) for key in tree.keys(treedef)]
     tracer = Tracer(mesh)
-    arguments = tuple(_describe_argument(path, leaf, tracer) for path, leaf in zip(paths, leaves) if _is_tensor(leaf))
+    flags, roles = find_flags(treedef), find_seeds(treedef)
+    arguments = tuple(
+        replace(_describe_argument(path, leaf, tracer), flag=flags.get(i), role=roles.get(i, ""))
+        for i, (path, leaf) in enumerate(zip(paths, leaves))
+        if _is_tensor(leaf)
+    )
     results: list[Result] = []
     out_tree: list[tree.TreeDef] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     read: list[Tensor] = []
+    recorder = TurnRecorder(lambda: tracer.kinds, tracer.note_write, tracer.name)
+    noted: list[Flag] = []
 
     def describe(graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         return Program(
@@ -126,6 +153,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
             mesh=mesh,
             fake_mode=fake_mode,
             read=tuple(read),
+            reduce_dtypes=tracer.reduce_dtypes,
+            noted=tuple(map(type, noted)),
         )
 
     def flat(*tensors: Tensor) -> list[Tensor]:
@@ -143,21 +172,13 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves):
             check_result(path, leaf, leaves)
             results.append(_describe_result(path, leaf, tracer))
+        results.extend(Result(flag.where) for flag in noted)
         # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
-        return [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
+        made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
+        return made + [flag.value for flag in noted]
 
     fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with (
-        bind_axes(tracer),
-        fake_mode,
-        NameErrors(fn),
-        compiling(),
-        replace_checkpoint(checkpoint),
-        leave_inference_mode(),
-        take_custom_functions(),
-        # On a GPU autograd would run the backward pass in another thread, without context variables and user's lines.
-        torch.autograd.set_multithreading_enabled(False),
-    ):
+    with _surround(fn, tracer, recorder, noted, fake_mode):
         traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
     captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():
@@ -167,7 +188,29 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     check_escapes(
         program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
     )
+    recorder.finish(program)
     return program
+
+
+@contextmanager
+def _surround(
+    fn: Callable[..., Any], tracer: Tracer, recorder: TurnRecorder, noted: list[Flag], fake_mode: FakeTensorMode
+) -> Iterator[None]:
+    """What is in force while `fn` is traced."""
+    with (
+        bind_axes(tracer),
+        record_loops(recorder),
+        collect_flags(noted),
+        fake_mode,
+        NameErrors(fn),
+        compiling(),
+        replace_checkpoint(checkpoint),
+        leave_inference_mode(),
+        take_custom_functions(),
+        # On a GPU autograd would run the backward pass in another thread, without context variables and user's lines.
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -62,6 +63,17 @@ def pmax(x: tree.Tree, axis: str) -> tree.Tree:
     return _all_reduce(Extreme, x, "max", axis)
 
 
+def is_in_step() -> bool:
+    """Whether a sharded step is traced or performed: the collectives here reduce over its ranks."""
+    return _current.get() is not None
+
+
+def mean_over_data(x: Tensor) -> Tensor:
+    """The mean of a value over all ranks, the same on every rank. The identity outside `shard`."""
+    on = _current.get()
+    return x if on is None else _reduce_leaf(AllReduce, x, on, "avg", *on.mesh.names)
+
+
 def axis_index(axis: str, device: torch.device | str = "cpu") -> Tensor:
     """This rank's position along a mesh axis, a 0-d int64 tensor; 0 outside `shard`.
 
@@ -84,8 +96,8 @@ def _all_reduce(move: type[torch.autograd.Function], x: tree.Tree, op: str, axis
     return tree.map(lambda leaf: _reduce_leaf(move, leaf, on, op, axis), x)
 
 
-def _reduce_leaf(move: type[torch.autograd.Function], leaf: Any, on: MovePerformer, op: str, axis: str) -> Tensor:
-    """A leaf, reduced over the ranks along an axis. All ranks hold the same `Sharded`, which is its own mean."""
+def _reduce_leaf(move: type[torch.autograd.Function], leaf: Any, on: MovePerformer, op: str, *axes: str) -> Tensor:
+    """A leaf, reduced over the ranks along some axes. All ranks hold the same `Sharded`, which is its own mean."""
     if is_sharded(leaf):
-        return leaf * on.mesh.size(axis) if op == "sum" else leaf
-    return move.apply(leaf, on, op, (axis,))
+        return leaf * math.prod(map(on.mesh.size, axes)) if op == "sum" else leaf
+    return move.apply(leaf, on, op, axes)

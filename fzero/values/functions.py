@@ -4,7 +4,9 @@
   tensors of the same shape.
 * A reduction of all elements (`sum`, `mean`, `norm`, `max`, `min`, `all`, `any`) takes one collective and returns a
   plain 0-d tensor.
-* A list function (`torch._foreach_*`) is elementwise at each position of its lists.
+* A list function (`torch._foreach_*`) is elementwise at each position of its lists. Functions of `optim` that sum over
+  each leaf of a list take one all-reduce a leaf, which the `coalesce` pass makes one for all.
+* `optim`'s `orthogonalize` moves each matrix to one rank, computes there, and moves slices of the result back.
 * A function that writes into a value writes into its slice. Only a step may do that, and not to its arguments.
 * Any other function gathers the value and runs on the full tensor.
 
@@ -23,8 +25,11 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
+from fzero.optim import operations
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
+from fzero.optim.quantized import BLOCK
 from fzero.values import rules
-from fzero.values.moves import Beside, copy_alias
+from fzero.values.moves import Beside, Parts, copy_alias
 from fzero.values.origin import UNKNOWN, Origin, follow
 
 if TYPE_CHECKING:
@@ -48,8 +53,16 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return _write(func, name, kwargs.get("out", args[0] if args else None), args, kwargs)
     if name in rules.LIST_REDUCTIONS:
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
+    if name in rules.NEW_SCALES:
+        return _make_scales(*args)
+    if name in rules.BLOCKWISE_LIST_OPS:
+        return _apply_blockwise(func, *args)
+    if name in rules.OWNED_LIST_OPS:
+        return _apply_on_owners(func, *args, **kwargs)
     if name in rules.LIST_OPS or (name.startswith("_foreach_") and name not in rules.GATHERED_LIST_OPS):
         return _apply_to_lists(func, args, kwargs)
+    if name in rules.SLICE_OPS:
+        return _apply_to_slices(func, name, *args)
     if name in rules.ELEMENTWISE and kwargs.get("memory_format") in rules.MEMORY_FORMATS:
         anchor = _find_anchor(name, args, kwargs)
         if anchor is not None:
@@ -150,7 +163,7 @@ def _find_path(given: Any) -> str:
 
 def _reduce(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
     """The result of a rule for full reductions; None where the value is to be gathered instead."""
-    if x.is_replicated or _is_computed_in_full(x):
+    if _is_whole(x):
         return None
     return rule(x.local, x.leaf, x.on, *args, **kwargs)
 
@@ -204,6 +217,11 @@ def _is_computed_in_full(anchor: Sharded) -> bool:
     """
     is_sliced = anchor.on.is_tracing and not anchor.is_replicated
     return is_sliced and (torch_private.in_forward_mode() or torch_private.in_second_order())
+
+
+def _is_whole(x: Sharded) -> bool:
+    """Whether functions of `x` run on all of its elements: every rank has them, or gathers them."""
+    return x.is_replicated or _is_computed_in_full(x)
 
 
 def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,7 +289,9 @@ def _apply_to_lists(
             return x
         return Beside.apply(x, first.on, first.path)
 
-    result = func(*map(to_slices, args), **{key: to_slices(x) for key, x in kwargs.items()})
+    places = _find_places(anchors) if rules.name_of(func) in operations.PLACED else ()
+    given = (*args[: len(args) - len(places)], *places)
+    result = func(*map(to_slices, given), **{key: to_slices(x) for key, x in kwargs.items()})
     if result is None or written:
         return None
     # One list, or a tuple of lists: `scale_by_adam` returns three.
@@ -282,6 +302,89 @@ def _apply_to_lists(
         for column in columns
     ]
     return tuple(wrapped) if columns is result else wrapped[0]
+
+
+def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any], *others: Any) -> Any:
+    """A function of `rules.SLICE_OPS` on slices: its results are sums over leaves, or one new leaf for each leaf."""
+    slices = [x if is_sharded(x) and not _is_whole(x) else None for x in leaves]
+    if name in operations.PLACED:
+        others = (*others[:-3], *_find_places(leaves))
+    given = [_gather(x) if sliced is None else sliced.local for x, sliced in zip(leaves, slices)]
+    results = func(given, *([_gather(x) for x in arg] if isinstance(arg, (list, tuple)) else arg for arg in others))
+    if name in operations.SUMS:
+        owners = [slices[i % len(slices)] for i in range(len(results))]
+        return [x if own is None else Parts.apply(x, own.on, own.path) for x, own in zip(results, owners)]
+    anchors = [x if is_sharded(x) else None for x in leaves]
+    return [x if each is None else _wrap(x, each, _origin_of(func, each, [each])) for x, each in zip(results, anchors)]
+
+
+def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:
+    """The last arguments of an operation of `PLACED`: the elements that a rank has of each leaf's bucket, the first
+    element of each leaf in its bucket, and this rank. Zeros for a leaf that is whole, or of which all ranks are here.
+    """
+    apart = [x if is_sharded(x) and x.on.rank is not None and not _is_whole(x) else None for x in leaves]
+    shards = [0 if x is None else x.form.layout.shard for x in apart]
+    begins = [0 if x is None else x.form.layout.leaf_ranges[x.index].start for x in apart]
+    return shards, begins, next((x.on.rank for x in apart if x is not None and x.on.rank is not None), 0)
+
+
+def _make_scales(x: Sharded) -> Sharded:
+    """Zeros for the scales of a value's blocks.
+
+    Raises:
+        FzeroError: in a step, and where ranks cut blocks.
+    """
+    if x.on.is_tracing:
+        raise FzeroError(x.path, "8-bit state is made in a step", "call optimizer.init outside, and pass its state in")
+    layout = x.form.layout
+    try:
+        scales = layout.coarsen(BLOCK)
+    except FzeroError as error:
+        raise FzeroError(x.path, error.problem, error.way_out) from None
+    zeros = x.local.new_zeros(len(scales.part(x.index, x.on.rank)), dtype=torch.float32)
+    return type(x)(zeros, scales, x.index, x.on)
+
+
+def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: Any) -> tuple[list[Any], ...]:
+    """A function of lists of updates, codes, scales, codes and scales, and of others: each position on its slices.
+
+    Raises:
+        FzeroError: for scales that do not lie as the blocks of their codes do.
+    """
+    columns, others = rest[:4], [_gather(x) for x in rest[4:]]
+    for codes, scales in (columns[:2], columns[2:]):
+        for code, scale in zip(codes, scales):
+            if is_sharded(code) and scale.form[:2] != (code.form.layout.coarsen(BLOCK), code.index):
+                problem = f"its 8-bit state lies otherwise than blocks of {BLOCK} elements"
+                raise FzeroError(code.path, problem, "give the state that init or update returned")
+    slices = [_to_slice(x, code) if is_sharded(code) else x for x, code in zip(updates, columns[0])]
+    states = [[x.local if is_sharded(x) else x for x in column] for column in columns]
+    anchor = next((code for code in columns[0] if is_sharded(code)), None)
+    if anchor is not None and not _is_computed_in_full(anchor):
+        others[0] = Beside.apply(others[0], anchor.on, anchor.path)
+    origins = [_origin_of(func, row[0], row) if is_sharded(row[0]) else UNKNOWN for row in zip(*columns, updates)]
+
+    def wrap(made: Sequence[Tensor], likes: Sequence[Any]) -> list[Any]:
+        return [_wrap(x, like, at) if is_sharded(like) else x for x, like, at in zip(made, likes, origins)]
+
+    return tuple(map(wrap, func(slices, *states, *others), (columns[0], *columns)))
+
+
+def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blocks, how: NewtonSchulz) -> list[Any]:
+    """`orthogonalize` of a list: of values on the owners of their matrices, of plain tensors where they are.
+
+    Raises:
+        FzeroError: for a value that is differentiated: what moves to owners has no derivative.
+    """
+    values = [x for x in given if is_sharded(x)]
+    for x in values:
+        if _is_differentiated([x]):
+            raise FzeroError(x.path, "orthogonalize has no derivative", "update outside the differentiated function")
+    plain = [(x, row) for x, row in zip(given, blocks) if not is_sharded(x)]
+    others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
+    places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
+    slices = iter(values[0].on.orthogonalize([x.local for x in values], places, cuts, how))
+    return [_wrap(next(slices), x, _origin_of(func, x, [x])) if is_sharded(x) else next(others) for x in given]
 
 
 def _is_value(x: Any) -> bool:

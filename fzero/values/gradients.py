@@ -42,7 +42,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
         def fn_of_leaves(*given: Any) -> Any:
             nonlocal rebuild
             result = fn(tree.unflatten(treedef, _replace(leaves, trained, given)), *args, **kwargs)
-            value, aux = result if has_aux else (result, None)
+            value, aux = take_pair("value_and_grad", result, "(value, aux)") if has_aux else (result, None)
             value = value.full_tensor() if isinstance(value, Sharded) else value
             _check_value(value)
             _check_use(fn, value)
@@ -67,6 +67,19 @@ def grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         return (gradient, value[1]) if has_aux else gradient
 
     return differentiated
+
+
+def take_pair(where: str, result: Any, expected: str) -> tuple[Any, Any]:
+    """The two values that a user's function returns. `expected` names them.
+
+    Raises:
+        FzeroError: for any other result.
+    """
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+        raise FzeroError(where, f"the function returned {got}, not two", f"return a pair: {expected}")
+    first, second = result
+    return first, second
 
 
 def _take_tensors(aux: tree.Tree) -> tuple[list[Any], Callable[[list[Any]], tree.Tree]]:

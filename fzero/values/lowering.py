@@ -32,6 +32,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from fzero.base import torch_private, tree
+from fzero.base.embeddings import mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
 from fzero.base.tree import Tree, TreeDef
@@ -55,7 +56,7 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
     path = _find_running_mean(module)
     if path is not None:
         raise _change_error(type(module).__name__, path, is_buffer=True)
-    params = _nest(module, dict(module.named_parameters()))
+    params = _list_params(module)
     _report_frozen(module)
     return params, Apply(module, params)
 
@@ -71,7 +72,7 @@ def lower_stateful(module: nn.Module) -> tuple[Tree, Tree, StatefulApply]:
         FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks.
     """
     _check_module(module)
-    params = _nest(module, dict(module.named_parameters()))
+    params = _list_params(module)
     _report_frozen(module)
     buffers = _nest(module, dict(module.named_buffers()))
     return params, buffers, StatefulApply(module, params, buffers)
@@ -256,6 +257,15 @@ def _check_module(module: Any) -> None:
             problem = "this module has a full backward hook, which torch.func cannot call"
             way_out = "remove it, and register a forward hook that calls output.register_hook(fn)"
             raise FzeroError(path or type(child).__name__, problem, way_out)
+
+
+def _list_params(module: nn.Module) -> Tree:
+    """The tree of a module's parameters. A mark on each leaf says whether it is an embedding, alone or tied."""
+    named = dict(module.named_parameters())
+    tables = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
+    weights = {id(weight) for table in tables for weight in table.parameters()}
+    params = _nest(module, named)
+    return tree.map_with_path(lambda path, leaf: mark_embedding(leaf, id(named[path]) in weights), params)
 
 
 def _nest(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> Tree:

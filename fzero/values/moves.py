@@ -22,16 +22,10 @@ One convention makes `torch.func` transforms compose:
     psum, pmean   per-rank -> uniform           themselves
     pmax          per-rank -> uniform           equal shares to the ranks that hold the maximum
 
-The tangent of a linear move is the move of the tangent. The tangent of an extreme is the mean of the tangents at the
-elements that equal the extreme.
+A linear move's tangent is the move of the tangent. An extreme's is the mean of those at the elements that equal it.
 
-`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch, for two reasons:
-
-* Reverse mode takes a mean over ranks where a value leaves its slices. The mean would mix the i-th example of one rank
-  with the i-th example of another.
-* A slice has no dimension for a batch.
-
-A `MovePerformer` performs the moves.
+`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch: a slice has no
+dimension for it, and the means over ranks of reverse mode would mix the i-th examples of different ranks.
 """
 
 from __future__ import annotations
@@ -49,12 +43,12 @@ from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
+from fzero.layout.owners import Places
+from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 
 
 class MovePerformer(Protocol):
-    """Performs moves on one mesh. Every `Sharded` has one: its attribute `on`.
-
-    Three classes implement the protocol:
+    """Performs moves on one mesh. Every `Sharded` has one, its attribute `on`. Three classes implement the protocol:
 
     * `Tracer` (`fzero/tracing/trace.py`) writes each move into the graph of a program, and performs nothing.
     * `Live` (`fzero/ranks/live.py`) is one rank of a `DeviceMesh`, and communicates at once.
@@ -82,6 +76,9 @@ class MovePerformer(Protocol):
     def note_write(self) -> None:
         """Count a write into a slice: what was gathered before is out of date."""
 
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        """Note that a step averages the gradients of the leaf at `path` in a dtype. Outside of a trace, nothing."""
+
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """The full leaf, in its shape, from the 1-d slices `x` of all ranks. New memory, outside of a trace."""
 
@@ -105,6 +102,9 @@ class MovePerformer(Protocol):
 
     def axis_index(self, axis: str, device: torch.device) -> Tensor:
         """This rank's position along `axis`, a 0-d int64."""
+
+    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
+        """This rank's slices of the leaves at `places`, orthogonalized as `optim.newton_schulz` says."""
 
 
 UNPARTITION_FIRST = (

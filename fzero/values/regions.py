@@ -1,9 +1,11 @@
-"""Regions: marks on the nodes of a program whose values the backward pass computes again, instead of keeping them."""
+"""Marks on the nodes of a trace: regions, whose values the backward pass computes again instead of keeping them, and
+turns of loops."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -75,16 +77,67 @@ class Region:
 _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
 
 
+class Turn:
+    """The turn of a loop that a trace records for all of them. The loop takes `length` turns, and has a `number`.
+
+    * `sync` is as in `fzero.accumulate`.
+    * `forward` is the turn that this one is the backward pass of; None for any other turn.
+    * `is_followed`: autograd follows the turn.
+    * `layers`: a bucket of the first layer -> the bucket of each row.
+    """
+
+    def __init__(
+        self, length: int, number: int, sync: str | None, forward: Turn | None = None, is_followed: bool = False
+    ) -> None:
+        self.length, self.number, self.sync, self.forward = length, number, sync, forward
+        self.is_followed = is_followed
+        self.layers: dict[str, tuple[str, ...]] = {} if forward is None else forward.layers
+
+
+_open_turns: ContextVar[tuple[Turn, ...]] = ContextVar("fzero_turns", default=())
+
+
+@contextmanager
+def open_turn(turn: Turn) -> Iterator[None]:
+    """Nodes that are traced in this context belong to a turn."""
+    with keep_turns():
+        begin_turn(turn)
+        yield
+
+
+@contextmanager
+def keep_turns() -> Iterator[None]:
+    """Behind this context the same turns are open as in front of it."""
+    token = _open_turns.set(_open_turns.get())
+    try:
+        yield
+    finally:
+        _open_turns.reset(token)
+
+
+def begin_turn(turn: Turn) -> None:
+    """Nodes that are traced from here on belong to a turn."""
+    _open_turns.set((*_open_turns.get(), turn))
+
+
+def end_turn() -> None:
+    """Close the turn that was opened last."""
+    _open_turns.set(_open_turns.get()[:-1])
+
+
 class Mark(NamedTuple):
-    """Where a node was traced: in which regions, the outermost first, and whether in a backward pass."""
+    """Where a node was traced: in which regions and in which turns, the outermost first, and whether in a backward
+    pass. A node that stands for the border of a turn has the turn as its `port`."""
 
     regions: tuple[Region, ...] = ()
     in_backward: bool = False
+    turns: tuple[Turn, ...] = ()
+    port: Turn | None = None
 
 
 def current_mark() -> Mark:
     """The mark for a node that is traced now."""
-    return Mark(_open_regions.get(), torch_private.in_backward())
+    return Mark(_open_regions.get(), torch_private.in_backward(), _open_turns.get())
 
 
 def set_mark(meta: dict[str, Any], mark: Mark) -> None:

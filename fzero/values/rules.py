@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.base.dtypes import accumulator
 from fzero.layout.layout import Leaf
+from fzero.optim import operations
 from fzero.values.moves import MovePerformer, Peak, Total
 
 _UNARY = """
@@ -48,8 +49,20 @@ GATHERED_0D = frozenset({"masked_fill"})
 FILLS = frozenset({"copy", "fill", "zero"})
 """Names, without their underscore, of elementwise functions that only exist in place."""
 
-LIST_OPS = frozenset({"scale_by_adam"})
-"""Names, besides `_foreach_*`, of functions on lists of leaves that are elementwise at each position."""
+LIST_OPS = operations.STAGES
+"""Functions by name, besides `_foreach_*`, on lists of leaves that are elementwise at each position."""
+
+SLICE_OPS = operations.SUMS | operations.MAPS
+"""Functions by name on lists of leaves, of which a rank may take its slices although they are not elementwise."""
+
+NEW_SCALES = frozenset({"zero_scales"})
+"""Names of functions that make one number for each block of a leaf."""
+
+BLOCKWISE_LIST_OPS = frozenset({"scale_by_adam8bit"})
+"""Names of functions on lists whose results lie as the operands do, list by list: codes, and scales of their blocks."""
+
+OWNED_LIST_OPS = frozenset({"orthogonalize"})
+"""Names of functions on lists that need whole matrices of the leaves: each runs on one rank, the matrix's owner."""
 
 GATHERED_LIST_OPS = frozenset({"_foreach_mm", "_foreach_powsum"})
 """Names of `_foreach_*` functions whose operands are gathered: neither elementwise nor in `LIST_REDUCTIONS`."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf, Wire
 from fzero.layout.ranges import shift, tile
@@ -200,3 +203,24 @@ def test_with_all_leaves_a_wire_is_the_bucket(sent: Wire) -> None:
     assert [sent.pieces(i) for i in sent.leaves] == [((whole,) if whole else ()) for whole in layout.leaf_ranges]
     for rank in range(layout.world):
         assert sent.block(rank) == tuple(layout.slot(index, rank) for index in sent.leaves)
+
+
+@given(layouts(max_block=7), st.integers(1, 4), st.integers(1, 6))
+def test_blocks_of_a_unit_lie_with_their_elements(layout: Layout, size: int, times: int) -> None:
+    layout = replace(layout, unit=size * times)
+    blocks = layout.coarsen(size)
+    assert blocks.padded % (blocks.world * blocks.align) == 0 == layout.padded % (layout.world * layout.align)
+    for index, leaf in enumerate(layout.leaves):
+        assert layout.leaf_ranges[index].start % layout.unit == 0
+        parts = [layout.part(index, rank) for rank in range(layout.world)]
+        assert [i for part in parts for i in part] == list(range(leaf.numel))
+        for rank, part in enumerate(parts):
+            assert not part or (part.start % size == 0 and part.start % leaf.block == 0)
+            assert blocks.part(index, rank) == range(-(-part.start // size), -(-part.stop // size))
+
+
+def test_blocks_that_ranks_may_cut_are_refused() -> None:
+    for layout in (RAGGED, replace(RAGGED, unit=6)):
+        with pytest.raises(FzeroError, match=r"leaf0: ranks may cut blocks of 4 elements.*unit=4"):
+            layout.coarsen(4)
+    assert replace(RAGGED, replicated=True).coarsen(4).leaves[0].shape == (2,)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from programs import EVERY_STEP, MESH, Case, apply, assert_same, calls, layers, rows, training, tried
+from programs import EVERY_STEP, MESH, Case, apply, assert_same, calls, dense, layers, rows, training, tried
 from torch import Tensor, nn
 
 import fzero
-from fzero import optim
+from fzero import ops, optim
 from fzero.base.mesh import VirtualMesh
 from fzero.execution.outline import Fragment, outline
 from fzero.passes import defaults
@@ -179,3 +179,16 @@ def test_equal_fragments_have_equal_code_on_equal_tensors(x: Tensor, factor: flo
     (first,) = fragments(outlined(lambda x: x.exp() * 2.0, SQUARE, mesh=ALONE))
     (second,) = fragments(outlined(lambda x: x.exp() * factor, x, mesh=ALONE))
     assert (first == second, hash(first) == hash(second)) == (equal, equal)
+
+
+def test_fragments_of_a_loop_over_layers_do_not_grow_with_it() -> None:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        x, _ = fzero.scan(lambda x, _, layer: (dense(layer, x).exp() * 0.1, None), x, layers=params["layers"])
+        return x.square().mean()
+
+    def count(depth: int) -> list[int]:
+        optimizer, params = optim.adamw(1e-2), fzero.partition(layers(depth), MESH)
+        result = outlined(training(optimizer, loss), params, optimizer.init(params), rows(MESH))
+        return [len(fragments(loop.args[0])) for loop in calls(result, ops.loop)]
+
+    assert count(2) == count(5) and len(count(2)) == 2 and min(count(2)) > 0

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import optim, tree
 from fzero.base.errors import FzeroError
-from fzero.optim import kernels
+from fzero.optim import fused, kernels
 
 ROUNDING = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-14},  # some 100 operations of 1e-16
@@ -80,7 +80,8 @@ def filled(like: tree.Tree, value: float) -> tree.Tree:
     [
         (optim.adam(0.01), torch.optim.Adam, {"lr": 0.01}),
         (optim.adam(0.1, 0.0, 0.9, 1e-3), torch.optim.Adam, {"lr": 0.1, "betas": (0.0, 0.9), "eps": 1e-3}),
-        (optim.adamw(0.01), torch.optim.AdamW, {"lr": 0.01, "weight_decay": 1e-4}),
+        (optim.adamw(), torch.optim.AdamW, {}),
+        (optim.adamw(0.01, weight_decay=1e-4), torch.optim.AdamW, {"lr": 0.01, "weight_decay": 1e-4}),
         (
             optim.adamw(0.01, 0.8, 0.95, 1e-5, 0.3),
             torch.optim.AdamW,
@@ -230,6 +231,11 @@ def test_a_complex_element_counts_with_its_absolute_value():
         assert norm.item() == 13.0
 
 
+def clip(max_norm, grads):
+    stage = optim.clip_by_global_norm(max_norm)
+    return stage.update(grads, stage.init(grads))[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
 @pytest.mark.parametrize("size", [1e-3, 50.0, 500.0])
 def test_clipping_is_torchs_clip_grad_norm(dtype, size):
@@ -240,7 +246,7 @@ def test_clipping_is_torchs_clip_grad_norm(dtype, size):
     for weight, grad in zip(weights, grads):
         weight.grad = grad.clone()
     norm = torch.nn.utils.clip_grad_norm_(weights, 0.5)
-    clipped, _ = optim.clip_by_global_norm(0.5).update(grads, optim.EmptyState())
+    clipped = clip(0.5, grads)
     tolerance = 4 * torch.finfo(dtype).eps + 1e-6 / norm.item()
     torch.testing.assert_close(optim.global_norm(grads).to(norm.dtype), norm, rtol=tolerance, atol=0)
     for got, weight in zip(clipped, weights):
@@ -250,15 +256,15 @@ def test_clipping_is_torchs_clip_grad_norm(dtype, size):
 def test_clipping_scales_to_the_norm_or_not_at_all():
     grads = random_tree(1, torch.float64)
     norm = torch.cat([leaf.reshape(-1) for leaf in tree.leaves(grads)]).norm().item()
-    clipped, _ = optim.clip_by_global_norm(0.5).update(grads, optim.EmptyState())
+    clipped = clip(0.5, grads)
     assert_close(clipped, tree.map(lambda g: g * 0.5 / norm, grads), **ROUNDING[torch.float64])
-    untouched, _ = optim.clip_by_global_norm(2 * norm).update(grads, optim.EmptyState())
+    untouched = clip(2 * norm, grads)
     assert_equal(untouched, grads)
 
 
 def test_clipping_keeps_zeros_and_dtypes():
     zeros = filled(random_tree(0, torch.bfloat16), 0.0)
-    clipped, _ = optim.clip_by_global_norm(1.0).update(zeros, optim.EmptyState())
+    clipped = clip(1.0, zeros)
     assert_equal(clipped, zeros)
 
 
@@ -393,14 +399,15 @@ def test_schedules_and_clipping_trace_without_looking_at_values():
     params, grads = torch.randn(4, 3), torch.randn(4, 3)
     state = optimizer.init(params)
 
-    def step(params, grads, trace, count):
-        state = ((optim.EmptyState(), (optim.TraceState(trace), optim.ScaleByScheduleState(count))),)
-        updates, state = optimizer.update(grads, state[0], params)
+    (failed, _, _), treedef = tree.flatten(state)
+
+    def step(params, grads, *state):
+        updates, _ = optimizer.update(grads, tree.unflatten(treedef, state), params)
         return optim.apply_updates(params, updates)
 
     program, _ = traced_nodes(step, params, grads, *tree.leaves(state))
     for count in range(7):
-        args = (params, grads, torch.ones(4, 3), torch.tensor(count, dtype=torch.int32))
+        args = (params, grads, failed, torch.ones(4, 3), torch.tensor(count, dtype=torch.int32))
         torch.testing.assert_close(program(*args), step(*args), rtol=0, atol=0)
 
 
@@ -473,12 +480,12 @@ def test_fused_adamw_equals_the_chain(dtype, updates, rate):
     for grad in grads:
         count = count + 1
         lists = map(tree.leaves, (weights, grad, mu, nu))
-        kernels.fused_adamw_(*lists, count, rate, 0.9, 0.99, 1e-8, 0.1)
+        fused.fused_adamw_(*lists, count, rate, 0.9, 0.99, 1e-8, 0.1)
     assert_close(weights, want, **ROUNDING[dtype])
 
 
 def test_fused_adamw_of_nothing_does_nothing():
-    kernels.fused_adamw_([], [], [], [], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_([], [], [], [], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -486,10 +493,10 @@ def test_fused_adamw_minds_strides(which):
     # torch._fused_adamw_ on CPU pairs elements by their place in memory
     lists = [torch.rand(4, 3) for _ in range(4)]
     want = [x.clone() for x in lists]
-    kernels.fused_adamw_(*([x] for x in want), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_(*([x] for x in want), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
     got = [x.clone() for x in lists]
     got[which] = torch.empty(3, 8).t()[::2].copy_(lists[which])
-    kernels.fused_adamw_(*([x] for x in got), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_(*([x] for x in got), torch.tensor(2), 0.1, 0.9, 0.999, 1e-8, 0.1)
     assert_equal(got, want)
 
 
@@ -497,7 +504,7 @@ def test_fused_adamw_writes_into_views_and_nowhere_else():
     memory = torch.zeros(31)
     grads, mu, nu = torch.randn(3, 30).unbind()
     param = memory[1:]  # unaligned
-    kernels.fused_adamw_([param], [grads], [mu.clone()], [nu.abs()], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
+    fused.fused_adamw_([param], [grads], [mu.clone()], [nu.abs()], torch.tensor(1), 0.1, 0.9, 0.999, 1e-8, 0.1)
     assert memory[0] == 0
     assert memory[1:].count_nonzero() == 30
 
@@ -508,3 +515,28 @@ def test_fused_adamw_writes_into_views_and_nowhere_else():
 def test_all_is_what_is_exported():
     public = {name: value for name, value in vars(optim).items() if not name.startswith("_")}
     assert sorted(optim.__all__) == sorted(name for name, value in public.items() if not isinstance(value, ModuleType))
+
+
+STAGES = [
+    optim.identity(), optim.chain(optim.identity()), optim.trace(0.9), optim.scale_by_adam(), optim.scale_by_lion(),
+    optim.scale_by_rms(), optim.scale_by_rss(), optim.scale_by_stddev(), optim.scale_by_nadam(), optim.scale_by_muon(),
+    optim.scale_by_adam8bit(), optim.scale_by_factored_rms(), optim.scale_by_schedule(lambda count: 0.1),
+    optim.clip_by_global_norm(1.0), optim.ema(0.9), optim.schedule_free(optim.sgd(0.1), 0.1),
+    optim.masked(optim.identity(), lambda path, leaf: True), optim.apply_if_finite(optim.identity(), 1),
+    optim.multi_transform({0: optim.identity()}, lambda path, leaf: 0), optim.muon(0.1, where=lambda path, leaf: True),
+    optim.inject_hyperparams(optim.sgd)(lambda count: 0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_refuses_the_state_of_any_other(stage: optim.GradientTransformation) -> None:
+    """Many states have a count, mu or nu: a stage that took any of these would go on from another's numbers."""
+    params = {"w": torch.ones(2, 2)}
+    own = type(stage.init(params))
+    stage.update(params, stage.init(params), params)
+    for state in (other.init(params) for other in STAGES):
+        if type(state) is not own:
+            with pytest.raises(FzeroError, match="the state is of type|the state has [0-9]+ parts"):
+                stage.update(params, state, params)
+    with pytest.raises(FzeroError, match="the state is of type NoneType"):
+        stage.update(params, None, params)

@@ -1,4 +1,4 @@
-"""Schedules against their closed forms."""
+"""Schedules against their closed forms, and against torch.optim.lr_scheduler."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from schedule_references import CASES, STEPS
 
 from fzero import optim
 from fzero.base.errors import FzeroError
@@ -38,6 +39,12 @@ def test_a_schedule_is_a_0d_float32_of_a_tensor_or_an_int(schedule):
         assert value.shape == ()
         assert value.dtype == torch.float32
         assert torch.equal(value, schedule(count))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_is_its_reference(name):
+    got, want = values(CASES[name].schedule, range(STEPS)), CASES[name].values(STEPS)
+    assert got == pytest.approx(want, rel=1.2e-7, abs=0)  # rounded once, to float32: half a unit is 6e-8
 
 
 def test_constant():

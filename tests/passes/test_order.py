@@ -17,20 +17,23 @@ from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
 
+FIRST, LAST = "accumulate cast_gradients bucket coalesce release defer fuse skip split prefetch", "donate verify"
+
 
 @pytest.mark.parametrize(
     ("stage", "in_place", "expected"),
     [
-        (1, True, "rematerialize accumulate bucket coalesce release fuse split prefetch donate verify"),
-        (2, True, "rematerialize bucket coalesce release fuse split prefetch donate verify"),
-        (3, False, "rematerialize bucket coalesce release fuse split prefetch verify"),
+        (1, True, f"rematerialize hoist {FIRST} {LAST}"),
+        (2, True, f"rematerialize hoist {FIRST} {LAST}"),
+        (3, False, f"rematerialize {FIRST} verify"),
     ],
 )
 def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
     passes = defaults(stage=stage, in_place=in_place)
     assert [getattr(each, "func", each).__name__ for each in passes] == expected.split()
     staged = {each.func.__name__: each.keywords for each in passes if isinstance(each, functools.partial)}
-    assert staged == {"release": {"stage": stage}, "verify": {"stage": stage}}
+    named = {"accumulate": {"stage": stage}, "release": {"stage": stage}, "verify": {"stage": stage}}
+    assert staged == named | {"cast_gradients": {"dtype": None}}
 
 
 def graph_of(**inputs: str) -> tuple[fx.Graph, dict[str, fx.Node]]:

@@ -30,7 +30,9 @@ def test_a_mistake_in_a_pass_is_named(rewrite: Any, message: str, before: str) -
 
 
 def test_a_pass_in_a_wrong_place_is_refused() -> None:
-    with pytest.raises(FzeroError, match="pass 'prefech': is not among the passes; there are rematerialize, bucket,"):
+    with pytest.raises(
+        FzeroError, match="pass 'prefech': is not among the passes; there are rematerialize, accumulate,"
+    ):
         passes.insert(passes.defaults(stage=3), returns_nothing, before="prefech")
 
 

@@ -14,9 +14,10 @@ from processes import Outcome, can_read_memory, run_cases, values
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fzero.base.errors import FzeroError
 from fzero.ranks.exchanges import AllToAll
 from fzero.ranks.live import live
-from fzero.ranks.transports import Alone, Native, PointToPoint, SameHost, Transport
+from fzero.ranks.transports import Alone, Native, Pending, PointToPoint, SameHost, Splits, Transport
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64, torch.bool]
 SIZES = [0, 1, 3, 1000, 300_000]  # elements of a block: none, few, and more than one message
@@ -68,7 +69,8 @@ def exchanged(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> dict
         for size in SIZES:
             given = blocks_of(rank, world, size, dtype)
             before = given.clone()
-            found = transport.all_to_all(given, members.begin("all_to_all")).wait()
+            equal = Splits.equal(len(given), world)
+            found = transport.all_to_all(given, members.begin("all_to_all"), equal).wait()
             right[f"{dtype} {size}"] = (
                 are_same_bits(found, expect(rank, world, size, dtype))
                 and are_same_bits(given, before)
@@ -80,12 +82,14 @@ def exchanged(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> dict
 def started_together(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
     """Several are started at once, with an all-gather among them, and waited for in order."""
     transport, members, rank, world = make(mesh), live(mesh).members, mesh.get_rank(), mesh.size()
-    pending = [
-        transport.all_to_all(blocks_of(rank, world, size, torch.float32), members.begin("all_to_all"))
-        for size in (5, 7000)
-    ]
+
+    def start(size: int) -> Pending:
+        blocks, equal = blocks_of(rank, world, size, torch.float32), Splits.equal(world * size, world)
+        return transport.all_to_all(blocks, members.begin("all_to_all"), equal)
+
+    pending = [start(size) for size in (5, 7000)]
     gather = transport.all_gather(torch.full((3,), float(rank)), members.begin("all_gather"))
-    pending.append(transport.all_to_all(blocks_of(rank, world, 9, torch.float32), members.begin("all_to_all")))
+    pending.append(start(9))
     right = [
         are_same_bits(each.wait(), expect(rank, world, size, torch.float32))
         for each, size in zip(pending[:2], (5, 7000))
@@ -100,8 +104,34 @@ def not_contiguous(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) ->
     """A view with gaps is sent as its elements lie in order."""
     transport, members, rank, world = make(mesh), live(mesh).members, mesh.get_rank(), mesh.size()
     given = torch.stack([blocks_of(rank, world, 4, torch.float32), torch.zeros(4 * world)], 1)[:, 0]
-    found = transport.all_to_all(given, members.begin("all_to_all")).wait()
+    found = transport.all_to_all(given, members.begin("all_to_all"), Splits.equal(len(given), world)).wait()
     return are_same_bits(found, expect(rank, world, 4, torch.float32))
+
+
+def size_from(rank: int, to: int, scale: int) -> int:
+    """The elements that a rank gives to another, where blocks differ: none from some."""
+    return scale * ((3 * rank + 2 * to) % 4)
+
+
+def given_raggedly(rank: int, world: int, scale: int) -> AllToAll:
+    """What a rank gives: blocks of several sizes, whose elements say who gives them to whom."""
+    given = [size_from(rank, to, scale) for to in range(world)]
+    taken = [size_from(other, rank, scale) for other in range(world)]
+    blocks = [torch.arange(size) + 1000.0 * (10 * rank + to) for to, size in enumerate(given)]
+    return AllToAll("all_to_all", "fsdp", torch.cat(blocks), (given, taken))
+
+
+def expect_raggedly(rank: int, world: int, scale: int) -> Tensor:
+    sizes = [size_from(other, rank, scale) for other in range(world)]
+    return torch.cat([torch.arange(size) + 1000.0 * (10 * other + rank) for other, size in enumerate(sizes)])
+
+
+def exchanged_raggedly(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
+    transport, members, rank, world = make(mesh), live(mesh).members, mesh.get_rank(), mesh.size()
+    found = [
+        given_raggedly(rank, world, scale).start(transport, members.begin("all_to_all")).wait() for scale in (0, 1, 500)
+    ]
+    return [are_same_bits(each, expect_raggedly(rank, world, scale)) for each, scale in zip(found, (0, 1, 500))]
 
 
 def asked_of_a_live_rank(mesh: DeviceMesh) -> bool:
@@ -115,6 +145,7 @@ CASES: dict[str, Callable[[DeviceMesh], Any]] = {
     **{f"exchanged {name}": partial(exchanged, make) for name, make in TRANSPORTS.items()},
     **{f"together {name}": partial(started_together, make) for name, make in TRANSPORTS.items()},
     **{f"strided {name}": partial(not_contiguous, make) for name, make in TRANSPORTS.items()},
+    **{f"ragged {name}": partial(exchanged_raggedly, make) for name, make in TRANSPORTS.items()},
     "asked": asked_of_a_live_rank,
 }
 
@@ -128,6 +159,11 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
 def test_each_rank_gets_the_block_that_each_rank_gives_it(outcomes: dict[str, list[Outcome]], name: str) -> None:
     for right in values(outcomes[f"exchanged {name}"]):
         assert right == dict.fromkeys(right, True) and len(right) == len(DTYPES) * len(SIZES)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_blocks_may_differ_in_size(outcomes: dict[str, list[Outcome]], name: str) -> None:
+    assert values(outcomes[f"ragged {name}"]) == [[True] * 3] * len(outcomes[f"ragged {name}"])
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -159,7 +195,7 @@ class Nobody:
 
 def test_one_rank_alone_gets_what_it_gives_in_new_memory() -> None:
     given = blocks_of(0, 1, 7, torch.float32)
-    found = Alone().all_to_all(given, Nobody()).wait()  # type: ignore[arg-type]
+    found = Alone().all_to_all(given, Nobody(), Splits.equal(7, 1)).wait()  # type: ignore[arg-type]
     assert are_same_bits(found, given) and found.data_ptr() != given.data_ptr()
 
 
@@ -178,3 +214,18 @@ def test_twice_is_the_identity() -> None:
     row = [AllToAll("all_to_all", "fsdp", blocks) for blocks in given]
     back = [AllToAll("all_to_all", "fsdp", blocks) for blocks in row[0].join(row)]
     assert all(are_same_bits(a, b) for a, b in zip(back[0].join(back), given))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_virtual_ranks_get_blocks_of_several_sizes(world: int) -> None:
+    for scale in (0, 1, 100):
+        row = [given_raggedly(rank, world, scale) for rank in range(world)]
+        found = row[0].join(row)
+        assert all(are_same_bits(found[rank], expect_raggedly(rank, world, scale)) for rank in range(world))
+
+
+@pytest.mark.parametrize("splits", [([1, 2], [1, 1]), ([1, 1, 1], [1, 1]), ([2, 2], [1, 1, 1])])
+def test_sizes_that_do_not_fit_are_refused(splits: tuple[list[int], list[int]]) -> None:
+    row = [AllToAll("all_to_all of w", "fsdp", torch.zeros(4), splits)] * 2
+    with pytest.raises(FzeroError, match=r"all_to_all of w: exchanges 4 elements over 2 ranks: gives \["):
+        row[0].join(row)

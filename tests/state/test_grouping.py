@@ -46,11 +46,12 @@ def test_there_are_gaps_and_whole_rows() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "rtol"),
     [
-        (optim.sgd(0.1, momentum=0.9), 0),
-        # AdamW's kernel rounds the last elements of a slice differently where they fill no vector register.
+        (optim.lion(0.01), 0),
+        # torch's kernels round the last elements of a slice differently where they fill no vector register.
+        (optim.sgd(0.1, momentum=0.9), 1e-6),
         (optim.adamw(0.1), 1e-6),
     ],
-    ids=["sgd", "adamw"],
+    ids=["lion", "sgd", "adamw"],
 )
 def test_a_step_gives_what_it_gives_without(optimizer: optim.GradientTransformation, rtol: float, stage: int) -> None:
     results = []
@@ -62,7 +63,7 @@ def test_a_step_gives_what_it_gives_without(optimizer: optim.GradientTransformat
             x = torch.randn(12, 5, generator=torch.Generator().manual_seed(number))
             params, state, loss = step(params, state, x)
         results.append([*map(fzero.unpartition, (params, state)), loss])
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=rtol, atol=0), *results)
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=rtol, atol=1e-8 if rtol else 0), *results)
 
 
 def test_real_ranks_hold_whole_rows_and_train() -> None:

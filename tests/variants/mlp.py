@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -107,12 +106,3 @@ def on_real(variant: str | None, stage: int, mesh: DeviceMesh) -> Run:
     rows = ROWS // mesh.size()
     mine = slice(mesh.get_rank() * rows, (mesh.get_rank() + 1) * rows)
     return Run(fzero.shard(train_step, mesh, passes=rewrites(variant, stage)), mesh, mine)
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value of a program, what a collective has under way among them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif not isinstance(value, (int, str)) and hasattr(value, "__iter__"):
-        for item in value:
-            yield from tensors(item)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from mlp import STEPS, VARIANTS, Run, on_real, on_virtual, rewrites, tensors, train_step
+from mlp import STEPS, VARIANTS, Run, on_real, on_virtual, rewrites, train_step
 from processes import Outcome, run_cases, values
-from programs import Storages
+from programs import Storages, tensors
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

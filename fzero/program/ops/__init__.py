@@ -12,9 +12,12 @@ from fzero.program.operation import NO_WORK, Operation, Work
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
+from fzero.program.ops.loops import loop, map_bodies
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
+from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
+from fzero.program.ops.quantized import scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
-from fzero.program.ops.updates import adamw, adamw_
+from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
 
@@ -31,6 +34,8 @@ __all__ = [
     "ReduceScatter",
     "Slice",
     "Work",
+    "adagrad",
+    "adagrad_",
     "adamw",
     "adamw_",
     "all_gather",
@@ -42,16 +47,26 @@ __all__ = [
     "ctc_loss_backward",
     "define",
     "draw",
+    "from_owners",
     "gather",
     "is_call",
+    "loop",
+    "map_bodies",
+    "momentum",
+    "momentum_",
+    "orthogonalize",
     "pack_leaves",
     "pack_slices",
     "part",
     "record",
     "reduce_scatter",
+    "scale_by_adam8bit",
     "scatter",
+    "sgd",
+    "sgd_",
     "spread",
     "take",
+    "to_owners",
     "wait",
     "whole",
 ]

@@ -42,9 +42,11 @@ def all_gather(
     return slices[0].new_empty(numel, dtype=dtype)
 
 
-def reduce_scatter(fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int) -> Tensor:
-    """Start scattering the mean of these leaves over all ranks. The wait returns this rank's block of `numel`
-    elements."""
+def reduce_scatter(
+    fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int, *, replicas: bool = True
+) -> Tensor:
+    """Start scattering the mean of these leaves over all ranks, or without `replicas` over the shard axis alone. The
+    wait returns this rank's block of `numel` elements."""
     return fulls[0].new_empty(numel)
 
 
@@ -118,7 +120,13 @@ def _reduce_scatter_kind(walk: Walk, node: Node) -> Kind:
     fulls, bucket, leaves, _ = node.args
     for full, leaf in zip(fulls, leaves, strict=True):
         walk.expect_leaf(node, full, bucket, leaf)
-    return Buffer(False, bucket, tuple(leaves))
+    return Buffer(False, bucket, tuple(leaves), over=find_replica_axes(walk.program, node))
+
+
+def find_replica_axes(program: Program, node: Node) -> frozenset[str]:
+    """The axes along which the result of a scatter still differs: all but the shard axis without `replicas`."""
+    is_mean = node.kwargs.get("replicas", True)
+    return frozenset() if is_mean else frozenset(program.mesh.names) - {program.mesh.shard_axis}
 
 
 def _wait_kind(walk: Walk, node: Node) -> Kind:
@@ -134,13 +142,16 @@ def _whole_kind(walk: Walk, node: Node) -> Kind:
 
 
 def _part_kind(walk: Walk, node: Node) -> Kind:
-    return Slice(node.args[1], _expect_buffer(walk, node, gathered=False))
+    leaf, kind = _expect_buffer(walk, node, gathered=False), walk.of(node.args[0])
+    return Slice(node.args[1], leaf, kind.over if isinstance(kind, Buffer) else frozenset())
 
 
 def _expect_buffer(walk: Walk, node: Node, *, gathered: bool) -> int:
     """The leaf that a node takes from its buffer. Refuses a buffer of other leaves than the node names."""
     buffer, bucket, leaves, position, _ = node.args
-    walk.expect(node, buffer, Buffer(gathered, bucket, tuple(leaves), done=True))
+    kind = walk.of(buffer)
+    over = kind.over if isinstance(kind, Buffer) and not gathered else frozenset()
+    walk.expect(node, buffer, Buffer(gathered, bucket, tuple(leaves), done=True, over=over))
     if not 0 <= position < len(leaves):
         raise walk.refuse(node, f"takes leaf {position} of {len(leaves)} in a buffer")
     return leaves[position]
@@ -165,11 +176,11 @@ def list_gather(program: Program, node: Node) -> Iterator[Comm]:
 
 
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
-    """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then an all-reduce of the block
-    over each mesh axis but the shard axis."""
+    """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then, unless `replicas` is
+    false, an all-reduce of the block over each mesh axis but the shard axis."""
     along, mesh, dtype = program.wire_of(node), program.mesh, sum_dtype(node.meta["val"])
     yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
-    for axis in mesh.names:
+    for axis in mesh.names if node.kwargs.get("replicas", True) else ():
         if axis != mesh.shard_axis:
             yield Comm("all_reduce", axis, node.args[1], dtype, along.stride * dtype.itemsize)
 
@@ -180,8 +191,8 @@ def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps
 
 
 def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
-    along = program.wire_of(node)
-    return lambda fulls, *_: average_leaves(fulls, along)
+    along, replicas = program.wire_of(node), node.kwargs.get("replicas", True)
+    return lambda fulls, *_, **__: average_leaves(fulls, along, replicas)
 
 
 def _wait(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:

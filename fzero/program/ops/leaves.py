@@ -1,7 +1,7 @@
 """Operations on one leaf. Tracing a step emits them.
 
     gather   sharded -> uniform   the full leaf
-    scatter  any -> sharded       this rank's slice of the mean over ranks
+    scatter  any -> sharded       this rank's slice of the mean over ranks; with `replicas=False` over the shard axis
     take     uniform -> sharded   this rank's slice, a view: no communication
     beside   uniform -> uniform   the identity, a mark on a 0-d value that a pointwise operation combines with a slice
     spread   uniform -> sharded   a 0-d value, repeated over a slice
@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.layout import buffers
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import NO_WORK, Node
-from fzero.program.ops.buckets import check_leaves, list_gather, list_scatter
+from fzero.program.ops.buckets import check_leaves, find_replica_axes, list_gather, list_scatter
 from fzero.program.records import register_for_tracing
 from fzero.ranks.exchanges import Rank, Steps, average_leaves, gather_leaves
 
@@ -80,7 +80,7 @@ gather = register_for_tracing(
 
 def _scatter_kind(walk: Walk, node: Node) -> Kind:
     walk.expect_leaf(node, *node.args[:3])
-    return Slice(*node.args[1:3])
+    return Slice(node.args[1], node.args[2], find_replica_axes(walk.program, node))
 
 
 def _scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
@@ -89,18 +89,18 @@ def _scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 
 
 def _scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
-    along = program.wire_of(node)
+    along, replicas = program.wire_of(node), node.kwargs.get("replicas", True)
 
-    def run(x: Tensor, bucket: str, leaf: int, numel: int) -> Steps:
-        block = yield from average_leaves([x], along)
+    def run(x: Tensor, bucket: str, leaf: int, numel: int, **_: bool) -> Steps:
+        block = yield from average_leaves([x], along, replicas)
         return buffers.slice_of(block, along, rank.rank, 0)
 
     return run
 
 
 scatter = register_for_tracing(
-    "scatter(Tensor x, str bucket, int leaf, int numel) -> Tensor",
-    lambda x, bucket, leaf, numel: x.new_empty(numel),
+    "scatter(Tensor x, str bucket, int leaf, int numel, *, bool replicas=True) -> Tensor",
+    lambda x, bucket, leaf, numel, replicas=True: x.new_empty(numel),
     names="leaf",
     kind=_scatter_kind,
     check=_check,

@@ -9,13 +9,14 @@ axis_index       -> per-rank      this rank's position along a mesh axis, a 0-d 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fzero.program.comm import Comm
-from fzero.program.kinds import Kind
+from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation
 from fzero.program.ops.buckets import check_dtypes, sum_dtype
 from fzero.program.records import register, register_for_tracing
@@ -50,14 +51,20 @@ def _check_reduction(program: Program, node: Node) -> None:
 
 
 def _all_reduce_kind(walk: Walk, node: Node) -> Kind:
-    walk.expect_full(node, node.args[0])
-    return walk.of(node.args[0]) - {node.args[2]}
+    return _reduced_kind(walk, node, node.args[0])
 
 
 def _all_reduce_list_kind(walk: Walk, node: Node) -> Kind:
-    for value in node.args[0]:
-        walk.expect_full(node, value)
-    return [walk.of(value) - {node.args[2]} for value in node.args[0]]
+    return [_reduced_kind(walk, node, value) for value in node.args[0]]
+
+
+def _reduced_kind(walk: Walk, node: Node, value: Node) -> Kind:
+    """The kind of a whole value, or of a slice that differs along the axis, once it is reduced."""
+    kind, axis = walk.of(value), node.args[2]
+    if isinstance(kind, Slice) and axis in kind.over:
+        return replace(kind, over=kind.over - {axis})
+    walk.expect_full(node, value)
+    return kind - {axis}
 
 
 def _list_reduction(program: Program, node: Node) -> Iterator[Comm]:
@@ -92,9 +99,9 @@ def _all_reduce_list(program: Program, node: Node, rank: Rank) -> Callable[..., 
 
 def _list_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     """One buffer for all results, which are views of the reduced buffer: each result keeps all of it alive."""
-    values = node.meta["val"]
-    buffer = allocator.new(node, values[0], sum(value.numel() for value in values))
-    return ([buffer._replace(counts=value.numel()) for value in values],)
+    values, counts = node.meta["val"], [allocator.at(value).counts for value in node.args[0]]
+    buffer = allocator.place(node, values[0], sum(counts))
+    return ([buffer._replace(counts=count) for count in counts],)
 
 
 def _label(program: Program, node: Node) -> str:

@@ -1,7 +1,8 @@
 """Updates: the step of an optimizer for many leaves in one call.
 
-    scale_by_adam    Adam's running means and scaled gradients; `fzero.optim` calls it
-    adamw, adamw_    an AdamW step; the `fuse` pass emits `adamw`, the `donate` pass `adamw_`, which works in place
+    adamw, adagrad, momentum, sgd      a step of the optimizer; the `fuse` pass emits these
+    adamw_, adagrad_, momentum_, sgd_  the same in place; the `donate` pass emits these
+    those of `fzero.optim.operations`  a stage of an optimizer; `fzero.optim` calls these
 
 aten's own `_fused_adamw` does not serve as `adamw`: it also returns copies of the gradients, and needs a step count for
 each leaf. The schema of `_fused_adamw_` says that the kernel writes into the gradients as well.
@@ -10,90 +11,134 @@ each leaf. The schema of `_fused_adamw_` says that the kernel writes into the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import fx
 
-from fzero.optim.kernels import fused_adamw_, scale_by_adam
-from fzero.program.aten import infer_lists
-from fzero.program.operation import Node, Operation, Work, nbytes, read_and_write, values_of
+from fzero.optim import rounding
+from fzero.optim.fused import fused_adagrad_, fused_adamw_, fused_momentum_, fused_sgd_
+from fzero.optim.operations import MAPS, PLACED, STAGES, SUMS
+from fzero.program.aten import describe, infer_lists
+from fzero.program.kinds import Kind, axes_of
+from fzero.program.operation import Node, Operation, Work, nbytes, values_of
 from fzero.program.records import register
 
 if TYPE_CHECKING:
+    from fzero.program.inference import Walk
+    from fzero.program.memory import Allocator
     from fzero.program.program import Program
     from fzero.ranks.exchanges import Rank
 
-Lists = Sequence[Tensor]
 
+def _define_update(name: str, kernel: Callable[..., None], states: int) -> tuple[Any, Any]:
+    """Define `name(params, grads, *states, *numbers) -> (new params, *new states)`, with so many lists of states, and
+    `name_`, which writes over params and states. Returns both targets.
 
-def adamw(
-    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
-) -> tuple[list[Tensor], ...]:
-    """The new parameters, first moments and second moments. `hyperparameters` are b1, b2, eps and the weight decay."""
-    return tuple([torch.empty_like(x) for x in column] for column in (params, mu, nu))
+    `kernel` takes the arguments of `name_` and does so. With the keyword `where`, a 0-d bool, the results are the
+    operands unless it is true.
+    """
+    written = (0, *range(2, 2 + states))  # the positions of params and states
 
+    def update(*args: Any, where: Any = None) -> tuple[Any, ...]:
+        return tuple([torch.empty_like(x) for x in args[position]] for position in written)
 
-def adamw_(
-    params: Lists, grads: Lists, mu: Lists, nu: Lists, count: Tensor, rate: Any, *hyperparameters: float
-) -> None:
-    """`adamw` in place: writes the results over `params`, `mu` and `nu`."""
+    def update_(*args: Any, where: Any = None) -> None:
+        pass
 
+    def run(*args: Any, where: Any = None) -> tuple[Any, ...]:
+        given = [[x.clone() for x in arg] if i in written else arg for i, arg in enumerate(args)]
+        kernel(*given, where=where)
+        return tuple(given[position] for position in written)
 
-def _adamw(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
-    def run(params: Lists, grads: Lists, mu: Lists, nu: Lists, *rest: Any) -> tuple[list[Tensor], ...]:
-        new = [[x.clone() for x in column] for column in (params, mu, nu)]
-        fused_adamw_(new[0], grads, new[1], new[2], *rest)
-        return tuple(new)
+    def find_writes(node: Node) -> list[Node]:
+        return [x for position in written for x in node.args[position]]
 
-    return run
+    def work_in_place(node: Node) -> Work:
+        return Work(0, nbytes(values_of(node.all_input_nodes)) + nbytes(values_of(find_writes(node))))
 
+    def label(program: Program, node: Node) -> str:
+        return f"{name} {len(node.args[0])} leaves"
 
-def _adamw_writes(node: Node) -> list[Node]:
-    return [x for position in (0, 2, 3) for x in node.args[position]]
+    def line(program: Program, node: Node) -> str:
+        return f"update          {name}, {len(node.args[0])} leaves"
 
-
-def _adamw_in_place_work(node: Node) -> Work:
-    return Work(0, nbytes(values_of(node.all_input_nodes)) + nbytes(values_of(_adamw_writes(node))))
-
-
-def _label(program: Program, node: Node) -> str:
-    return f"adamw {len(node.args[0])} leaves"
-
-
-register(
-    Operation(
-        name="adamw",
-        target=adamw,
-        fake=adamw,
+    update.__name__ = update.__qualname__ = name
+    update_.__name__ = update_.__qualname__ = f"{name}_"
+    functional = Operation(
+        name=name,
+        target=update,
+        fake=update,
         kind=infer_lists,
-        perform=_adamw,
-        line=lambda program, node: f"update          adamw, {len(node.args[0])} leaves",
-        label=_label,
-        in_place=adamw_,
-        replaces=(0, 2, 3),
+        perform=lambda program, node, rank: run,
+        line=line,
+        label=label,
+        in_place=update_,
+        replaces=written,
         gradients=1,
+        takes_where=True,
     )
-)
-register(
-    Operation(
-        name="adamw_",
-        target=adamw_,
-        fake=adamw_,
+    in_place = Operation(
+        name=f"{name}_",
+        target=update_,
+        fake=update_,
         kind=infer_lists,
-        writes=_adamw_writes,
-        work=_adamw_in_place_work,
-        perform=lambda program, node, rank: fused_adamw_,
-        line=lambda program, node: f"update          adamw, {len(node.args[0])} leaves, in place",
-        label=_label,
+        writes=find_writes,
+        work=work_in_place,
+        perform=lambda program, node, rank: kernel,
+        line=lambda program, node: f"{line(program, node)}, in place",
+        label=label,
     )
-)
-register(
-    Operation(
-        name="scale_by_adam",
-        target=scale_by_adam.default,
-        fake=scale_by_adam.default,
-        kind=infer_lists,
-        work=read_and_write,
-    )
-)
+    return register(functional), register(in_place)
+
+
+adamw, adamw_ = _define_update("adamw", fused_adamw_, 2)
+"""`adamw(params, grads, mu, nu, count, rate, b1, b2, eps, weight_decay) -> (params, mu, nu)`."""
+adagrad, adagrad_ = _define_update("adagrad", fused_adagrad_, 1)
+"""`adagrad(params, grads, sums, rate, eps, weight_decay) -> (params, sums)`."""
+momentum, momentum_ = _define_update("momentum", fused_momentum_, 1)
+"""`momentum(params, grads, traces, rate, momentum, nesterov, weight_decay) -> (params, traces)`."""
+sgd, sgd_ = _define_update("sgd", fused_sgd_, 0)
+"""`sgd(params, grads, rate, weight_decay) -> (params,)`."""
+
+
+# stages, and the sums over whole leaves that some of them need
+
+
+def _sums_kind(walk: Walk, node: Node) -> Kind:
+    """Sums over slices differ between ranks, until they are summed over ranks. Their shapes do not."""
+    kinds = [axes_of(walk.program, walk.of(leaf)) for leaf in node.args[0]]
+    return [kinds[i % len(kinds)] for i in range(len(node.meta["val"]))]
+
+
+def _sums_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    return ([allocator.new((node, i), value) for i, value in enumerate(node.meta["val"])],)
+
+
+def _maps_kind(walk: Walk, node: Node) -> Kind:
+    lists = [arg for arg in node.args[1:] if isinstance(arg, Sequence) and isinstance(arg[0], fx.Node)]
+    beside = [arg for arg in node.args[1:] if isinstance(arg, fx.Node)]
+    return [walk.join(node, [leaf], True, [*others, *beside]) for leaf, *others in zip(node.args[0], *lists)]
+
+
+def _bind_rank(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
+    """The last argument of a node is the rank whose fake values the program shows."""
+    return lambda *args: node.target(*args[:-1], rank.rank)
+
+
+for _name, _packet in (STAGES | SUMS | MAPS).items():
+    _kind: Any = infer_lists if _name in STAGES else _sums_kind if _name in SUMS else _maps_kind
+    for _overload in _packet.overloads():
+        register(
+            Operation(
+                name=_name,
+                target=getattr(_packet, _overload),
+                fake=getattr(_packet, _overload),
+                kind=_kind,
+                memory=_sums_memory if _name in SUMS else None,
+                perform=_bind_rank if _name in PLACED else None,
+            )
+        )
+for _target in (rounding.foreach_stochastic_add.default, torch.ops.fzero._foreach_stochastic_add_.default):
+    register(replace(describe(_target), perform=_bind_rank))

@@ -11,11 +11,11 @@ from fzero.ranks.members import Members
 from fzero.ranks.transports.alone import Alone
 from fzero.ranks.transports.board import share_board
 from fzero.ranks.transports.native import Native
-from fzero.ranks.transports.pending import Pending, Transport
+from fzero.ranks.transports.pending import Pending, Splits, Transport
 from fzero.ranks.transports.point_to_point import PointToPoint
 from fzero.ranks.transports.same_host import SameHost, are_cores_spare
 
-__all__ = ["Alone", "Native", "Pending", "PointToPoint", "SameHost", "Transport", "choose_transport"]
+__all__ = ["Alone", "Native", "Pending", "PointToPoint", "SameHost", "Splits", "Transport", "choose_transport"]
 
 
 def choose_transport(group: dist.ProcessGroup, device: str, members: Members) -> Transport:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
-from fzero.ranks.transports.pending import Pending
+from fzero.ranks.transports.pending import Pending, Splits
 
 
 class Alone:
@@ -24,7 +24,7 @@ class Alone:
         block = buffers.blocks_of(fulls, wire)
         return Pending(attempt, [], lambda: block)
 
-    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+    def all_to_all(self, blocks: Tensor, attempt: Attempt, splits: Splits) -> Pending:
         return Pending(attempt, [], blocks.clone)
 
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:

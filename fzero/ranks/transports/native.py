@@ -14,7 +14,7 @@ from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
-from fzero.ranks.transports.pending import Pending
+from fzero.ranks.transports.pending import Pending, Splits
 from fzero.ranks.transports.reduction import OPS, is_extreme, reduce_extreme
 
 
@@ -55,11 +55,12 @@ class Native:
             work = start(op=dist.ReduceOp.AVG, group=self.scatters, async_op=True)
         return Pending(attempt, [work.wait], lambda: out.to(dtype))
 
-    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+    def all_to_all(self, blocks: Tensor, attempt: Attempt, splits: Splits) -> Pending:
         blocks = buffers.flatten(blocks)
-        out = torch.empty_like(blocks)
+        out = blocks.new_empty(sum(splits.taken))
+        taken, given = list(splits.taken), list(splits.given)
         with attempt:
-            work = dist.all_to_all_single(out, blocks, group=self.scatters, async_op=True)
+            work = dist.all_to_all_single(out, blocks, taken, given, group=self.scatters, async_op=True)
         return Pending(attempt, [work.wait], lambda: out)
 
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:

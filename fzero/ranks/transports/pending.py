@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,18 @@ def _refuse() -> Tensor:
     raise RuntimeError("this collective was waited for already")
 
 
+class Splits(NamedTuple):
+    """The elements that a rank gives to each rank, and that it takes from each rank, in rank order."""
+
+    given: Sequence[int]
+    taken: Sequence[int]
+
+    @classmethod
+    def equal(cls, numel: int, world: int) -> Splits:
+        """Equal parts of `numel` elements, both ways."""
+        return cls([numel // world] * world, [numel // world] * world)
+
+
 class Transport(Protocol):
     """The collectives of one process group of `world` ranks. `rank` counts within the group. N ranks, S elements.
 
@@ -56,8 +68,11 @@ class Transport(Protocol):
     def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
         """Start to scatter the leaves of a wire, given in full, to [S]: this rank's block of their mean over ranks."""
 
-    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
-        """Start to exchange blocks: [N * S] of each rank, block r for rank r -> [N * S], block r from rank r."""
+    def all_to_all(self, blocks: Tensor, attempt: Attempt, splits: Splits) -> Pending:
+        """Start to exchange blocks: flat blocks of each rank, block r for rank r -> flat blocks, block r from rank r.
+
+        `splits` has their sizes.
+        """
 
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         """The "sum", "avg", "max" or "min" of `x` over ranks, elementwise, in a new tensor."""

@@ -15,7 +15,7 @@ from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import TAG, Attempt
-from fzero.ranks.transports.pending import Pending
+from fzero.ranks.transports.pending import Pending, Splits
 from fzero.ranks.transports.reduction import OPS, PIECE, average_, is_extreme, reduce_extreme
 
 Messages = Mapping[int, Sequence[Tensor]]
@@ -51,10 +51,10 @@ class PointToPoint:
         waits = self._exchange(sent, received, attempt)
         return Pending(attempt, waits, lambda: self._mean(theirs, received, mine))
 
-    def all_to_all(self, blocks: Tensor, attempt: Attempt) -> Pending:
+    def all_to_all(self, blocks: Tensor, attempt: Attempt, splits: Splits) -> Pending:
         blocks = buffers.flatten(blocks)
-        out = torch.empty_like(blocks)
-        given, taken = blocks.chunk(self.world), out.chunk(self.world)
+        out = blocks.new_empty(sum(splits.taken))
+        given, taken = blocks.split(list(splits.given)), out.split(list(splits.taken))
         waits = self._exchange({p: [given[p]] for p in self.peers}, {p: [taken[p]] for p in self.peers}, attempt)
         taken[self.rank].copy_(given[self.rank])
         return Pending(attempt, waits, lambda: out)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base import torch_private, tree
+from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
@@ -162,8 +163,12 @@ def _partition(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) -> Tr
 
 def _plan(params: Tree, mesh: Any, how: dict[str, Any]) -> Tree:
     """The result of `partition` on the meta device."""
-    absent = tree.map(lambda x: freeze(torch.empty(x.shape, dtype=x.dtype, device="meta"), x), params)
-    return partition(absent, mesh, **{**how, "device": "meta", "pin": False})
+
+    def make_absent(leaf: Tensor) -> Tensor:
+        absent = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        return mark_embedding(freeze(absent, leaf), is_embedding(leaf))
+
+    return partition(tree.map(make_absent, params), mesh, **{**how, "device": "meta", "pin": False})
 
 
 def _group_by_storage(planned: Sequence[Sharded]) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.state.partition import partition
@@ -82,7 +83,8 @@ def load_sources(
     if missing or surplus:
         raise _mismatch_error(where, missing, sorted(surplus))
     chosen = [None if key is None else sources.get(key) for key in keys]
-    return tree.unflatten(treedef, [_leaf(*row, dtype) for row in zip(leaves, paths, chosen)])
+    rows = zip(leaves, paths, chosen)
+    return tree.unflatten(treedef, [mark_embedding(_leaf(*row, dtype), is_embedding(row[0])) for row in rows])
 
 
 def _keeps_values(key: str | None, leaf: Any, sources: Mapping[str, Source], strict: bool) -> bool:

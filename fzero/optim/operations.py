@@ -1,0 +1,111 @@
+"""Operations on lists of leaves: a traced program has one node for each, however many leaves there are.
+
+`define_stage` makes the operation of a stage. Rules for `Sharded` and for programs find operations in these tables:
+
+    STAGES   elementwise at each position of their lists
+    SUMS     their results are sums over the elements of a leaf: the sum over slices is the sum over ranks
+    MAPS     one new leaf for each leaf of the first list, with other operands of any shape
+    PLACED   operations that need to know which elements of its leaf a slice has, from their last three arguments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fzero.base.errors import FzeroError
+
+STAGES: dict[str, Any] = {}
+SUMS: dict[str, Any] = {}
+MAPS: dict[str, Any] = {}
+PLACED: dict[str, Any] = {}
+
+_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *tables: dict[str, Any]) -> Any:
+    """Define `torch.ops.fzero.<name of the schema>`, add it to the tables, and return it.
+
+    `kernel` returns new tensors and writes into no argument. The operation has no derivative. It has an overload
+    `tensors` that takes 0-d tensors for the numbers of the schema.
+
+    The result is the overload packet, because the rules of `Sharded` know a function by its name, and the name of the
+    packet's `.default` overload is "scale_by_adam.default".
+    """
+    name, _, rest = schema.partition("(")
+
+    def refuse_backward(context: Any, *cotangents: Any) -> NoReturn:
+        way_out = "update outside the differentiated function, or use sgd, which has one"
+        raise FzeroError(name, "has no derivative", way_out)
+
+    for overload in (name, f"{name}.tensors") if " float " in rest else (name,):
+        _LIBRARY.define(
+            f"{overload}({rest if overload == name else rest.replace(' float ', ' Tensor ')}",
+            tags=(torch.Tag.pt2_compliant_tag,),
+        )
+        _LIBRARY.impl(overload, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fzero::{overload}", fake, lib=_LIBRARY)
+        torch.library.register_autograd(f"fzero::{overload}", refuse_backward, lib=_LIBRARY)
+    packet = getattr(torch.ops.fzero, name)
+    for table in tables:
+        table[name] = packet
+    return packet
+
+
+def define_stage(schema: str, kernel: Callable[..., tuple[list[Tensor], ...]]) -> Any:
+    """Define the operation of a stage: `(updates, *states, *others) -> (new updates, *new states)`.
+
+    `updates` and each state are lists with one item a leaf; `others` are such lists, numbers and 0-d tensors. The
+    schema's results say how many states there are. `kernel` gets and returns all lists in float32 or wider. New updates
+    have the dtype that updates and first state promote to; states keep their dtypes.
+    """
+    count = schema.partition("->")[2].count("Tensor[]")  # of lists that the operation returns
+
+    def compute(*args: Any) -> tuple[list[Tensor], ...]:
+        if not args[0]:
+            return tuple([] for _ in range(count))
+        lists = [arg for arg in args if _is_list_of_tensors(arg)]
+        wide = [_promote(row, torch.float32) for row in zip(*lists)]
+        given = [cast_each(arg, wide) if _is_list_of_tensors(arg) else arg for arg in args]
+        return tuple(map(cast_each, kernel(*given), _list_dtypes(args, count)))
+
+    def fake(*args: Any) -> tuple[list[Tensor], ...]:
+        likes = (args[1], *args[1:count])
+        return tuple(
+            [torch.empty_like(like, dtype=dtype) for like, dtype in zip(*column)]
+            for column in zip(likes, _list_dtypes(args, count))
+        )
+
+    return define(schema, compute, fake, STAGES)
+
+
+def find_starts(shards: Sequence[int], begins: Sequence[int], rank: int) -> Iterator[int]:
+    """For each leaf the element at which this rank's slice begins, from the last arguments of an operation of `PLACED`:
+    a bucket has `shard` elements a rank, and the leaf begins at element `begin` of the bucket."""
+    return (max(0, rank * shard - begin) for shard, begin in zip(shards, begins))
+
+
+def _is_list_of_tensors(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and bool(arg) and isinstance(arg[0], Tensor)
+
+
+def _list_dtypes(args: Sequence[Any], count: int) -> list[list[torch.dtype]]:
+    """The dtypes of the lists that the operation of a stage returns."""
+    updates = [_promote(row) for row in zip(args[0], args[1])]
+    return [updates, *([state.dtype for state in column] for column in args[1:count])]
+
+
+def _promote(row: Sequence[Tensor], dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype that the tensors of a row, and `dtype`, promote to."""
+    for x in row:
+        dtype = x.dtype if dtype is None else torch.promote_types(dtype, x.dtype)
+    assert dtype is not None
+    return dtype
+
+
+def cast_each(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Each tensor in the dtype at its position. A tensor that has the dtype already stays the same object."""
+    return [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]

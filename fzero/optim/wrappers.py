@@ -1,0 +1,166 @@
+"""Stages around other stages: on some leaves only, on groups of leaves, only where gradients are finite."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.tree import Tree
+from fzero.optim import list_ops
+from fzero.optim.base import GradientTransformation, Mask, State, cast, init_count, stage, stateless
+
+Labels = Callable[[str, Any], Any]
+"""(dotted path, leaf with its global `shape`, `ndim` and `dtype`) -> the label of the leaf."""
+
+
+def set_to_zero() -> GradientTransformation:
+    """Zeros in the place of all updates."""
+    return stateless(lambda updates, params: tree.map(torch.zeros_like, updates))
+
+
+class MaskedState(NamedTuple):
+    """The state of `masked`."""
+
+    inner_state: State  # of the leaves that take part
+
+
+def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """`inner` for the leaves that `mask(path, leaf)` chooses. The updates of other leaves pass as they are.
+
+    The mask looks at the parameters; where `update` gets none, at the updates. State is kept for chosen leaves only.
+    """
+
+    def init(params: Tree) -> MaskedState:
+        return MaskedState(inner.init(tree.split(params, mask)[0]))
+
+    def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, MaskedState]:
+        seen = updates if params is None else params
+        chosen = {path for path, leaf in zip(tree.paths(seen), tree.leaves(seen)) if mask(path, leaf)}
+        _, others = tree.split(updates, lambda path, leaf: path in chosen)
+        moved, inner_state = inner.update(_take(updates, chosen), state.inner_state, _take(params, chosen))
+        return tree.merge(moved, others), MaskedState(inner_state)
+
+    return stage(MaskedState, init, update)
+
+
+class MultiTransformState(NamedTuple):
+    """The state of `multi_transform`."""
+
+    inner_states: dict[Any, State]  # label -> state of the leaves of that label
+
+
+def multi_transform(transforms: Mapping[Any, GradientTransformation], labels: Labels) -> GradientTransformation:
+    """Parameter groups: each leaf is updated by `transforms[labels(path, leaf)]`, with rates and decay of its own.
+
+    `labels` looks at the parameters; where `update` gets none, at the updates.
+
+    Raises:
+        FzeroError: in `init` and `update`, for a label that `transforms` does not have, naming the leaf.
+    """
+
+    def group(params: Tree) -> dict[Any, set[str]]:
+        groups: dict[Any, set[str]] = {label: set() for label in transforms}
+        for path, leaf in zip(tree.paths(params), tree.leaves(params)):
+            label = labels(path, leaf)
+            if label not in groups:
+                raise FzeroError(path, f"has the label {label!r}", f"give one of {list(transforms)}")
+            groups[label].add(path)
+        return groups
+
+    def init(params: Tree) -> MultiTransformState:
+        groups = group(params)
+        return MultiTransformState(
+            {label: transform.init(_take(params, groups[label])) for label, transform in transforms.items()}
+        )
+
+    def update(
+        updates: Tree, state: MultiTransformState, params: Tree | None = None
+    ) -> tuple[Tree, MultiTransformState]:
+        groups = group(updates if params is None else params)
+        parts, states = [], {}
+        for label, transform in transforms.items():
+            taken, held = _take(updates, groups[label]), _take(params, groups[label])
+            part, states[label] = transform.update(taken, state.inner_states[label], held)
+            parts.append(part)
+        return functools.reduce(tree.merge, parts), MultiTransformState(states)
+
+    return stage(MultiTransformState, init, update)
+
+
+def _take(values: Tree | None, paths: set[str]) -> Tree | None:
+    """The leaves of a tree at these paths, with None in the places of the others."""
+    return None if values is None else tree.split(values, lambda path, leaf: path in paths)[0]
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """The state of `apply_if_finite`."""
+
+    notfinite_count: Tensor  # 0-d int32, updates in a row up to the last that were not finite
+    last_finite: Tensor  # 0-d bool, whether the last updates were finite
+    total_notfinite: Tensor  # 0-d int32
+    inner_state: State
+
+
+def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) -> GradientTransformation:
+    """`inner`, where all updates are finite. Other updates change no bit of parameters and of the state of `inner`.
+
+    More than `max_consecutive_errors` such updates in a row are taken as they are, as in optax.
+
+    Raises:
+        FzeroError: for a negative `max_consecutive_errors`.
+    """
+    if max_consecutive_errors < 0:
+        problem = f"max_consecutive_errors is {max_consecutive_errors}"
+        raise FzeroError("apply_if_finite", problem, "give one that is at least 0")
+
+    def init(params: Tree) -> ApplyIfFiniteState:
+        zero = init_count(params)
+        return ApplyIfFiniteState(zero, zero == 0, init_count(params), inner.init(params))
+
+    def update(updates: Tree, state: ApplyIfFiniteState, params: Tree | None = None) -> tuple[Tree, ApplyIfFiniteState]:
+        finite = all_finite(updates)
+        count = torch.where(finite, 0, state.notfinite_count + 1)
+        total = torch.where(finite, state.total_notfinite, state.total_notfinite + 1)
+        takes = finite | (count > max_consecutive_errors)
+        updates, inner_state = inner.update(updates, state.inner_state, params)
+        leaves, treedef = tree.flatten(updates)
+        if leaves:  # a step of -0.0 changes no bit: -0.0 + 0.0 is 0.0
+            updates = tree.unflatten(treedef, list_ops.masked_fill(leaves, ~takes, -0.0))
+        return updates, ApplyIfFiniteState(count, finite, total, select(takes, inner_state, state.inner_state))
+
+    return stage(ApplyIfFiniteState, init, update)
+
+
+def all_finite(values: Tree) -> Tensor:
+    """Whether no element of a tree is inf or nan, a 0-d bool, the same on all ranks for `Sharded` leaves.
+
+    One reduction over the mesh: it joins the collective of a global norm.
+    """
+    leaves = [leaf for leaf in tree.leaves(values) if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
+    if not leaves:
+        return torch.ones((), dtype=torch.bool)
+    # x - x is nan for inf and nan, else 0, and a sum of such is nan or 0. Sums of one dtype are one collective.
+    return torch.stack([_narrow((leaf - leaf).sum()) for leaf in leaves]).sum().isfinite()
+
+
+def _narrow(total: Tensor) -> Tensor:
+    return (total.abs() if total.dtype.is_complex else total).to(torch.float32)
+
+
+def select(condition: Tensor, new: Tree, old: Tree) -> Tree:
+    """The tree `new` where `condition`, a 0-d bool, is true, else `old`, bit for bit: one list operation.
+
+    Raises:
+        FzeroError: where the trees differ in structure, naming the leaf.
+    """
+    olds, treedef = tree.flatten(old)
+    news, new_def = tree.flatten(new)
+    if new_def != treedef:
+        raise tree.mismatch(treedef, new_def)
+    return tree.unflatten(treedef, list_ops.masked_fill(olds, condition, cast(news, olds))) if olds else old

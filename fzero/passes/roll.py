@@ -1,0 +1,281 @@
+"""The roll pass, in front of all others: the nodes of a traced turn become a loop."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero.passes.order import find_changes, is_cast
+from fzero.passes.rematerialize import recompute
+from fzero.program import ops
+from fzero.program.inference import infer
+from fzero.program.kinds import Kind, Slice
+from fzero.program.operation import Node
+from fzero.program.ops import loops
+from fzero.program.program import Argument, Program, Result
+from fzero.program.records import is_call, record, storage
+from fzero.values.regions import Mark, Turn, get_mark, set_mark
+
+_INS = (loops.carry, loops.row, loops.pick)
+_OUTS = (loops.last, loops.stack, loops.collect)
+
+
+def roll(program: Program) -> Program:
+    """Replace the nodes of each turn by one `ops.loop`, in the program's own graph. Returns the program.
+
+    The backward pass of a turn is a loop of its own, in the other direction. What it uses of the forward turn is
+    collected there, turn by turn. Views and gathered leaves are made again instead, from what they are views and
+    gathers of; and so are the values of `remat` regions.
+
+    Raises:
+        FzeroError: where a value of a turn is used outside of the loop without being a result of it.
+    """
+    if not _find_turns(program.graph):
+        return program
+    if _find_backward(program.graph):
+        recompute(program)
+    kinds = infer(program)
+    for turn in _find_turns(program.graph):
+        _sink_casts(program, turn, kinds)
+    for turn in _find_backward(program.graph):
+        _keep_residuals(program, turn, kinds)
+    for turn in _find_turns(program.graph):
+        _roll_turn(program, turn, kinds)
+    return program
+
+
+def _find_turns(graph: fx.Graph) -> list[Turn]:
+    """The outermost turns, in order. A turn that computes nothing has borders only."""
+    outermost = (mark.turns[0] if mark.turns else mark.port for mark in map(get_mark, graph.nodes))
+    return list(dict.fromkeys(turn for turn in outermost if turn is not None))
+
+
+def _find_backward(graph: fx.Graph) -> list[Turn]:
+    """The outermost turns that are the backward pass of another."""
+    return [turn for turn in _find_turns(graph) if turn.forward is not None]
+
+
+def _find_members(graph: fx.Graph, turn: Turn) -> list[Node]:
+    return [node for node in graph.nodes if get_mark(node).turns[:1] == (turn,) and node.op != "get_attr"]
+
+
+def _find_marks(graph: fx.Graph, turn: Turn, targets: Sequence[Any]) -> list[Node]:
+    marks = (node for node in graph.nodes if is_call(node, *targets))
+    return [node for node in marks if node.args[1] == turn.number]
+
+
+# casts of the leaves of layers and of their gradients
+
+
+def _sink_casts(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+    """Cast leaves of a layer, and its gradients, in the turn, where the step casts those of all layers alike. Then a
+    gather casts what it sends, a mean can be taken in the wider dtype, and there is one cast for all layers."""
+
+    def cast(x: Node, before: Node, like: Node) -> Node:
+        with program.graph.inserting_before(before):
+            made = program.emit(like.target, x, **like.kwargs)
+        set_mark(made.meta, Mark(turns=(turn,), in_backward=turn.forward is not None))
+        kinds[made] = kinds[like]
+        return made
+
+    for pick in _find_marks(program.graph, turn, [loops.pick]):
+        casts = pick.args[0]
+        if _are_casts(casts):
+            with program.graph.inserting_before(pick):
+                item = program.emit(loops.pick, [each.args[0] for each in casts], turn.number)
+            kinds[item] = kinds[casts[0].args[0]]
+            program.substitute(pick, cast(item, pick, casts[0]))
+    for collect in _find_marks(program.graph, turn, [loops.collect]):
+        casts = [user for item in collect.users for user in item.users]
+        if _are_casts(casts) and len({each.args[0] for each in casts}) == turn.length:
+            wide = cast(collect.args[0], collect, casts[0])
+            with program.graph.inserting_before(collect):
+                made = program.emit(loops.collect, wide, *collect.args[1:])
+            kinds[made] = kinds[collect]
+            for item in list(collect.users):
+                with program.graph.inserting_before(item):
+                    new = program.emit(operator.getitem, made, item.args[1])
+                kinds[new] = kinds[item]
+                program.substitute_all({**dict.fromkeys(item.users, new), item: new})
+            program.graph.erase_node(collect)
+
+
+def _are_casts(nodes: Sequence[Node]) -> bool:
+    """Whether nodes cast values to one dtype and do nothing else."""
+    return bool(nodes) and all(is_cast(node) and node.kwargs == nodes[0].kwargs for node in nodes)
+
+
+# what the backward pass of a turn uses of the turn
+
+
+def _keep_residuals(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+    """Let the backward pass of a turn use lists of what it uses of the turn, and copies of what costs nothing. Notes
+    the kinds of new nodes."""
+    forward: Any = turn.forward
+    entered, changed = _find_marks(program.graph, forward, _INS), find_changes(program.graph)
+    own = {*_find_members(program.graph, forward), *entered}
+    members = _find_members(program.graph, turn)
+    users = [node for node in members if own.intersection(node.all_input_nodes)]
+    if not users:
+        return
+    made: dict[Node, Node] = {}
+    end = min(_find_marks(program.graph, forward, _OUTS), default=None) or users[0]
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+        with program.graph.inserting_before(members[0]):
+            return program.emit(target, *args, **kwargs)
+
+    def make(node: Node) -> Node:
+        """A node's value in the backward pass."""
+        if node not in own:
+            return node
+        if node not in made:
+            if _is_free(node, own, changed):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), make)
+                made[node] = emit(node.target, *args, **kwargs)
+                made[node].meta = {**node.meta, "val": made[node].meta["val"]}
+                set_mark(made[node].meta, get_mark(members[0]))
+            elif is_call(node, loops.row, loops.pick) and storage(node) not in changed:
+                made[node] = emit(node.target, node.args[0], turn.number)
+            else:
+                made[node] = emit(loops.pick, keep(node), turn.number)
+            kinds[made[node]] = kinds[node]
+        return made[node]
+
+    def keep(node: Node) -> Node:
+        """The list of a node's value in each turn."""
+        buckets = _list_buckets(forward, kinds[node])
+        with program.graph.inserting_before(end):
+            made = program.emit(loops.collect, node, forward.number, forward.length, buckets)
+        kinds[made] = [replace(kinds[node], bucket=bucket) for bucket in buckets] or [kinds[node]] * forward.length
+        return made
+
+    for user in users:
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), make)
+
+
+def _is_free(node: Node, own: set[Node], changed: set[Any]) -> bool:
+    """Whether the backward pass makes a value of a turn again instead of keeping it: a view, a gathered leaf, the cast
+    of a slice that is gathered."""
+    if is_call(node, *_INS) or storage(node) in changed or record(node).writes(node) or len(node.all_input_nodes) != 1:
+        return False
+    (source,) = node.all_input_nodes
+    if record(node).shares(node) and node.target is not operator.getitem:
+        return True
+    return _comes_from_leaf(source, own) and _moves_leaf(node)
+
+
+def _comes_from_leaf(node: Node, own: set[Node]) -> bool:
+    """Whether a value of a turn is a leaf of the layer, its cast, what is gathered from these, or a view of that."""
+    while node in own and not is_call(node, loops.pick):
+        if is_call(node, *_INS) or len(node.all_input_nodes) != 1 or not _moves_leaf(node):
+            return False
+        (node,) = node.all_input_nodes
+    return True
+
+
+def _moves_leaf(node: Node) -> bool:
+    return is_call(node, ops.gather, torch.ops.aten._to_copy.default) or record(node).is_derived
+
+
+def _list_buckets(turn: Turn, kind: Kind) -> Sequence[str]:
+    """The bucket of a slice in each turn; none for other values."""
+    if not isinstance(kind, Slice):
+        return ()
+    return turn.layers.get(kind.bucket, (kind.bucket,) * turn.length)
+
+
+# loops
+
+
+def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+    members = _find_members(program.graph, turn)
+    carries, rows, picks = (_find_marks(program.graph, turn, [target]) for target in _INS)
+    lasts, stacks, lists = (_find_marks(program.graph, turn, [target]) for target in _OUTS)
+    loops.check_users([*members, *carries, *rows, *picks], {*members, *lasts, *stacks, *lists})
+    kept = {end: carry for end, carry in zip(lasts, carries) if end.args[0] is carry}  # the same in all turns
+    for end, carry in kept.items():
+        program.substitute_all({end: carry.args[0], carry: carry.args[0]})
+    carries, lasts = ([node for node in nodes if node not in (*kept, *kept.values())] for nodes in (carries, lasts))
+    ends, own = [*lasts, *stacks, *lists], {*members, *carries, *rows, *picks}
+    used = [*(source for node in members for source in node.all_input_nodes), *(end.args[0] for end in ends)]
+    constants = [node for node in dict.fromkeys(used) if node not in own]
+    if ends:
+        body = _make_body(program, [carries, rows, picks, constants], members, [lasts, stacks, lists], kinds)
+        carry, xs, items_of_turns = ([node.args[0] for node in nodes] for nodes in (carries, rows, picks))
+        loop = loops.Loop(
+            body, turn.length, carry, xs, items_of_turns, constants, turn.sync,
+            is_reversed=turn.forward is not None, kept=len(lists), layers=turn.layers,
+        )  # fmt: skip
+        with program.graph.inserting_before(min(ends)):
+            call = program.emit(ops.loop, *loop)
+            items = [program.emit(operator.getitem, call, i) for i in range(len(ends))]
+        call.stack_trace = ends[0].stack_trace
+        kinds |= {item: kinds[end] for end, item in zip(ends, items)}
+        program.substitute_all(dict(zip(ends, items)))
+    for node in reversed([*carries, *rows, *picks, *members]):
+        program.graph.erase_node(node)
+
+
+def _make_body(
+    program: Program,
+    given: list[list[Node]],
+    inner: list[Node],
+    ends: list[list[Node]],
+    kinds: dict[Node, Kind],
+) -> Program:
+    """The program of a turn. A result has memory of its own: neither that of an argument nor of another result."""
+    paths = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
+    graph, values, arguments = fx.Graph(), dict[Node, Node](), list[Argument]()
+    for name, nodes in zip(("carry", "xs", "list", "constant"), given):
+        for i, node in enumerate(nodes):
+            path = paths.get(_find_source(node), f"{name}.{i}") if name in ("list", "constant") else f"{name}.{i}"
+            values[node] = graph.placeholder(f"{name}_{i}")
+            values[node].meta["val"] = node.meta["val"]
+            bucket, leaf = _find_leaf(kinds[node])
+            arguments.append(Argument(path, bucket, leaf, kind=kinds[node]))
+    for node in inner:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        mark = get_mark(node)
+        set_mark(values[node].meta, mark._replace(turns=mark.turns[1:]))
+    results, returned, taken = list[Result](), list[Node](), set(map(storage, values.values())) - _own(inner)
+    body = replace(
+        program, name="turn", graph=graph, arguments=tuple(arguments), results=(), constants={}, pass_state=(), read=()
+    )
+    for name, nodes in zip(("carry", "y", "list"), ends):
+        for i, end in enumerate(nodes):
+            node = values[end.args[0]]
+            if storage(node) in taken:
+                node = body.emit(torch.ops.aten.clone.default, node)
+            taken.add(storage(node))
+            returned.append(node)
+            kind = arguments[i].kind if name == "carry" else kinds[end.args[0]]
+            bucket, leaf = _find_leaf(kind)
+            results.append(Result(f"{name}.{i}", bucket, leaf, kind=kind))
+    graph.output(returned)
+    return roll(replace(body, results=tuple(results)))
+
+
+def _find_source(node: Node) -> Node:
+    """The node in front of the trace's first operation on a value: for a leaf of layers that of the first layer."""
+    source = node.args[0][0] if is_call(node, loops.pick) and isinstance(node.args[0], (list, tuple)) else node
+    while is_call(source, torch.ops.aten._to_copy.default):
+        source = source.args[0]
+    return source
+
+
+def _own(inner: Sequence[Node]) -> set[Any]:
+    """The memory that the nodes of a turn make."""
+    made = {storage(node) for node in inner}
+    given = {storage(source) for node in inner for source in node.all_input_nodes if source not in set(inner)}
+    return made - given
+
+
+def _find_leaf(kind: Kind) -> tuple[str | None, int]:
+    """The bucket and leaf of a slice; none for other kinds."""
+    return (kind.bucket, kind.leaf) if isinstance(kind, Slice) else (None, 0)

@@ -1,0 +1,207 @@
+"""Operations on whole matrices, each on one rank, its owner. Orthogonalizing slices emits them.
+
+    to_owners         slices -> per-rank     the whole matrices that this rank owns, one behind the other
+    orthogonalize     per-rank -> per-rank   each of these matrices orthogonalized
+    from_owners       per-rank -> slices     this rank's slices of the matrices, each matrix times its scale
+
+`buckets` and `leaves` name the leaf of each slice. `rows` lists the rows of each matrix, leaf by leaf. `plan_owners`
+finds the owners from these. A leaf that every rank holds whole does not move: every rank orthogonalizes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fzero.layout.owners import Owners, Places, plan_owners
+from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops, count_scratch
+from fzero.program.comm import Comm
+from fzero.program.kinds import UNIFORM, Kind, Slice
+from fzero.program.operation import Node, Work, read_and_write
+from fzero.program.records import register_for_tracing
+from fzero.program.refusals import refuse_node
+from fzero.ranks.exchanges import Rank, Steps
+from fzero.ranks.owners import bring_back, bring_to_owners, orthogonalize_matrices
+
+if TYPE_CHECKING:
+    from fzero.program.inference import Walk
+    from fzero.program.memory import Allocator
+    from fzero.program.program import Program
+
+
+def orthogonalize_on_owners(
+    slices: Sequence[Tensor],
+    buckets: Sequence[str],
+    places: Places,
+    blocks: Blocks,
+    how: NewtonSchulz,
+) -> list[Tensor]:
+    """The slices of these leaves, orthogonalized and flat, by three operations of a trace."""
+    each = [block for row in blocks for block in row]
+    rows, scales = [block.rows for block in each], [block.scale for block in each]
+    plan = plan_owners(tuple(places), tuple(rows), count_flops)
+    named = list(buckets), [leaf for _, leaf in places], rows
+    owned = to_owners(slices, *named, plan.largest, DTYPE)
+    made = orthogonalize(owned, *named, *how, how.steps * plan.costliest)
+    return from_owners(made, *named, scales, [x.numel() for x in slices], [x.dtype for x in slices])
+
+
+def owners_of(program: Program, node: Node) -> Owners:
+    """The owners of the matrices that a node names."""
+    places = tuple((program.layouts[bucket], leaf) for bucket, leaf in zip(*node.args[1:3]))
+    return plan_owners(places, tuple(node.args[3]), count_flops)
+
+
+# checks and kinds
+
+
+def _check(program: Program, node: Node) -> None:
+    buckets, leaves = node.args[1:3]
+    for bucket, leaf in zip(buckets, leaves, strict=True):
+        layout = program.layouts.get(bucket)
+        if layout is None or leaf not in range(len(layout.leaves)):
+            problem = f"names leaf {leaf} of {bucket!r}"
+            raise refuse_node(program, node, problem, f"there are {sorted(map(str, program.layouts))}")
+
+
+def _check_size(program: Program, node: Node) -> None:
+    _check(program, node)
+    largest = owners_of(program, node).largest
+    if node.args[4] != largest:
+        problem = f"brings {node.args[4]} elements to a rank, its layouts {largest}"
+        raise refuse_node(program, node, problem, "take fzero.layout's")
+
+
+def _kinds_of_leaves(walk: Walk, node: Node) -> list[Kind]:
+    layouts = walk.program.layouts
+    return [UNIFORM if layouts[bucket].replicated else Slice(bucket, leaf) for bucket, leaf in zip(*node.args[1:3])]
+
+
+def _to_owners_kind(walk: Walk, node: Node) -> Kind:
+    for given, kind in zip(node.args[0], _kinds_of_leaves(walk, node), strict=True):
+        walk.expect(node, given, kind)
+    return walk.of_slices
+
+
+def _expect_matrices(walk: Walk, node: Node) -> None:
+    """Refuse an operand that is not the matrices that the node names."""
+    owned = node.args[0]
+    walk.expect(node, owned, walk.of_slices)
+    if walk.record(owned).name not in ("to_owners", "orthogonalize") or owned.args[1:4] != node.args[1:4]:
+        raise walk.refuse(node, f"takes {owned.name} for the matrices that it names")
+
+
+def _orthogonalize_kind(walk: Walk, node: Node) -> Kind:
+    _expect_matrices(walk, node)
+    return walk.of_slices
+
+
+def _from_owners_kind(walk: Walk, node: Node) -> Kind:
+    _expect_matrices(walk, node)
+    return _kinds_of_leaves(walk, node)
+
+
+# communication, memory and work
+
+
+def _list_exchange(program: Program, node: Node) -> Iterator[Comm]:
+    """One all-to-all of unequal parts: as one of equal parts of which each rank sends what the busiest rank does."""
+    plan, made = owners_of(program, node), node.meta["val"]
+    dtype = made.dtype if isinstance(made, Tensor) else node.args[0].meta["val"].dtype
+    if plan.moved:
+        numel = -(-plan.busiest * plan.world // (plan.world - 1))
+        yield Comm("all_to_all", program.mesh.shard_axis, None, dtype, numel * dtype.itemsize)
+
+
+# Every rank counts as having the matrices of the rank that owns most elements. Scratch is what another rank, which owns
+# less, may have more at its peak.
+
+
+def _to_owners_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """The matrices; until they are there, what is packed to be sent and what arrives."""
+    allocator.scratch[node] = owners_of(allocator.program, node).moving * node.meta["val"].element_size()
+    return (allocator.new(node, node.meta["val"]),)
+
+
+def _orthogonalize_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """New matrices, and beside all matrices the products of one at a time."""
+    plan, steps = owners_of(allocator.program, node), node.args[4]
+    size = 2 * node.meta["val"].element_size()  # of an element before and behind
+    allocator.scratch[node] = plan.find_scratch(size, lambda rows, columns: count_scratch(rows, columns, steps))
+    return (allocator.new(node, node.meta["val"]),)
+
+
+def _from_owners_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """The slices; until they are filled, what is packed to be sent and what arrives."""
+    plan = owners_of(allocator.program, node)
+    allocator.scratch[node] = plan.moving * node.args[0].meta["val"].element_size()
+    return (allocator.new_slices(node, plan.places),)
+
+
+def _orthogonalize_work(node: Node) -> Work:
+    """The flops of the busiest rank."""
+    return Work(node.args[7], read_and_write(node).nbytes)
+
+
+# performance
+
+
+def _to_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+    plan, axis, dtype = owners_of(program, node), program.mesh.shard_axis, node.args[5]
+    return lambda slices, *_: bring_to_owners(slices, plan, rank.rank, axis, dtype)
+
+
+def _orthogonalize(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
+    plan, how = owners_of(program, node), NewtonSchulz(*node.args[4:7])
+    return lambda owned, *_: orthogonalize_matrices(owned, plan, rank.rank, how)
+
+
+def _from_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+    plan, axis, (scales, _, dtypes) = owners_of(program, node), program.mesh.shard_axis, node.args[4:7]
+    sizes = [len(layout.part(leaf, rank.rank)) for layout, leaf in plan.places]
+    return lambda owned, *_: bring_back(owned, plan, rank.rank, axis, scales, sizes, dtypes)
+
+
+def _line(program: Program, node: Node) -> str:
+    plan = owners_of(program, node)
+    share = plan.costliest / max(sum(plan.costs), 1)
+    return f"orthogonalize   {len(plan.matrices)} matrices, {share:.1%} of the work on the busiest rank"
+
+
+_NAMED = "str[] buckets, int[] leaves, int[] rows"
+to_owners = register_for_tracing(
+    f"to_owners(Tensor[] slices, {_NAMED}, int numel, ScalarType dtype) -> Tensor",
+    lambda slices, buckets, leaves, rows, numel, dtype: slices[0].new_empty(numel, dtype=dtype),
+    kind=_to_owners_kind,
+    check=_check_size,
+    moves=_list_exchange,
+    memory=_to_owners_memory,
+    perform=_to_owners,
+    label=lambda program, node: "to_owners",
+)
+orthogonalize = register_for_tracing(
+    f"orthogonalize(Tensor owned, {_NAMED}, int steps, float[] coefficients, float eps, int flops) -> Tensor",
+    lambda owned, *_: torch.empty_like(owned),
+    kind=_orthogonalize_kind,
+    check=_check,
+    memory=_orthogonalize_memory,
+    work=_orthogonalize_work,
+    perform=_orthogonalize,
+    line=_line,
+    label=lambda program, node: "orthogonalize",
+)
+from_owners = register_for_tracing(
+    f"from_owners(Tensor owned, {_NAMED}, float[] scales, int[] numels, ScalarType[] dtypes) -> Tensor[]",
+    lambda owned, buckets, leaves, rows, scales, numels, dtypes: [
+        owned.new_empty(numel, dtype=dtype) for numel, dtype in zip(numels, dtypes)
+    ],
+    kind=_from_owners_kind,
+    check=_check,
+    moves=_list_exchange,
+    memory=_from_owners_memory,
+    perform=_from_owners,
+    label=lambda program, node: "from_owners",
+)

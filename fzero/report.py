@@ -1,0 +1,119 @@
+"""Report: what a step does to each parameter, and what its program costs, before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fzero.base import tree
+from fzero.base.frozen import is_frozen
+from fzero.optim.report import name_stage
+from fzero.program.listing import summarize_program
+from fzero.program.program import Program
+from fzero.values.sharded import Sharded
+
+
+class LeafReport(NamedTuple):
+    """A parameter: its global `shape` and dtype, and the `stages` of an optimizer that keep state for it, in order.
+
+    A parameter without a stage is frozen, or its optimizer keeps no state, as plain gradient descent.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    stages: tuple[str, ...]
+    is_frozen: bool
+
+    @property
+    def optimizer(self) -> str:
+        """The stages in one word: `"scale_by_adam"`, `"frozen"`, or `"no state"`."""
+        return ", ".join(self.stages) or ("frozen" if self.is_frozen else "no state")
+
+
+class Report(NamedTuple):
+    """What a step does. `str(report)` is a text of it.
+
+    * `leaves`: path of each parameter -> its `LeafReport`.
+    * `peak`: bytes of live tensors at most, on the rank with most.
+    * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
+    * `nodes`: of the program.
+    """
+
+    summary: str
+    leaves: dict[str, LeafReport]
+    peak: int
+    comm: dict[tuple[str, str], int]
+    nodes: int
+
+    def __str__(self) -> str:
+        groups: dict[str, list[tuple[str, LeafReport]]] = {}
+        for path, leaf in self.leaves.items():
+            groups.setdefault(leaf.optimizer, []).append((path, leaf))
+        width = max(map(len, self.leaves), default=0)
+        lines = [self.summary]
+        for optimizer, members in groups.items():
+            lines.append(f"  {optimizer}: {len(members)} {'leaf' if len(members) == 1 else 'leaves'}")
+            lines += [f"    {path:<{width}}  {leaf.dtype} {list(leaf.shape)}" for path, leaf in members]
+        return "\n".join(lines)
+
+
+def report_step(program: Program, args: Sequence[Any]) -> Report:
+    """The report of a step with these arguments.
+
+    The first value of a path, in the order of the arguments, is the parameter. Later values of the path are its state,
+    of the stage whose NamedTuple they stand in.
+    """
+    comm = Counter[tuple[str, str]]()
+    for entry in program.comm():
+        comm[entry.op, entry.axis] += entry.nbytes
+    peak, nodes = program.memory().peak, len(program.graph.nodes)
+    return Report(summarize_program(program), _list_leaves(args), peak, dict(comm), nodes)
+
+
+class _Value(NamedTuple):
+    path: str  # among the arguments
+    classes: tuple[type, ...]  # the NamedTuples around the value, the outermost first
+    value: Sharded
+
+
+def _list_leaves(args: Sequence[Any]) -> dict[str, LeafReport]:
+    values = list(_walk(args, (), ()))
+    params: dict[str, _Value] = {}
+    for each in values:
+        if each.value.path and not any(cls.__module__.startswith("fzero.optim.") for cls in each.classes):
+            params.setdefault(each.value.path, each)
+    stages: dict[str, dict[str, None]] = {path: {} for path in params}
+    for each in values:
+        path = each.value.path or _find_owner(each.path, params)
+        own = [cls for cls in each.classes if path in params and cls not in params[path].classes]
+        if own and name_stage(own[-1]):
+            stages[path][name_stage(own[-1])] = None
+    return {path: _describe(each.value, tuple(stages[path])) for path, each in params.items()}
+
+
+def _walk(node: Any, key: tuple[Any, ...], classes: tuple[type, ...]) -> Iterator[_Value]:
+    """The `Sharded` values in a tree of arguments."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        for name, part in zip(node._fields, node):
+            yield from _walk(part, (*key, name), (*classes, type(node)))
+    elif isinstance(node, (tuple, list, dict)):
+        named = sorted(node.items(), key=lambda item: str(item[0])) if isinstance(node, dict) else enumerate(node)
+        for name, part in named:
+            yield from _walk(part, (*key, name), classes)
+    else:
+        for path, leaf in zip(tree.paths(node), tree.leaves(node)):
+            if isinstance(leaf, Sharded):
+                yield _Value(tree.dotted((*key, path) if path else key), classes, leaf)
+
+
+def _find_owner(path: str, params: Mapping[str, _Value]) -> str:
+    """The parameter whose path is the longest end of a path; empty where there is none. State that every rank holds
+    whole, such as means of rows, has no path of its own."""
+    parts = path.split(".")
+    ends = (".".join(parts[i:]) for i in range(len(parts)))
+    return next((end for end in ends if end in params), "")
+
+
+def _describe(value: Sharded, stages: tuple[str, ...]) -> LeafReport:
+    return LeafReport(tuple(value.shape), str(value.dtype).removeprefix("torch."), stages, is_frozen(value))

@@ -1,0 +1,76 @@
+"""Signatures: the properties of a call's arguments that its program depends on, and how those of two calls differ.
+
+A signature is `(settings of torch, structure of the arguments, a description of each leaf)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base import tree
+from fzero.base.frozen import is_frozen
+from fzero.tracing.watches import describe_value
+from fzero.values.sharded import Form, Sharded
+
+SHOWN = 3  # shapes or values that a message shows
+
+
+def sign_leaf(leaf: Any) -> Any:
+    """The properties of a leaf on which the program depends."""
+    if isinstance(leaf, Sharded):
+        return leaf.form
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), is_frozen(leaf)
+    return describe_value(leaf)
+
+
+def describe_change(known: Any, signature: Any) -> str:
+    """The first argument in which two signatures differ, with both values of a constant. "" where only settings
+    differ."""
+    (_, before, old), (_, treedef, new) = known, signature
+    if before != treedef:
+        mismatch = tree.mismatch(before, treedef)
+        return f"argument {mismatch.where}: {mismatch.problem}"
+    changed = ((path, a, b) for path, a, b in zip(tree.keys(treedef), old, new) if a != b)
+    return next((f"argument {tree.dotted(path)}: was {_format(a)}, is {_format(b)}" for path, a, b in changed), "")
+
+
+def describe_changes(known: Sequence[Any], signature: Any) -> str:
+    """The argument that differs most often among signatures, with some of its shapes or values, and the way out."""
+    _, treedef, new = signature
+    rows = [new, *(leaves for _, other, leaves in known if other == treedef)]
+    columns = [[x for i, x in enumerate(column) if x not in column[:i]] for column in zip(*rows)]
+    most = max(range(len(columns)), key=lambda i: len(columns[i]), default=None)
+    if most is None or len(columns[most]) == 1:
+        return describe_change(known[0], signature) or "settings such as autocast keep changing"
+    path, seen = tree.dotted(tree.keys(treedef)[most]), columns[most]
+    shapes = list(dict.fromkeys(str(list(x[0])) for x in seen if _is_tensor(x)))
+    if len(shapes) > 1:
+        way_out = "round its lengths up a few fixed ones, as the ladder of fzero.data.loader does"
+        return f"argument {path} had {len(shapes)} shapes, {_list_some(shapes)}; {way_out}, or give max_programs"
+    values = list(map(_format, seen))
+    return f"argument {path} had {len(values)} forms, {_list_some(values)}; give what changes as a tensor of one shape"
+
+
+def _is_tensor(described: Any) -> bool:
+    """Whether this is the description of a plain tensor."""
+    return isinstance(described, tuple) and isinstance(described[0], torch.Size)
+
+
+def _format(described: Any) -> str:
+    if isinstance(described, Form):
+        return f"{described.dtype} in {described.layout.leaves[described.leaf].path} of {described.layout}"
+    if _is_tensor(described):
+        return f"{described[1]} {list(described[0])} on {described[2]} with strides {described[3]}"
+    if not isinstance(described, tuple):
+        return "another object"
+    kind, value, *attributes = described
+    return " with ".join([repr(value) if not attributes else kind.__name__, *map(repr, attributes)])
+
+
+def _list_some(words: list[str]) -> str:
+    return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
