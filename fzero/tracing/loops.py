@@ -68,7 +68,7 @@ class TurnRecorder:
             behind = [self._find_axes(x) for x in news]
             captured = _find_captured([*given, *slices, *layer], [*news, *ys])
             ports.has_derivative = not captured
-            is_unrolled = captured and (is_followed or any(isinstance(x, torch_private.FakeTensor) for x in captured))
+            is_unrolled = captured and (is_followed or any(map(_is_of_step, captured)))
             if not is_unrolled and all(new <= self._find_axes(x) for x, new in zip(given, behind)):
                 return ports.leave(news, ys)
             self._given_up.add(this)
@@ -305,12 +305,17 @@ def _are_alike(items: Leaves) -> bool:
     )
 
 
-def _find_captured(given: Leaves, results: Leaves) -> list[Tensor]:
-    """The leaves that autograd follows results to, but not through the values `given`: tensors of the step, and
-    parameters of captured modules, which have data."""
+def _is_of_step(captured: Tensor | None) -> bool:
+    """Whether a step may differentiate by a captured value: by all but tensors with data, which are constants of the
+    program, such as the parameters of a captured module."""
+    return captured is None or isinstance(torch_private.unwrap(captured), torch_private.FakeTensor)
+
+
+def _find_captured(given: Leaves, results: Leaves) -> list[Tensor | None]:
+    """The leaves that autograd follows results to, but not through the values `given`. None for an unknown one."""
     entrance = next((x.grad_fn for x in map(_local, given) if x.grad_fn is not None), None)
     roots = [x for x in map(_local, results) if torch.is_grad_enabled() and x.requires_grad]
-    found = [x for x in roots if x.grad_fn is None]
+    found: list[Tensor | None] = [x for x in roots if x.grad_fn is None]
     stack, seen = [x.grad_fn for x in roots], set[Any]((entrance, None))
     while stack:
         node: Any = stack.pop()
@@ -318,6 +323,6 @@ def _find_captured(given: Leaves, results: Leaves) -> list[Tensor]:
             continue
         seen.add(node)
         if not node.next_functions:
-            found.append(node.variable)
+            found.append(getattr(node, "variable", None))
         stack += [source for source, _ in node.next_functions]
     return found

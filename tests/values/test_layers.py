@@ -181,6 +181,14 @@ def takes_plain_layers(scan: Scan, p: Any, x: Tensor) -> Tensor:
     return h.square().mean()
 
 
+def has_layers_of_unequal_kinds(scan: Scan, p: Any, x: Tensor) -> Tensor:
+    """The first layer is the same on all ranks, the others are not."""
+    w = p["first"]["w"] @ p["head"]["w"]
+    layers = [{"w": w * (1 if i == 0 else x.mean())} for i in range(LAYERS)]
+    h, _ = scan(lambda h, _, layer: (torch.tanh(h @ layer["w"]), None), x, layers=layers)
+    return h.square().mean()
+
+
 def norms_its_slices(scan: Scan, p: Any, x: Tensor) -> Tensor:
     """A value of slices that is no leaf, used by the backward pass."""
 
@@ -195,7 +203,7 @@ def norms_its_slices(scan: Scan, p: Any, x: Tensor) -> Tensor:
 LOSSES = [
     is_plain, begins_with_the_batch, has_rows, uses_a_leaf_twice, leaves_a_leaf_out, has_several_carries,
     captures_a_table, captures_a_parameter, captures_a_value, has_regions, is_in_a_region, writes, has_views,
-    has_attention, is_nested, runs_twice, takes_plain_layers, norms_its_slices,
+    has_attention, is_nested, runs_twice, takes_plain_layers, has_layers_of_unequal_kinds, norms_its_slices,
 ]  # fmt: skip
 UNROLLED = [captures_a_parameter, captures_a_value, is_in_a_region]
 

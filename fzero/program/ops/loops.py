@@ -273,6 +273,12 @@ def _find_kinds(walk: Walk, rows: Any) -> list[Kind]:
     return walk.of(rows) if isinstance(rows, fx.Node) else [walk.of(x) for x in rows]
 
 
+def _join_kinds(walk: Walk, node: Node) -> Kind:
+    """The kind of an item in any turn: a value that differs between ranks in one turn does so in all."""
+    kinds = _find_kinds(walk, node.args[0])
+    return kinds[0].union(*kinds) if all(isinstance(kind, frozenset) for kind in kinds) else kinds[0]
+
+
 def _list_kinds(walk: Walk, node: Node) -> Kind:
     x, _, length, buckets = node.args
     kind = walk.of(x)
@@ -291,7 +297,7 @@ row = register_for_tracing("row(Tensor xs, int turn) -> Tensor", lambda xs, turn
 pick = register_for_tracing(
     "pick(Tensor[] rows, int turn) -> Tensor",
     lambda rows, turn: _empty_as(rows[0]),
-    kind=lambda walk, node: _find_kinds(walk, node.args[0])[0],
+    kind=_join_kinds,
     perform=_refuse,
 )
 last = register_for_tracing("last(Tensor x, int turn) -> Tensor", lambda x, turn: x.new_empty(x.shape), **_SAME)
