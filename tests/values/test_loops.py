@@ -234,9 +234,10 @@ def test_a_scan_is_its_turns_one_by_one(step: Any) -> None:
     torch.testing.assert_close(step(fzero.scan, params(), batch()), step(one_by_one, params(), batch()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "stage", "donate"),
+    [(1, 1, True), (1, 3, True), (2, 1, False), (2, 2, True), (2, 3, False), (2, 3, True), (3, 1, True), (3, 2, False)],
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_with_a_scan_is_the_step_with_its_turns(step: Any, world: int, stage: int, donate: bool) -> None:
     mesh = fzero.VirtualMesh(fsdp=world)
