@@ -70,7 +70,7 @@ class TurnRecorder:
                 news, ys = list(map(_make_contiguous, news)), [y.contiguous() for y in ys]
             self._forget()
             behind = [self._find_axes(x) for x in news]
-            captured = _find_captured([*given, *slices, *layer], [*news, *ys])
+            captured = _find_captures([*given, *slices, *layer], [*news, *ys])
             ports.has_derivative = not captured
             is_unrolled = captured and (is_followed or any(map(_is_of_step, captured)))
             if not is_unrolled and all(new <= self._find_axes(x) for x, new in zip(given, behind)):
@@ -323,7 +323,7 @@ def _is_of_step(captured: Tensor | None) -> bool:
     return captured is None or isinstance(torch_private.unwrap(captured), torch_private.FakeTensor)
 
 
-def _find_captured(given: Leaves, results: Leaves) -> list[Tensor | None]:
+def _find_captures(given: Leaves, results: Leaves) -> list[Tensor | None]:
     """The leaves that autograd follows results to, but not through the values `given`. None for an unknown one."""
     entrance = next((x.grad_fn for x in map(_local, given) if x.grad_fn is not None), None)
     roots = [x for x in map(_local, results) if torch.is_grad_enabled() and x.requires_grad]
