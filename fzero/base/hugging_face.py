@@ -43,8 +43,12 @@ def iter_nodes() -> Iterator[Node]:
             yield Node(cls, _flatten_attributes, _build_from_attributes(cls))
     for module, name in _BATCHES.items():
         if module in sys.modules:
-            cls = getattr(sys.modules[module], name)
-            yield Node(cls, _flatten_items, _build_from_items(cls))
+            yield make_node_of_items(getattr(sys.modules[module], name))
+
+
+def make_node_of_items(cls: type) -> Node:
+    """The node of a mapping: its items are its children."""
+    return Node(cls, _flatten_items, _build_from_items(cls))
 
 
 def _flatten_attributes(value: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:

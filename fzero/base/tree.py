@@ -1,13 +1,15 @@
 """Pytrees: optree with fixed options, leaves named by their paths, split and merge by predicate.
 
 A tree is any nesting of dicts, lists, tuples, NamedTuples and registered classes; `None` is an empty node. Dict entries
-are visited in sorted order of their keys. A class is registered with torch's pytree, as the outputs of transformers'
-models are, or with optree under the namespace "fzero". Caches and batches of transformers are trees too.
+are visited in sorted order of their keys, those of a `UserDict` in the order of insertion. A class is registered with
+torch's pytree, as the outputs of transformers' models are, or with optree under the namespace "fzero". Caches and
+batches of transformers are trees too.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -62,7 +64,8 @@ def _adopt_nodes(count: int, modules: int) -> None:
         is_known = register.get(cls, namespace=NAMESPACE) is not None
         if not (is_known or optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)):
             register(cls, _flatten_by(node), _unflatten_by(node), namespace=NAMESPACE)
-    for cls, flatten_node, unflatten_node in hugging_face.iter_nodes():
+    of_python = hugging_face.make_node_of_items(UserDict)
+    for cls, flatten_node, unflatten_node in (of_python, *hugging_face.iter_nodes()):
         if register.get(cls, namespace=NAMESPACE) is None:
             register(cls, flatten_node, unflatten_node, namespace=NAMESPACE)
 

@@ -173,7 +173,7 @@ def scale_by_amsgrad(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> G
         updates, mu, nu, nu_max = (tree.unflatten(treedef, leaves) for leaves in lists)
         return updates, ScaleByAmsgradState(count, mu, nu, nu_max)
 
-    return GradientTransformation(init, update)
+    return stage(ScaleByAmsgradState, init, update)
 
 
 class ScaleByNadamState(NamedTuple):

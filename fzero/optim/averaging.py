@@ -20,6 +20,7 @@ from fzero.optim.base import (
     GradientTransformation,
     cast,
     check_decay,
+    check_finite,
     check_number,
     flatten_alike,
     init_count,
@@ -75,7 +76,9 @@ def incremental_update(new_tensors: Tree, old_tensors: Tree, step_size: float) -
     Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992.
 
     Raises:
-        FzeroError: where the trees differ in structure or shapes, naming the leaf.
+        FzeroError: for a `step_size` that is no finite number; where the trees differ in structure or shapes, naming
+            the leaf.
     """
+    check_finite("incremental_update", "step_size", step_size)
     treedef, (old, new) = flatten_alike(old_tensors, new_tensors)
     return tree.unflatten(treedef, torch._foreach_lerp(old, cast(new, old), step_size)) if old else old_tensors

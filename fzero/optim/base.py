@@ -10,7 +10,8 @@ each leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
@@ -53,15 +54,20 @@ class EmptyState(NamedTuple):
     """The state of a stage without state."""
 
 
-def stage(state_type: type, init: Init, update: Update) -> GradientTransformation:
+def stage(state_type: type, init: Init, update: Update, *, takes_integers: bool = False) -> GradientTransformation:
     """A stage whose state is a `state_type`. The stage refuses any other state.
 
+    With `takes_integers` updates may be of any dtype: a stage around other stages leaves the dtypes to them.
+
     Raises:
-        FzeroError: in `update`, for a state of another type, such as that of another optimizer.
+        FzeroError: in `update`, for a state of another type, such as that of another optimizer; for updates of
+            integers, naming the leaf.
     """
 
     def update_of_state(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
         check_state(state_type.__name__, state, state_type)
+        if not takes_integers:
+            _check_updates(updates)
         return update(updates, state, params)
 
     return GradientTransformation(init, update_of_state)
@@ -74,18 +80,32 @@ def check_state(where: str, state: Any, expected: type) -> None:
         raise FzeroError(where, problem, "give the state that this optimizer's init or update returned")
 
 
-def stateless(update: Callable[[Tree, Tree | None], Tree]) -> GradientTransformation:
-    """A stage without state: its new updates are `update(updates, params)` (optax's `stateless`)."""
+def _check_updates(updates: Tree) -> None:
+    """Refuse updates of integers, and what is no tensor. Complex ones are a matter of the stage."""
+    for i, leaf in enumerate(tree.leaves(updates)):
+        if not isinstance(leaf, Tensor):
+            raise FzeroError(tree.paths(updates)[i], f"is a {type(leaf).__name__}, not a tensor", "give a gradient")
+        if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+            check_floating(tree.paths(updates)[i], leaf)
+
+
+def stateless(update: Callable[[Tree, Tree | None], Tree], *, takes_integers: bool = False) -> GradientTransformation:
+    """A stage without state: its new updates are `update(updates, params)` (optax's `stateless`).
+
+    Raises:
+        FzeroError: in `update`, unless it `takes_integers`, for updates of integers, naming the leaf.
+    """
     return stage(
         EmptyState,
         lambda params: EmptyState(),
         lambda updates, state, params=None: (update(updates, params), state),
+        takes_integers=takes_integers,
     )
 
 
 def identity() -> GradientTransformation:
     """A stage that returns its updates unchanged."""
-    return stateless(lambda updates, params: updates)
+    return stateless(lambda updates, params: updates, takes_integers=True)
 
 
 def chain(*transforms: GradientTransformation) -> GradientTransformation:
@@ -206,7 +226,7 @@ def _zeros_like(path: str, leaf: Any) -> Any:
 
 
 def check_floating(path: str, leaf: Any) -> None:
-    """Refuse a parameter whose dtype is not floating."""
+    """Refuse a parameter or an update whose dtype is not floating."""
     if not leaf.dtype.is_floating_point:
         raise FzeroError(
             path,
@@ -266,12 +286,39 @@ def check_number(where: str, **hyperparameters: Any) -> None:
 
 def check_decay(where: str, name: str, value: Any) -> None:
     """Refuse a decay rate outside [0, 1)."""
-    # A step cannot look at the value of a schedule.
-    if not isinstance(value, Tensor) and not (is_number(value) and 0 <= value < 1):
-        raise FzeroError(where, f"{name} is {value!r}", "a decay rate lies in [0, 1)")
+    _check(where, name, value, lambda x: 0 <= x < 1, "a decay rate lies in [0, 1)")
 
 
 def check_not_negative(where: str, name: str, value: Any) -> None:
     """Refuse a number below 0, nan, and what is no number."""
-    if not isinstance(value, Tensor) and not (is_number(value) and value >= 0):
-        raise FzeroError(where, f"{name} is {value!r}", "give one that is at least 0")
+    _check(where, name, value, lambda x: x >= 0, "give one that is at least 0")
+
+
+def check_positive(where: str, name: str, value: Any) -> None:
+    """Refuse a number that is not above 0, and what is no number."""
+    _check(where, name, value, lambda x: x > 0, "give a positive one")
+
+
+def check_finite(where: str, name: str, value: Any) -> None:
+    """Refuse inf, nan, and what is no number."""
+    _check(where, name, value, lambda x: abs(x) <= sys.float_info.max, "give a finite number")
+
+
+def _check(where: str, name: str, value: Any, is_right: Callable[[Any], bool], way_out: str) -> None:
+    if isinstance(value, Tensor):
+        if value.ndim:  # else it may be the value of a schedule, at which a step cannot look
+            raise FzeroError(where, f"{name} is a tensor of shape {list(value.shape)}", "give a number")
+    elif not (is_number(value) and is_right(value)):
+        raise FzeroError(where, f"{name} is {value!r}", way_out)
+
+
+def check_choice(where: str, name: str, value: Any, choices: Iterable[str]) -> None:
+    """Refuse what is none of these strings."""
+    if not isinstance(value, str) or value not in choices:
+        raise FzeroError(where, f"{name} is {value!r}", f"give one of {list(choices)}")
+
+
+def check_function(where: str, name: str, value: Any, way_out: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise FzeroError(where, f"{name} is {value!r}", way_out)

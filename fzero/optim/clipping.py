@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
-from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.tree import Tree
 from fzero.optim import kernels, list_ops
@@ -21,9 +20,10 @@ from fzero.optim.base import (
     EmptyState,
     GradientTransformation,
     cast,
+    check_choice,
     check_number,
+    check_positive,
     init_number,
-    is_number,
     stage,
     stateless,
 )
@@ -65,7 +65,7 @@ def clip(max_delta: float) -> GradientTransformation:
         FzeroError: for a `max_delta` that is not positive, or a tensor.
     """
     check_number("clip", max_delta=max_delta)
-    _check_limit("clip", "max_delta", max_delta)
+    check_positive("clip", "max_delta", max_delta)
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         leaves, treedef = tree.flatten(updates)
@@ -87,7 +87,7 @@ def clip_by_block_rms(threshold: float, *, on_nonfinite: Nonfinite = "raise") ->
         FzeroError: for a `threshold` that is not positive or an unknown `on_nonfinite`; at the next call of a step, as
             `clip_by_global_norm`.
     """
-    _check_limit("clip_by_block_rms", "threshold", threshold)
+    check_positive("clip_by_block_rms", "threshold", threshold)
 
     def measure(updates: Tree) -> tuple[Tensor, Tensor]:
         leaves = tree.leaves(updates)
@@ -124,9 +124,8 @@ def clip_by_global_norm(
         FzeroError: for a `max_norm` that is not positive, an unknown `kind` or `on_nonfinite`; at the next call of a
             step, for a norm that was not finite.
     """
-    _check_limit("clip_by_global_norm", "max_norm", max_norm)
-    if kind not in _FACTORS:
-        raise FzeroError("clip_by_global_norm", f"kind is {kind!r}", f"give one of {list(_FACTORS)}")
+    check_positive("clip_by_global_norm", "max_norm", max_norm)
+    check_choice("clip_by_global_norm", "kind", kind, _FACTORS)
 
     def measure(updates: Tree) -> tuple[Tensor, Tensor]:
         norm = global_norm(updates)
@@ -140,9 +139,7 @@ def _clip(
 ) -> GradientTransformation:
     """A stage that multiplies updates by what `measure(updates)` says: a number that is to be finite, and the factor of
     all leaves, 0-d, or [leaves] one of each."""
-    if on_nonfinite not in ("raise", "zero"):
-        raise FzeroError(flag.where, f"on_nonfinite is {on_nonfinite!r}", "give 'raise' or 'zero'")
-
+    check_choice(flag.where, "on_nonfinite", on_nonfinite, ("raise", "zero"))
     raises = on_nonfinite == "raise"
 
     def init(params: Tree) -> Any:
@@ -163,9 +160,3 @@ def _clip(
         return tree.unflatten(treedef, clipped), state
 
     return stage(ClipState if raises else EmptyState, init, update)
-
-
-def _check_limit(where: str, name: str, limit: Any) -> None:
-    # A step cannot look at the value of a schedule.
-    if not isinstance(limit, Tensor) and not (is_number(limit) and limit > 0):
-        raise FzeroError(where, f"{name} is {limit!r}", "give a positive one")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from fzero.base.errors import FzeroError
-from fzero.optim.base import Schedule
+from fzero.optim.base import Schedule, check_choice, check_positive
 from fzero.optim.schedules import (
-    check_positive,
+    check_arguments,
     constant_schedule,
     cosine_decay_schedule,
     exponential_decay,
@@ -22,6 +23,7 @@ from fzero.optim.schedules import (
 Decay = Literal["linear", "sqrt", "cosine"]
 
 
+@check_arguments
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Schedule:
     """Linear from `init_value` to `peak_value` in `warmup_steps`, then constant.
 
@@ -31,6 +33,7 @@ def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps:
     return _warm_up(init_value, peak_value, warmup_steps, constant_schedule(peak_value))
 
 
+@check_arguments
 def warmup_cosine_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -46,7 +49,7 @@ def warmup_cosine_decay_schedule(
     Raises:
         FzeroError: unless `0 <= warmup_steps < decay_steps`.
     """
-    if not 0 <= warmup_steps < decay_steps:
+    if not warmup_steps < decay_steps:
         raise FzeroError(
             "warmup_cosine_decay_schedule",
             f"warmup_steps is {warmup_steps}, decay_steps {decay_steps}",
@@ -56,6 +59,7 @@ def warmup_cosine_decay_schedule(
     return _warm_up(init_value, peak_value, warmup_steps, decay)
 
 
+@check_arguments
 def warmup_exponential_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -75,6 +79,7 @@ def warmup_exponential_decay_schedule(
     return _warm_up(init_value, peak_value, warmup_steps, decay)
 
 
+@check_arguments
 def warmup_inverse_sqrt_schedule(
     init_value: float, peak_value: float, warmup_steps: int, timescale: int | None = None
 ) -> Schedule:
@@ -90,6 +95,7 @@ def warmup_inverse_sqrt_schedule(
     return _warm_up(init_value, peak_value, warmup_steps, decay)
 
 
+@check_arguments
 def warmup_stable_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -110,19 +116,17 @@ def warmup_stable_decay_schedule(
     """
     where = "warmup_stable_decay_schedule"
     check_positive(where, "decay_steps", decay_steps)
-    if stable_steps < 0:
-        raise FzeroError(where, f"stable_steps is {stable_steps}", "give one that is at least 0")
     tails = {
         "linear": linear_schedule(peak_value, end_value, decay_steps),
         "sqrt": sqrt_decay_schedule(peak_value, end_value, decay_steps),
         "cosine": cosine_decay_schedule(peak_value, decay_steps, _divide(end_value, peak_value)),
     }
-    if decay not in tails:
-        raise FzeroError(where, f"decay is {decay!r}", f"give one of {sorted(tails)}")
+    check_choice(where, "decay", decay, tails)
     later = join_schedules([constant_schedule(peak_value), tails[decay]], [stable_steps])
     return _warm_up(init_value, peak_value, warmup_steps, later)
 
 
+@check_arguments
 def linear_onecycle_schedule(
     transition_steps: int,
     peak_value: float,
@@ -137,9 +141,10 @@ def linear_onecycle_schedule(
     line ends at `pct_final` of them. Smith and Topin, https://arxiv.org/abs/1708.07120.
 
     Raises:
-        FzeroError: for `transition_steps` or a factor that is not positive.
+        FzeroError: for `transition_steps` or a factor that is not positive, for shares that are not in order.
     """
-    _check_cycle("linear_onecycle_schedule", transition_steps, div_factor, final_div_factor)
+    positive = {"transition_steps": transition_steps, "div_factor": div_factor, "final_div_factor": final_div_factor}
+    _check_cycle("linear_onecycle_schedule", positive, {"pct_start": pct_start, "pct_final": pct_final})
     points = {
         int(pct_start * transition_steps): div_factor,
         int(pct_final * transition_steps): 1 / div_factor,
@@ -148,6 +153,7 @@ def linear_onecycle_schedule(
     return piecewise_interpolate_schedule("linear", peak_value / div_factor, points)
 
 
+@check_arguments
 def cosine_onecycle_schedule(
     transition_steps: int,
     peak_value: float,
@@ -161,9 +167,10 @@ def cosine_onecycle_schedule(
     https://arxiv.org/abs/1708.07120.
 
     Raises:
-        FzeroError: for `transition_steps` or a factor that is not positive.
+        FzeroError: for `transition_steps` or a factor that is not positive, for shares that are not in order.
     """
-    _check_cycle("cosine_onecycle_schedule", transition_steps, div_factor, final_div_factor)
+    positive = {"transition_steps": transition_steps, "div_factor": div_factor, "final_div_factor": final_div_factor}
+    _check_cycle("cosine_onecycle_schedule", positive, {"pct_start": pct_start})
     points = {int(pct_start * transition_steps): div_factor, transition_steps: 1 / (div_factor * final_div_factor)}
     return piecewise_interpolate_schedule("cosine", peak_value / div_factor, points)
 
@@ -174,26 +181,35 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983.
 
     Raises:
-        FzeroError: without a cycle, and as `warmup_cosine_decay_schedule`.
+        FzeroError: without a cycle, for one without its arguments, and as `warmup_cosine_decay_schedule`.
     """
-    cycles = list(cosine_kwargs)
+    cycles = list(cosine_kwargs) if isinstance(cosine_kwargs, Iterable) else []
     if not cycles:
-        raise FzeroError("sgdr_schedule", "has no cycle", "give the arguments of at least one cycle")
+        raise FzeroError("sgdr_schedule", "has no cycle", "give a list of the arguments of at least one cycle")
+    for i, cycle in enumerate(cycles):
+        try:
+            inspect.signature(warmup_cosine_decay_schedule).bind(**cycle)
+        except TypeError as error:
+            way_out = "give a dict of arguments of warmup_cosine_decay_schedule"
+            raise FzeroError("sgdr_schedule", f"cosine_kwargs[{i}]: {error}", way_out) from None
+    schedules = [warmup_cosine_decay_schedule(**cycle) for cycle in cycles]
     ends = [sum(cycle["decay_steps"] for cycle in cycles[:i]) for i in range(1, len(cycles))]
-    return join_schedules([warmup_cosine_decay_schedule(**cycle) for cycle in cycles], ends)
+    return join_schedules(schedules, ends)
 
 
 def _warm_up(init_value: float, peak_value: float, warmup_steps: int, later: Schedule) -> Schedule:
     """Linear from `init_value` to `peak_value` in `warmup_steps`, then `later`."""
-    if warmup_steps < 0:
-        raise FzeroError("warmup", f"warmup_steps is {warmup_steps}", "give one that is at least 0")
     return join_schedules([linear_schedule(init_value, peak_value, warmup_steps), later], [warmup_steps])
 
 
-def _check_cycle(where: str, transition_steps: int, *factors: float) -> None:
-    check_positive(where, "transition_steps", transition_steps)
-    for factor in factors:
-        check_positive(where, "a factor", factor)
+def _check_cycle(where: str, positive: Mapping[str, float], shares: Mapping[str, float]) -> None:
+    """Refuse numbers that are not positive, and shares of the steps that do not ascend within [0, 1]."""
+    for name, value in positive.items():
+        check_positive(where, name, value)
+    ascending = [0.0, *shares.values(), 1.0]
+    if ascending != sorted(ascending):
+        problem = ", ".join(f"{name} is {value}" for name, value in shares.items())
+        raise FzeroError(where, problem, "give shares of the steps in [0, 1], in ascending order")
 
 
 def _divide(part: float, whole: float) -> float:

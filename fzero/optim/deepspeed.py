@@ -17,12 +17,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fzero.base.errors import FzeroError
-from fzero.optim.base import Schedule
-from fzero.optim.schedules import check_positive, constant_schedule, to_float64, to_tensor
+from fzero.optim.base import Schedule, check_choice, check_decay, check_positive
+from fzero.optim.schedules import check_arguments, constant_schedule, to_float64, to_tensor
 
 Warmup = Literal["log", "linear"]
 
 
+@check_arguments
 def warmup_lr(
     warmup_min_lr: float = 0.0,
     warmup_max_lr: float | None = None,
@@ -43,6 +44,7 @@ def warmup_lr(
     return _warm_up("warmup_lr", warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, lambda i: warmup_max_lr)
 
 
+@check_arguments
 def warmup_decay_lr(
     total_num_steps: int,
     warmup_min_lr: float = 0.0,
@@ -65,6 +67,7 @@ def warmup_decay_lr(
     return _warm_up("warmup_decay_lr", warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, decay)
 
 
+@check_arguments
 def warmup_cosine_lr(
     lr: float,
     total_num_steps: int,
@@ -93,6 +96,7 @@ def warmup_cosine_lr(
     return lambda count: torch.where(to_tensor(count) == 0, 0.0, later(count))
 
 
+@check_arguments
 def lr_range_test(
     lr_range_test_min_lr: float = 1e-3,
     lr_range_test_step_size: int = 2000,
@@ -127,6 +131,7 @@ class OneCycle(NamedTuple):
     b2: Schedule | None
 
 
+@check_arguments
 def one_cycle(
     cycle_min_lr: float,
     cycle_max_lr: float,
@@ -149,13 +154,12 @@ def one_cycle(
     stay. At step 0 `b1` is `cycle_min_mom`, which the constructor sets. Smith, https://arxiv.org/abs/1803.09820.
 
     Raises:
-        FzeroError: for a `cycle_first_step_size` that is not positive or a negative `cycle_second_step_size`.
+        FzeroError: for a `cycle_first_step_size` that is not positive, for a momentum outside [0, 1), and for negative
+            steps or counts.
     """
     first = cycle_first_step_size
     second = first if cycle_second_step_size is None else cycle_second_step_size
     check_positive("one_cycle", "cycle_first_step_size", first)
-    if second < 0:
-        raise FzeroError("one_cycle", f"cycle_second_step_size is {second}", "give one that is at least 0")
     stairs = (
         cycle_first_stair_count,
         (cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count),
@@ -188,6 +192,8 @@ def one_cycle(
     rate = schedule(cycle_min_lr, cycle_max_lr, fall)
     if not cycle_momentum:
         return OneCycle(rate, None, None)
+    check_decay("one_cycle", "cycle_min_mom", cycle_min_mom)
+    check_decay("one_cycle", "cycle_max_mom", cycle_max_mom)
     momentum = schedule(cycle_max_mom, cycle_min_mom, rise)
 
     def b1(count: Any) -> Any:
@@ -207,8 +213,7 @@ def _warm_up(where: str, low: float, high: float, steps: int, kind: str, later: 
     Raises:
         FzeroError: for an unknown `kind` of warmup, or fewer than one of its `steps`.
     """
-    if kind not in ("log", "linear"):
-        raise FzeroError(where, f"warmup_type is {kind!r}", "give 'log' or 'linear'")
+    check_choice(where, "warmup_type", kind, ("log", "linear"))
     check_positive(where, "warmup_num_steps", steps)
     steps = max(2, steps)
 

@@ -85,7 +85,7 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
             updates, inner_state = build(hyperparams).update(updates, state.inner_state, params)
             return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner_state)
 
-        return stage(InjectHyperparamsState, init, update)
+        return stage(InjectHyperparamsState, init, update, takes_integers=True)
 
     return make
 

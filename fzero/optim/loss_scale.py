@@ -84,7 +84,7 @@ def dynamic(
             `min_scale`.
     """
     where = "loss_scale.dynamic"
-    _check(where, init_scale=init_scale, min_scale=min_scale)
+    _check(where, init_scale=init_scale, min_scale=min_scale, factor=factor)
     _check_whole(where, window=window, hysteresis=hysteresis)
     if not factor > 1:
         raise FzeroError(where, f"factor is {factor}", "give one above 1")
@@ -131,7 +131,7 @@ def standard(
             refuses.
     """
     where = "loss_scale.standard"
-    _check(where, init_scale=init_scale, backoff_factor=backoff_factor)
+    _check(where, init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor)
     _check_whole(where, growth_interval=growth_interval)
     if not growth_factor > 1 or not backoff_factor < 1:
         problem = f"growth_factor is {growth_factor}, backoff_factor {backoff_factor}"

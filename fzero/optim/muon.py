@@ -26,8 +26,11 @@ from fzero.optim.base import (
     State,
     cast,
     chain,
+    check_choice,
     check_decay,
+    check_finite,
     check_not_negative,
+    check_number,
     flatten_alike,
     init_zeros,
     stage,
@@ -87,12 +90,14 @@ def scale_by_muon(
     """
     check_decay("scale_by_muon", "momentum", momentum)
     check_not_negative("scale_by_muon", "eps", eps)
-    if not 0 <= ns_steps < 100:
-        raise FzeroError("scale_by_muon", f"ns_steps is {ns_steps}", "give 0 to 99 steps")
-    if len(ns_coeffs) != 3:
-        raise FzeroError("scale_by_muon", f"ns_coeffs has {len(ns_coeffs)} numbers", "give three: a, b and c")
-    if adjust not in SCALES:
-        raise FzeroError("scale_by_muon", f"adjust is {adjust!r}", f"give one of {', '.join(map(repr, SCALES))}")
+    if not (isinstance(ns_steps, int) and 0 <= ns_steps < 100):
+        raise FzeroError("scale_by_muon", f"ns_steps is {ns_steps!r}", "give 0 to 99 steps")
+    if not (isinstance(ns_coeffs, (tuple, list)) and len(ns_coeffs) == 3):
+        raise FzeroError("scale_by_muon", f"ns_coeffs is {ns_coeffs!r}", "give three numbers: a, b and c")
+    for i, coefficient in enumerate(ns_coeffs):
+        check_number("scale_by_muon", **{f"ns_coeffs[{i}]": coefficient})
+        check_finite("scale_by_muon", f"ns_coeffs[{i}]", coefficient)
+    check_choice("scale_by_muon", "adjust", adjust, SCALES)
     how = NewtonSchulz(ns_steps, (ns_coeffs[0], ns_coeffs[1], ns_coeffs[2]), eps)
 
     def cut(path: str, leaf: Any) -> list[Block]:
@@ -205,7 +210,7 @@ def muon(
             left, second = others.update(left, second, other_weights)
         return tree.merge(chosen, left), MuonState(first, second)
 
-    return stage(MuonState, init, update)
+    return stage(MuonState, init, update, takes_integers=True)
 
 
 def _is_hidden_matrix(path: str, leaf: Any) -> bool:

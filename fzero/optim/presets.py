@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.optim.adaptive import (
     scale_by_amsgrad,
     scale_by_lion,
@@ -21,7 +22,16 @@ from fzero.optim.adaptive import (
     scale_by_rss,
     scale_by_stddev,
 )
-from fzero.optim.base import GradientTransformation, Mask, Schedule, chain, check_not_negative, identity, is_zero
+from fzero.optim.base import (
+    GradientTransformation,
+    Mask,
+    Schedule,
+    chain,
+    check_decay,
+    check_not_negative,
+    identity,
+    is_zero,
+)
 from fzero.optim.blocks import scale_by_param_block_rms, scale_by_trust_ratio
 from fzero.optim.clipping import clip_by_block_rms
 from fzero.optim.factored import scale_by_factored_rms
@@ -38,7 +48,7 @@ def sgd(
     """Gradient descent, with `momentum` where it is not None or 0. Defaults are those of torch.optim.SGD."""
     return chain(
         *_decay_gradients("sgd", weight_decay, mask),
-        identity() if momentum is None or is_zero(momentum) else trace(momentum, nesterov),
+        _sum_gradients("sgd", momentum, nesterov),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -154,7 +164,7 @@ def rmsprop(
     return chain(
         *_decay_gradients("rmsprop", weight_decay, mask),
         scale_by_stddev(decay, eps) if centered else scale_by_rms(decay, eps),
-        identity() if momentum is None or is_zero(momentum) else trace(momentum),
+        _sum_gradients("rmsprop", momentum),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -209,6 +219,8 @@ def adafactor(
     The rate of step t is the smaller of `learning_rate` and `1 / sqrt(t)`, times the root mean square of the leaf's
     parameter, which counts as at least `eps[1]`. `eps[0]` is that of `scale_by_factored_rms`.
     """
+    if not (isinstance(eps, (tuple, list)) and len(eps) == 2):
+        raise FzeroError("adafactor", f"eps is {eps!r}", "give two: that of gradients or None, and that of parameters")
     schedule = _make_schedule(learning_rate)
 
     def relative_rate(count: Tensor) -> Tensor:
@@ -243,6 +255,14 @@ def _decay_gradients(where: str, weight_decay: float, mask: Mask | None) -> list
     """The stage that adds `weight_decay * params`; none for a decay of 0."""
     check_not_negative(where, "weight_decay", weight_decay)
     return [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, mask)]
+
+
+def _sum_gradients(where: str, momentum: float | None, nesterov: bool = False) -> GradientTransformation:
+    """The stage of momentum, which does nothing where it is None or 0."""
+    if momentum is None or is_zero(momentum):
+        return identity()
+    check_decay(where, "momentum", momentum)
+    return trace(momentum, nesterov)
 
 
 def _make_schedule(learning_rate: float | Schedule) -> Schedule:

@@ -22,6 +22,7 @@ from fzero.optim.base import (
     flatten_alike,
     init_count,
     init_number,
+    is_number,
     stage,
 )
 
@@ -53,11 +54,13 @@ def schedule_free(
     `sgd(rate)`, or `adamw(rate, b1=0.0)`. `update` needs the parameters. Formula and defaults are the paper's.
 
     Raises:
-        FzeroError: for a `b1` outside (0, 1) or a negative power; in `update`, as `add_decayed_weights`.
+        FzeroError: for a `b1` outside (0, 1), a negative power or rate; in `update`, as `add_decayed_weights`.
     """
     check_number("schedule_free", b1=b1)
-    if not 0 < b1 < 1:
-        raise FzeroError("schedule_free", f"b1 is {b1}", "give one in (0, 1)")
+    if not (is_number(b1) and 0 < b1 < 1):
+        raise FzeroError("schedule_free", f"b1 is {b1!r}", "give one in (0, 1)")
+    if not callable(learning_rate):
+        check_not_negative("schedule_free", "learning_rate", learning_rate)
     check_not_negative("schedule_free", "weight_lr_power", weight_lr_power)
 
     def init(params: Tree) -> ScheduleFreeState:

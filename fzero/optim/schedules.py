@@ -7,25 +7,71 @@ value of the count, so a step that is traced once serves every count. `cycles` h
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 
 from fzero.base.errors import FzeroError
-from fzero.optim.base import Schedule
+from fzero.optim.base import (
+    Schedule,
+    check_choice,
+    check_finite,
+    check_function,
+    check_not_negative,
+    check_number,
+    check_positive,
+)
 
 Points = Mapping[int, float]
 """Step count -> the factor by which the value changes there."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def check_arguments(factory: Callable[P, T]) -> Callable[P, T]:
+    """`factory`, which refuses arguments that are not the numbers its annotations say.
+
+    A `float` is a finite number, or a tensor without dimensions. An `int` is a number of steps: see `check_steps`.
+    """
+    signature = inspect.signature(factory, eval_str=True)
+    given = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    kinds = {name: get_args(kind) if isinstance(kind, UnionType) else (kind,) for name, kind in given.items()}
+    where = factory.__name__
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if value is None and type(None) in kinds[name]:
+                continue
+            if int in kinds[name]:
+                check_steps(where, name, value)
+            elif float in kinds[name]:
+                check_finite(where, name, value)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def check_steps(where: str, name: str, value: Any) -> None:
+    """Refuse a number of steps that is negative or not finite, a tensor, and what is no number."""
+    check_number(where, **{name: value})
+    check_finite(where, name, value)
+    check_not_negative(where, name, value)
+
+
+@check_arguments
 def constant_schedule(value: float) -> Schedule:
     """`value` at every step."""
     return lambda count: torch.full_like(to_tensor(count), value, dtype=torch.float32)
 
 
+@check_arguments
 def polynomial_schedule(
     init_value: float, end_value: float, power: float, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
@@ -37,7 +83,6 @@ def polynomial_schedule(
     Raises:
         FzeroError: for a negative number of steps.
     """
-    _check_steps("polynomial_schedule", transition_steps, transition_begin)
     if transition_steps == 0:
         return constant_schedule(init_value)
 
@@ -48,6 +93,7 @@ def polynomial_schedule(
     return schedule
 
 
+@check_arguments
 def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """`init_value` up to step `transition_begin`, then `transition_steps` equal steps to `end_value`, then `end_value`.
 
@@ -57,6 +103,7 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
     return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
 
 
+@check_arguments
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
     """Half a cosine from `init_value` at step 0 to `alpha * init_value` at step `decay_steps`, then constant.
 
@@ -76,6 +123,7 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     return schedule
 
 
+@check_arguments
 def exponential_decay(
     init_value: float,
     transition_steps: int,
@@ -92,9 +140,7 @@ def exponential_decay(
     Raises:
         FzeroError: for a negative number of steps or a negative `decay_rate`.
     """
-    _check_steps("exponential_decay", transition_steps, transition_begin)
-    if decay_rate < 0:
-        raise FzeroError("exponential_decay", f"decay_rate is {decay_rate}", "give one that is at least 0")
+    check_not_negative("exponential_decay", "decay_rate", decay_rate)
     if transition_steps == 0 or decay_rate == 0:
         return constant_schedule(init_value)
     bounds = {} if end_value is None else {"min" if decay_rate < 1 else "max": end_value}
@@ -107,6 +153,7 @@ def exponential_decay(
     return schedule
 
 
+@check_arguments
 def inverse_sqrt_schedule(init_value: float, timescale: int) -> Schedule:
     """`init_value * sqrt(timescale / (timescale + count))`.
 
@@ -120,6 +167,7 @@ def inverse_sqrt_schedule(init_value: float, timescale: int) -> Schedule:
     return lambda count: (init_value * (timescale / (timescale + to_float64(count))).sqrt()).to(torch.float32)
 
 
+@check_arguments
 def sqrt_decay_schedule(init_value: float, end_value: float, decay_steps: int) -> Schedule:
     """`end_value + (init_value - end_value) * (1 - sqrt(done))`, with `done` the share of `decay_steps`.
 
@@ -137,6 +185,7 @@ def sqrt_decay_schedule(init_value: float, end_value: float, decay_steps: int) -
     return schedule
 
 
+@check_arguments
 def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Points | None = None) -> Schedule:
     """`init_value`, times the scale of each boundary that the step count has reached.
 
@@ -155,6 +204,7 @@ def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Points
     return schedule
 
 
+@check_arguments
 def piecewise_interpolate_schedule(
     interpolate_type: Literal["linear", "cosine"], init_value: float, boundaries_and_scales: Points | None = None
 ) -> Schedule:
@@ -167,8 +217,7 @@ def piecewise_interpolate_schedule(
         FzeroError: for another `interpolate_type`, for a negative boundary or scale.
     """
     where = "piecewise_interpolate_schedule"
-    if interpolate_type not in _WEIGHTS:
-        raise FzeroError(where, f"interpolate_type is {interpolate_type!r}", f"give one of {sorted(_WEIGHTS)}")
+    check_choice(where, "interpolate_type", interpolate_type, _WEIGHTS)
     weigh = _WEIGHTS[interpolate_type]
     points = [(0, 1.0), *_sort_points(where, boundaries_and_scales)]
     values = [init_value * scale for scale in itertools.accumulate((scale for _, scale in points), lambda a, b: a * b)]
@@ -196,16 +245,22 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     """`schedules[0]`, then `schedules[i]` from step `boundaries[i - 1]` on. Each counts from 0 where it begins.
 
     Raises:
-        FzeroError: where `boundaries` is not one shorter than `schedules`, or is not ascending.
+        FzeroError: where `boundaries` is not one shorter than `schedules`, or is not ascending; for a schedule that is
+            no function, or a boundary that is no number of steps.
     """
+    schedules, boundaries = _to_list("schedules", schedules), _to_list("boundaries", boundaries)
+    for i, part in enumerate(schedules):
+        check_function("join_schedules", f"schedules[{i}]", part, "give a schedule, such as constant_schedule(0.1)")
+    for i, boundary in enumerate(boundaries):
+        check_steps("join_schedules", f"boundaries[{i}]", boundary)
     if len(boundaries) != len(schedules) - 1:
         raise FzeroError(
             "join_schedules",
             f"{len(schedules)} schedules with {len(boundaries)} boundaries",
             "give one boundary between each two schedules",
         )
-    if list(boundaries) != sorted(boundaries):
-        raise FzeroError("join_schedules", f"boundaries are {list(boundaries)}", "give them in ascending order")
+    if boundaries != sorted(boundaries):
+        raise FzeroError("join_schedules", f"boundaries are {boundaries}", "give them in ascending order")
 
     def schedule(count: Any) -> Any:
         step = to_tensor(count)
@@ -215,6 +270,13 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         return value
 
     return schedule
+
+
+def _to_list(name: str, values: Iterable[T]) -> list[T]:
+    try:
+        return list(values)
+    except TypeError:
+        raise FzeroError("join_schedules", f"{name} is {values!r}", "give a list") from None
 
 
 def to_tensor(count: Any) -> Any:
@@ -227,26 +289,18 @@ def to_float64(count: Any) -> Any:
     return to_tensor(count).to(torch.float64)
 
 
-def check_positive(where: str, name: str, steps: float) -> None:
-    """Refuse a number of steps that is not positive."""
-    if not steps > 0:
-        raise FzeroError(where, f"{name} is {steps}", "give a positive number")
-
-
-def _check_steps(where: str, transition_steps: int, transition_begin: int) -> None:
-    for name, steps in (("transition_steps", transition_steps), ("transition_begin", transition_begin)):
-        if steps < 0:
-            raise FzeroError(where, f"{name} is {steps}", "give one that is at least 0")
-
-
 def _sort_points(where: str, points: Points | None) -> list[tuple[int, float]]:
     """The boundaries and scales in ascending order.
 
     Raises:
-        FzeroError: for a negative boundary or scale.
+        FzeroError: for what is no mapping; for a negative boundary or scale.
     """
-    for boundary, scale in (points or {}).items():
-        if boundary < 0 or not scale >= 0:
-            problem = f"the scale at step {boundary} is {scale}"
-            raise FzeroError(where, problem, "give steps and scales that are at least 0")
-    return sorted((points or {}).items())
+    if points is None:
+        return []
+    if not isinstance(points, Mapping):
+        raise FzeroError(where, f"boundaries_and_scales is {points!r}", "give a dict of steps and scales")
+    for boundary, scale in points.items():
+        check_steps(where, "a boundary", boundary)
+        check_finite(where, f"the scale at step {boundary}", scale)
+        check_not_negative(where, f"the scale at step {boundary}", scale)
+    return sorted(points.items())

@@ -19,6 +19,7 @@ from fzero.optim.base import (
     add_multiple,
     cast,
     check_decay,
+    check_finite,
     check_not_negative,
     flatten_alike,
     init_count,
@@ -123,7 +124,12 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
 
 
 def scale(step_size: float) -> GradientTransformation:
-    """`step_size * updates`."""
+    """`step_size * updates`.
+
+    Raises:
+        FzeroError: for a `step_size` that is no finite number.
+    """
+    check_finite("scale", "step_size", step_size)
     return stateless(lambda updates, params: _multiply(updates, step_size))
 
 
@@ -151,12 +157,13 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransform
     """`-learning_rate * updates`: down the gradient. The rate is a number, or a schedule of the steps so far.
 
     Raises:
-        FzeroError: for a number that is negative, as in torch.optim, or nan.
+        FzeroError: for a number that is negative, as in torch.optim, or not finite.
     """
     if callable(learning_rate):
         schedule = learning_rate
         return scale_by_schedule(lambda count: -schedule(count))
     check_not_negative("scale_by_learning_rate", "learning_rate", learning_rate)
+    check_finite("scale_by_learning_rate", "learning_rate", learning_rate)
     return scale(-learning_rate)
 
 

@@ -13,7 +13,18 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.tree import Tree
 from fzero.optim import list_ops
-from fzero.optim.base import GradientTransformation, Mask, State, cast, init_count, stage, stateless
+from fzero.optim.base import (
+    GradientTransformation,
+    Mask,
+    State,
+    cast,
+    check_function,
+    check_not_negative,
+    check_number,
+    init_count,
+    stage,
+    stateless,
+)
 
 Labels = Callable[[str, Any], Any]
 """(dotted path, leaf with its global `shape`, `ndim` and `dtype`) -> the label of the leaf."""
@@ -21,7 +32,7 @@ Labels = Callable[[str, Any], Any]
 
 def set_to_zero() -> GradientTransformation:
     """Zeros in the place of all updates."""
-    return stateless(lambda updates, params: tree.map(torch.zeros_like, updates))
+    return stateless(lambda updates, params: tree.map(torch.zeros_like, updates), takes_integers=True)
 
 
 class MaskedState(NamedTuple):
@@ -46,7 +57,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         moved, inner_state = inner.update(_take(updates, chosen), state.inner_state, _take(params, chosen))
         return tree.merge(moved, others), MaskedState(inner_state)
 
-    return stage(MaskedState, init, update)
+    return stage(MaskedState, init, update, takes_integers=True)
 
 
 class MultiTransformState(NamedTuple):
@@ -61,16 +72,21 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], labels: La
     `labels` looks at the parameters; where `update` gets none, at the updates.
 
     Raises:
-        FzeroError: in `init` and `update`, for a label that `transforms` does not have, naming the leaf.
+        FzeroError: without a transform; for `labels` that is no function; in `init` and `update`, for a label that
+            `transforms` does not have, naming the leaf; in `update`, for a state of other labels.
     """
+    if not transforms:
+        raise FzeroError("multi_transform", "has no transform", "give one for each label")
+    check_function("multi_transform", "labels", labels, "give a function of a leaf's path and the leaf")
 
     def group(params: Tree) -> dict[Any, set[str]]:
         groups: dict[Any, set[str]] = {label: set() for label in transforms}
         for path, leaf in zip(tree.paths(params), tree.leaves(params)):
             label = labels(path, leaf)
-            if label not in groups:
-                raise FzeroError(path, f"has the label {label!r}", f"give one of {list(transforms)}")
-            groups[label].add(path)
+            try:
+                groups[label].add(path)
+            except (KeyError, TypeError):  # a label that does not hash
+                raise FzeroError(path, f"has the label {label!r}", f"give one of {list(transforms)}") from None
         return groups
 
     def init(params: Tree) -> MultiTransformState:
@@ -83,6 +99,9 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], labels: La
         updates: Tree, state: MultiTransformState, params: Tree | None = None
     ) -> tuple[Tree, MultiTransformState]:
         groups = group(updates if params is None else params)
+        if set(state.inner_states) != set(groups):
+            problem = f"the state has the labels {list(state.inner_states)}, the optimizer {list(groups)}"
+            raise FzeroError("multi_transform", problem, "give the state that this optimizer's init or update returned")
         parts, states = [], {}
         for label, transform in transforms.items():
             taken, held = _take(updates, groups[label]), _take(params, groups[label])
@@ -90,7 +109,7 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], labels: La
             parts.append(part)
         return functools.reduce(tree.merge, parts), MultiTransformState(states)
 
-    return stage(MultiTransformState, init, update)
+    return stage(MultiTransformState, init, update, takes_integers=True)
 
 
 def _take(values: Tree | None, paths: set[str]) -> Tree | None:
@@ -115,9 +134,8 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
     Raises:
         FzeroError: for a negative `max_consecutive_errors`.
     """
-    if max_consecutive_errors < 0:
-        problem = f"max_consecutive_errors is {max_consecutive_errors}"
-        raise FzeroError("apply_if_finite", problem, "give one that is at least 0")
+    check_number("apply_if_finite", max_consecutive_errors=max_consecutive_errors)
+    check_not_negative("apply_if_finite", "max_consecutive_errors", max_consecutive_errors)
 
     def init(params: Tree) -> ApplyIfFiniteState:
         zero = init_count(params)
@@ -134,7 +152,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
             updates = tree.unflatten(treedef, list_ops.masked_fill(leaves, ~takes, -0.0))
         return updates, ApplyIfFiniteState(count, finite, total, select(takes, inner_state, state.inner_state))
 
-    return stage(ApplyIfFiniteState, init, update)
+    return stage(ApplyIfFiniteState, init, update, takes_integers=True)
 
 
 def all_finite(values: Tree) -> Tensor:

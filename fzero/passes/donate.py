@@ -148,7 +148,8 @@ def _is_update(program: Program, owners: _Owners) -> bool:
             call, path = call.args[0], [call.args[1], *path]
         if call.op == "call_function" and record(call).in_place is not None:
             return True
-        first = call.args[0][path[-1]] if path and isinstance(call.args[0], (list, tuple)) else (*call.args, None)[0]
+        is_list = bool(path) and bool(call.args) and isinstance(call.args[0], (list, tuple))
+        first = dict(enumerate(call.args[0])).get(path[-1]) if is_list else (*call.args, None)[0]
         if isinstance(first, fx.Node) and first.op == "placeholder" and _matches(owners, first, result, node):
             return True
     return False

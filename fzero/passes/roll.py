@@ -77,10 +77,11 @@ def _sink_casts(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
     gather casts what it sends, a mean can be taken in the wider dtype, and there is one cast for all layers."""
 
     def cast(x: Node, before: Node, like: Node) -> Node:
+        """The cast of a value of the turn, which has the value's kind."""
         with program.graph.inserting_before(before):
             made = program.emit(like.target, x, **like.kwargs)
         set_mark(made.meta, Mark(turns=(turn,), in_backward=turn.forward is not None))
-        kinds[made] = kinds[like]
+        kinds[made] = kinds[x]
         return made
 
     for pick in _find_marks(program.graph, turn, [loops.pick]):
@@ -88,7 +89,7 @@ def _sink_casts(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
         if _are_casts(casts):
             with program.graph.inserting_before(pick):
                 item = program.emit(loops.pick, [each.args[0] for each in casts], turn.number)
-            kinds[item] = kinds[casts[0].args[0]]
+            kinds[item] = kinds[pick]  # that of all layers
             program.substitute(pick, cast(item, pick, casts[0]))
     for collect in _find_marks(program.graph, turn, [loops.collect]):
         casts = [user for item in collect.users for user in item.users]
@@ -130,6 +131,10 @@ def _keep_residuals(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> No
         with program.graph.inserting_before(members[0]):
             return program.emit(target, *args, **kwargs)
 
+    def is_changed(node: Node) -> bool:
+        """Whether the step writes into a slice of xs or the leaf of a layer, in the turn or behind the loop."""
+        return not changed.isdisjoint(map(storage, (node, *node.all_input_nodes)))
+
     def make(node: Node) -> Node:
         """A node's value in the backward pass."""
         if node not in own:
@@ -140,7 +145,7 @@ def _keep_residuals(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> No
                 made[node] = emit(node.target, *args, **kwargs)
                 made[node].meta = {**node.meta, "val": made[node].meta["val"]}
                 set_mark(made[node].meta, get_mark(members[0]))
-            elif is_call(node, loops.row, loops.pick) and storage(node) not in changed:
+            elif is_call(node, loops.row, loops.pick) and not is_changed(node):
                 made[node] = emit(node.target, node.args[0], turn.number)
             else:
                 made[node] = emit(loops.pick, keep(node), turn.number)

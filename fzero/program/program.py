@@ -299,8 +299,17 @@ class Program:
         return node
 
     def _fake(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with self.fake_mode:
+        is_inference = False
+
+        def find_value(node: Node) -> Any:
+            nonlocal is_inference
+            value = node.meta["val"]
+            is_inference = is_inference or (isinstance(value, Tensor) and value.is_inference())
+            return value
+
+        args, kwargs = fx.map_arg((args, kwargs), find_value)
+        # Outside of inference mode torch refuses writes into what was made in it, and passes write there.
+        with self.fake_mode, torch.inference_mode() if is_inference else nullcontext():
             return record(target).fake(*args, **kwargs)
 
 

@@ -42,7 +42,8 @@ class TurnRecorder:
         """Trace one turn. Where the carry behind the turn differs along more axes than the carry in front of it, trace
         again: what meets the carry is another value then. None
 
-        * where layers lie in unlike layouts;
+        * where layers lie in unlike layouts or have unequal strides, or leaves of one bucket of the first layer lie in
+          several of another;
         * under vmap, forward mode and second derivatives, in backward passes;
         * where autograd follows the turn, and the carry has state, the turn captures a value that autograd follows, or
           it lies in a region of `remat` or in another turn that autograd follows.
@@ -53,11 +54,14 @@ class TurnRecorder:
         is_followed = _is_followed([*carry, *xs, *itertools.chain(*layers)])
         if not _may_be_loop() or (is_followed and not _can_follow(carry)) or not all(map(_are_alike, layers)):
             return None
+        buckets = self._find_layers(layers)
+        if buckets is None:
+            return None
         carry, xs = list(map(_make_contiguous, carry)), [x.contiguous() for x in xs]
         axes: list[frozenset[str]] = [frozenset()] * len(carry)
         while True:
             this = self._open(length, sync, is_followed=is_followed)
-            this.layers = self._find_layers(layers)
+            this.layers = buckets
             ports = _Ports(self, this, axes, len(xs), [self._find_buckets(items) for items in layers])
             given, slices, layer = ports.enter(carry, xs, layers)
             self._forget()
@@ -66,7 +70,7 @@ class TurnRecorder:
                 news, ys = list(map(_make_contiguous, news)), [y.contiguous() for y in ys]
             self._forget()
             behind = [self._find_axes(x) for x in news]
-            captured = _find_captured([*given, *slices, *layer], [*news, *ys])
+            captured = _find_captures([*given, *slices, *layer], [*news, *ys])
             ports.has_derivative = not captured
             is_unrolled = captured and (is_followed or any(map(_is_of_step, captured)))
             if not is_unrolled and all(new <= self._find_axes(x) for x, new in zip(given, behind)):
@@ -107,9 +111,14 @@ class TurnRecorder:
         for node in reversed(nodes):
             program.graph.erase_node(node)
 
-    def _find_layers(self, layers: list[Leaves]) -> dict[str, tuple[str, ...]]:
-        names = (self._find_buckets(items) for items in layers)
-        return {each[0]: tuple(each) for each in names if each}
+    def _find_layers(self, layers: list[Leaves]) -> dict[str, tuple[str, ...]] | None:
+        """A bucket of the first layer -> the bucket of each row. None where leaves of one bucket of the first layer lie
+        in several buckets of another, as where layers share a leaf."""
+        found: dict[str, tuple[str, ...]] = {}
+        for names in map(self._find_buckets, layers):
+            if names and found.setdefault(names[0], tuple(names)) != tuple(names):
+                return None
+        return found
 
     def _find_buckets(self, items: Leaves) -> list[str]:
         """The bucket of each item of a list of slices; an empty list for other values."""
@@ -237,6 +246,9 @@ class _Leave(torch.autograd.Function):
         if not ports.has_derivative:
             problem = "a loop of a step is differentiated with respect to parameters that its body captures"
             raise FzeroError("scan", problem, "give these to the step as arguments")
+        if torch_private.in_vmap():
+            problem = "the derivative of a loop is mapped, by jacrev, vmap of a vjp or is_grads_batched"
+            raise FzeroError("scan", problem, "take torch.func.jacfwd, or map a function that takes the derivative")
         this = ports.backward = ports.recorder.open_backward(ports.turn)
         axes = ports.recorder.list_axes()  # a cotangent differs between ranks until its mean has been taken
         carry = [_fill(cotangents[i], *ctx.like[i]) for i in ports.carry]
@@ -295,11 +307,11 @@ def _make_contiguous(x: Any) -> Any:
 
 
 def _are_alike(items: Leaves) -> bool:
-    """Whether the items of a list may take each other's place in a program: plain tensors, or slices of the same leaf
-    of layouts that are equal but for names."""
+    """Whether the items of a list may take each other's place in a program: plain tensors of equal strides, or slices
+    of the same leaf of layouts that are equal but for names."""
     first = items[0]
     if not isinstance(first, Sharded):
-        return not any(isinstance(x, Sharded) for x in items)
+        return not any(isinstance(x, Sharded) or x.stride() != first.stride() for x in items)
     return all(
         isinstance(x, Sharded) and x.index == first.index and x.form.layout.is_like(first.form.layout) for x in items
     )
@@ -311,7 +323,7 @@ def _is_of_step(captured: Tensor | None) -> bool:
     return captured is None or isinstance(torch_private.unwrap(captured), torch_private.FakeTensor)
 
 
-def _find_captured(given: Leaves, results: Leaves) -> list[Tensor | None]:
+def _find_captures(given: Leaves, results: Leaves) -> list[Tensor | None]:
     """The leaves that autograd follows results to, but not through the values `given`. None for an unknown one."""
     entrance = next((x.grad_fn for x in map(_local, given) if x.grad_fn is not None), None)
     roots = [x for x in map(_local, results) if torch.is_grad_enabled() and x.requires_grad]

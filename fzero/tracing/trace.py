@@ -125,92 +125,94 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
-    leaves, treedef = tree.flatten(args)
-    paths = [tree.dotted(key) for key in tree.keys(treedef)]
-    tracer = Tracer(mesh)
-    flags, roles = find_flags(treedef), find_seeds(treedef)
-    arguments = tuple(
-        replace(_describe_argument(path, leaf, tracer), flag=flags.get(i), role=roles.get(i, ""))
-        for i, (path, leaf) in enumerate(zip(paths, leaves))
-        if _is_tensor(leaf)
-    )
-    results: list[Result] = []
-    out_tree: list[tree.TreeDef] = []
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    read: list[Tensor] = []
-    recorder = TurnRecorder(lambda: tracer.kinds, tracer.note_write, tracer.name)
-    noted: list[Flag] = []
-
-    def describe(graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
-        return Program(
-            name=getattr(fn, "__name__", type(fn).__name__),
-            graph=graph,
-            arguments=arguments,
-            results=tuple(results),
-            out_tree=out_tree[0] if out_tree else treedef,
-            layouts=tracer.layouts,
-            constants=constants,
-            mesh=mesh,
-            fake_mode=fake_mode,
-            read=tuple(read),
-            reduce_dtypes=tracer.reduce_dtypes,
-            noted=tuple(map(type, noted)),
-        )
-
-    def flat(*tensors: Tensor) -> list[Tensor]:
-        values = iter(tensors)
-        given = tree.unflatten(treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
-        traced = TraceGraph()
-        tracer.kinds = Kinds(describe(traced.graph, {}), traced)
-        checks, caches = Checks(tracer.kinds), CacheCheck(given)
-        with TraceMode(checks) as mode, CallMode(tracer.kinds, checks, tracer), ModuleHooks():
-            returned = fn(*given)
-            caches.check(fn, returned)
-            out_leaves, out_def = tree.flatten(take_state(given, returned, tracer.kinds))
-        out_tree.append(out_def)
-        read.extend(mode.read)
-        for path, leaf in zip(map(tree.dotted, tree.keys(out_def)), out_leaves):
-            check_result(path, leaf, leaves)
-            results.append(_describe_result(path, leaf, tracer))
-        results.extend(Result(flag.where) for flag in noted)
-        # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
-        made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
-        return made + [flag.value for flag in noted]
-
-    fakes = [_make_fake(leaf, fake_mode) for leaf in leaves if _is_tensor(leaf)]
-    with _surround(fn, tracer, recorder, noted, fake_mode):
-        traced = make_fx(flat, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake already
+    this = _Trace(fn, args, mesh)
+    fakes = [_make_fake(leaf, this.fake_mode) for leaf in this.leaves if _is_tensor(leaf)]
+    with this.surround():
+        traced = make_fx(this.run, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake
     captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
-    for node, tensor in captured.items():
-        node.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)  # the tensor that its views are views of
-    program = describe(traced.graph, {node.target: tensor for node, tensor in captured.items()})
+    for node, tensor in captured.items():  # the tensor that its views are views of
+        node.meta["val"] = this.fake_mode.from_tensor(tensor, static_shapes=True)
+    program = this.describe(traced.graph, {node.target: tensor for node, tensor in captured.items()})
     _number_draws(program)
-    check_escapes(
-        program, fn, ((f"argument {path}", leaf) for path, leaf in zip(paths, leaves) if not _is_tensor(leaf))
-    )
-    recorder.finish(program)
+    constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))
+    check_escapes(program, fn, constants)
+    this.recorder.finish(program)
     return program
 
 
-@contextmanager
-def _surround(
-    fn: Callable[..., Any], tracer: Tracer, recorder: TurnRecorder, noted: list[Flag], fake_mode: FakeTensorMode
-) -> Iterator[None]:
-    """What is in force while `fn` is traced."""
-    with (
-        bind_axes(tracer),
-        record_loops(recorder),
-        collect_flags(noted),
-        fake_mode,
-        NameErrors(fn),
-        compiling(),
-        replace_checkpoint(checkpoint),
-        leave_inference_mode(),
-        take_custom_functions(),
-        # On a GPU autograd would run the backward pass in another thread, without context variables and user's lines.
-        torch.autograd.set_multithreading_enabled(False),
-    ):
-        yield
+class _Trace:
+    """The trace of a function, and what it finds."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> None:
+        self.fn, self.tracer, self.fake_mode = fn, Tracer(mesh), FakeTensorMode(allow_non_fake_inputs=True)
+        self.leaves, self.treedef = tree.flatten(args)
+        self.paths = [tree.dotted(key) for key in tree.keys(self.treedef)]
+        self.recorder = TurnRecorder(lambda: self.tracer.kinds, self.tracer.note_write, self.tracer.name)
+        flags, roles = find_flags(self.treedef), find_seeds(self.treedef)
+        self._arguments = tuple(
+            replace(_describe_argument(path, leaf, self.tracer), flag=flags.get(i), role=roles.get(i, ""))
+            for i, (path, leaf) in enumerate(zip(self.paths, self.leaves))
+            if _is_tensor(leaf)
+        )
+        self._out_def = self.treedef
+        self._results: list[Result] = []
+        self._read: list[Tensor] = []
+        self._noted: list[Flag] = []
+
+    def describe(self, graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
+        """The program of a graph, with what has been found by now."""
+        return Program(
+            name=getattr(self.fn, "__name__", type(self.fn).__name__),
+            graph=graph,
+            arguments=self._arguments,
+            results=tuple(self._results),
+            out_tree=self._out_def,
+            layouts=self.tracer.layouts,
+            constants=constants,
+            mesh=self.tracer.mesh,
+            fake_mode=self.fake_mode,
+            read=tuple(self._read),
+            reduce_dtypes=self.tracer.reduce_dtypes,
+            noted=tuple(map(type, self._noted)),
+        )
+
+    def run(self, *tensors: Tensor) -> list[Tensor]:
+        """The function that make_fx traces: from the tensors among the arguments to those among the results."""
+        values, leaves, tracer = iter(tensors), self.leaves, self.tracer
+        given = tree.unflatten(self.treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
+        traced = TraceGraph()
+        kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
+        checks, caches = Checks(kinds), CacheCheck(given)
+        with TraceMode(checks) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
+            returned = self.fn(*given)
+            caches.check(self.fn, returned)
+            out_leaves, self._out_def = tree.flatten(take_state(given, returned, kinds))
+        self._read.extend(mode.read)
+        for path, leaf in zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves):
+            check_result(path, leaf, leaves)
+            self._results.append(_describe_result(path, leaf, tracer))
+        self._results.extend(Result(flag.where) for flag in self._noted)
+        # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
+        made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
+        return made + [flag.value for flag in self._noted]
+
+    @contextmanager
+    def surround(self) -> Iterator[None]:
+        """What is in force while the function is traced."""
+        with (
+            bind_axes(self.tracer),
+            record_loops(self.recorder),
+            collect_flags(self._noted),
+            self.fake_mode,
+            NameErrors(self.fn),
+            compiling(),
+            replace_checkpoint(checkpoint),
+            leave_inference_mode(),
+            take_custom_functions(),
+            # On a GPU the backward pass would run in another thread, without context variables and user's lines.
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -83,7 +83,8 @@ def scan(
         FzeroError: for a carry that changes in structure, shape, dtype, device or layout; for leaves that are no
             tensors; for `Sharded` leaves of `xs` and `y`; where leaves of `xs` have unequal numbers of rows, or another
             number than `length` or `layers`; for layers of unequal structure, shapes or dtypes; for a `length` that is
-            no whole number; in a sharded step, where a value that the body computes is used outside of it.
+            no whole number; in a sharded step, where a value that the body computes is used outside of it, and where
+            the derivative of a loop is mapped, as `torch.func.jacrev` does.
     """
     return take_turns(body, carry, xs, length, None, layers)
 

@@ -140,7 +140,7 @@ def test_warmups_join_their_decays() -> None:
         (lambda: optim.warmup_inverse_sqrt_schedule(0.0, 1.0, 0), "timescale is 0"),
         (lambda: optim.sqrt_decay_schedule(1.0, 0.0, 0), "decay_steps is 0"),
         (lambda: optim.piecewise_constant_schedule(1.0, {5: -1.0}), "the scale at step 5 is -1.0"),
-        (lambda: optim.piecewise_constant_schedule(1.0, {-5: 1.0}), "the scale at step -5 is 1.0"),
+        (lambda: optim.piecewise_constant_schedule(1.0, {-5: 1.0}), "a boundary is -5; give"),
         (lambda: optim.piecewise_interpolate_schedule("cubic", 1.0, {5: 1.0}), "interpolate_type is 'cubic'"),
         (lambda: optim.piecewise_interpolate_schedule("linear", 1.0, {5: -0.5}), "the scale at step 5 is -0.5"),
         (lambda: optim.warmup_constant_schedule(0.0, 1.0, -1), "warmup_steps is -1"),
@@ -148,7 +148,7 @@ def test_warmups_join_their_decays() -> None:
         (lambda: optim.warmup_stable_decay_schedule(0.0, 1.0, 1, -1, 1), "stable_steps is -1"),
         (lambda: optim.warmup_stable_decay_schedule(0.0, 1.0, 1, 1, 0), "decay_steps is 0"),
         (lambda: optim.linear_onecycle_schedule(0, 1.0), "transition_steps is 0"),
-        (lambda: optim.cosine_onecycle_schedule(10, 1.0, div_factor=0.0), "a factor is 0.0"),
+        (lambda: optim.cosine_onecycle_schedule(10, 1.0, div_factor=0.0), "div_factor is 0.0"),
         (lambda: optim.sgdr_schedule([]), "has no cycle"),
     ],
 )

@@ -102,7 +102,7 @@ def test_joined_schedules_may_return_numbers():
         (lambda: optim.cosine_decay_schedule(1.0, 0), "decay_steps is 0"),
         (lambda: optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 5), "warmup_steps is 10, decay_steps 5"),
         (lambda: optim.warmup_cosine_decay_schedule(0.0, 1.0, 5, 5), "warmup_steps is 5, decay_steps 5"),
-        (lambda: optim.warmup_cosine_decay_schedule(0.0, 1.0, 0, -5), "decay_steps -5"),
+        (lambda: optim.warmup_cosine_decay_schedule(0.0, 1.0, 0, -5), "decay_steps is -5"),
         (lambda: optim.warmup_cosine_decay_schedule(0.0, 1.0, -1, 5), "warmup_steps is -1"),
         (lambda: optim.join_schedules([], []), "0 schedules with 0 boundaries"),
         (lambda: optim.join_schedules(SCHEDULES[:2], []), "2 schedules with 0 boundaries"),

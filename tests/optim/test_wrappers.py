@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,33 @@ def test_an_unknown_label_names_the_leaf() -> None:
     optimizer = optim.multi_transform({"matrix": optim.sgd(0.1)}, by_shape)
     with pytest.raises(FzeroError, match=r"^layers\.0\.b: has the label 'rest'; give one of \['matrix'\]"):
         optimizer.init(layers())
+
+
+@pytest.mark.parametrize("label", [["matrix"], {}, None, torch.ones(2)], ids=repr)
+def test_a_label_that_is_none_of_the_transforms_names_the_leaf(label: Any) -> None:
+    optimizer = optim.multi_transform({"matrix": optim.sgd(0.1), 3: optim.sgd(0.2)}, lambda path, leaf: label)
+    message = re.escape(f"layers.0.b: has the label {label!r}; give one of ['matrix', 3]")
+    with pytest.raises(FzeroError, match=f"^{message}"):
+        optimizer.init(layers())
+
+
+def test_a_transform_that_no_label_names_holds_no_leaves() -> None:
+    groups = {"matrix": optim.sgd(0.5), "rest": optim.sgd(0.25), "unused": optim.adam()}
+    optimizer, params = optim.multi_transform(groups, by_shape), {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    assert updates["w"].eq(-0.5).all() and updates["b"].eq(-0.25).all()
+    assert tree.paths(state) == ["inner_states.unused.0.count"]
+
+
+def test_groups_that_are_none_are_named() -> None:
+    with pytest.raises(FzeroError, match="multi_transform: has no transform; give one for each label"):
+        optim.multi_transform({}, by_shape)
+    with pytest.raises(FzeroError, match="multi_transform: labels is .'w': 'a'.; give a function"):
+        optim.multi_transform({"a": optim.sgd()}, {"w": "a"})  # type: ignore[arg-type]
+    params = {"w": torch.ones(2, 2)}
+    state = optim.multi_transform({"all": optim.sgd()}, lambda path, leaf: "all").init(params)
+    with pytest.raises(FzeroError, match=r"the state has the labels \['all'\], the optimizer \['matrix'\]; give the"):
+        optim.multi_transform({"matrix": optim.sgd()}, by_shape).update(params, state)
 
 
 # apply_if_finite

@@ -455,3 +455,14 @@ def test_a_slice_that_is_taken_is_a_view_and_not_written_to(mesh: VirtualMesh) -
     before = case.run(case.trace())
     assert_same(case.run(program), before)
     assert torch.equal(CAPTURED, torch.arange(25.0).view(5, 5))
+
+
+def test_temporaries_of_inference_mode_are_overwritten() -> None:
+    def step(params: tree.Tree, x: Tensor) -> Any:
+        with torch.inference_mode():
+            first, second = torch._foreach_mul(torch._foreach_add([x, x + 1], 1.0), 2.0)
+        return first + second
+
+    case = on_rows(step, layers(1))
+    program = case.trace()
+    assert_same(case.run(apply(program, *defaults(stage=3, in_place=True))), case.run(program))

@@ -220,7 +220,10 @@ OPAQUE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a generator": (lambda x: (x for _ in range(3)), "the result: .*class generator that the step made"),
     "a function": (lambda x: lambda: x, "the result: .*class function, .*holds a tensor at x"),
     "a subclass of dict": (lambda x: collections.Counter(a=x), r"the result: .*class Counter.*; return dict\(...\)"),
-    "a mapping": (lambda x: collections.UserDict(a=x), r"class UserDict.* at \.data\['a'\]; return dict\(...\) of it"),
+    "a mapping": (
+        lambda x: collections.ChainMap({"a": x}),
+        r"class ChainMap.* at \.maps\[0\]\['a'\]; return dict\(...\)",
+    ),
     "a sparse tensor": (lambda x: x.to_sparse(), r"the result: is a torch.sparse_coo tensor, .*; give tensor.to_dense"),
 }
 
@@ -245,7 +248,10 @@ def test_auxiliary_values_are_seen_into(inside: bool) -> None:
 
 UNSEEN: dict[str, tuple[Any, str]] = {
     "an object with a tensor": (Opaque({"k": torch.ones(2)}), r"argument 0: .*class Opaque.*tensor at \.value\['k'\]"),
-    "a mapping": (collections.UserDict(x=torch.ones(2)), r"argument 0: a UserDict .*does not hash; give dict\(...\)"),
+    "a mapping": (
+        collections.ChainMap({"x": torch.ones(2)}),
+        r"argument 0: a ChainMap .*not hash; give dict\(...\)",
+    ),
     "a sparse tensor": (torch.eye(2).to_sparse(), "argument 0: is a torch.sparse_coo tensor.*to_dense"),
     "a tensor of tensors": (TwoTensor(torch.ones(2), torch.ones(2)), "argument 0: is a TwoTensor, which is made of"),
 }
@@ -441,6 +447,13 @@ def test_a_batch_of_a_tokenizer_is_an_argument() -> None:
     got = run(lambda batch: (batch, (lambda a, b: a * b)(**batch)), batch)
     assert type(got[0]) is type(batch)
     torch.testing.assert_close(got[1], batch["a"] * batch["b"])
+
+
+def test_a_user_dict_is_a_tree() -> None:
+    batch = collections.UserDict(b=rows(MESH), a=[rows(MESH) + 1])
+    got = run(lambda batch: (batch, batch["a"][0] * batch["b"]), batch)
+    assert type(got[0]) is collections.UserDict and tree.paths(got[0]) == ["b", "a.0"]
+    torch.testing.assert_close(got[1], batch["a"][0] * batch["b"])
 
 
 # what is traced again

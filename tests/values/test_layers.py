@@ -189,6 +189,37 @@ def has_layers_of_unequal_kinds(scan: Scan, p: Any, x: Tensor) -> Tensor:
     return h.square().mean()
 
 
+def casts_layers_of_unequal_kinds(scan: Scan, p: Any, x: Tensor) -> Tensor:
+    w = p["first"]["w"] @ p["head"]["w"]
+    layers = [{"w": (w * (1 if i == 0 else x.mean())).float()} for i in range(LAYERS)]
+    h, _ = scan(lambda h, _, layer: (torch.tanh(h @ layer["w"]), None), x.float(), layers=layers)
+    return h.square().mean()
+
+
+def shares_a_leaf(scan: Scan, p: Any, x: Tensor) -> Tensor:
+    """The last layer has a leaf of the layer before it, and the first two have not."""
+    layers = [*p["blocks"][:-1], {**p["blocks"][-1], "w": p["blocks"][-2]["w"]}]
+    h, _ = scan(lambda h, _, layer: (block(h, layer), None), x @ p["first"]["w"], layers=layers)
+    return h.square().mean()
+
+
+def has_layers_of_unequal_strides(scan: Scan, p: Any, x: Tensor) -> Tensor:
+    """A view of the first layer's value is a copy of the second's."""
+    w = p["first"]["w"] @ p["head"]["w"]
+    layers = [{"w": w if i != 1 else (w * 2).T} for i in range(LAYERS)]
+    h, _ = scan(
+        lambda h, _, layer: (torch.tanh(h @ layer["w"] + layer["w"].reshape(-1)[:WIDTH]), None), x, layers=layers
+    )
+    return h.square().mean()
+
+
+def shares_a_layer(scan: Scan, p: Any, x: Tensor) -> Tensor:
+    """Layers in another order, one of them twice, and one that the head uses too."""
+    first, *_, last = p["blocks"]
+    h, _ = scan(lambda h, _, layer: (block(h, layer), None), x @ p["first"]["w"], layers=[last, first, last])
+    return (h @ first["w"]).square().mean()
+
+
 def norms_its_slices(scan: Scan, p: Any, x: Tensor) -> Tensor:
     """A value of slices that is no leaf, used by the backward pass."""
 
@@ -204,8 +235,10 @@ LOSSES = [
     is_plain, begins_with_the_batch, has_rows, uses_a_leaf_twice, leaves_a_leaf_out, has_several_carries,
     captures_a_table, captures_a_parameter, captures_a_value, has_regions, is_in_a_region, writes, has_views,
     has_attention, is_nested, runs_twice, takes_plain_layers, has_layers_of_unequal_kinds, norms_its_slices,
+    casts_layers_of_unequal_kinds, shares_a_leaf, shares_a_layer,
+    has_layers_of_unequal_strides,
 ]  # fmt: skip
-UNROLLED = [captures_a_parameter, captures_a_value, is_in_a_region]
+UNROLLED = [captures_a_parameter, captures_a_value, is_in_a_region, shares_a_leaf, has_layers_of_unequal_strides]
 
 
 def train(loss: Any, scan: Scan) -> Any:
@@ -382,6 +415,41 @@ def test_a_loop_over_layers_in_a_loop_over_microbatches(dtype: torch.dtype, stag
 def test_unequal_layers_are_named(layers: Any, message: str) -> None:
     with pytest.raises(fzero.FzeroError, match=message):
         fzero.scan(lambda h, _, layer: (h, None), torch.ones(2), layers=layers)
+
+
+@pytest.mark.parametrize("is_row", [True, False])
+def test_what_is_written_behind_the_loop_is_not_what_the_turns_read(is_row: bool) -> None:
+    """Autograd refuses such a step without a loop. With one the gradient is that at the values of the turns."""
+    mesh = fzero.VirtualMesh(fsdp=2)
+
+    def find_gradient(copy: Any) -> Any:
+        def loss(p: Any, x: Tensor) -> Tensor:
+            values = torch.stack([x[:4] * i for i in range(1, LAYERS + 1)])
+            given: Any = copy(values) if is_row else [copy(value) for value in values]
+            layers = p["blocks"] if is_row else [{**q, "t": t} for q, t in zip(p["blocks"], given)]
+            body = lambda h, row, q: (block(h * (row if is_row else q["t"]).sin(), q), None)  # noqa: E731
+            h, _ = fzero.scan(body, x[:4], given if is_row else None, layers=layers)
+            for each in [given] if is_row else given:
+                each.mul_(0)
+            return h.square().mean()
+
+        step = fzero.simulate(fzero.value_and_grad(loss), mesh)
+        return fzero.unpartition(step(fzero.partition(params(), mesh), torch.cat([batch(), batch()])))
+
+    torch.testing.assert_close(find_gradient(lambda x: x), find_gradient(torch.clone))
+
+
+def test_a_mapped_derivative_is_named() -> None:
+    mesh = fzero.VirtualMesh(fsdp=2)
+
+    def find_jacobian(p: Any, x: Tensor) -> Tensor:
+        def apply(v: Tensor) -> Tensor:
+            return fzero.scan(lambda h, _, q: (block(h, q), None), v * x, layers=p["blocks"])[0].sum(0)
+
+        return torch.func.jacrev(apply)(torch.ones(WIDTH, dtype=torch.float64))
+
+    with pytest.raises(fzero.FzeroError, match=r"derivative of a loop is mapped, .*; take torch.func.jacfwd"):
+        fzero.simulate(find_jacobian, mesh)(fzero.partition(params(), mesh), batch())
 
 
 def test_layers_xs_and_length_agree() -> None:

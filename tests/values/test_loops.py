@@ -150,6 +150,14 @@ def has_regions(scan: Any, p: Any, x: Tensor) -> Any:
     return total, fzero.pmean(values, "fsdp")
 
 
+def is_in_inference_mode(scan: Any, p: Any, x: Tensor) -> Any:
+    """A value that nothing trains by. The loop writes over its carry."""
+    with torch.inference_mode():
+        start = torch.zeros((), dtype=torch.float64)
+        total, _ = scan(lambda t, row: (t + (row @ p["w"]).mean(), None), start, turns_of(x))
+    return fzero.pmean(total.clone(), "fsdp")
+
+
 TABLE = torch.arange(3.0, dtype=torch.float64)
 
 
@@ -217,7 +225,7 @@ def has_no_turns(scan: Any, p: Any, x: Tensor) -> Any:
 UNROLLED = [is_differentiated, follows_captured, follows_operands, has_no_turns]
 STEPS = [
     differs_between_ranks_later, meets_state, trains, trains_with_momentum, is_nested, swaps, writes, has_regions,
-    captures, counts, computes_nothing, trains_by_autograd, *UNROLLED,
+    captures, counts, computes_nothing, trains_by_autograd, *UNROLLED, is_in_inference_mode,
 ]  # fmt: skip
 
 
@@ -226,9 +234,10 @@ def test_a_scan_is_its_turns_one_by_one(step: Any) -> None:
     torch.testing.assert_close(step(fzero.scan, params(), batch()), step(one_by_one, params(), batch()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "stage", "donate"),
+    [(1, 1, True), (1, 3, True), (2, 1, False), (2, 2, True), (2, 3, False), (2, 3, True), (3, 1, True), (3, 2, False)],
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_with_a_scan_is_the_step_with_its_turns(step: Any, world: int, stage: int, donate: bool) -> None:
     mesh = fzero.VirtualMesh(fsdp=world)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, tree
+from fzero.variants.int8_scatter import int8_scatter
 
 HALF, ALL = range(3), range(6)
 REST = range(3, 6)
@@ -25,6 +26,21 @@ def test_it_begins_as_zeros_a_row_a_rank() -> None:
         "int8_error.0.2": (4, 4 * 96), "int8_error.1.1": (4, 4 * 1248), "int8_error.2.0": (4, 4 * 448),
     }  # fmt: skip
     assert all(not leaf.local.any() for leaf in state.values())
+
+
+def test_a_bucket_may_have_one_leaf() -> None:
+    """Without state of its own, and with a gradient as the step's result."""
+    mesh, passes = fzero.VirtualMesh(fsdp=2), fzero.passes.defaults(stage=3)
+    step = fzero.simulate(
+        fzero.grad(lambda p, x: (x @ p["w"]).square().mean()),
+        mesh,
+        passes=fzero.passes.insert(passes, int8_scatter, before="release"),
+    )
+    p, x = fzero.partition({"w": torch.ones(4, 4)}, mesh), torch.eye(4)
+    state = step.init_pass_state(p, x)
+    assert list(state) == ["int8_error.0.w"]
+    grads, _ = step(p, x, pass_state=state)
+    torch.testing.assert_close(fzero.unpartition(grads)["w"], torch.full((4, 4), 0.125), rtol=1e-2, atol=0)
 
 
 def test_it_is_what_rounding_takes_from_gradient_and_error() -> None:
