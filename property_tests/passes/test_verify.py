@@ -24,6 +24,7 @@ from fzero.program.kinds import RAGGED, Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.values.sharded import Sharded
+from property_tests.laws import slow
 from property_tests.running import bits, finished
 
 MESHES = [*(VirtualMesh(fsdp=size) for size in (2, 3, 4)), VirtualMesh(replica=2, fsdp=2)]
@@ -200,6 +201,7 @@ def instructions() -> st.SearchStrategy[tuple[Instruction, ...]]:
 
 @example(Wild(MESHES[0], (Instruction("gradient"),)))  # a value of one element and stride 0
 @given(st.builds(Wild, st.sampled_from(MESHES), instructions(), st.sampled_from([1, 2, 3]), st.booleans()))
+@slow
 def test_ranks_agree_on_what_is_uniform_in_a_step_that_is_accepted(step: Wild) -> None:
     try:
         running = finished(step)
