@@ -53,6 +53,19 @@ class Storages:
         return sum(self._rows.get(key, size) for key, size in storages.items())
 
 
+def measure_peak(step: Any, *args: Any) -> tuple[Program, int]:
+    """The program of a simulated step, and the most bytes that the values of a rank keep alive while all ranks run."""
+    program, most = step.trace(*args), 0
+    storages = Storages(program)
+
+    def watch(node: Node, ranks: list[dict[Node, Any]]) -> None:
+        nonlocal most
+        most = max(most, *(storages.count(held, tensors(held.values())) for held in ranks))
+
+    step(*args, watch=watch)
+    return program, most
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a value of a program, what a collective has under way among them."""
     if isinstance(value, Tensor):

@@ -222,3 +222,31 @@ def test_a_family_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(step(fzero.load_safetensors(folder, others, MESH), batch), expected)
     built, apply = fzero.build(lambda: type(model).from_pretrained(theirs), MESH)
     torch.testing.assert_close(step(built, batch), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_layers_of_llama_in_a_loop_are_the_model(stage: int) -> None:
+    """A layer as transformers wrote it is the body of `fzero.scan`."""
+    model = make(FAMILIES["Llama"], num_hidden_layers=3)
+    params, apply = fzero.lower(model)
+    modules = model.model.embed_tokens, model.model.layers[0], model.model.norm
+    embed, block, norm = (fzero.lower(module)[1] for module in modules)
+    rotary, tokens = model.model.rotary_emb, torch.randint(model.config.vocab_size, (ROWS, 8))
+
+    def in_a_loop(params: Any, tokens: Tensor) -> Tensor:
+        parts = params["model"]
+        h = embed(parts["embed_tokens"], tokens)
+        rope = rotary(h, torch.arange(tokens.shape[1])[None])
+        layer = lambda h, _, q: (block(q, h, position_embeddings=rope, attention_mask=None), None)  # noqa: E731
+        h, _ = fzero.scan(layer, h, layers=parts["layers"])
+        logits = torch.nn.functional.linear(norm(parts["norm"], h), params["lm_head"]["weight"])
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def whole(params: Any, tokens: Tensor) -> Tensor:
+        return apply(params, input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    step = fzero.simulate(fzero.value_and_grad(in_a_loop), MESH, stage=stage)
+    given = fzero.partition(params, MESH), tokens
+    assert sum(node.target is fzero.ops.loop for node in step.trace(*given).graph.nodes) == 2
+    got = fzero.unpartition(step(*given))
+    torch.testing.assert_close(got, fzero.value_and_grad(whole)(params, tokens), rtol=1e-4, atol=1e-6)

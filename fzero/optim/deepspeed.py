@@ -165,17 +165,11 @@ def one_cycle(
         (cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count),
     )
 
-    def climb(step: Any) -> Any:
-        """How far the cycle is up: 0 at both ends, 1 in between."""
-        at = step.remainder(first + second)
-        up = _share(at, first, stairs[0])
-        return torch.where(at <= first, up, _share(first + second - at, second, stairs[1])) if second else up
-
     def schedule(low: float, high: float, decay: Callable[[Any], Any]) -> Schedule:
         def value(count: Any) -> Any:
             step = to_float64(count)
             behind = step - (first + second)  # the index is `step - 1`, and counts from 1 behind the cycle
-            moved = low + (high - low) * climb(step)
+            moved = low + (high - low) * _climb(step, first, second, stairs)
             return torch.where(behind <= 0, moved, decay(behind)).to(torch.float32)
 
         return value
@@ -183,23 +177,24 @@ def one_cycle(
     def grow(rate: float, behind: Any) -> Any:
         return 1 + rate * behind / decay_step_size if decay_step_size else 1.0
 
-    def fall(behind: Any) -> Any:
-        return cycle_min_lr / grow(decay_lr_rate, behind)
-
-    def rise(behind: Any) -> Any:
-        return cycle_max_mom * grow(decay_mom_rate, behind)
-
-    rate = schedule(cycle_min_lr, cycle_max_lr, fall)
+    rate = schedule(cycle_min_lr, cycle_max_lr, lambda behind: cycle_min_lr / grow(decay_lr_rate, behind))
     if not cycle_momentum:
         return OneCycle(rate, None, None)
     check_decay("one_cycle", "cycle_min_mom", cycle_min_mom)
     check_decay("one_cycle", "cycle_max_mom", cycle_max_mom)
-    momentum = schedule(cycle_max_mom, cycle_min_mom, rise)
+    momentum = schedule(cycle_max_mom, cycle_min_mom, lambda behind: cycle_max_mom * grow(decay_mom_rate, behind))
 
     def b1(count: Any) -> Any:
         return torch.where(to_tensor(count) == 0, cycle_min_mom, momentum(count))
 
     return OneCycle(rate, b1, constant_schedule(0.99))
+
+
+def _climb(step: Any, first: int, second: int, stairs: tuple[int, int]) -> Any:
+    """How far a cycle is up: 0 at both ends, 1 in between."""
+    at = step.remainder(first + second)
+    up = _share(at, first, stairs[0])
+    return torch.where(at <= first, up, _share(first + second - at, second, stairs[1])) if second else up
 
 
 def _share(done: Any, steps: float, stairs: int) -> Any:

@@ -31,8 +31,11 @@ zero is off by as much as a weight. Kernels of MKL also round by where memory li
 """
 RATE, EPS = 0.02, 1e-3
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(RATE, eps=EPS))
-CASES = [(2, 1, False), (2, 2, False), (2, 3, False), (2, 3, True), (1, 3, True)]
-"""World size, stage, and whether the model is the transformer."""
+CASES = [
+    (2, 1, "perceptron"), (2, 2, "perceptron"), (2, 3, "perceptron"), (2, 3, "transformer"), (1, 3, "transformer"),
+    (2, 3, "scanned"),
+]  # fmt: skip
+"""World size, stage, and the name of the model."""
 COMPILING = timedelta(minutes=20)
 """Compilation takes 45 s on two quiet cores without inductor's cache, and minutes on a busy machine. The first test of
 a world size compiles for all tests, and a rank that compiles keeps the other rank waiting."""
@@ -81,9 +84,25 @@ def transformer() -> tuple[tree.Tree, Any]:
     return params, lambda params, x: apply(params, x.new_ones(2, 6, 8) * x[:, None, :1]).cos().square().mean()
 
 
-def trained(mesh: DeviceMesh, stage: int, blocks: bool, compile: bool, counted: list[Fragment]) -> Ran:
+def scanned() -> tuple[tree.Tree, Any]:
+    """The three blocks of the transformer in a loop."""
+    params, _ = transformer()
+    apply = fzero.lower(Block())[1]
+
+    def loss(params: tree.Tree, x: Tensor) -> Tensor:
+        h = x.new_ones(2, 6, 8) * x[:, None, :1]
+        h, _ = fzero.scan(lambda h, _, block: (apply(block, h), None), h, layers=list(params))
+        return h.cos().square().mean()
+
+    return params, loss
+
+
+MODELS = {model.__name__: model for model in (perceptron, transformer, scanned)}
+
+
+def trained(mesh: DeviceMesh, stage: int, name: str, compile: bool, counted: list[Fragment]) -> Ran:
     """Three steps of training."""
-    params, loss = transformer() if blocks else perceptron()
+    params, loss = MODELS[name]()
     params = fzero.partition(params, mesh, persist=8)
     state = CLIPPED.init(params)
     step = fzero.shard(training(CLIPPED, loss), mesh, stage=stage, compile=compile)
@@ -107,7 +126,7 @@ def is_gone(params: tree.Tree) -> bool:
     return False
 
 
-def tried(mesh: DeviceMesh, cases: list[tuple[int, bool]]) -> dict[Any, Any]:
+def tried(mesh: DeviceMesh, cases: list[tuple[int, str]]) -> dict[Any, Any]:
     """On one rank: each case interpreted and compiled, and the refusal where only rank 0 compiles."""
     import torch._inductor.config
 
@@ -133,13 +152,13 @@ def tried(mesh: DeviceMesh, cases: list[tuple[int, bool]]) -> dict[Any, Any]:
 @functools.cache
 def ranks(world: int) -> list[dict[Any, Any]]:
     """What each of so many ranks made of its cases."""
-    cases = [(stage, blocks) for size, stage, blocks in CASES if size == world]
+    cases = [(stage, name) for size, stage, name in CASES if size == world]
     return run(world, tried, cases, timeout=COMPILING.total_seconds(), stall=COMPILING)
 
 
-@pytest.mark.parametrize(("world", "stage", "blocks"), CASES)
-def test_a_compiled_step_is_the_interpreted_one_up_to_rounding(world: int, stage: int, blocks: bool) -> None:
-    outcomes = [rank[stage, blocks] for rank in ranks(world)]
+@pytest.mark.parametrize(("world", "stage", "name"), CASES)
+def test_a_compiled_step_is_the_interpreted_one_up_to_rounding(world: int, stage: int, name: str) -> None:
+    outcomes = [rank[stage, name] for rank in ranks(world)]
     for interpreted, result in outcomes:
         torch.testing.assert_close(result.losses, interpreted.losses, rtol=TOLERANCE, atol=0)
         for path, leaf in interpreted.params.items():
@@ -147,18 +166,18 @@ def test_a_compiled_step_is_the_interpreted_one_up_to_rounding(world: int, stage
             assert torch.equal(result.params[path], outcomes[0][1].params[path]), f"{path} differs between ranks"
 
 
-@pytest.mark.parametrize(("world", "stage", "blocks"), CASES)
-def test_the_first_step_compiles_and_no_other(world: int, stage: int, blocks: bool) -> None:
+@pytest.mark.parametrize(("world", "stage", "name"), CASES)
+def test_the_first_step_compiles_and_no_other(world: int, stage: int, name: str) -> None:
     for rank in ranks(world):
-        interpreted, result = rank[stage, blocks]
+        interpreted, result = rank[stage, name]
         assert set(interpreted.compilations) == {0}
         assert result.compilations[0] > 0 and len(set(result.compilations)) == 1
 
 
-@pytest.mark.parametrize(("world", "stage", "blocks"), CASES)
-def test_state_is_updated_in_place_and_given_up(world: int, stage: int, blocks: bool) -> None:
+@pytest.mark.parametrize(("world", "stage", "name"), CASES)
+def test_state_is_updated_in_place_and_given_up(world: int, stage: int, name: str) -> None:
     for rank in ranks(world):
-        _, result = rank[stage, blocks]
+        _, result = rank[stage, name]
         assert result.in_place and result.given_up
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_cases, values
-from programs import Storages
+from programs import measure_peak
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,7 +25,6 @@ from fzero.base.mesh import VirtualMesh
 from fzero.execution import lockstep
 from fzero.optim.newton_schulz import NewtonSchulz, count_flops, count_scratch
 from fzero.program import ops
-from fzero.program.operation import Node
 from fzero.program.ops.owners import owners_of
 from fzero.program.records import is_call, name_of
 from fzero.ranks.owners import orthogonalize_matrices
@@ -458,18 +457,7 @@ def test_predicted_memory_bounds_that_of_each_rank_and_is_near() -> None:
     params = fzero.partition(params, mesh)
     grads, state = fzero.partition(grads, mesh, like=params), OPTIMIZER.init(params)
     step = fzero.simulate(update, mesh)
-    program, most = step.trace(params, state, grads), 0
-    storages = Storages(program)
-
-    def list_tensors(value: Any) -> list[Tensor]:
-        return [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
-
-    def watch(node: Node, ranks: list[dict[Node, Any]]) -> None:
-        nonlocal most
-        alive = ([x for value in held.values() for x in list_tensors(value)] for held in ranks)
-        most = max(most, *(storages.count(held, tensors) for held, tensors in zip(ranks, alive)))
-
-    step(params, state, grads, watch=watch)
+    program, most = measure_peak(step, params, state, grads)
     (node,) = program.graph.find_nodes(op="call_function", target=ops.orthogonalize)
     plan = owners_of(program, node)
     products = plan.find_scratch(4, lambda rows, columns: count_scratch(rows, columns, 5))  # within one node

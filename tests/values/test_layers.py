@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Storages, calls, tensors
+from programs import calls, measure_peak
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -341,15 +341,7 @@ def test_the_predicted_peak_is_what_ranks_hold(world: int, stage: int, is_remat:
     mesh = fzero.VirtualMesh(fsdp=world)
     step = fzero.simulate(lambda p, x: fzero.value_and_grad(loss)(p, x), mesh, stage=stage)
     args = fzero.partition(p, mesh), torch.randn(rows, width)
-    program = step.trace(*args)
-    storages, most = Storages(program), 0
-
-    def watch(node: Any, ranks: list[dict[Any, Any]]) -> None:
-        nonlocal most
-        for held in ranks:
-            most = max(most, storages.count(held, tensors(held.values())))
-
-    step(*args, watch=watch)
+    program, most = measure_peak(step, *args)
     early = sum(each.meta["val"].nbytes for loop in calls(program, ops.loop) for each in early_of(loop)) // 2
     assert most <= program.memory().peak
     assert program.memory().peak - early == pytest.approx(most, rel=0.05)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run
-from programs import Storages, calls, tensors
+from programs import calls, measure_peak
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -460,14 +460,6 @@ def test_the_predicted_peak_is_what_ranks_hold(donate: bool, stage: int, sync: A
     given = {"x": torch.randn(48, 64).double(), "mask": torch.ones(48), "scale": 1}
     step = fzero.simulate(train(OPTIMIZER, 4, sync=sync), mesh, stage=stage, donate=donate)
     args = p, OPTIMIZER.init(p), given
-    program = step.trace(*args)
-    storages, most = Storages(program), 0
-
-    def watch(node: Any, ranks: list[dict[Any, Any]]) -> None:
-        nonlocal most
-        for held in ranks:
-            most = max(most, storages.count(held, tensors(held.values())))
-
-    step(*args, watch=watch)
+    program, most = measure_peak(step, *args)
     assert most <= program.memory().peak
     assert world > 2 or program.memory().peak == pytest.approx(most, rel=0.05)
