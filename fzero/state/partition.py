@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,10 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.mesh import VirtualMesh
 from fzero.base.state import State
 from fzero.layout.layout import Layout
-from fzero.ranks.live import Live, describe_leaf, live
-from fzero.ranks.virtual import virtual
+from fzero.ranks.homes import Home, find_home
+from fzero.ranks.live import Live, describe_leaf
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
 from fzero.state.send import Feed
@@ -87,7 +86,7 @@ def partition(
         return _partition_state(params, like, functools.partial(each, **how))
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
-    on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
+    on = find_home(mesh)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
@@ -100,19 +99,35 @@ def partition(
     feed = None
     if source_rank is not None and isinstance(on, Live):
         feed = _make_feed(on, source_rank, chunk, sources, targets, planned)
+    where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
+    values = fill_leaves(on, planned, sources, dtypes, where, chunk, pin, feed)
+    if feed is not None:
+        feed.end()
+    return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+
+
+def fill_leaves(
+    on: Home,
+    planned: LeafLayouts,
+    sources: Mapping[int, Source] | Sequence[Source],
+    dtypes: Mapping[int, torch.dtype] | Sequence[torch.dtype],
+    devices: Mapping[int, torch.device] | Sequence[torch.device],
+    chunk: int,
+    pin: bool = False,
+    feed: Feed | None = None,
+) -> dict[int, Sharded]:
+    """Leaves of known layouts with the values of sources, by position. Slices of one bucket are views of one buffer, on
+    the device of its first leaf."""
     values: dict[int, Sharded] = {}
     for layout, members in group_by_layout(planned, dtypes):
         given = {index: sources[i] for i, index in members.items()}
         first = next(iter(members))
-        where = torch.device(device or on.device or getattr(leaves[first], "device", None) or "cpu")
-        slices = allocate_slices(given, layout, on.rank, dtypes[first], where, pin)
+        slices = allocate_slices(given, layout, on.rank, dtypes[first], devices[first], pin)
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
             values[i].origin = _origin_of(sources[i], values[i], feed)
-    if feed is not None:
-        feed.end()
-    return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+    return values
 
 
 def _partition_state(state: State, like: tree.Tree | None, partition: Callable[..., tree.Tree]) -> State:

@@ -18,11 +18,10 @@ from fzero.base import torch_private, tree
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
-from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import Tree
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.live import Live, live
-from fzero.ranks.virtual import virtual
+from fzero.ranks.homes import find_home
+from fzero.ranks.live import Live
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
 from fzero.state.build.store import Store
 from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel
@@ -87,7 +86,7 @@ def _check(mesh: Any, how: dict[str, Any]) -> None:
 @contextmanager
 def _construct(constructor: Constructor, mesh: Any, seed: int) -> Iterator[tuple[nn.Module, Store]]:
     """The module, with deferred parameters and ordinary buffers. The parameters are freed at the end of the block."""
-    on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
+    on = find_home(mesh)
     store = Store(on)
     try:
         with torch.random.fork_rng(_cuda_devices()):

@@ -12,17 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from fzero.base import tree
 from fzero.base.errors import FzeroError
-from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.live import Live
-from fzero.state.fill import CHUNK_NBYTES, chunk_numel
+from fzero.ranks.together import do_together, gather_words
+from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.safetensors.header import Header, plan_header, render_header
-from fzero.state.safetensors.transfer import memory_of, write_from
+from fzero.state.safetensors.transfer import iter_parts, memory_of, sync_directory, write_from
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.sharded import Sharded
 
@@ -87,35 +83,9 @@ class _Save:
         self.pieces: list[Piece] = []
 
     def on_all_ranks(self, do: Callable[[], T]) -> list[T]:
-        """The result of `do()` on each rank, in rank order. Collective.
-
-        Raises:
-            FzeroError: on all ranks, when `do` raised on any.
-        """
-        value, error = None, None
-        try:
-            value = do()
-        except Exception as caught:
-            error = caught
-        outcomes = self._gather((value, None if error is None else _describe_error(error)))
-        failed = {rank: cause for rank, (_, cause) in outcomes.items() if cause is not None}
-        if failed:
-            if len(outcomes) == 1 and isinstance(error, FzeroError):
-                raise error
-            problem = ", ".join(
-                f"{name_ranks(ranks)} could not write it: {cause}" for cause, ranks in group_by_word(failed).items()
-            )
-            raise FzeroError(str(self.target), problem, "what was there before is as it was; save again") from error
-        return [value for value, _ in outcomes.values()]
-
-    def _gather(self, word: Any) -> dict[int, Any]:
-        """`word` of each rank."""
-        if self.on is None or self.on.members.group is None:
-            return {0: word}
-        members, words = self.on.members, [None] * len(self.on.members.ranks)
-        with members.begin(f"save_safetensors of {self.target}"):
-            dist.all_gather_object(words, word, group=members.group)
-        return dict(zip(members.ranks, words))
+        """The result of `do()` on each rank, in rank order; an error on all ranks, when `do` raised on any."""
+        gather = gather_words(None if self.on is None else self.on.members, f"save_safetensors of {self.target}")
+        return do_together(gather, do, str(self.target), "write it", "what was there before is as it was; save again")
 
     def begin(self) -> _Announcement:
         """Plan the file. The first rank creates it in its final size, all zeros, which no reader takes for a
@@ -164,7 +134,7 @@ class _Save:
         with self._open() as fd:
             for offset, values in self.pieces:
                 position = len(self.head) + offset
-                for part in _iter_parts(values, chunk):
+                for part in iter_parts(values, chunk):
                     write_from(fd, memory_of(part), position)
                     position += part.nbytes
 
@@ -174,7 +144,7 @@ class _Save:
             with self._open() as fd:
                 write_from(fd, memoryview(self.head), 0)
             os.replace(self.target.with_name(self.temporary), self.target)
-            _sync_directory(self.target.parent)
+            sync_directory(self.target.parent)
 
     @contextmanager
     def _open(self) -> Iterator[int]:
@@ -245,33 +215,6 @@ def _find_live(leaves: list[Any]) -> Live | None:
     return on if isinstance(on, Live) else None
 
 
-def _describe_error(error: Exception) -> str:
-    if isinstance(error, FzeroError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-def _iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
-    """All elements in order, as contiguous CPU tensors of at most `chunk` bytes: views of a tensor that is contiguous
-    on the CPU, else copies in one buffer, each valid until the next."""
-    numel, step = values.shape.numel(), chunk_numel(chunk, values.dtype)
-    if isinstance(values, TensorSource) and _is_plain(values):
-        yield from values.tensor.reshape(-1).split(step)
-        return
-    buffer = torch.empty(min(step, numel), dtype=values.dtype, device="cpu")
-    for start in range(0, numel, step):
-        part = buffer[: min(step, numel - start)]
-        values.read(start, part)
-        yield part
-
-
-def _is_plain(values: TensorSource) -> bool:
-    """Whether the tensor's memory on the CPU holds its values in order."""
-    tensor = values.tensor
-    lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
-
-
 def _lock(file: BinaryIO) -> bool:
     """Lock a file for this process, until the file is closed. False where another process has locked the file, or where
     the filesystem has no locks."""
@@ -288,12 +231,3 @@ def _remove_leftovers(directory: Path) -> None:
         with suppress(OSError), open(path, "rb") as file:
             if _lock(file):
                 path.unlink()
-
-
-def _sync_directory(directory: Path) -> None:
-    with suppress(OSError):  # some filesystems cannot sync a directory; the file is complete all the same
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
