@@ -6,7 +6,9 @@ docs/checkpoints.md says what a checkpoint is, and when it is one. Imported by n
 
 from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import Checkpoint, latest, open_checkpoint, verify
+from fzero.checkpoint.running import run
 from fzero.checkpoint.saving import save
+from fzero.checkpoint.stopping import Stop
 from fzero.checkpoint.writing import Saving
 
-__all__ = ["Checkpoint", "Saving", "latest", "load", "open_checkpoint", "save", "verify"]
+__all__ = ["Checkpoint", "Saving", "Stop", "latest", "load", "open_checkpoint", "run", "save", "verify"]
