@@ -50,9 +50,9 @@ def run(
         raise FzeroError("state", f"is a {type(state).__name__}", "give a fzero.State, which has a place for `data`")
     if every < 1:
         raise FzeroError("every", f"is {every}", "save every 1 steps or more")
-    state, number = _restore(path, state, loader)
-    saving, saved, batches = None, number, _iter_epochs(loader)
     with Stop(loader.mesh, signals) as stop:
+        state, number = _restore(path, state, loader)
+        saving, saved, batches = None, number, _iter_epochs(loader)
         while number < steps and not stop.is_asked():
             state, result = step(state, next(batches))
             number += 1

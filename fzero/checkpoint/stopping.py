@@ -34,12 +34,18 @@ class Stop:
         self._home, self._signals = find_home(mesh), signals
         self._heard = 0  # the signal that came to this rank
         self._agreed = 0  # the signal that all ranks know of
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}  # the handlers that were there
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise FzeroError("Stop", "is used on a thread, where Python hears no signals", "use it on the main thread")
-        self._before = {number: signal.signal(number, self._hear) for number in self._signals}
+        for number in self._signals:
+            try:
+                self._before[number] = signal.signal(number, self._hear)
+            except (OSError, ValueError) as error:
+                self.__exit__()
+                problem = f"has {number!r}, which cannot be heard: {error}"
+                raise FzeroError("signals", problem, "give numbers such as signal.SIGTERM") from error
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ import fzero.data
 from fzero import FzeroError, State, VirtualMesh, optim
 from fzero.checkpoint import Stop, latest, writing
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "elastic.md"
 STEPS, EVERY, BATCH, EXAMPLES = 14, 4, 12, 41
 """Five epochs of three batches: 41 examples fill no fourth."""
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
@@ -55,27 +59,25 @@ def train(drop: float, optimizer: Any, state: State, x: Tensor) -> tuple[State, 
     return state._replace(params=params, opt_state=opt_state, step=state.step + 1), value
 
 
+def make(mesh: Any, drop: float = 0.0) -> tuple[Callable[..., Any], State, fzero.data.Loader]:
+    """A step, the state that a run begins with, and its data."""
+    optimizer, params = optim.adamw(0.05), fzero.partition(layers(), mesh)
+    state = State(params, optimizer.init(params), step=torch.tensor(0), seed=torch.tensor(3))
+    convert = fzero.simulate if isinstance(mesh, VirtualMesh) else fzero.shard
+    step = convert(partial(train, drop, optimizer), mesh)
+    return step, fzero.partition(state, mesh), fzero.data.loader(DATA, BATCH, mesh, seed=1, drop_last=True)
+
+
 def go(mesh: Any, folder: Path, strike: Strike = lambda number: None, drop: float = 0.0, **options: Any) -> Found:
     """Run to the end, or until the run is ended. `strike(number)` is called after each step."""
-    optimizer, losses, status = optim.adamw(0.05), dict[int, float](), None
-    params = fzero.partition(layers(), mesh)
-    state = State(params, optimizer.init(params), step=torch.tensor(0), seed=torch.tensor(3))
-    make = fzero.simulate if isinstance(mesh, VirtualMesh) else fzero.shard
-    workers = options.pop("num_workers", 0)
-    loader = fzero.data.loader(DATA, BATCH, mesh, seed=1, drop_last=True, num_workers=workers)
+    losses, status = dict[int, float](), None
 
     def after(number: int, loss: Tensor) -> None:
         losses[number] = loss.mean().item()  # virtual ranks have one each
         strike(number)
 
     try:
-        fzero.checkpoint.run(
-            make(partial(train, drop, optimizer), mesh),
-            fzero.partition(state, mesh),
-            loader,
-            folder,
-            **{"steps": STEPS, "every": EVERY, "after": after, **options},
-        )
+        fzero.checkpoint.run(*make(mesh, drop), folder, **{"steps": STEPS, "every": EVERY, "after": after, **options})
     except (SystemExit, Killed) as end:
         status = getattr(end, "code", "killed")
     return Found(losses, status, latest(folder))
@@ -125,6 +127,30 @@ def test_what_a_run_refuses(tmp_path: Path) -> None:
         go(VirtualMesh(fsdp=2), tmp_path / "file")
 
 
+def test_the_loop_of_the_page(tmp_path: Path) -> None:
+    """The second block of docs/elastic.md, asked to stop after two steps and started again, for the epoch's rest."""
+    _, loop = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    losses = dict[int, float]()
+    for _ in range(2):
+        mesh = VirtualMesh(fsdp=2)
+        step, state, loader = make(mesh)
+
+        def struck(state: State, batch: Tensor, step: Any = step) -> Any:
+            state, loss = step(state, batch)
+            losses[int(fzero.unpartition(state).step)] = loss.mean().item()
+            if len(losses) == 2:
+                os.kill(os.getpid(), TERM)
+            return state, loss
+
+        with contextlib.suppress(SystemExit):
+            exec(
+                loop,
+                {"fzero": fzero, "folder": tmp_path, "mesh": mesh, "loader": loader, "state": state, "step": struck},
+            )
+        assert latest(tmp_path) == 2
+    assert losses == go(VirtualMesh(fsdp=2), tmp_path / "whole", steps=3).losses
+
+
 # signals
 
 
@@ -137,6 +163,25 @@ def test_a_signal_is_heard_within_the_block_alone() -> None:
         with pytest.raises(SystemExit) as end:
             stop.leave()
     assert end.value.code == 143 and signal.getsignal(TERM) is before
+
+
+def test_a_signal_that_nobody_hears_is_refused() -> None:
+    before = signal.getsignal(TERM)
+    with pytest.raises(FzeroError, match="has <Signals.SIGKILL: 9>, which cannot be heard: "):
+        Stop(VirtualMesh(fsdp=2), (TERM, KILL)).__enter__()
+    assert signal.getsignal(TERM) is before
+
+
+def test_a_signal_while_a_run_loads(tmp_path: Path) -> None:
+    resume = fzero.data.Loader.resume
+
+    def struck(self: Any, position: Any) -> None:
+        os.kill(os.getpid(), TERM)
+        resume(self, position)
+
+    go(VirtualMesh(fsdp=2), tmp_path, steps=EVERY)
+    with mock.patch.object(fzero.data.Loader, "resume", struck):
+        assert go(VirtualMesh(fsdp=2), tmp_path) == Found({}, 143, EVERY)
 
 
 def test_signals_come_to_the_main_thread_alone() -> None:
