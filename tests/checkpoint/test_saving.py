@@ -29,6 +29,7 @@ import fzero.checkpoint
 from fzero import FzeroError, Sharded, State, VirtualMesh, optim, tree
 from fzero.checkpoint import latest, load, open_checkpoint, save, verify, writing
 from fzero.checkpoint.manifest import OTHERS
+from fzero.ranks.live import live
 from fzero.state.safetensors.header import DTYPES
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -376,7 +377,15 @@ def save_from_ranks(mesh: DeviceMesh, path: Path) -> Any:
     pending.wait()
     again = save(path, state, step=3, wait=False)
     again.wait()
-    return saved, whole(load(path, state, step=3)), whole(state)
+    local, seen = state[0]["layers"][0]["w"].local, list[Tensor]()
+    before = local.clone()
+    live(mesh).readers.append(lambda: seen.append(local.clone()))  # as a copy from a GPU, which is under way
+    loaded = load(path, state, step=3)
+    final = whole(state)
+    step(*state, x)
+    (copied,) = seen
+    assert copied.equal(before) and not local.equal(before)  # the step wrote over the memory, after the copy
+    return saved, whole(loaded), final
 
 
 def load_on_ranks(mesh: DeviceMesh, path: Path) -> Any:
