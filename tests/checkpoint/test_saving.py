@@ -31,6 +31,7 @@ from fzero.checkpoint import latest, load, open_checkpoint, save, verify, writin
 from fzero.checkpoint.manifest import OTHERS
 from fzero.ranks.live import live
 from fzero.state.safetensors.header import DTYPES
+from fzero.state.safetensors.reading import TensorFile
 
 WORLDS = (1, 2, 3, 4, 8)
 MESHES = (
@@ -389,7 +390,16 @@ def save_from_ranks(mesh: DeviceMesh, path: Path) -> Any:
 
 
 def load_on_ranks(mesh: DeviceMesh, path: Path) -> Any:
-    return whole(load(path, build(mesh), step=2))
+    """What is loaded, and the bytes that this rank read and that it holds."""
+    like, fill, read = build(mesh), TensorFile._fill, list[int]()
+
+    def count(self: TensorFile, file: Any, out: Tensor, *args: Any) -> None:
+        read.append(out.nbytes)
+        fill(self, file, out, *args)
+
+    with mock.patch.object(TensorFile, "_fill", count):
+        got = load(path, like, step=2)
+    return whole(got), sum(read), sum(leaf.local.nbytes for leaf in tree.leaves(got))
 
 
 def refuse_other_trees(mesh: DeviceMesh, path: Path) -> Any:
@@ -424,8 +434,9 @@ def outcomes(folder: Path) -> dict[int, dict[str, list[Outcome]]]:
 def test_ranks_save_and_others_load(world: int, outcomes: dict[int, dict[str, list[Outcome]]], folder: Path) -> None:
     for saved, loaded, state in values(outcomes[world]["save"]):
         assert_equal(loaded, state)
-        for got in values(outcomes[3][str(world)]):
+        for got, read, held in values(outcomes[3][str(world)]):
             assert_equal(got, tuple(saved))
+            assert read == held
     assert verify(folder / str(world)) == 3
     assert sorted(file.name for file in (folder / str(world)).iterdir()) == [".lock", "step-1", "step-2", "step-3"]
 
