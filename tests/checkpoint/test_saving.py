@@ -166,8 +166,11 @@ def test_leaves_of_every_kind(tmp_path: Path) -> None:
     array = numpy.arange(6.0).reshape(2, 3).T
     sharded = fzero.partition(tensors, VirtualMesh(fsdp=3))
     save(tmp_path, (tensors, sharded, numbers, array, [None, ()]), step=0)
-    got = load(tmp_path, (tensors, sharded, numbers, torch.zeros(3, 2, dtype=torch.float64), [None, ()]))
-    assert_equal(whole(got), (tensors, tensors, numbers, torch.from_numpy(array), [None, ()]))
+    *got, found, _ = load(tmp_path, (tensors, sharded, numbers, array, [None, ()]))
+    assert_equal(whole(got), [tensors, tensors, numbers])
+    assert isinstance(found, numpy.ndarray) and found.dtype == array.dtype and (found == array).all()
+    *_, found, _ = load(tmp_path, (tensors, sharded, numbers, array, [None, ()]), VirtualMesh(fsdp=2))
+    assert isinstance(found, Sharded) and (whole(found).numpy() == array).all()
 
 
 def test_a_nan_keeps_its_bits_and_a_float_its_sign(tmp_path: Path) -> None:
