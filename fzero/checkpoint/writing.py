@@ -235,7 +235,7 @@ class Saving:
             publish(self.path, self.step)
         if self._options.keep is not None:
             others = [step for step in list_steps(self.path) if step != self.step]
-            for step in others[: len(others) - self._options.keep + 1]:
+            for step in others[: max(len(others) - self._options.keep + 1, 0)]:
                 remove(self.path, step)
 
     @contextmanager
