@@ -64,12 +64,15 @@ def load(
     known = (leaf.on for leaf in tree.leaves(like) if isinstance(leaf, Sharded))
     home = on if on is not None else next(known, None)
     members = home.members if isinstance(home, Live) else None
-    if step is None and isinstance(home, Live):  # a rank may see an older folder than another
-        found = home.find_largest(_latest_or_none(path), "the latest checkpoint")
-        step = None if found == NONE_YET else found
+    chosen = step
+    if isinstance(home, Live):  # a rank may see an older folder than another
+        found = home.find_largest(_latest_or_none(path) if step is None else step, "the checkpoint to load")
+        chosen = None if found == NONE_YET else found
 
     def read() -> tree.Tree:
-        checkpoint = open_checkpoint(path, step)
+        if step is not None and chosen != step:
+            raise FzeroError("step", f"is {step}, another rank loads {chosen}", "give all ranks the same step")
+        checkpoint = open_checkpoint(path, chosen)
         if verify:
             checkpoint.verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
         return _read(checkpoint, like, on, strict, chunk, functools.partial(partition, mesh=mesh, chunk=chunk, **how))

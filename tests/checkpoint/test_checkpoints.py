@@ -417,6 +417,7 @@ def refuse_other_trees(mesh: DeviceMesh, path: Path) -> Any:
     ]
     save(path / "trees", params, step=1)
     found.append(refusal(lambda: load(path / "trees", (params, 1) if rank else params)))
+    found.append(refusal(lambda: load(path / "trees", params, step=[None, 2, 1][rank])))
     return found, latest(path / "trees"), sorted(file.name for file in (path / "trees").iterdir())
 
 
@@ -452,6 +453,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(outcomes: dict[int, dict[str, 
         r"step-1: ranks 1, 2 could not save: 1: is a object: a checkpoint holds tensors",
         r"nowhere: ranks 0, 1, 2 could not load: .*has no checkpoint",
         r"trees: ranks 1, 2 could not load: .*step-1: lacks 2 leaves of `like`: 0.x, 1; has 1 leaves .* lacks: x",
+        r"ranks 0, 1 could not load: .*no checkpoint 2.*, rank 2 could not load: step: is 1, another rank loads 2",
     )
     for found, step, names in values(outcomes[3]["refuse"]):
         for message, got in zip(expected, found, strict=True):
