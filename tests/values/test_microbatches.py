@@ -58,7 +58,7 @@ def test_the_gradient_of_a_batch_on_plain_tensors(microbatches: int) -> None:
 
 
 def take_turns(*columns: Any) -> list[Any]:
-    """The rows of a product, each with True or False in front, in turns: two neighbours in a column have unlike ones."""
+    """The rows of a product, with True or False in front. Rows that are neighbours in one column have unlike ones."""
     counts = itertools.product(*(range(len(column)) for column in columns))
     return [(sum(at) % 2 == 0, *(column[i] for i, column in zip(at, columns))) for at in counts]
 
