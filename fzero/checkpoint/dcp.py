@@ -1,8 +1,8 @@
 """Reading folders of `torch.distributed.checkpoint` by ranges.
 
 torch's reader loads every stored piece that it needs a part of: for 16 MiB of a 256 MiB leaf, the peak of resident
-memory grows by 515 MiB. Here only the elements that are asked for are read, and it grows by 16 MiB. A piece is the zip file that `torch.save` wrote at its
-place in a larger file; the tensor's storage lies in it uncompressed.
+memory grows by 515 MiB. Here only the elements that are asked for are read, and the peak grows by 16 MiB. A piece is
+the zip file that `torch.save` wrote at its place in a larger file; the tensor's storage lies in it uncompressed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fzero.state.sources import Source, TensorSource, check_range, describe
 def open_dcp(path: str | os.PathLike[str]) -> dict[str, Source]:
     """The tensors of a folder that `torch.distributed.checkpoint.save` wrote, as sources by key. Reads no values.
 
-    Keys are those of the saved dict, nested keys joined by dots: "model.layers.0.weight". The tensors may
-    have been plain ones, DTensors on any mesh, or those of `save_dcp`. `read_dcp_values` reads what is no tensor.
+    Keys are those of the saved dict, nested keys joined by dots: "model.layers.0.weight". The tensors may have been
+    plain ones, DTensors on any mesh, or those of `save_dcp`. `read_dcp_values` reads what is no tensor.
 
     Raises:
         FzeroError: for a folder without `.metadata`, or whose metadata are those of no checkpoint; for a file that is
@@ -108,12 +108,10 @@ class DcpFolder:
         self._starts = dict[Stored, int | None]()
         for name, nbytes in measure_files(self.contents).items():
             file = self.path / name
-            found = file.stat().st_size if file.is_file() else -1
-            if found < nbytes:
-                problem = (
-                    "is not there" if found < 0 else f"has {found} bytes, the metadata place values up to {nbytes}"
-                )
-                raise FzeroError(str(file), problem, DAMAGED)
+            if not file.is_file():
+                raise FzeroError(str(file), "is not there", DAMAGED)
+            if (found := file.stat().st_size) < nbytes:
+                raise FzeroError(str(file), f"has {found} bytes, the metadata place values up to {nbytes}", DAMAGED)
 
     def read(
         self, stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], first: int, out: Tensor, leaf: str

@@ -48,7 +48,8 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
     """
     on = find_mesh(values)
     members = on.members if isinstance(on, Live) else None
-    target, partial = Path(path), Path(f"{path}.partial")
+    target = Path(path)
+    partial = target.parent / f"{target.name}.partial"
     gather, is_first = gather_words(members, f"save_dcp to {path}"), not isinstance(on, Live) or on.number == 0
     plans: list[Plan] = []
 

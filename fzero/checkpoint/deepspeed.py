@@ -66,6 +66,19 @@ def open_deepspeed(path: str | os.PathLike[str]) -> dict[str, Source]:
             or that names a class which is not known to be harmless; for flat tensors that do not have the parameters.
     """
     folder = _find_checkpoint(Path(path))
+    try:
+        found = _open(folder)
+    except FzeroError:
+        raise
+    except Exception as error:  # files of another program fail in as many ways as there are programs
+        problem = f"is not laid out as DeepSpeed's ZeRO does: {type(error).__name__}: {error}"
+        raise FzeroError(str(folder), problem, INCOMPLETE) from error
+    for key, source in found.items():
+        source.path = key
+    return found
+
+
+def _open(folder: Path) -> dict[str, Source]:
     files = _list_optimizer_files(folder)
     parts = [_load_part(file, len(files)) for file in files]
     stage, paddings = parts[0].stage, parts[0].paddings
@@ -81,9 +94,8 @@ def open_deepspeed(path: str | os.PathLike[str]) -> dict[str, Source]:
             found[f"optim.state.{name}.{moment}"] = source
     found |= _find_steps(parts, shapes, folder)
     for alias, name in models[0].get("shared_params", {}).items():
-        found[f"model.{alias}"] = copy.copy(found[f"model.{name}"])
-    for key, source in found.items():
-        source.path = key
+        if f"model.{name}" in found:
+            found[f"model.{alias}"] = copy.copy(found[f"model.{name}"])
     return found
 
 
@@ -199,7 +211,7 @@ def _join_groups(
         behind = [0] * len(numels) if paddings is None else paddings[number]
         places = tile(numel + gap for numel, gap in zip(numels, behind, strict=True))
         had, needed = sum(tensor.numel() for tensor in flat), places[-1].stop if places else 0
-        if pad(had, ALIGN * len(parts)) != pad(needed, ALIGN * len(parts)):
+        if had < needed or pad(had, ALIGN * len(parts)) != pad(needed, ALIGN * len(parts)):
             problem = f"group {number} has {had} elements of {what}, its parameters need {needed}"
             raise FzeroError(str(folder), problem, INCOMPLETE)
         for (name, shape), place, numel in zip(group.items(), places, numels):
@@ -240,7 +252,7 @@ def _iter_beside(models: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[
             yield f"model.{name}", TensorSource(module[name])
     # stages 1 and 2 have one file of the model, with whole fragments
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-        whole = [_get(model["frozen_param_fragments"], name, folder).view(-1) for model in models]
+        whole = [_get(_get(model, "frozen_param_fragments", folder), name, folder).view(-1) for model in models]
         if sum(piece.numel() for piece in whole) < torch.Size(shape).numel():
             problem = f"has {[piece.numel() for piece in whole]} elements of {name}, of shape {list(shape)}"
             raise FzeroError(str(folder), problem, INCOMPLETE)

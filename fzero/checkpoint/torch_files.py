@@ -102,11 +102,11 @@ def find_elements(window: Window, dtype: torch.dtype, shape: tuple[int, ...]) ->
     record = records["data/0"]  # the only storage, for there is one tensor
     if order != sys.byteorder or record.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"the elements are {order}-endian, compressed by method {record.compress_type}")
-    start = (tensor.storage_offset() + tensor.numel()) * dtype.itemsize
-    if start > record.file_size:
-        raise ValueError(f"the tensor takes {start} bytes of a storage of {record.file_size}")
     window.seek(record.header_offset + LOCAL_HEADER - 4)
     lengths = window.read(4) or b""
     name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
     data = record.header_offset + LOCAL_HEADER + name + extra
-    return window.span.start + data + tensor.storage_offset() * dtype.itemsize
+    start = data + tensor.storage_offset() * dtype.itemsize
+    if start + tensor.nbytes > min(data + record.file_size, len(window.span)):
+        raise ValueError(f"the tensor takes {tensor.nbytes} bytes from byte {start} on, {len(window.span)} are there")
+    return window.span.start + start

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fzero
 from fzero import VirtualMesh, optim, tree
 from fzero.checkpoint import load_adam, load_params, open_dcp, open_state_dict, save_dcp
+from fzero.state.sources import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 RANKS = 2
@@ -60,6 +61,12 @@ def full(values: Any) -> dict[str, Tensor]:
         elif isinstance(value, Tensor):
             found[key] = value.full_tensor() if isinstance(value, DTensor) else value
     return found
+
+
+def whole(source: Source) -> Tensor:
+    out = torch.empty(source.shape.numel(), dtype=source.dtype)
+    source.read(0, out)
+    return out.view(source.shape)
 
 
 def unpartition(state: Any) -> dict[str, Tensor]:
@@ -117,6 +124,29 @@ class Folders:
         dist.barrier()  # the first rank removes what it made
         return [*said, os.listdir(self.path)]
 
+    def two_axes(self, mesh: DeviceMesh) -> Any:
+        """On 2 x 2 ranks: hybrid sharding, rows and columns, FSDP2 over tensor parallelism. Each comes in on one axis
+        of four ranks, and on the two of hybrid sharding."""
+        hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "fsdp"))
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = torch.arange(70.0).view(7, 10)
+        model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+        parallelize_module(model, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        states: dict[str, dict[str, Any]] = {
+            "hybrid": {"w": distribute_tensor(x, hybrid, [Replicate(), Shard(0)])},
+            "rows and columns": {"w": distribute_tensor(x, both, [Shard(0), Shard(1)])},
+            "rows twice": {"w": distribute_tensor(x, both, [Shard(0), Shard(0)])},
+            "fsdp2 over tp": fully_shard(model, mesh=both["dp"]).state_dict(),
+        }
+        found = {}
+        for name, state in states.items():
+            like = {key: torch.empty(value.shape) for key, value in state.items()}
+            for on in mesh, hybrid:
+                params = fzero.unpartition(load_params(open_state_dict(state), like, on))
+                found[name, on is mesh] = all(params[key].equal(value.full_tensor()) for key, value in state.items())
+        save_dcp(self.path / "hybrid", fzero.partition({"w": x, "b": x[0, :3]}, hybrid))
+        return found, [str(value.placements) for value in states["fsdp2 over tp"].values()]
+
 
 class Failing:
     """A leaf that no checkpoint holds."""
@@ -153,29 +183,6 @@ def refusals(mesh: DeviceMesh) -> Any:
         refusal(lambda: load_params(open_state_dict({"w": rows}), like, VirtualMesh(fsdp=2))),
         refusal(lambda: load_params(open_state_dict({"w": rows}), {"w": torch.empty(3, 4)}, mesh)),
     ]
-
-
-def two_axes(mesh: DeviceMesh) -> Any:
-    """On 2 x 2 ranks: hybrid sharding, rows and columns, tensor parallelism below FSDP2. Each comes in on both axes as
-    one, and on the two of hybrid sharding."""
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "fsdp"))
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    x = torch.arange(70.0).view(7, 10)
-    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
-    parallelize_module(model, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    states: dict[str, dict[str, Any]] = {
-        "hybrid": {"w": distribute_tensor(x, hybrid, [Replicate(), Shard(0)])},
-        "rows and columns": {"w": distribute_tensor(x, both, [Shard(0), Shard(1)])},
-        "rows twice": {"w": distribute_tensor(x, both, [Shard(0), Shard(0)])},
-        "fsdp2 over tp": fully_shard(model, mesh=both["dp"]).state_dict(),
-    }
-    found = {}
-    for name, state in states.items():
-        like = {key: torch.empty(value.shape) for key, value in state.items()}
-        for on in mesh, hybrid:
-            params = fzero.unpartition(load_params(open_state_dict(state), like, on))
-            found[name, on is mesh] = all(params[key].equal(value.full_tensor()) for key, value in state.items())
-    return found, [str(value.placements) for value in states["fsdp2 over tp"].values()]
 
 
 @pytest.fixture(scope="module")
@@ -242,10 +249,14 @@ def test_dtensors_of_every_placement_come_in(outcomes: dict[str, list[Outcome]])
         assert found == {"rows": (True, kinds), "columns": (True, [*kinds[:2], kinds[3]]), "whole": (True, kinds)}
 
 
-def test_dtensors_on_two_axes_come_in() -> None:
-    for found, placements in values(run_cases(4, {"two": two_axes})["two"]):
+def test_two_axes(path: Path) -> None:
+    for found, placements in values(run_cases(4, {"two": Folders(path).two_axes})["two"]):
         assert len(found) == 8 and all(found.values()), found
         assert any("Strided" in each for each in placements)  # what FSDP2 makes of what is sharded already
+    written: Any = open_dcp(path / "hybrid")
+    assert whole(written["w"]).equal(torch.arange(70.0).view(7, 10)) and whole(written["b"]).equal(torch.arange(3.0))
+    stored = [torch.Size(piece.box.size).numel() for source in written.values() for piece in source.entry.pieces]
+    assert sum(stored) == 73 and len(os.listdir(path / "hybrid")) == 5  # one replica of each element, of four ranks
 
 
 def test_dtensors_that_cannot_come_in(outcomes: dict[str, list[Outcome]]) -> None:

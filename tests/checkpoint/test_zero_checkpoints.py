@@ -143,6 +143,11 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         ),
         "step3: rank 0 has 64 elements of weights, its parts of the parameters need 70; copy",
     ),
+    "another program's file": (
+        "stage1",
+        lambda path: change(path / "mp_rank_00_model_states.pt", lambda saved: saved.update(param_shapes=[1, 2])),
+        "step3: is not laid out as DeepSpeed's ZeRO does: AttributeError: .*; copy",
+    ),
     "latest names nothing": (
         "stage1",
         lambda path: (path.parent / "latest").write_text("../step3"),
