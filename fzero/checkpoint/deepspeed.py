@@ -100,15 +100,15 @@ def _open(folder: Path) -> dict[str, Source]:
 
 
 class JoinedSource:
-    """Consecutive 1-d tensors as one value of a shape."""
+    """The elements from `start` on of consecutive 1-d tensors, as a value of a shape."""
 
-    def __init__(self, shape: torch.Size, pieces: Sequence[Tensor], folder: Path) -> None:
+    def __init__(self, shape: torch.Size, pieces: Sequence[Tensor], folder: Path, start: int = 0) -> None:
         self.shape, self.dtype, self.path, self.folder = shape, pieces[0].dtype, "", folder
-        self.pieces = tuple(piece.detach() for piece in pieces)  # DeepSpeed's weights require grad
+        self.pieces, self.start = pieces, start
         self._ends = list(accumulate(piece.numel() for piece in pieces))
 
     def read(self, start: int, out: Tensor) -> None:
-        flat, done = check_range(self, start, out), 0
+        flat, done = shift(check_range(self, start, out), self.start), 0
         while done < len(flat):
             number = bisect_right(self._ends, flat[done])
             begin = flat[done] - (self._ends[number] - self.pieces[number].numel())
@@ -195,6 +195,7 @@ def _load_part(file: Path, world: int) -> _Part:
     for tensor in (*weights, *(tensor for each in moments.values() for tensor in each)):
         if not isinstance(tensor, Tensor) or tensor.ndim != 1:
             raise FzeroError(str(file), f"has a {type(tensor).__name__} in place of a flat tensor", INCOMPLETE)
+    weights = [tensor.detach() for tensor in weights]  # they require grad
     return _Part(stage, weights, moments, [row.get("step") for row in rows], saved.get("param_alignment_paddings"))
 
 
@@ -214,8 +215,8 @@ def _join_groups(
         if had < needed or pad(had, ALIGN * len(parts)) != pad(needed, ALIGN * len(parts)):
             problem = f"group {number} has {had} elements of {what}, its parameters need {needed}"
             raise FzeroError(str(folder), problem, INCOMPLETE)
-        for (name, shape), place, numel in zip(group.items(), places, numels):
-            yield name, _join(shape, [(flat, range(place.start, place.start + numel))], folder)
+        for (name, shape), place in zip(group.items(), places):
+            yield name, JoinedSource(torch.Size(shape), flat, folder, place.start)
 
 
 def _join_each(
@@ -230,18 +231,15 @@ def _join_each(
             problem = f"rank {rank} has {had} elements of {what}, its parts of the parameters need {needed}"
             raise FzeroError(str(folder), problem, INCOMPLETE)
     for (name, shape), place in zip(table.items(), places):
-        yield name, _join(shape, [(part, place) for part in parts], folder)
+        pieces = [piece for part in parts for piece in _cut(part, place)]
+        yield name, JoinedSource(torch.Size(shape), pieces or parts[0], folder)
 
 
-def _join(shape: Sequence[int], runs: Sequence[tuple[Sequence[Tensor], range]], folder: Path) -> Source:
-    """The value of a shape whose elements are ranges of lists of tensors, each list as one."""
-    pieces = []
-    for tensors, span in runs:
-        for tensor, place in zip(tensors, tile(tensor.numel() for tensor in tensors)):
-            if common := intersect(span, place):
-                at = shift(common, -place.start)
-                pieces.append(tensor[at.start : at.stop])
-    return JoinedSource(torch.Size(shape), pieces or [tensors[0][:0]], folder)
+def _cut(tensors: Sequence[Tensor], span: range) -> Iterator[Tensor]:
+    """The elements of a range of consecutive 1-d tensors, tensor by tensor."""
+    for tensor, place in zip(tensors, tile(tensor.numel() for tensor in tensors)):
+        if common := intersect(span, place):
+            yield tensor[common.start - place.start : common.stop - place.start]
 
 
 def _iter_beside(models: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[str, Source]]:
@@ -252,7 +250,8 @@ def _iter_beside(models: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[
             yield f"model.{name}", TensorSource(module[name])
     # stages 1 and 2 have one file of the model, with whole fragments
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-        whole = [_get(_get(model, "frozen_param_fragments", folder), name, folder).view(-1) for model in models]
+        fragments = [_get(_get(model, "frozen_param_fragments", folder), name, folder) for model in models]
+        whole = [fragment.detach().view(-1) for fragment in fragments]
         if sum(piece.numel() for piece in whole) < torch.Size(shape).numel():
             problem = f"has {[piece.numel() for piece in whole]} elements of {name}, of shape {list(shape)}"
             raise FzeroError(str(folder), problem, INCOMPLETE)
