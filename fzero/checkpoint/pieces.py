@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_places, render_value
+from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_value
 from fzero.checkpoint.places import Grid, Place
 from fzero.layout.owners import balance
 from fzero.state.sources import Source, TensorSource, fingerprint, source_of
@@ -31,9 +31,10 @@ class Plan(NamedTuple):
     def list_lines(self) -> list[str]:
         """What all ranks must have alike, one line a leaf: also where a `Sharded` came from, and some elements of a
         tensor that ranks hold whole."""
-        found = [f"{path} {render_value(value)}" for path, value in self.values.items()]
-        for row, leaf in zip(render_places(self.places.values()), self.leaves.values()):
-            found.append(f"{row} {leaf.origin if isinstance(leaf, Sharded) else fingerprint(leaf)}")
+        found = [f"{path}: {' '.join(render_value(value))}" for path, value in self.values.items()]
+        for (path, dtype, shape, *numbers), leaf in zip(self.places.values(), self.leaves.values()):
+            made = leaf.origin if isinstance(leaf, Sharded) else f"elements with the hash {fingerprint(leaf):08x}"
+            found.append(f"{path}: {DTYPE_NAMES[dtype]}{list(shape)} at {numbers}, made {made}")
         return found
 
     def pick(self, file: int) -> dict[str, Source]:

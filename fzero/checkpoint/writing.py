@@ -21,7 +21,7 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import metadata as packages
 from pathlib import Path
@@ -40,10 +40,16 @@ from fzero.ranks.together import Gather, do_together
 from fzero.ranks.virtual import Virtual
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.safetensors.header import plan_header, render_header
-from fzero.state.safetensors.transfer import iter_parts, memory_of, sync_directory
+from fzero.state.safetensors.transfer import begin_writeback, iter_parts, memory_of, sync_directory
 from fzero.state.sources import Source
+from fzero.values.sharded import Sharded
 
 AGAIN = "older checkpoints are as they were; mend it and save again"
+PIECE_NBYTES = 256 << 10
+"""Bytes that are summed and then written at a time: few enough that the processor's cache holds them between."""
+BEHIND_NBYTES = 16 << 20
+"""Bytes after which the disk begins to take what was written. So it works while the next bytes are summed, and the sync
+at the end finds little to do: a save takes a quarter less time."""
 
 
 class Options(NamedTuple):
@@ -67,7 +73,9 @@ class Saving:
         self._options, self._on = options, on
         self._plan: Plan | None = None
         self._files: dict[int, dict[str, Source]] = {}
+        self._lines: list[str] = []  # what ranks must have alike, as it was at the call
         self._failure: Exception | None = None
+        self._staged: Callable[[], None] = lambda: None
         # Not `Thread.join`: where Python 3.11 is interrupted in it, it takes the thread for ended
         self._ended = threading.Event()
         self._ended.set()
@@ -99,6 +107,7 @@ class Saving:
             try:
                 self._plan = plan(state, None if self._on is None else self._on.mesh)
                 self._files = {number: self._plan.pick(number) for number in self._list_numbers()}
+                self._lines = [f"step {self.step}", *self._plan.list_lines()]
             except Exception as error:
                 self._failure = error
 
@@ -112,7 +121,10 @@ class Saving:
         """Copy what this rank writes to the memory of the host."""
         with self._time("copy"):
             try:
-                self._files = staging.copy(self._files)
+                if self._plan is not None:
+                    state = {path for path, leaf in self._plan.leaves.items() if isinstance(leaf, Sharded)}
+                    self._files = staging.copy(self._files, self._on, state.__contains__)
+                    self._staged = staging.wait
             except Exception as error:
                 self._failure = self._failure or error
 
@@ -139,7 +151,7 @@ class Saving:
                 written = do_together(self.gather, self._write, where, "save", AGAIN)
                 do_together(self.gather, lambda: self._commit(written, stack), where, "save", AGAIN)
         finally:
-            self._files, self._plan = {}, None  # which hold the tree's memory
+            self._files, self._plan, self._lines = {}, None, []  # which hold the tree's memory
 
     @property
     def _is_first(self) -> bool:
@@ -157,15 +169,11 @@ class Saving:
                 raise FzeroError("metadata", problem, "give numbers, strings, lists") from error
             check_free(self.path, self.step, self._options.overwrite)
             stack.enter_context(open_partial(self.path, self.step))
-        return hash_lines(self._list_lines())
-
-    def _list_lines(self) -> list[str]:
-        """What ranks must have alike."""
-        assert self._plan is not None
-        return [f"step {self.step}", *self._plan.list_lines()]
+        return hash_lines(self._lines)
 
     def _write(self) -> dict[int, File]:
         """Write this process's files. What is written of each, by number."""
+        self._staged()
         folder = partial_folder(self.path, self.step)
         folder.mkdir(parents=True, exist_ok=True)  # a client of a network filesystem may not know it yet
         written = {number: self._write_file(folder / name_file(number), self._files[number]) for number in self._files}
@@ -176,13 +184,16 @@ class Saving:
     def _write_file(self, file: Path, values: Mapping[str, Source]) -> File:
         """Write one file and put it on the disk. Values lie in the order of the header, without gaps."""
         header = plan_header(values, {})
-        sums = _Sums(self._options.sha256)
-        with open(file, "xb", buffering=1 << 20) as out:  # x: another job's file would be an error
+        sums, begun = _Sums(self._options.sha256), 0
+        with open(file, "xb", buffering=PIECE_NBYTES // 4) as out:  # x: another job's file would be an error
             for data in _iter_data(render_header(header), [values[key] for key in header.entries]):
                 with self._time("checksum"):
                     sums.add(data)
                 with self._time("write"):
                     out.write(data)
+                    if sums.nbytes - begun >= BEHIND_NBYTES:
+                        begin_writeback(out.fileno())
+                        begun = sums.nbytes
             with self._time("sync"):
                 out.flush()
                 os.fsync(out.fileno())
@@ -194,9 +205,8 @@ class Saving:
         hashes = list(dict.fromkeys(plans))
         if len(hashes) == 1:
             return
-        lines = self._list_lines()
         shown = [plans.index(each) for each in hashes[:2]]
-        told = list(self.gather(lines if hash_lines(lines) in hashes[:2] else None).values())
+        told = list(self.gather(self._lines if hash_lines(self._lines) in hashes[:2] else None).values())
         pairs = zip(*(told[rank] for rank in shown))
         first, second = next(((a, b) for a, b in pairs if a != b), (f"{len(told[rank])} leaves" for rank in shown))
         problem = f"ranks save different trees: rank {shown[0]} has {first:.200}, rank {shown[1]} has {second:.200}"
@@ -261,7 +271,8 @@ def _iter_data(head: bytes, values: list[Source]) -> Iterator[Any]:
     yield head
     for source in values:
         for part in iter_parts(source, CHUNK_NBYTES):
-            yield memory_of(part)
+            data = memory_of(part)
+            yield from (data[start : start + PIECE_NBYTES] for start in range(0, len(data), PIECE_NBYTES))
 
 
 def _versions() -> dict[str, str]:
