@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.folder import list_steps, step_folder
+from fzero.checkpoint.folder import find_folder, list_steps
 from fzero.checkpoint.manifest import OTHERS, Value, name_file, read_manifest, render_crc
 from fzero.checkpoint.places import Place
 from fzero.state.safetensors.header import DAMAGED, Entry
@@ -46,7 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
         some = ", ".join(map(str, steps[-8:]))
         problem = f"has {f'no checkpoint {step}, only {some}' if steps else 'no checkpoint'}"
         raise FzeroError(str(path), problem, "give a folder that fzero.checkpoint.save wrote to")
-    return Checkpoint(step_folder(Path(path), step))
+    return Checkpoint(find_folder(Path(path), step))
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> int:

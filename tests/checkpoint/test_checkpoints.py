@@ -352,7 +352,7 @@ def test_a_save_holds_nothing_of_the_state_when_it_is_done(tmp_path: Path) -> No
 @contextmanager
 def hold_back(gate: threading.Event) -> Iterator[None]:
     """Saves write nothing before the gate is open."""
-    with mock.patch.object(writing, "remove_leftovers", lambda *args: gate.wait(60)):
+    with mock.patch.object(writing, "check_free", lambda *args: gate.wait(60)):
         yield
 
 
