@@ -31,10 +31,10 @@ class Plan(NamedTuple):
     def list_lines(self) -> list[str]:
         """What all ranks must have alike, one line a leaf: also where a `Sharded` came from, and some elements of a
         tensor that ranks hold whole."""
-        found = [f"{path} {render_value(value)}" for path, value in self.values.items()]
-        for (path, dtype, shape, start, shard, first), leaf in zip(self.places.values(), self.leaves.values()):
-            origin = leaf.origin if isinstance(leaf, Sharded) else fingerprint(leaf)
-            found.append(f"{path} {DTYPE_NAMES[dtype]}{shape} at {start}, {shard} a rank, from file {first}: {origin}")
+        found = [f"{path}: {' '.join(render_value(value))}" for path, value in self.values.items()]
+        for (path, dtype, shape, *numbers), leaf in zip(self.places.values(), self.leaves.values()):
+            made = leaf.origin if isinstance(leaf, Sharded) else f"elements with the hash {fingerprint(leaf):08x}"
+            found.append(f"{path}: {DTYPE_NAMES[dtype]}{list(shape)} at {numbers}, made {made}")
         return found
 
     def pick(self, file: int) -> dict[str, Source]:

@@ -91,12 +91,13 @@ def _find_mesh(state: tree.Tree) -> Home | None:
     Raises:
         FzeroError: for leaves on several meshes, and for leaves inside of a step.
     """
-    sharded = [leaf for leaf in tree.leaves(state) if isinstance(leaf, Sharded)]
-    for leaf in sharded:
+    sharded = {path: x for path, x in zip(tree.paths(state), tree.leaves(state)) if isinstance(x, Sharded)}
+    first = next(iter(sharded), "")
+    for path, leaf in sharded.items():
         if leaf.on.is_tracing:
-            raise FzeroError(leaf.path, "is saved inside of a step, where it has no values", "save the step's result")
-        if leaf.on is not sharded[0].on:
-            problem = f"lies on {leaf.on.mesh}, {sharded[0].path} on {sharded[0].on.mesh}: other process groups"
-            raise FzeroError(leaf.path, problem, "save the leaves of one mesh in one checkpoint")
-    on = sharded[0].on if sharded else None
+            raise FzeroError(path, "is saved inside of a step, where it has no values", "save what the step returns")
+        if leaf.on is not sharded[first].on:
+            problem = f"lies on {leaf.on.mesh}, {first} on {sharded[first].on.mesh}: other process groups"
+            raise FzeroError(path, problem, "save the leaves of one mesh in one checkpoint")
+    on = sharded[first].on if sharded else None
     return on if isinstance(on, (Live, Virtual)) else None

@@ -18,7 +18,7 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata as packages
 from pathlib import Path
@@ -39,6 +39,7 @@ from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.safetensors.header import plan_header, render_header
 from fzero.state.safetensors.transfer import begin_writeback, iter_parts, memory_of, sync_directory
 from fzero.state.sources import Source
+from fzero.values.sharded import Sharded
 
 AGAIN = "older checkpoints are as they were; mend it and save again"
 PIECE_NBYTES = 256 << 10
@@ -77,6 +78,7 @@ class Saving:
         self._plan: Plan | None = None
         self._files: dict[int, dict[str, Source]] = {}
         self._failure: Exception | None = None
+        self._staged: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self.is_told = False  # whether the caller has heard of the outcome
 
@@ -120,7 +122,10 @@ class Saving:
         """Copy what this rank writes to the memory of the host."""
         with self._time("copy"):
             try:
-                self._files = staging.copy(self._files)
+                if self._plan is not None:
+                    state = {path for path, leaf in self._plan.leaves.items() if isinstance(leaf, Sharded)}
+                    self._files = staging.copy(self._files, self._on, state.__contains__)
+                    self._staged = staging.wait
             except Exception as error:
                 self._failure = self._failure or error
 
@@ -165,6 +170,7 @@ class Saving:
         if self._failure is not None:
             raise self._failure
         assert self._plan is not None
+        self._staged()
         options, folder = self._options, partial_folder(self.path, self.step)
         self._check(options)
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +243,7 @@ class Saving:
             publish(self.path, self.step)
         if self._options.keep is not None:
             others = [step for step in list_steps(self.path) if step != self.step]
-            for step in others[: len(others) - self._options.keep + 1]:
+            for step in others[: max(len(others) - self._options.keep + 1, 0)]:
                 remove(self.path, step)
 
     @contextmanager
