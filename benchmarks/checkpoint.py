@@ -11,7 +11,7 @@ rank is done.
 
 Loads are timed with the files dropped from the page cache ("cold": a virtual machine's host may still have them) and
 with the files in it ("warm"), on as many ranks as saved and on another number. fzero loads into new memory, DCP into
-the state's, or for comparison into new memory. All loaded values are compared with what was saved.
+the state's. All loaded values are compared with what was saved.
 
 At last, `save(..., wait=False)`: seconds until it returns, and what the writing thread takes from the next steps.
 """
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", choices=[*SIZES, ""], default="M", help='of the training; "" for none')
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
-    parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
+    parser.add_argument("--json", type=Path, help="adds every figure to a file, with versions and machine")
     flags = parser.parse_args()
     runs: dict[str, Any] = {}
     for ranks in flags.ranks:
@@ -107,12 +107,19 @@ def main() -> None:
             elsewhere = run("load_elsewhere", others, **given, saved=found.pop("saved"))
             show_loads(elsewhere, ranks, others)
             runs[f"{ranks} ranks"] = found | {f"on {others} ranks": elsewhere}
+            write(flags.json, flags.mib, runs)
     if flags.size:
         with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
             runs["training"] = run("train", 2, folder=folder, size=flags.size, rounds=flags.rounds)
         show_training(runs["training"], flags.size, 2)
-    if flags.json:
-        flags.json.write_text(json.dumps(machine() | {"mib": flags.mib, "runs": runs}, indent=1) + "\n")
+        write(flags.json, flags.mib, runs)
+
+
+def write(path: Path | None, mib: int, runs: dict[str, Any]) -> None:
+    """Add runs to a file, and say where the last of them ran."""
+    if path is not None:
+        before = json.loads(path.read_text())["runs"] if path.exists() else {}
+        path.write_text(json.dumps(machine() | {"mib": mib, "runs": before | runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
