@@ -19,7 +19,9 @@ MAX_LINES = 400
 MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
-ROOMS = "base | layout optim | ranks values | program | tracing passes execution state | fzero | variants data"
+ROOMS = (
+    "base | layout optim | ranks values | program | tracing passes execution state | fzero | variants data checkpoint"
+)
 """The rooms, from the bottom, a level between bars: folders of the package, and the modules beside them, "fzero"."""
 
 LEVELS = [level.split() for level in ROOMS.split("|")]
@@ -284,7 +286,7 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
     "base.mesh", "data.loader", "data.padding", "data.parts", "ranks.live",
-    "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
+    "checkpoint.hugging_face", "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
 """Modules that take a user's mesh, a `VirtualMesh` or torch's `DeviceMesh`. torch.distributed, whose class that is, is
