@@ -121,14 +121,15 @@ def load_hf(
     """A tree of `Sharded` leaves with the shapes of `like` and the values of a folder in Hugging Face's format. Keys of
     older releases are renamed, and tensors split and joined, as `from_pretrained` does it.
 
-        with torch.device("meta"):
-            params, apply = fzero.lower(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("folder")))
+        config = AutoConfig.from_pretrained("folder")
+        params, apply = fzero.build(lambda: AutoModelForCausalLM.from_config(config), mesh)
         params = fzero.checkpoint.load_hf("folder", params, mesh)
 
-    Each rank reads its own parts of the files, and holds these parts and a chunk. The folder's `config.json` names the
-    class of the model; `model_or_config` replaces it, for example by a model with another head. `rename(path)` returns
-    the model's name for a leaf of `like`, by default the path. `strict` and `dtype` are those of
-    `fzero.load_safetensors`, and `how` are further keywords of `fzero.partition`.
+    `like` is a tree of tensors, on the meta device or not, or of `Sharded` leaves; only shapes and dtypes count. Each
+    rank reads its own parts of the files, and holds these parts and a chunk. The folder's `config.json` names the class
+    of the model; `model_or_config` replaces it, for example by a model with another head. `rename(path)` returns the
+    model's name for a leaf of `like`, by default the path. `strict` and `dtype` are those of `fzero.load_safetensors`,
+    and `how` are further keywords of `fzero.partition`.
 
     Raises:
         FzeroError: for a folder without safetensors files or configuration; for keys that the model has no place for,
@@ -207,7 +208,7 @@ def _complete(values: Values, model: Model) -> Values:
     if surplus or missing:
         problems = [f"leaves that {name} lacks ({len(surplus)}): {', '.join(surplus[:8])}"] if surplus else []
         problems += [f"no leaf for ({len(missing)}): {', '.join(missing[:8])}"] if missing else []
-        way_out = "give the tree that fzero.lower or fzero.build returned for the model, and `rename` for any other tree"
+        way_out = "give the tree that fzero.lower or fzero.build returned for the model, or `rename` another tree"
         raise FzeroError((surplus + missing)[0], "; ".join(problems), way_out)
     for path, value in values.items():
         if value.shape != expected[path].shape:

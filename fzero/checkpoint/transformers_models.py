@@ -41,8 +41,7 @@ def make_model(model_or_config: Any) -> Model:
         problem = f"is a {type(model).__name__}, no model and no configuration of transformers"
         raise FzeroError("model", problem, "give the model that was lowered, or its config")
     name = type(model).__name__
-    if getattr(model, "hf_quantizer", None) is not None or _is_quantized(model.config):
-        raise FzeroError("model", f"{name} is quantized: its files hold other values than its parameters")
+    _refuse_quantized(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise FzeroError("model", f"{name} has adapters, which files hold apart", "merge them into the model first")
     if model.is_remote_code():
@@ -66,15 +65,18 @@ def find_class(config: Any) -> type:
     return found
 
 
-def _is_quantized(config: Any) -> bool:
-    return getattr(config, "quantization_config", None) is not None
+def _refuse_quantized(config: Any) -> None:
+    """Raise for the configuration of a quantized model: its files hold codes and scales."""
+    found = getattr(config, "quantization_config", None)
+    if found is not None:
+        raise FzeroError("config", f"has a quantization_config: {found!r:.80}", "fzero moves values, not their codes")
 
 
 def read_config(folder: Path) -> Any:
     """The configuration in a folder.
 
     Raises:
-        FzeroError: for a folder without a configuration that transformers reads.
+        FzeroError: for a folder without a configuration that transformers reads, and for a quantized model.
     """
     from transformers import AutoConfig
 
@@ -82,9 +84,11 @@ def read_config(folder: Path) -> Any:
         problem = "has no config.json, which says what model its files are of"
         raise FzeroError(str(folder), problem, "give the folder of save_pretrained or export_hf, or give the model")
     try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise FzeroError(str(folder / "config.json"), f"transformers cannot read it: {error}") from error
+    _refuse_quantized(config)
+    return config
 
 
 def render_configs(model: Model, dtype: torch.dtype) -> dict[str, bytes]:
@@ -190,7 +194,7 @@ def plan_leaves(
             None, config=config, state_dict=state, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except FzeroError as error:
-        way_out = f"fzero.build(lambda: {cls.__name__}.from_pretrained(folder), mesh) reads it whole on every rank"
+        way_out = f"load it with fzero.build(lambda: {cls.__name__}.from_pretrained(folder), mesh)"
         raise FzeroError(error.where, f"{error.problem}, in {folder}", way_out) from error
     except (RuntimeError, ValueError) as error:
         raise FzeroError(folder, f"transformers cannot make a {cls.__name__} of it: {error}") from error

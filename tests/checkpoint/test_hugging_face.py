@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from fzero.checkpoint import export_hf, load_hf
 from fzero.checkpoint.hugging_face import plan_export
 from fzero.state.fill import copy_slices
 from fzero.state.safetensors import open_safetensors
-from fzero.state.safetensors.writing import write
+from fzero.state.safetensors.writing import TEMPORARY, write
 from fzero.state.sources import SAMPLE
 from fzero.values.sharded import Sharded
 
@@ -219,6 +220,18 @@ def test_transposed_experts_of_old_releases(tmp_path: Path) -> None:
         assert_equal(fzero.unpartition(loaded), params)
 
 
+def test_a_missing_expert_is_told(tmp_path: Path) -> None:
+    model = FAMILIES["Mixtral"].make()
+    model.save_pretrained(tmp_path)
+    rewrite(
+        tmp_path, lambda tensors: {key: x for key, x in tensors.items() if "1.block_sparse_moe.experts.3" not in key}
+    )
+    with pytest.raises(
+        fzero.FzeroError, match=r"layers.1.mlp.experts.\w+: has shape \[3, .*\] in .*, \[4, .*\] in the"
+    ):
+        load_hf(tmp_path, meta(fzero.lower(model)[0]), MESH)
+
+
 def test_a_tied_weight_may_be_there_twice(tmp_path: Path) -> None:
     model = FAMILIES["Qwen3"].make()
     params, _ = fzero.lower(model)
@@ -265,6 +278,8 @@ def test_a_folder_that_cannot_be_read_is_refused(folder: Path) -> None:
     refuse(r"has shape \[\d.*\] in .*, \[\d.*\] in the model of config.json")
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Bart"]}))
     refuse(r"config: its architectures are \['Bart'\]")
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    refuse(r"config: has a quantization_config: {'quant_method': 'fp8'")
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "what"}))
     refuse(r"config.json: transformers cannot read it")
     (folder / "config.json").unlink()
@@ -294,7 +309,7 @@ def test_a_tree_of_another_model_is_refused(tmp_path: Path) -> None:
     refuse(r"config: its architectures are \[\]", model=model.config)
     refuse(r"model: is a Linear, no model", model=torch.nn.Linear(1, 1))
     model.config.quantization_config = {"quant_method": "fp8"}
-    refuse(r"model: LlamaForCausalLM is quantized", model=model)
+    refuse(r"config: has a quantization_config: {'quant_method': 'fp8'}", model=model)
 
 
 def test_a_folder_that_exists_stays_as_it_is(tmp_path: Path) -> None:
@@ -303,11 +318,21 @@ def test_a_folder_that_exists_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(fzero.FzeroError, match="out: exists; give the path of a new folder"):
         export_hf(tmp_path / "out", params, model)
-    left = tmp_path / ".out.1234.fzero-tmp"
-    left.mkdir()
-    (left / "model.safetensors").write_text("of a save that was killed")
-    export_hf(tmp_path / "new", params, model)
-    assert names(tmp_path) == ["new", "out"] and not names(tmp_path / "out")
+    assert names(tmp_path) == ["out"] and not names(tmp_path / "out")
+
+
+def test_folders_of_killed_exports_are_removed(tmp_path: Path) -> None:
+    model = FAMILIES["Llama"].make()
+    params = fzero.partition(fzero.lower(model)[0], MESH)
+    left, goes_on = (tmp_path / f".out.{number}{TEMPORARY}" for number in (1234, 5678))
+    for folder in (left, goes_on):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("a part")
+    fd = os.open(goes_on, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    export_hf(tmp_path / "out", params, model)
+    os.close(fd)
+    assert names(tmp_path) == [goes_on.name, "out"]
 
 
 # two processes
