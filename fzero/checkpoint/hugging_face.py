@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from fzero.base.errors import FzeroError
 from fzero.checkpoint.rearranged import Rearranged, RearrangedSource
 from fzero.checkpoint.transformers_models import (
     Model,
-    choose_names,
     find_class,
     make_model,
     name_leaves,
@@ -142,7 +140,7 @@ def load_hf(
 
 
 def _open(
-    path: str | os.PathLike[str], wanted: AbstractSet[str | None], model_or_config: Any, strict: bool
+    path: str | os.PathLike[str], wanted: Container[str | None], model_or_config: Any, strict: bool
 ) -> dict[str, Source]:
     """The leaves of the model in a folder by name: of the names of a tied leaf those that are `wanted`. Reads headers,
     and the values of weights that are tied and are in the files twice."""
@@ -153,15 +151,16 @@ def _open(
     else:
         model = make_model(model_or_config)
         config, cls = model.config, type(model)
-    made, groups, pairs = plan_leaves(cls, config, files, str(path), strict)
-    sources: dict[str, Source] = {
-        name: RearrangedSource(name, made[name], files) for name in choose_names(groups, wanted)
-    }
-    for pair in pairs:
-        spare = [name for name in pair if name not in wanted]
+    leaves = plan_leaves(cls, config, files, str(path), strict)
+
+    def open_leaf(name: str) -> Source:
+        return RearrangedSource(name, leaves.tensors[name], files)
+
+    sources = {name: open_leaf(name) for name in leaves.choose_names(wanted)}
+    for first, second in leaves.doubles:
+        spare = [name for name in (first, second) if name not in wanted]
         if len(spare) == 1:  # `like` has one leaf for both
-            first, second = (RearrangedSource(name, made[name], files) for name in pair)
-            _check_tie(first, second, str(path))
+            _check_tie(open_leaf(first), open_leaf(second), str(path))
             sources.pop(spare[0], None)
     return sources
 

@@ -7,10 +7,10 @@ joined, tied and left out. transformers is an optional dependency, and is import
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def make_model(model_or_config: Any) -> Model:
         problem = f"is a {type(model).__name__}, no model and no configuration of transformers"
         raise FzeroError("model", problem, "give the model that was lowered, or its config")
     name = type(model).__name__
-    _refuse_quantized(model.config)
+    _refuse_codes(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise FzeroError("model", f"{name} has adapters, which files hold apart", "merge them into the model first")
     if model.is_remote_code():
@@ -65,7 +65,7 @@ def find_class(config: Any) -> type:
     return found
 
 
-def _refuse_quantized(config: Any) -> None:
+def _refuse_codes(config: Any) -> None:
     """Raise for the configuration of a quantized model: its files hold codes and scales."""
     found = getattr(config, "quantization_config", None)
     if found is not None:
@@ -87,7 +87,7 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise FzeroError(str(folder / "config.json"), f"transformers cannot read it: {error}") from error
-    _refuse_quantized(config)
+    _refuse_codes(config)
     return config
 
 
@@ -177,13 +177,23 @@ def _memory_key(tensor: Rearranged) -> int:
     return torch_private.storage_key(tensor.plain)
 
 
-def plan_leaves(
-    cls: type, config: Any, files: Mapping[str, Source], folder: str, strict: bool
-) -> tuple[dict[str, Rearranged], list[list[str]], list[tuple[str, str]]]:
-    """The leaves of a model of a class of transformers, made of the tensors of its files.
+class Leaves(NamedTuple):
+    """The leaves of a model, made of the tensors of its files. A tied leaf has several names.
 
-    Returns `(leaves by name, names of one leaf each, pairs of names)`. A tied tensor has several names, and one leaf.
-    Of a pair the configuration says that it is tied, and the files have both.
+    `doubles` are pairs of names that the configuration ties, and that the files have apart.
+    """
+
+    tensors: dict[str, Rearranged]
+    names: list[list[str]]
+    doubles: list[tuple[str, str]]
+
+    def choose_names(self, wanted: Container[str | None]) -> list[str]:
+        """Of the names of each leaf those that are wanted, or else the first."""
+        return [name for group in self.names for name in ([name for name in group if name in wanted] or group[:1])]
+
+
+def plan_leaves(cls: type, config: Any, files: Mapping[str, Source], folder: str, strict: bool) -> Leaves:
+    """The leaves that `from_pretrained` of a class of transformers makes of files.
 
     Raises:
         FzeroError: for a tensor of the files that the model has no place for, with `strict`; for one of another shape.
@@ -209,11 +219,5 @@ def plan_leaves(
     groups: dict[int, list[str]] = {}
     for name, tensor in made.items():
         groups.setdefault(id(tensor), []).append(name)
-    tied = model.all_tied_weights_keys.items()
-    pairs = [pair for pair in tied if all(name in made for name in pair) and made[pair[0]] is not made[pair[1]]]
-    return made, list(groups.values()), pairs
-
-
-def choose_names(groups: Iterable[list[str]], wanted: Container[str | None]) -> list[str]:
-    """Of the names of each leaf those that are wanted, or else the first."""
-    return [name for group in groups for name in ([name for name in group if name in wanted] or group[:1])]
+    tied = [pair for pair in model.all_tied_weights_keys.items() if made.keys() >= set(pair)]
+    return Leaves(made, list(groups.values()), [pair for pair in tied if made[pair[0]] is not made[pair[1]]])
