@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
@@ -35,8 +35,7 @@ def make_model(model_or_config: Any) -> Model:
 
     model = model_or_config
     if isinstance(model, PreTrainedConfig):
-        with torch.device("meta"):
-            model = find_class(model)(copy.deepcopy(model))
+        model = _make_on_meta(find_class(model), model)
     if not isinstance(model, PreTrainedModel):
         problem = f"is a {type(model).__name__}, no model and no configuration of transformers"
         raise FzeroError("model", problem, "give the model that was lowered, or its config")
@@ -44,8 +43,16 @@ def make_model(model_or_config: Any) -> Model:
     _refuse_codes(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise FzeroError("model", f"{name} has adapters, which files hold apart", "merge them into the model first")
-    if model.is_remote_code():
+    if type(model).__module__.startswith("transformers_modules."):
         raise FzeroError("model", f"{name} comes from a file of its folder, not from transformers")
+    return model
+
+
+def _make_on_meta(cls: type, config: Any) -> Model:
+    """A model of a class and a configuration, without values."""
+    with torch.device("meta"):
+        model: Model = cls(copy.deepcopy(config))
+    model.tie_weights()  # transformers 5.0 ties no weights on the meta device
     return model
 
 
@@ -126,14 +133,18 @@ def plan_files(model: Model, dtypes: Mapping[str, torch.dtype]) -> dict[str, Rea
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    leaves = name_leaves(model)
-    shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in model.state_dict().items()}
+    leaves, state = name_leaves(model), _state(model)
     for key in model._keys_to_ignore_on_save or ():
-        shapes.pop(key, None)
+        state.pop(key, None)
+    params = {key: torch.empty_like(x, device="meta") for key, x in state.items() if isinstance(x, nn.Parameter)}
     try:
-        shapes = remove_tied_weights_from_state_dict(shapes, model)
-        state = {key: name_tensor(leaves[key], x.shape, dtypes[leaves[key]]) for key, x in shapes.items()}
-        tensors = revert_weight_conversion(model, state)
+        kept = remove_tied_weights_from_state_dict(dict(params), model)
+        named = {
+            key: name_tensor(leaves[key], x.shape, dtypes[leaves[key]])
+            for key, x in state.items()
+            if key in kept or key not in params
+        }
+        tensors = revert_weight_conversion(model, named)
     except FzeroError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -219,5 +230,6 @@ def plan_leaves(cls: type, config: Any, files: Mapping[str, Source], folder: str
     groups: dict[int, list[str]] = {}
     for name, tensor in made.items():
         groups.setdefault(id(tensor), []).append(name)
-    tied = [pair for pair in model.all_tied_weights_keys.items() if made.keys() >= set(pair)]
-    return Leaves(made, list(groups.values()), [pair for pair in tied if made[pair[0]] is not made[pair[1]]])
+    tied = name_leaves(_make_on_meta(cls, config))  # whatever the files hold
+    pairs = [pair for pair in tied.items() if made.keys() >= set(pair)]
+    return Leaves(made, list(groups.values()), [pair for pair in pairs if made[pair[0]] is not made[pair[1]]])

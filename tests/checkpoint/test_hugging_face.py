@@ -29,11 +29,12 @@ from fzero.state.sources import SAMPLE
 from fzero.values.sharded import Sharded
 
 transformers = pytest.importorskip("transformers")
+conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from families import FAMILIES  # noqa: E402
 
 MESH = fzero.VirtualMesh(fsdp=3)
-LIMITS = {"Mixtral": 8192, "Mamba": 4096, "GPT-2": 4096, "ViT": 4096}
+LIMITS = {"Mixtral": 16384, "Mamba": 4096, "GPT-2": 4096, "ViT": 4096}
 """Bytes of a file, few of the tensors of each family."""
 
 
@@ -68,7 +69,7 @@ def test_a_folder_is_that_of_save_pretrained(name: str, tmp_path: Path) -> None:
         model.save_pretrained(theirs, max_shard_size=limit)
         export_hf(ours, fzero.partition(params, fzero.VirtualMesh(fsdp=world)), model, max_shard_size=limit)
         assert contents(ours) == contents(theirs)
-        assert len(list(ours.glob("*.safetensors"))) > 4 or limit == "5GB"
+        assert len(list(ours.glob("*.safetensors"))) > 2 or limit == "5GB"
         loaded = load_hf(ours, meta(params), fzero.VirtualMesh(fsdp=5 - world))
         assert_equal(fzero.unpartition(loaded), params)
     found, report = type(model).from_pretrained(ours, output_loading_info=True)
@@ -92,9 +93,9 @@ def leaves_of(params: Any, on: Any) -> dict[str, Sharded]:
 def test_ranks_write_their_own_parts_once(name: str, axes: dict[str, int], tmp_path: Path) -> None:
     model = FAMILIES[name].make()
     params, _ = fzero.lower(model)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size=8192)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=16384)
     plans = [
-        plan_export(leaves_of(params, on), model, None, 8192, on) for on in live_stand_ins(fzero.VirtualMesh(**axes))
+        plan_export(leaves_of(params, on), model, None, 16384, on) for on in live_stand_ins(fzero.VirtualMesh(**axes))
     ]
     numels = [sum(piece.values.shape.numel() for piece in plan.pieces) for plan in plans]
     assert sum(numels) == model.num_parameters()
@@ -197,6 +198,10 @@ def test_names_in_memory_are_read_as_well(tmp_path: Path) -> None:
 
 
 def test_transposed_experts_of_old_releases(tmp_path: Path) -> None:
+    conversions = conversion_mapping.get_checkpoint_conversion_mapping("qwen3_vl_moe") or []
+    operations = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
+    if not any(getattr(op, "check_dims", False) for op in operations):
+        pytest.skip("this release of transformers has experts as the old ones")
     text = {
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
@@ -356,7 +361,7 @@ def trained_and_exported(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
             params, state, _ = step(params, state, family.batch(2, seed=2 * seed + mesh.get_rank()))
         with torch.device("meta"):
             model = family.make()
-        export_hf(folder / name, params, model, max_shard_size=8192, chunk=256)
+        export_hf(folder / name, params, model, max_shard_size=16384, chunk=256)
         with mock.patch("os.preadv", side_effect=os.preadv) as reads:
             loaded = load_hf(folder / name, params, mesh)
         held = sum(leaf.local.nbytes + SAMPLE * leaf.itemsize for leaf in tree.leaves(loaded))
