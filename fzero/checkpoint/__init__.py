@@ -9,6 +9,7 @@ from fzero.checkpoint.dcp import open_dcp, read_dcp_values
 from fzero.checkpoint.dcp_saving import save_dcp
 from fzero.checkpoint.deepspeed import open_deepspeed
 from fzero.checkpoint.foreign import load_adam, load_params
+from fzero.checkpoint.hugging_face import export_hf, load_hf
 from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import Checkpoint, latest, open_checkpoint, verify
 from fzero.checkpoint.saving import save
@@ -18,9 +19,11 @@ from fzero.checkpoint.writing import Saving
 __all__ = [
     "Checkpoint",
     "Saving",
+    "export_hf",
     "latest",
     "load",
     "load_adam",
+    "load_hf",
     "load_params",
     "open_checkpoint",
     "open_dcp",
