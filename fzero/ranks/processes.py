@@ -43,7 +43,8 @@ def has_ended(process: Process) -> bool:
 def _place() -> tuple[str, ...]:
     """The boot of this host and the namespace of its process ids. Unequal to any other place if they are not known."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip(), os.readlink("/proc/self/ns/pid")
+        if os.readlink("/proc/self") == str(os.getpid()):  # or /proc counts processes as another namespace does
+            return file.read().strip(), os.readlink("/proc/self/ns/pid")
     return (secrets.token_hex(UNIQUE),)
 
 

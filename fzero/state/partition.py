@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.mesh import VirtualMesh
 from fzero.base.state import State
 from fzero.layout.layout import Layout
-from fzero.ranks.live import Live, describe_leaf, live
-from fzero.ranks.virtual import virtual
+from fzero.ranks.homes import Home, find_home
+from fzero.ranks.live import Live, describe_leaf
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
+from fzero.state.rows import RowSource
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, source_of
 from fzero.values.functions import is_sharded
@@ -87,7 +87,7 @@ def partition(
         return _partition_state(params, like, functools.partial(each, **how))
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
-    on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
+    on = find_home(mesh)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
@@ -98,21 +98,38 @@ def partition(
         keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
     )
     feed = None
-    if source_rank is not None and isinstance(on, Live):
-        feed = _make_feed(on, source_rank, chunk, sources, targets, planned)
+    if isinstance(on, Live) and (source_rank is not None or any(isinstance(source, RowSource) for source in sources)):
+        _agree(on, source_rank, chunk, sources, targets, planned)
+        feed = None if source_rank is None else Feed(on, source_rank)
+    where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
+    values = fill_leaves(on, planned, sources, dtypes, where, chunk, pin, feed)
+    if feed is not None:
+        feed.end()
+    return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+
+
+def fill_leaves(
+    on: Home,
+    planned: LeafLayouts,
+    sources: Mapping[int, Source] | Sequence[Source],
+    dtypes: Mapping[int, torch.dtype] | Sequence[torch.dtype],
+    devices: Mapping[int, torch.device] | Sequence[torch.device],
+    chunk: int,
+    pin: bool = False,
+    feed: Feed | None = None,
+) -> dict[int, Sharded]:
+    """Leaves of known layouts with the values of sources, by position. Slices of one bucket are views of one buffer, on
+    the device of its first leaf."""
     values: dict[int, Sharded] = {}
     for layout, members in group_by_layout(planned, dtypes):
         given = {index: sources[i] for i, index in members.items()}
         first = next(iter(members))
-        where = torch.device(device or on.device or getattr(leaves[first], "device", None) or "cpu")
-        slices = allocate_slices(given, layout, on.rank, dtypes[first], where, pin)
+        slices = allocate_slices(given, layout, on.rank, dtypes[first], devices[first], pin)
         for i, index in members.items():
-            _fill(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
+            _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
             values[i].origin = _origin_of(sources[i], values[i], feed)
-    if feed is not None:
-        feed.end()
-    return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+    return values
 
 
 def _partition_state(state: State, like: tree.Tree | None, partition: Callable[..., tree.Tree]) -> State:
@@ -128,8 +145,9 @@ def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
     """The origin of a leaf, by which ranks notice at the next step that they were given other values."""
     if not isinstance(value.on, Live) or value.local.is_meta:
         return UNKNOWN
-    # the other ranks do not have the values of the source rank: they know the call that sent them
-    return Origin(0, fingerprint(source) if feed is None else value.on.members.agreements)
+    # no rank knows what the values are that another one sends: all ranks know the call that sent them
+    is_sent = feed is not None or isinstance(source, RowSource)
+    return Origin(0, value.on.members.agreements if is_sent else fingerprint(source))
 
 
 @dataclass
@@ -170,24 +188,29 @@ def _choose_dtype(dtype: Dtypes | None, source: Source) -> torch.dtype:
     return (dtype(source.path, source) if dtype is not None else None) or source.dtype
 
 
-def _make_feed(
-    on: Live, source_rank: int, chunk: int, sources: Sequence[Source], targets: Sequence[Source], planned: LeafLayouts
-) -> Feed:
-    """The feed from `source_rank`, once all ranks agree on leaves, layouts and chunks."""
+def _agree(
+    on: Live,
+    source_rank: int | None,
+    chunk: int,
+    sources: Sequence[Source],
+    targets: Sequence[Source],
+    planned: LeafLayouts,
+) -> None:
+    """Let all ranks agree on leaves, layouts and chunks, before some send values to others."""
     lines = [
         f"leaf {source.path}: {source.dtype} as {describe_leaf(*planned[i], target.dtype)}"
         for i, (source, target) in enumerate(zip(sources, targets))
     ]
-    on.agree(f"partition from rank {source_rank}, {chunk} bytes at a time", lines)
-    return Feed(on, source_rank)
+    origin = "rows on ranks" if source_rank is None else f"rank {source_rank}"
+    on.agree(f"partition from {origin}, {chunk} bytes at a time", lines)
 
 
-def _fill(
-    out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int, feed: Feed | None
-) -> None:
+def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Home, chunk: int, feed: Feed | None) -> None:
     if out.is_meta:
         return
     if feed is not None:
         feed.fill(out, source, layout, leaf, chunk)
+    elif isinstance(source, RowSource):
+        source.fill(on, out, layout, leaf, chunk)
     else:
-        fill(out, source, layout, leaf, rank, chunk)
+        fill(out, source, layout, leaf, on.rank, chunk)

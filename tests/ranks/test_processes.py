@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -37,3 +38,20 @@ def test_another_process_may_have_the_same_number() -> None:
 
 def test_nothing_is_known_of_a_process_of_another_host() -> None:
     assert not has_ended(this_process()._replace(place=("another boot", "pid:[1]"), number=2**22 + 1))
+
+
+UNKNOWN = """
+import runpy, sys
+module = runpy.run_path(sys.argv[1])
+this_process, has_ended = module["this_process"], module["has_ended"]
+print(this_process().place == this_process().place, has_ended(this_process()._replace(start="1")))
+"""
+
+
+def test_nothing_is_known_where_proc_counts_as_another_namespace_does() -> None:
+    """As in a container that sees the /proc of its host."""
+    spaces = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if not shutil.which("unshare") or subprocess.run([*spaces, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets no user make a namespace of processes")
+    command = [*spaces, sys.executable, "-c", UNKNOWN, processes.__file__]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False False\n"

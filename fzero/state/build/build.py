@@ -18,11 +18,10 @@ from fzero.base import torch_private, tree
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
-from fzero.base.mesh import VirtualMesh
 from fzero.base.tree import Tree
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.live import Live, live
-from fzero.ranks.virtual import virtual
+from fzero.ranks.homes import find_home
+from fzero.ranks.live import Live
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
 from fzero.state.build.store import Store
 from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel
@@ -87,7 +86,7 @@ def _check(mesh: Any, how: dict[str, Any]) -> None:
 @contextmanager
 def _construct(constructor: Constructor, mesh: Any, seed: int) -> Iterator[tuple[nn.Module, Store]]:
     """The module, with deferred parameters and ordinary buffers. The parameters are freed at the end of the block."""
-    on = virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
+    on = find_home(mesh)
     store = Store(on)
     try:
         with torch.random.fork_rng(_cuda_devices()):
@@ -183,7 +182,7 @@ def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharde
     """Zeros in place of values that share one storage on the meta device. They share one storage on `device`."""
     first = planned[0].local
     numel = first.untyped_storage().nbytes() // first.dtype.itemsize
-    block = allocate(numel, first.dtype, torch.device(device), pin)
+    block = allocate(numel, first.dtype, torch.device(device), pin).zero_()
     slices = [value.local for value in planned]
     views = [block.as_strided(x.shape, x.stride(), x.storage_offset()) for x in slices]
     return [value.with_local(view) for value, view in zip(planned, views)]

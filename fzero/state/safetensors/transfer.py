@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from torch import Tensor
+
+from fzero.state.fill import chunk_numel
+from fzero.state.sources import Source, TensorSource
+
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+"""Errors of a filesystem that cannot sync a directory, as some network filesystems."""
+SYNC_FILE_RANGE_WRITE = 2
+"""A number of Linux."""
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -36,3 +48,48 @@ def write_from(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
+
+
+def begin_writeback(fd: int) -> None:
+    """Let the disk begin to take what was written to a file, and do not wait. Where the system cannot, do nothing."""
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux. Python's os lacks it
+    if begin is not None:
+        begin(fd, ctypes.c_int64(0), ctypes.c_int64(0), SYNC_FILE_RANGE_WRITE)  # to the end of the file
+
+
+def iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
+    """All elements in order, as contiguous CPU tensors of at most `chunk` bytes: views of a tensor that is contiguous
+    on the CPU, else copies in one buffer, each valid until the next."""
+    numel, step = values.shape.numel(), chunk_numel(chunk, values.dtype)
+    if isinstance(values, TensorSource) and _is_plain(values):
+        yield from values.tensor.reshape(-1).split(step)
+        return
+    buffer = torch.empty(min(step, numel), dtype=values.dtype, device="cpu")
+    for start in range(0, numel, step):
+        part = buffer[: min(step, numel - start)]
+        values.read(start, part)
+        yield part
+
+
+def _is_plain(values: TensorSource) -> bool:
+    """Whether the tensor's memory on the CPU holds its values in order."""
+    tensor = values.tensor
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
+
+
+def sync_directory(directory: Path) -> None:
+    """Put the names of a directory's files on the disk, where the filesystem can.
+
+    Raises:
+        OSError: when the disk fails.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise

@@ -11,20 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import NamedTuple, TypeVar
 
 from fzero.base.errors import FzeroError
 from fzero.layout.strides import Copy, Run, runs, within
-from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.live import Live
-from fzero.state.fill import chunk_numel
+from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors.header import Header, render_header
-from fzero.state.safetensors.transfer import memory_of, write_from
-from fzero.state.sources import Source, TensorSource
+from fzero.state.safetensors.transfer import iter_parts, memory_of, sync_directory, write_from
+from fzero.state.sources import Source
 
 T = TypeVar("T")
 TEMPORARY = ".fzero-tmp"
@@ -100,35 +95,9 @@ class _Writer:
         self.heads: dict[str, bytes] = {}
 
     def on_all_ranks(self, do: Callable[[], T]) -> list[T]:
-        """The result of `do()` on each rank, in rank order. Collective.
-
-        Raises:
-            FzeroError: on all ranks, when `do` raised on any.
-        """
-        value, error = None, None
-        try:
-            value = do()
-        except Exception as caught:
-            error = caught
-        outcomes = self._gather((value, None if error is None else _describe_error(error)))
-        failed = {rank: cause for rank, (_, cause) in outcomes.items() if cause is not None}
-        if failed:
-            if len(outcomes) == 1 and isinstance(error, FzeroError):
-                raise error
-            problem = ", ".join(
-                f"{name_ranks(ranks)} could not write it: {cause}" for cause, ranks in group_by_word(failed).items()
-            )
-            raise FzeroError(str(self.target), problem, "what was there before is as it was; save again") from error
-        return [value for value, _ in outcomes.values()]
-
-    def _gather(self, word: Any) -> dict[int, Any]:
-        """`word` of each rank."""
-        if self.on is None or self.on.members.group is None:
-            return {0: word}
-        members, words = self.on.members, [None] * len(self.on.members.ranks)
-        with members.begin(f"{self.caller} of {self.target}"):
-            dist.all_gather_object(words, word, group=members.group)
-        return dict(zip(members.ranks, words))
+        """The result of `do()` on each rank, in rank order; an error on all ranks, when `do` raised on any."""
+        gather = gather_words(None if self.on is None else self.on.members, f"{self.caller} of {self.target}")
+        return do_together(gather, do, str(self.target), "write it", "what was there before is as it was; save again")
 
     def begin(self, plan: Plan) -> _Announcement:
         """Adopt a plan. The first rank creates the files in their final sizes, all zeros, which no reader takes for
@@ -194,11 +163,11 @@ class _Writer:
             with self._open(name) as fd:
                 write_from(fd, memoryview(content), 0)
         if self.plan.is_folder:
-            _sync_directory(self._path(ITSELF))
+            sync_directory(self._path(ITSELF))
             os.rename(self._path(ITSELF), self.target)  # fails where a folder with files appeared meanwhile
         else:
             os.replace(self._path(ITSELF), self.target)
-        _sync_directory(self.target.parent)
+        sync_directory(self.target.parent)
 
     @contextmanager
     def _open(self, name: str) -> Iterator[int]:
@@ -223,7 +192,7 @@ class _Writer:
 def _write_piece(fd: int, start: int, piece: Piece, chunk: int) -> None:
     """Write a piece into a file whose data starts at byte `start`."""
     done, itemsize = 0, piece.values.dtype.itemsize
-    for part in _iter_parts(piece.values, chunk):
+    for part in iter_parts(piece.values, chunk):
         memory = memory_of(part)
         for source, target, numel in _find_runs(piece.places, range(done, done + part.numel())):
             values = memory[(source - done) * itemsize :][: numel * itemsize]
@@ -238,33 +207,6 @@ def _find_runs(places: Copy | None, flat: range) -> Iterator[Run]:
         return
     for part in within(places, flat):
         yield from runs(part)
-
-
-def _iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
-    """All elements in order, as contiguous CPU tensors of at most `chunk` bytes: views of a tensor that is contiguous
-    on the CPU, else copies in one buffer, each valid until the next."""
-    numel, step = values.shape.numel(), chunk_numel(chunk, values.dtype)
-    if isinstance(values, TensorSource) and _is_plain(values):
-        yield from values.tensor.reshape(-1).split(step)
-        return
-    buffer = torch.empty(min(step, numel), dtype=values.dtype, device="cpu")
-    for start in range(0, numel, step):
-        part = buffer[: min(step, numel - start)]
-        values.read(start, part)
-        yield part
-
-
-def _is_plain(values: TensorSource) -> bool:
-    """Whether the tensor's memory on the CPU holds its values in order."""
-    tensor = values.tensor
-    lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
-
-
-def _describe_error(error: Exception) -> str:
-    if isinstance(error, FzeroError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 def _open_and_lock(path: Path) -> int | None:
@@ -295,12 +237,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    with suppress(OSError):  # some filesystems cannot sync a directory; the files are complete all the same
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -1,0 +1,131 @@
+"""Pieces: what of a tree goes into which file of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_value
+from fzero.checkpoint.places import Grid, Place
+from fzero.layout.owners import balance
+from fzero.state.sources import Source, TensorSource, fingerprint, source_of
+from fzero.values.sharded import Sharded
+
+
+class Plan(NamedTuple):
+    """Where each leaf of a tree goes. Every rank works it out by itself, and all ranks alike."""
+
+    grid: Grid
+    places: dict[str, Place]
+    values: dict[str, Value]
+    leaves: dict[str, Sharded | Source]
+
+    def list_lines(self) -> list[str]:
+        """What all ranks must have alike, one line a leaf: also where a `Sharded` came from, and some elements of a
+        tensor that ranks hold whole."""
+        found = [f"{path}: {' '.join(render_value(value))}" for path, value in self.values.items()]
+        for (path, dtype, shape, *numbers), leaf in zip(self.places.values(), self.leaves.values()):
+            made = leaf.origin if isinstance(leaf, Sharded) else f"elements with the hash {fingerprint(leaf):08x}"
+            found.append(f"{path}: {DTYPE_NAMES[dtype]}{list(shape)} at {numbers}, made {made}")
+        return found
+
+    def pick(self, file: int) -> dict[str, Source]:
+        """What a file has, by key: a slice of a leaf is 1-d, a whole leaf has its shape."""
+        picked = {}
+        for path, place in self.places.items():
+            part = self.grid.find_part(place, file)
+            if part or (not place.shard and file == place.first):
+                picked[path] = _view_bytes(_cut(self.leaves[path], part))
+        return picked
+
+
+def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
+    """The plan of a tree that lies on a mesh, None for a tree without `Sharded` leaves. Reads no values.
+
+    Raises:
+        FzeroError: for a leaf that a checkpoint cannot hold, and for two leaves of one path.
+    """
+    leaves, treedef = tree.flatten(state)
+    paths = [tree.dotted(key) for key in tree.keys(treedef)]
+    for path, count in Counter(paths).items():
+        if count > 1:
+            raise FzeroError(path, f"{count} leaves have this path", "rename an entry of a dict")
+    grid = Grid.of({}, "") if mesh is None else Grid.of(mesh.sizes, mesh.shard_axis)
+    kinds = set(KINDS.values())
+    values = {path: leaf for path, leaf in zip(paths, leaves) if type(leaf) in kinds}
+    held = {path: _open_leaf(leaf, path) for path, leaf in zip(paths, leaves) if path not in values}
+    places = {path: _place(path, leaf) for path, leaf in held.items()}
+    for path, first in _choose_firsts(places, held, grid).items():
+        places[path] = places[path]._replace(first=first)
+    return Plan(grid, places, values, held)
+
+
+def hash_lines(lines: Sequence[str]) -> str:
+    """A hash of lines, the same in every process."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _open_leaf(leaf: Any, path: str) -> Sharded | Source:
+    if not isinstance(leaf, Sharded):
+        try:
+            leaf = source_of(leaf, path)
+        except FzeroError:
+            if isinstance(leaf, Tensor):
+                raise
+            kinds = ", ".join(KINDS)
+            problem = f"is a {type(leaf).__name__}: a checkpoint holds tensors, and leaves of type {kinds}"
+            raise FzeroError(path, problem, "leave it out, or save a number or a string in its place") from None
+    if leaf.dtype not in DTYPE_NAMES:
+        raise FzeroError(path, f"is {leaf.dtype}: a checkpoint holds {', '.join(DTYPE_NAMES.values())}", "cast it")
+    if isinstance(leaf, Sharded) and leaf.local.is_meta:
+        raise FzeroError(path, "is on the meta device: it has a shape but no values", "save a tree with values")
+    return leaf
+
+
+def _place(path: str, leaf: Sharded | Source) -> Place:
+    """Where a leaf lies, in the first file or the first copy of the state."""
+    if not isinstance(leaf, Sharded):
+        return Place(path, leaf.dtype, tuple(leaf.shape), 0, 0, 0)
+    layout, index = leaf.form.layout, leaf.form.leaf
+    start, shard = (0, 0) if layout.replicated else (layout.leaf_ranges[index].start, layout.shard)
+    return Place(path, leaf.dtype, layout.leaves[index].shape, start, shard, 0)
+
+
+def _choose_firsts(places: Mapping[str, Place], leaves: Mapping[str, Sharded | Source], grid: Grid) -> dict[str, int]:
+    """The `first` of each leaf that several files may have: so that each copy of the state, and each rank, writes about
+    as many bytes. Values beside the `Sharded` leaves are those of the first rank."""
+    copies, chosen = grid.list_firsts(), dict[str, int]()
+    sliced = [path for path, place in places.items() if place.shard] if len(copies) > 1 else []
+    whole = [path for path, leaf in leaves.items() if isinstance(leaf, Sharded) and not places[path].shard]
+    for paths, files in (sliced, copies), (whole, list(range(grid.files))):
+        costs = [places[path].numel * places[path].dtype.itemsize for path in paths]
+        owners = balance(costs, [None] * len(costs), len(files))
+        chosen.update((path, files[owner]) for path, owner in zip(paths, owners))
+    return chosen
+
+
+def _cut(leaf: Sharded | Source, part: range) -> Source:
+    """These elements of a leaf, which this process holds."""
+    if not isinstance(leaf, Sharded):
+        return leaf
+    if leaf.is_replicated:
+        return TensorSource(leaf.local, leaf.path)
+    begin = leaf.part.start
+    return TensorSource(leaf.local.view(-1)[part.start - begin : part.stop - begin], leaf.path)
+
+
+def _view_bytes(values: Source) -> Source:
+    """Values of a dtype that safetensors has: others as bytes."""
+    if values.dtype not in OTHERS.values():
+        return values
+    whole = torch.empty(values.shape.numel(), dtype=values.dtype, device="cpu")
+    values.read(0, whole)
+    return TensorSource(whole.view(torch.uint8), values.path)

@@ -1,0 +1,86 @@
+"""Places: where the elements of each leaf lie among the files of a checkpoint, as numbers alone.
+
+A checkpoint has one file for each rank of the mesh that saved it. Files are numbered as the ranks, row by row. A rank
+holds one slice of each bucket, and the slices of a leaf lie in as many files as the shard axis has positions:
+
+    bucket                      |- start -|------ leaf ------|- - -|
+    positions of the shard axis |---- 0 ----|---- 1 ----|---- 2 ----|
+    files                        first       first + stride  ...
+
+Of several copies of the state, `first` says which copy wrote the leaf: each leaf is in the files once. So where an
+element is follows from four numbers of a leaf and two of the mesh, and no rank asks another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from fzero.layout.ranges import intersect
+
+
+class Place(NamedTuple):
+    """One leaf. Its bucket has `shard` elements a rank, and the leaf begins at element `start` of the bucket. With
+    `shard` 0 the file `first` has the whole leaf."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    shard: int
+    first: int
+
+    @property
+    def numel(self) -> int:
+        """The elements of the leaf."""
+        return math.prod(self.shape)
+
+
+class Grid(NamedTuple):
+    """The files of a checkpoint. `world` is the size of the shard axis, and neighbours along it are `stride` files
+    apart. `files` is their number."""
+
+    world: int
+    stride: int
+    files: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], shard_axis: str) -> Grid:
+        """The grid of a mesh with axes of these sizes, outermost first. {} stands for a process that saves alone."""
+        names = list(sizes)
+        inner = names[names.index(shard_axis) + 1 :] if names else []
+        world = sizes[shard_axis] if names else 1
+        return cls(world, math.prod(sizes[name] for name in inner), math.prod(sizes.values()))
+
+    def position(self, file: int) -> int:
+        """The position of a file along the shard axis."""
+        return file // self.stride % self.world
+
+    def list_firsts(self) -> list[int]:
+        """The file at position 0 of each copy of the state."""
+        return [file for file in range(self.files) if self.position(file) == 0]
+
+    def find_part(self, place: Place, file: int) -> range:
+        """The elements of a flattened leaf that a file has. May be empty."""
+        if not place.shard:
+            return range(place.numel) if file == place.first else range(0)
+        position = self.position(file)
+        begin = position * place.shard - place.start  # of the file, in elements of the leaf
+        if file != place.first + position * self.stride or begin + place.shard <= 0:
+            return range(0)
+        return intersect(range(place.numel), range(begin, begin + place.shard))
+
+    def iter_files(self, place: Place, elements: range) -> Iterator[tuple[int, range]]:
+        """`(file, elements of the flattened leaf in the file)` for each file that has some of `elements`."""
+        if not elements:
+            return
+        if not place.shard:
+            yield place.first, elements
+            return
+        first, last = ((place.start + at) // place.shard for at in (elements[0], elements[-1]))
+        for position in range(first, last + 1):
+            file = place.first + position * self.stride
+            yield file, intersect(elements, self.find_part(place, file))

@@ -1,0 +1,20 @@
+"""Homes: where values outside of a step are: on this rank of a mesh, or on all virtual ranks in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.base.mesh import VirtualMesh
+from fzero.ranks.live import Live, live
+from fzero.ranks.virtual import Virtual, virtual
+
+Home = Live | Virtual
+
+
+def find_home(mesh: Any) -> Home:
+    """The one home of a mesh: a `DeviceMesh` has one on each rank, and the first call is collective.
+
+    Raises:
+        FzeroError: as `live` does.
+    """
+    return virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)

@@ -1,0 +1,63 @@
+"""Together: ranks do something that may fail on any of them, and then all of them return, or all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fzero.base.errors import FzeroError
+from fzero.ranks.failure import group_by_word, name_ranks
+from fzero.ranks.members import Members
+
+T = TypeVar("T")
+Gather = Callable[[Any], dict[int, Any]]
+"""Takes the word of this rank. Returns the word of every rank by its global rank, on every rank. Collective."""
+
+
+def gather_words(members: Members | None, what: str) -> Gather:
+    """The `Gather` of all ranks of a mesh, or of a process that is alone. Errors call the collective `what`."""
+    if members is None or members.group is None:
+        return lambda word: {0: word}
+
+    def gather(word: Any) -> dict[int, Any]:
+        words = [None] * len(members.ranks)
+        with members.begin(what):
+            dist.all_gather_object(words, word, group=members.group)
+        return dict(zip(members.ranks, words))
+
+    return gather
+
+
+def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_out: str) -> list[T]:
+    """The results of `do()` on each rank, in the order of ranks. Collective.
+
+    Raises:
+        FzeroError: on all ranks, when `do` raised on any. The error is about `where` and says that these ranks "could
+            not `what`". A process that is alone raises the `FzeroError` of `do` itself, and an interrupted rank its
+            interrupt.
+    """
+    value: T | None = None
+    error: BaseException | None = None
+    try:
+        value = do()
+    except BaseException as caught:  # an interrupt too: the other ranks would wait for this one
+        error = caught
+    outcomes = gather((value, None if error is None else _describe_error(error)))
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    failed = {rank: cause for rank, (_, cause) in outcomes.items() if cause is not None}
+    if failed:
+        if len(outcomes) == 1 and isinstance(error, FzeroError):
+            raise error
+        causes = group_by_word(failed).items()
+        problem = ", ".join(f"{name_ranks(ranks)} could not {what}: {cause}" for cause, ranks in causes)
+        raise FzeroError(where, problem, way_out) from error
+    return [value for value, _ in outcomes.values()]
+
+
+def _describe_error(error: BaseException) -> str:
+    if isinstance(error, FzeroError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
