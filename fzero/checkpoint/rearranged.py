@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.layout.strides import Copy, compose, extent, halve, runs, view_to_view, within
-from fzero.state.sources import Source, check_range
+from fzero.state.sources import Source, check_range, describe
 
 aten = torch.ops.aten
 SPAN_NBYTES = 2**20
@@ -194,6 +194,9 @@ class RearrangedSource:
         dtypes = {source.dtype for _, source in parts} or {value.dtype}
         self.dtype = functools.reduce(torch.promote_types, dtypes)
         self.where = ", ".join(sorted({getattr(source, "where", source.path) for _, source in parts}))
+
+    def __repr__(self) -> str:
+        return f"RearrangedSource({self.path}: {describe(self)} of {self.where})"
 
     def read(self, start: int, out: Tensor) -> None:
         flat = check_range(self, start, out)
