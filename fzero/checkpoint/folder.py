@@ -48,7 +48,7 @@ def list_steps(path: Path) -> list[int]:
     """
     try:
         found = {int(name["step"]) for name in _list_names(path) if name["ending"] != PARTIAL}
-        return sorted(step for step in found if (find_folder(path, step) / MANIFEST).exists())
+        return sorted(step for step in found if (find_folder(path, step) / MANIFEST).is_file())
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
         raise FzeroError(str(error.filename or path), problem, "give a folder of checkpoints") from error
@@ -102,7 +102,7 @@ def check_free(path: Path, step: int, overwrite: bool) -> None:
     target = step_folder(path, step)
     if not os.path.lexists(target):
         return
-    if target.is_symlink() or not (target / MANIFEST).exists():
+    if target.is_symlink() or not (target / MANIFEST).is_file():
         raise FzeroError(
             str(target), "is there already, and is no folder of a checkpoint", "move it, or give another step"
         )
