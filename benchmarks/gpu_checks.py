@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy, dropout
 
 import fzero
+import fzero.checkpoint
 from fzero import optim, tree
 
 CONFIG = GPTConfig(vocab=128, seq=16, dim=64, layers=2, heads=2)
@@ -153,6 +154,27 @@ def saves(mesh: DeviceMesh) -> Found:
     return {"leaves": len(pairs)}
 
 
+def saves_meanwhile(mesh: DeviceMesh, **options: Any) -> Found:
+    """A checkpoint has the values of the moment of the call, although steps write over them at once."""
+    if mesh.device_type == "cpu" and options.get("compile") == "graph":
+        raise LeftOutError("CUDA graphs need a GPU")
+    params, state, step = place(mesh, Training(), **options)
+    tokens = [x.to(mesh.device_type) for x in batches()]
+    for x in tokens:
+        params, state, _ = step(params, state, x)
+    expected = [leaf.local.clone() for leaf in tree.leaves((params, state))]
+    with TemporaryDirectory() as folder:
+        saving = fzero.checkpoint.save(folder, (params, state), step=1, wait=False)
+        for x in tokens:
+            params, state, _ = step(params, state, x)
+        saving.wait()
+        loaded = fzero.checkpoint.load(folder, (params, state))
+    pairs = list(zip(expected, tree.leaves(loaded), strict=True))
+    assert all(torch.equal(a, b.local) and a.device == b.local.device for a, b in pairs)
+    assert not pairs[0][0].equal(tree.leaves(params)[0].local)
+    return {"leaves": len(pairs), "seconds": dict(saving.seconds)}
+
+
 def captures(mesh: DeviceMesh) -> Found:
     if mesh.device_type == "cpu":
         raise LeftOutError("CUDA graphs need a GPU")
@@ -191,6 +213,8 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "clipping and schedule": partial(equals_cpu, Training(is_clipped=True), FP32),
     "calibrate": calibrates,
     "save and load": saves,
+    "checkpoint meanwhile": saves_meanwhile,
+    "checkpoint beside a graph": partial(saves_meanwhile, compile="graph"),
     "no synchronization": runs_ahead,
     "compiled": partial(equals_cpu, Training(), FP32, compile=True),
     "graph": captures,

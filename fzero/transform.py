@@ -234,7 +234,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     lines = _Lines(program, [f"compile: {mode}", *find_ambient().lines()])
     run = link(outline(program), on, compile) if mode else link(program, on)
     donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
-    runner = Captured(program, run) if mode == "graph" else run
+    runner = Captured(program, run, settle=on.settle) if mode == "graph" else run
     return _Compiled(program, runner, Returned(program, on), donated, lines)
 
 

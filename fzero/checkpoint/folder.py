@@ -2,7 +2,8 @@
 
     PATH/step-1200            a checkpoint: committed, complete
     PATH/step-1300.partial    one that is being written or removed, or that a killed process left behind
-    PATH/.lock                the name of the process that writes
+    PATH/step-1200.replaced   a checkpoint whose name another one is about to get, on a filesystem without an exchange
+    PATH/.lock                the name of the process that writes, or wrote last
 
 A checkpoint appears by one rename, and disappears by one. So at any moment a name without `.partial` is whole. Order is
 that of the step numbers: no clock is asked.
@@ -17,22 +18,26 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Collection, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.manifest import MANIFEST
 from fzero.state.safetensors.transfer import sync_directory
 
-PARTIAL = ".partial"
+PARTIAL, REPLACED = ".partial", ".replaced"
 LOCK = ".lock"
-NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+NAME = re.compile(rf"(?P<whole>step-(?P<step>0|[1-9][0-9]*))(?P<ending>|{re.escape(PARTIAL)}|{re.escape(REPLACED)})")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Numbers of Linux for renameat2."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a filesystem without locks."""
+HELD_BY_OTHERS = (errno.EACCES, errno.EAGAIN)
+
+_held: set[tuple[int, Path]] = set()
+"""The process and the folders that it holds: a lock of a file keeps out other processes only."""
 
 
 def list_steps(path: Path) -> list[int]:
@@ -42,13 +47,25 @@ def list_steps(path: Path) -> list[int]:
         FzeroError: for a folder that cannot be read.
     """
     try:
-        names = os.listdir(path)
+        found = {int(name["step"]) for name in _list_names(path) if name["ending"] != PARTIAL}
+        return sorted(step for step in found if (find_folder(path, step) / MANIFEST).is_file())
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or error}"
+        raise FzeroError(str(error.filename or path), problem, "give a folder of checkpoints") from error
+
+
+def _list_names(path: Path) -> list[re.Match[str]]:
+    """The names in a folder that are those of checkpoints, or of parts of one."""
+    try:
+        return [match for match in map(NAME.fullmatch, os.listdir(path)) if match]
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise FzeroError(str(path), f"cannot be read: {error.strerror}", "give a folder of checkpoints") from error
-    found = [int(match[1]) for match in map(NAME.fullmatch, names) if match]
-    return sorted(step for step in found if (step_folder(path, step) / MANIFEST).exists())
+
+
+def find_folder(path: Path, step: int) -> Path:
+    """The folder that has a checkpoint, under its other name where a killed save was replacing it."""
+    folder, replaced = step_folder(path, step), path / f"step-{step}{REPLACED}"
+    return replaced if replaced.exists() and not folder.exists() else folder
 
 
 def step_folder(path: Path, step: int) -> Path:
@@ -61,26 +78,73 @@ def partial_folder(path: Path, step: int) -> Path:
     return path / f"step-{step}{PARTIAL}"
 
 
+@contextmanager
+def open_partial(path: Path, step: int) -> Iterator[None]:
+    """Make the empty folder of a checkpoint that is about to be written, and keep other processes out of `path` within
+    the block. What killed saves left is removed before, and what is still there of this one is removed at the end.
+
+    Raises:
+        FzeroError: with the owner's name, where another process writes into `path`.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with _hold(path):
+        _remove_leftovers(path)
+        partial_folder(path, step).mkdir()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the next save tries again
+                _remove_entry(partial_folder(path, step))
+
+
+def check_free(path: Path, step: int, overwrite: bool) -> None:
+    """Raise where something has the name of a checkpoint, but with `overwrite` not for a checkpoint."""
+    target = step_folder(path, step)
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not (target / MANIFEST).is_file():
+        raise FzeroError(
+            str(target), "is there already, and is no folder of a checkpoint", "move it, or give another step"
+        )
+    if not overwrite:
+        raise FzeroError(str(target), "is there already", "give another step, or overwrite=True")
+
+
 def publish(path: Path, step: int) -> None:
-    """Give a complete checkpoint its name, on the disk too. A checkpoint of the same step is replaced."""
+    """Give a complete checkpoint its name, on the disk too. A checkpoint of the same step is replaced, and then has the
+    name of the partial one. Where this fails, names are as they were."""
     target, partial = step_folder(path, step), partial_folder(path, step)
     sync_directory(partial)
-    if target.exists():
+    replaces = target.exists()
+    if replaces:
         _exchange(partial, target)
-        sync_directory(path)
-        _remove_tree(partial)
     else:
         os.rename(partial, target)
-    sync_directory(path)
+    try:
+        sync_directory(path)
+    except OSError:
+        with suppress(OSError):
+            if replaces:
+                _exchange(partial, target)
+            else:
+                os.rename(target, partial)
+        raise
 
 
-def _exchange(a: Path, b: Path) -> None:
-    """Let two folders change names, both at once. On a filesystem that cannot, `b` is without a folder for a moment."""
-    if not _rename_exchange(a, b):
-        aside = a.with_name(f"{b.name}.old{PARTIAL}")
-        os.rename(b, aside)
-        os.rename(a, b)
-        os.rename(aside, a)
+def _exchange(partial: Path, whole: Path) -> None:
+    """Let two folders change names, both at once where the filesystem can. Where it cannot, `whole` has another name
+    for a moment: `find_folder` knows it, and `_remove_leftovers` gives the right one back."""
+    if _rename_exchange(partial, whole):
+        return
+    aside = whole.with_name(f"{whole.name}{REPLACED}")
+    os.rename(whole, aside)
+    try:
+        os.rename(partial, whole)
+    except OSError:
+        os.rename(aside, whole)
+        raise
+    with suppress(OSError):  # else `_remove_leftovers` finds it
+        os.rename(aside, partial)
 
 
 def _rename_exchange(a: Path, b: Path) -> bool:
@@ -97,57 +161,72 @@ def _rename_exchange(a: Path, b: Path) -> bool:
 
 
 def remove(path: Path, step: int) -> None:
-    """Remove a checkpoint. Where this is interrupted, the rest is a leftover."""
-    partial = partial_folder(path, step)
-    _remove_tree(partial)
-    os.rename(step_folder(path, step), partial)
-    sync_directory(path)
-    _remove_tree(partial)
+    """Remove a checkpoint. Where this is interrupted, the rest is a leftover. Warns where it cannot be done."""
+    folder, partial = step_folder(path, step), partial_folder(path, step)
+    with _warn(folder):
+        os.rename(folder, partial)
+        sync_directory(path)
+        _remove_entry(partial)
 
 
-def remove_leftovers(path: Path, step: int, names: Collection[str]) -> None:
-    """Remove what killed saves left in a folder. Of the checkpoint `step`, which ranks are writing, files of these
-    names stay."""
-    for entry in path.glob(f"step-*{PARTIAL}"):
-        if entry != partial_folder(path, step):
-            _remove_tree(entry)
-        else:
-            for file in entry.iterdir():
-                if file.name not in names:
-                    file.unlink(missing_ok=True)
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed saves left in a folder. A checkpoint that one was replacing gets its name back."""
+    for name in _list_names(path):
+        entry, whole = path / name[0], path / name["whole"]
+        if name["ending"] == REPLACED and not os.path.lexists(whole):
+            os.rename(entry, whole)
+        elif name["ending"]:
+            with _warn(entry):
+                _remove_entry(entry)
 
 
-def _remove_tree(folder: Path) -> None:
-    """Remove a folder, whose files other ranks may be removing too."""
-
-    def check(function: object, name: str, error: Any) -> None:
-        if not isinstance(error[1], FileNotFoundError):
-            raise error[1]
-
-    shutil.rmtree(folder, onerror=check)
+def _remove_entry(entry: Path) -> None:
+    """Remove a folder. Of a link, only the link."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 @contextmanager
-def hold(path: Path) -> Iterator[None]:
-    """Keep other processes from writing into a folder within the block. A killed process holds nothing.
+def _warn(entry: Path) -> Iterator[None]:
+    """Warn where something cannot be removed. No reason to fail a save: what is in its way is an error of its own."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{entry} could not be removed: {error}; the next save tries again", RuntimeWarning, stacklevel=3)
+
+
+@contextmanager
+def _hold(path: Path) -> Iterator[None]:
+    """Keep other saves from writing into a folder within the block. A killed process holds nothing.
 
     Raises:
-        FzeroError: with the owner's name, where another process holds the folder.
+        FzeroError: with the owner's name, where another process holds the folder, or another save of this one.
     """
+    key = os.getpid(), path.resolve()
+    if key in _held:  # and do not open the file: to close it would give up the lock
+        raise FzeroError(str(path), "another save of this process is writing there", "wait for that one first")
     # Not flock, and not on the folder: a forked child of a killed process would go on holding a flock.
     fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _held.add(key)
     try:
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                owner = os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
-                way_out = "end that process, or give each job a folder of its own"
-                raise FzeroError(str(path), f"{owner} is writing there", way_out) from error
+        _lock(fd, path)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
-        with suppress(OSError):
-            os.ftruncate(fd, 0)
+        _held.discard(key)
         os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD_BY_OTHERS:
+            owner = os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
+            way_out = "end that process, or give each job a folder of its own"
+            raise FzeroError(str(path), f"{owner} is writing there", way_out) from error
+        if error.errno not in NO_LOCKS:
+            raise

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.staging import Staging
 from fzero.checkpoint.writing import AGAIN, Saving
+from fzero.ranks.failure import hang_up
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.ranks.together import Gather, gather_words
@@ -25,9 +26,9 @@ class Lane:
 
     def finish(self) -> None:
         """Wait for the save that is under way."""
-        last, self._last = self._last, None
-        if last is not None and not (last.is_done and last.is_told):
-            last.wait()
+        if self._last is not None and not (self._last.is_done and self._last.is_told):
+            self._last.wait()  # where this is interrupted, the thread still reads `staging`: the next call waits again
+        self._last = None
 
     def start(self, saving: Saving) -> None:
         self._last = saving
@@ -48,6 +49,7 @@ def _gather_beside(ranks: list[int], group: dist.ProcessGroup) -> Gather:
         try:
             dist.all_gather_object(words, word, group=group)
         except RuntimeError as error:  # the steps find out which rank is lost: this thread leaves it to them
+            hang_up([group])  # or ranks that wait for this one wait until their timeout
             raise FzeroError("save", "ranks lost each other before the checkpoint was complete", AGAIN) from error
         return dict(zip(ranks, words))
 

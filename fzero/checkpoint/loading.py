@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.embeddings import is_embedding, mark_embedding
@@ -22,7 +23,7 @@ from fzero.ranks.together import do_together, gather_words
 from fzero.ranks.virtual import Virtual
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.partition import fill_leaves, partition
-from fzero.state.sources import describe
+from fzero.state.sources import describe, is_source, source_of
 from fzero.values.sharded import Sharded
 
 NONE_YET = -1
@@ -49,7 +50,7 @@ def load(
       the leaf was saved with;
     * any other tensor, a `Sharded` leaf on another mesh too, is partitioned on `mesh` as `fzero.partition(like, mesh,
       **how)` would, and without `mesh` whole on this process;
-    * a number or a string is what was saved.
+    * a number or a string is what was saved; a numpy array is one again, without `mesh`.
 
     All ranks of the mesh call `load` together. Each reads the elements that it will hold, once, from the files that
     have them, `chunk` bytes at a time. With `strict=False` leaves of the checkpoint that `like` lacks are skipped. With
@@ -63,12 +64,15 @@ def load(
     known = (leaf.on for leaf in tree.leaves(like) if isinstance(leaf, Sharded))
     home = on if on is not None else next(known, None)
     members = home.members if isinstance(home, Live) else None
-    if step is None and isinstance(home, Live):  # a rank may see an older folder than another
-        found = home.find_largest(_latest_or_none(path), "the latest checkpoint")
-        step = None if found == NONE_YET else found
+    chosen = step
+    if isinstance(home, Live):  # a rank may see an older folder than another
+        found = home.find_largest(_latest_or_none(path) if step is None else step, "the checkpoint to load")
+        chosen = None if found == NONE_YET else found
 
     def read() -> tree.Tree:
-        checkpoint = open_checkpoint(path, step)
+        if step is not None and chosen != step:
+            raise FzeroError("step", f"is {step}, another rank loads {chosen}", "give all ranks the same step")
+        checkpoint = open_checkpoint(path, chosen)
         if verify:
             checkpoint.verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
         return _read(checkpoint, like, on, strict, chunk, functools.partial(partition, mesh=mesh, chunk=chunk, **how))
@@ -153,14 +157,13 @@ def _find(checkpoint: Checkpoint, path: str, leaf: Any) -> Any:
             problem = f"is a {type(value).__name__} in {checkpoint.folder}, a {type(leaf).__name__} in `like`"
             raise FzeroError(path, problem, "give the tree that was saved")
         return value
-    if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
-        raise FzeroError(path, f"is a {type(leaf).__name__} in `like`", "give a tensor, a number or a string")
+    wanted: Any = leaf if isinstance(leaf, Tensor) else source_of(leaf, path)
     if path not in checkpoint:
         problem = f"is a {type(checkpoint.values_by_path[path]).__name__} in {checkpoint.folder}, a tensor in `like`"
         raise FzeroError(path, problem, "give the tree that was saved")
     source = checkpoint[path]
-    if (source.shape, source.dtype) != (leaf.shape, leaf.dtype):
-        problem = f"is {describe(source)} in {checkpoint.folder}, {describe(leaf)} in `like`"
+    if (source.shape, source.dtype) != (wanted.shape, wanted.dtype):
+        problem = f"is {describe(source)} in {checkpoint.folder}, {describe(wanted)} in `like`"
         raise FzeroError(path, problem, "give the tree that was saved, and cast what was loaded")
     source.is_frozen = is_frozen(leaf)
     return mark_embedding(source, is_embedding(leaf))
@@ -172,4 +175,6 @@ def _read_whole(found: Any, leaf: Any) -> Any:
         return found
     values = torch.empty(found.shape, dtype=found.dtype, device="cpu")
     found.read(0, values.view(-1))
+    if not isinstance(leaf, Tensor):
+        return values if is_source(leaf) else values.numpy()
     return freeze(values if leaf.is_meta else values.to(leaf.device), leaf)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.folder import list_steps, step_folder
+from fzero.checkpoint.folder import find_folder, list_steps
 from fzero.checkpoint.manifest import OTHERS, Value, name_file, read_manifest, render_crc
 from fzero.checkpoint.places import Place
 from fzero.state.safetensors.header import DAMAGED, Entry
@@ -46,7 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
         some = ", ".join(map(str, steps[-8:]))
         problem = f"has {f'no checkpoint {step}, only {some}' if steps else 'no checkpoint'}"
         raise FzeroError(str(path), problem, "give a folder that fzero.checkpoint.save wrote to")
-    return Checkpoint(step_folder(Path(path), step))
+    return Checkpoint(find_folder(Path(path), step))
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> int:
@@ -99,6 +99,9 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
     def __getitem__(self, path: str) -> StoredLeaf:
         return StoredLeaf(self, self.manifest.places[path])
 
+    def __contains__(self, path: object) -> bool:
+        return path in self.manifest.places
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.places)
 
@@ -138,17 +141,18 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
     def _find_damage(self, number: int) -> str:
         """What is wrong with a file, "" where nothing is."""
         expected, name = self.manifest.files[number], name_file(number)
-        crc, nbytes, sha = 0, 0, hashlib.sha256()
+        crc, sha = 0, hashlib.sha256()
         try:
+            nbytes = (self.folder / name).stat().st_size
+            if nbytes != expected.nbytes:  # a FIFO has none: to open one may wait for ever
+                return f"{name} has {nbytes} bytes, {expected.nbytes} were written"
             with open(self.folder / name, "rb") as file:
                 while data := file.read(VERIFY_NBYTES):
-                    crc, nbytes = zlib.crc32(data, crc), nbytes + len(data)
+                    crc = zlib.crc32(data, crc)
                     if expected.sha256:
                         sha.update(data)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if nbytes != expected.nbytes:
-            return f"{name} has {nbytes} bytes, {expected.nbytes} were written"
         if render_crc(crc) != expected.crc32:
             return f"{name} has the CRC-32 {render_crc(crc)}, {expected.crc32} was written"
         if expected.sha256 and sha.hexdigest() != expected.sha256:

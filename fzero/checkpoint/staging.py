@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from fzero.layout.ranges import pad, tile
+from fzero.ranks.homes import Home
+from fzero.ranks.live import Live
 from fzero.state.sources import Source, TensorSource
 
 ALIGN = 64
@@ -18,30 +23,65 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._stream: Any = None
+        self._wait: Callable[[], None] | None = None
 
-    def copy(self, files: Mapping[int, Mapping[str, Source]]) -> dict[int, dict[str, Source]]:
-        """The values of each file, copied. Overwrites the copies of the call before.
+    def copy(
+        self, files: Mapping[int, Mapping[str, Source]], on: Home | None, is_state: Callable[[str], bool]
+    ) -> dict[int, dict[str, Source]]:
+        """The values of each file, copied. Overwrites the copies of the call before. Call `wait` before they are read.
 
-        Copies from a GPU are under way when this returns. The step's first node that overwrites a value waits for
-        them (`Live.settle`), and so does `read`.
+        Copies of slices from a GPU are under way when this returns, beside the stream of the steps. The first node of
+        a step that overwrites a slice waits for them (`Live.settle`). `is_state(key)` says which values are slices:
+        others, which a user may overwrite, are there when this returns.
         """
         sizes = [pad(_nbytes(source), ALIGN) for values in files.values() for source in values.values()]
         self._reserve(sum(sizes))
-        spans = iter(tile(sizes))
-        return {
-            number: {key: self._copy(source, next(spans)) for key, source in values.items()}
-            for number, values in files.items()
-        }
+        spans, copied = iter(tile(sizes)), dict[int, dict[str, Source]]()
+        with self._beside(on) as copy_later:
+            for number, values in files.items():
+                copied[number] = {}
+                for key, source in values.items():
+                    span = next(spans)
+                    held = self._buffer[span.start : span.start + _nbytes(source)].view(source.dtype)
+                    is_later = isinstance(source, TensorSource) and source.tensor.is_cuda and is_state(key)
+                    (copy_later if is_later else _copy_now)(source, held)
+                    copied[number][key] = TensorSource(held.view(source.shape), source.path)
+        return copied
+
+    def wait(self) -> None:
+        """Return when the copies are there."""
+        if self._wait is not None:
+            self._wait()
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old one first
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
-    def _copy(self, source: Source, span: range) -> Source:
-        held = self._buffer[span.start : span.start + _nbytes(source)].view(source.dtype)
-        source.read(0, held)
-        return TensorSource(held.view(source.shape), source.path)
+    @contextmanager
+    def _beside(self, on: Home | None) -> Iterator[Callable[[Any, torch.Tensor], None]]:
+        """A function that starts a copy from a GPU beside the stream of the steps."""
+        self._wait = None
+        if not isinstance(on, Live) or on.device.type != "cuda":
+            yield _copy_now
+            return
+        self._stream = self._stream or torch.cuda.Stream(on.device)
+        self._stream.wait_stream(torch.cuda.current_stream(on.device))  # which computes the values
+        yield partial(_copy_on, self._stream)
+        copied = self._stream.record_event()
+        self._wait = copied.synchronize
+        on.readers.append(lambda: torch.cuda.current_stream(on.device).wait_event(copied))
+
+
+def _copy_now(source: Source, held: torch.Tensor) -> None:
+    source.read(0, held)
+
+
+def _copy_on(stream: Any, source: TensorSource, held: torch.Tensor) -> None:
+    with torch.cuda.stream(stream):
+        held.copy_(source.tensor.reshape(-1), non_blocking=True)
+    source.tensor.record_stream(stream)  # or another tensor may get the memory before the copy has read it
 
 
 def _nbytes(source: Source) -> int:

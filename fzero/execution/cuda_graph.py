@@ -52,8 +52,14 @@ class Captured:
     a graph goes with its `Captured`, or at the exit of Python.
     """
 
-    def __init__(self, program: Program, run: Runner, record: Recorder = cuda_graph) -> None:
-        self.name, self._run, self._record = program.name, run, record
+    def __init__(
+        self,
+        program: Program,
+        run: Runner,
+        record: Recorder = cuda_graph,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name, self._run, self._record, self._settle = program.name, run, record, settle
         self._state = [i for i, argument in enumerate(program.arguments) if argument.bucket is not None]
         self._batch = [i for i, argument in enumerate(program.arguments) if argument.bucket is None]
         number = {node: i for i, node in enumerate(program.placeholders)}
@@ -73,11 +79,13 @@ class Captured:
         """Prepare a call with these tensors: capture the graph, or with `as_it_is` drop it and run without one.
 
         `as_it_is` is the same on all ranks, and true where the state of some rank lies elsewhere, so that all ranks
-        capture at the same call. Computes nothing.
+        capture at the same call. Computes nothing. Calls `settle`: a graph holds no wait for what reads state this
+        time only, such as a save.
 
         Raises:
             FzeroError: where CUDA cannot capture the program.
         """
+        self._settle()
         if as_it_is:
             if self._addresses is not None:
                 _log.warning("%s: state lies elsewhere than at the last call: this one is no CUDA graph", self.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Live:
         }
         self.groups = dict(zip(mesh.names, groups))
         self.rank = self._sharding.rank
+        self.readers: list[Callable[[], None]] = []  # each waits until a copy of state, such as a checkpoint's, is made
         self.number = 0  # among all ranks of the mesh, row by row
         for axis in mesh.names:
             self.number = self.number * mesh.size(axis) + self.transports[axis].rank
@@ -77,8 +78,11 @@ class Live:
         return [rank for rank, where in zip(self.ranks, others) if where == position]
 
     def settle(self) -> None:
-        """Wait until no other rank reads this rank's memory. Call before memory that was sent is overwritten."""
+        """Wait until nothing reads this rank's state: no other rank, and none of `readers`. Call before memory of state
+        is overwritten."""
         self._sharding.settle()
+        while self.readers:
+            self.readers.pop()()
 
     def varies(self, x: Tensor) -> bool:
         return False

@@ -35,14 +35,18 @@ def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_
 
     Raises:
         FzeroError: on all ranks, when `do` raised on any. The error is about `where` and says that these ranks "could
-            not `what`". A process that is alone raises the `FzeroError` of `do` itself.
+            not `what`". A process that is alone raises the `FzeroError` of `do` itself, and an interrupted rank its
+            interrupt.
     """
-    value, error = None, None
+    value: T | None = None
+    error: BaseException | None = None
     try:
         value = do()
-    except Exception as caught:
+    except BaseException as caught:  # an interrupt too: the other ranks would wait for this one
         error = caught
     outcomes = gather((value, None if error is None else _describe_error(error)))
+    if error is not None and not isinstance(error, Exception):
+        raise error
     failed = {rank: cause for rank, (_, cause) in outcomes.items() if cause is not None}
     if failed:
         if len(outcomes) == 1 and isinstance(error, FzeroError):
@@ -53,7 +57,7 @@ def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_
     return [value for value, _ in outcomes.values()]
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, FzeroError):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

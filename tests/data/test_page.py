@@ -10,6 +10,7 @@ from processes import run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
+import fzero.checkpoint
 from fzero import tree
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
@@ -46,11 +47,11 @@ def on_the_page(mesh: DeviceMesh, path: str) -> tuple[list[int], int, int, tuple
     state, loader, step = names["state"], names["loader"], names["step"]
     programs = [known.finished.program for known in step._pipeline._cache]
     lengths = sorted(program.placeholders[-1].meta["val"].shape[1] for program in programs)
-    again = fzero.load_safetensors(path, state._replace(data=loader.position), mesh)
+    again = fzero.checkpoint.load(path, state._replace(data=loader.position), mesh)
     assert tree.paths(again) == tree.paths(state._replace(data=loader.position)) and int(again.data.epoch.local) == 1
     return lengths, int(state.step.local), int(loader.position.epoch), tuple(names["batch"]["inputs"].shape)
 
 
 def test_the_page_runs(tmp_path: Path) -> None:
-    outcomes = run(2, on_the_page, str(tmp_path / "state.safetensors"))
+    outcomes = run(2, on_the_page, str(tmp_path / "checkpoints"))
     assert outcomes == [([8, 32], 9, 3, outcomes[0][-1])] * 2 and outcomes[0][-1][1] in (8, 32)

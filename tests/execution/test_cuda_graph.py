@@ -153,8 +153,8 @@ class Recorded(Captured):
 
     told: ClassVar[list[bool]] = []
 
-    def __init__(self, program: Any, run: Any) -> None:
-        super().__init__(program, run, Emulated([]))
+    def __init__(self, program: Any, run: Any, **how: Any) -> None:
+        super().__init__(program, run, Emulated([]), **how)
 
     def prepare(self, tensors: Any, as_it_is: bool) -> None:
         self.told.append(as_it_is)

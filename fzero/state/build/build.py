@@ -182,7 +182,7 @@ def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharde
     """Zeros in place of values that share one storage on the meta device. They share one storage on `device`."""
     first = planned[0].local
     numel = first.untyped_storage().nbytes() // first.dtype.itemsize
-    block = allocate(numel, first.dtype, torch.device(device), pin)
+    block = allocate(numel, first.dtype, torch.device(device), pin).zero_()
     slices = [value.local for value in planned]
     views = [block.as_strided(x.shape, x.stride(), x.storage_offset()) for x in slices]
     return [value.with_local(view) for value, view in zip(planned, views)]

@@ -16,6 +16,8 @@ from fzero.state.sources import Source, TensorSource
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """Errors of a filesystem that cannot sync a directory, as some network filesystems."""
+SYNC_FILE_RANGE_WRITE = 2
+"""A number of Linux."""
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -46,6 +48,13 @@ def write_from(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
+
+
+def begin_writeback(fd: int) -> None:
+    """Let the disk begin to take what was written to a file, and do not wait. Where the system cannot, do nothing."""
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux. Python's os lacks it
+    if begin is not None:
+        begin(fd, ctypes.c_int64(0), ctypes.c_int64(0), SYNC_FILE_RANGE_WRITE)  # to the end of the file
 
 
 def iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:

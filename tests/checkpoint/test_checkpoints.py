@@ -29,7 +29,9 @@ import fzero.checkpoint
 from fzero import FzeroError, Sharded, State, VirtualMesh, optim, tree
 from fzero.checkpoint import latest, load, open_checkpoint, save, verify, writing
 from fzero.checkpoint.manifest import OTHERS
+from fzero.ranks.live import live
 from fzero.state.safetensors.header import DTYPES
+from fzero.state.safetensors.reading import TensorFile
 
 WORLDS = (1, 2, 3, 4, 8)
 MESHES = (
@@ -164,8 +166,11 @@ def test_leaves_of_every_kind(tmp_path: Path) -> None:
     array = numpy.arange(6.0).reshape(2, 3).T
     sharded = fzero.partition(tensors, VirtualMesh(fsdp=3))
     save(tmp_path, (tensors, sharded, numbers, array, [None, ()]), step=0)
-    got = load(tmp_path, (tensors, sharded, numbers, torch.zeros(3, 2, dtype=torch.float64), [None, ()]))
-    assert_equal(whole(got), (tensors, tensors, numbers, torch.from_numpy(array), [None, ()]))
+    *got, found, _ = load(tmp_path, (tensors, sharded, numbers, array, [None, ()]))
+    assert_equal(whole(got), [tensors, tensors, numbers])
+    assert isinstance(found, numpy.ndarray) and found.dtype == array.dtype and (found == array).all()
+    *_, found, _ = load(tmp_path, (tensors, sharded, numbers, array, [None, ()]), VirtualMesh(fsdp=2))
+    assert isinstance(found, Sharded) and (whole(found).numpy() == array).all()
 
 
 def test_a_nan_keeps_its_bits_and_a_float_its_sign(tmp_path: Path) -> None:
@@ -235,6 +240,15 @@ def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
     for number, file in enumerate(open_checkpoint(tmp_path).manifest.files):
         data = (tmp_path / f"step-1/rank-{number:05}.safetensors").read_bytes()
         assert file == (len(data), f"{zlib.crc32(data):08x}", hashlib.sha256(data).hexdigest())
+
+
+def test_a_file_is_larger_than_what_is_written_at_a_time(tmp_path: Path) -> None:
+    numel = (writing.BEHIND_NBYTES + writing.PIECE_NBYTES) // 8 + 3
+    state = {"large": torch.arange(numel), "columns": torch.arange(1 << 18).view(512, 512).t(), "small": torch.ones(5)}
+    save(tmp_path, state, step=1)
+    verify(tmp_path)
+    loaded = load(tmp_path, state)
+    assert all(torch.equal(loaded[name], x) for name, x in state.items())
 
 
 def test_the_latest_of_a_few_is_kept(tmp_path: Path) -> None:
@@ -347,7 +361,7 @@ def test_a_save_holds_nothing_of_the_state_when_it_is_done(tmp_path: Path) -> No
 @contextmanager
 def hold_back(gate: threading.Event) -> Iterator[None]:
     """Saves write nothing before the gate is open."""
-    with mock.patch.object(writing, "remove_leftovers", lambda *args: gate.wait(60)):
+    with mock.patch.object(writing, "check_free", lambda *args: gate.wait(60)):
         yield
 
 
@@ -376,11 +390,28 @@ def save_from_ranks(mesh: DeviceMesh, path: Path) -> Any:
     pending.wait()
     again = save(path, state, step=3, wait=False)
     again.wait()
-    return saved, whole(load(path, state, step=3)), whole(state)
+    local, seen = state[0]["layers"][0]["w"].local, list[Tensor]()
+    before = local.clone()
+    live(mesh).readers.append(lambda: seen.append(local.clone()))  # as a copy from a GPU, which is under way
+    loaded = load(path, state, step=3)
+    final = whole(state)
+    step(*state, x)
+    (copied,) = seen
+    assert copied.equal(before) and not local.equal(before)  # the step wrote over the memory, after the copy
+    return saved, whole(loaded), final
 
 
 def load_on_ranks(mesh: DeviceMesh, path: Path) -> Any:
-    return whole(load(path, build(mesh), step=2))
+    """What is loaded, and the bytes that this rank read and that it holds."""
+    like, fill, read = build(mesh), TensorFile._fill, list[int]()
+
+    def count(self: TensorFile, file: Any, out: Tensor, *args: Any) -> None:
+        read.append(out.nbytes)
+        fill(self, file, out, *args)
+
+    with mock.patch.object(TensorFile, "_fill", count):
+        got = load(path, like, step=2)
+    return whole(got), sum(read), sum(leaf.local.nbytes for leaf in tree.leaves(got))
 
 
 def refuse_other_trees(mesh: DeviceMesh, path: Path) -> Any:
@@ -395,6 +426,7 @@ def refuse_other_trees(mesh: DeviceMesh, path: Path) -> Any:
     ]
     save(path / "trees", params, step=1)
     found.append(refusal(lambda: load(path / "trees", (params, 1) if rank else params)))
+    found.append(refusal(lambda: load(path / "trees", params, step=[None, 2, 1][rank])))
     return found, latest(path / "trees"), sorted(file.name for file in (path / "trees").iterdir())
 
 
@@ -415,8 +447,9 @@ def outcomes(folder: Path) -> dict[int, dict[str, list[Outcome]]]:
 def test_ranks_save_and_others_load(world: int, outcomes: dict[int, dict[str, list[Outcome]]], folder: Path) -> None:
     for saved, loaded, state in values(outcomes[world]["save"]):
         assert_equal(loaded, state)
-        for got in values(outcomes[3][str(world)]):
+        for got, read, held in values(outcomes[3][str(world)]):
             assert_equal(got, tuple(saved))
+            assert read == held
     assert verify(folder / str(world)) == 3
     assert sorted(file.name for file in (folder / str(world)).iterdir()) == [".lock", "step-1", "step-2", "step-3"]
 
@@ -429,6 +462,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(outcomes: dict[int, dict[str, 
         r"step-1: ranks 1, 2 could not save: 1: is a object: a checkpoint holds tensors",
         r"nowhere: ranks 0, 1, 2 could not load: .*has no checkpoint",
         r"trees: ranks 1, 2 could not load: .*step-1: lacks 2 leaves of `like`: 0.x, 1; has 1 leaves .* lacks: x",
+        r"ranks 0, 1 could not load: .*no checkpoint 2.*, rank 2 could not load: step: is 1, another rank loads 2",
     )
     for found, step, names in values(outcomes[3]["refuse"]):
         for message, got in zip(expected, found, strict=True):
