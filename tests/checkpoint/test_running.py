@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,24 @@ def test_a_killed_run_has_the_losses_of_an_uninterrupted_one(before: int, then: 
     expected = {number: whole.losses[number] for number in rest.losses}
     assert rest.losses == (expected if before == then else pytest.approx(expected, rel=1e-5))
     assert whole.latest == STEPS and go(VirtualMesh(fsdp=1), tmp_path / "whole").losses == {}
+
+
+def test_a_rank_holds_one_state_while_it_loads(tmp_path: Path) -> None:
+    go(VirtualMesh(fsdp=2), tmp_path, steps=EVERY)
+    step, state, loader = make(VirtualMesh(fsdp=2))
+    weight, held = state.params["layers"][0]["w"], list[bool]()
+    memory = weakref.ref(weight.local)
+    resume = fzero.data.Loader.resume
+
+    def look(self: Any, position: Any) -> None:
+        held.append(memory() is not None)
+        resume(self, position)
+
+    with mock.patch.object(fzero.data.Loader, "resume", look):
+        fzero.checkpoint.run(step, state, loader, tmp_path, steps=EVERY, every=EVERY)
+    assert held == [False]
+    with pytest.raises(FzeroError, match="layers.0.w: this value was donated"):
+        weight.local  # noqa: B018
 
 
 def test_checkpoints_of_a_run(tmp_path: Path) -> None:
