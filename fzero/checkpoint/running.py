@@ -10,6 +10,7 @@ from typing import Any
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
+from fzero.checkpoint.lanes import find_lane
 from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import latest
 from fzero.checkpoint.saving import save
@@ -77,6 +78,7 @@ def _restore(path: str | os.PathLike[str], state: State, loader: Any) -> tuple[S
     """The state of the latest checkpoint, and its step; without a checkpoint `state` as it is, and 0. The loader goes
     on from the checkpoint's position."""
     home = find_home(loader.mesh)
+    find_lane(home).finish()  # a save of a run before, which an error ended in this process
     gather = gather_words(home.members if isinstance(home, Live) else None, f"a look into {path}")
     found = do_together(gather, lambda: latest(path), str(path), "find the latest checkpoint", "see to the folder")
     steps = [step for step in found if step is not None]  # of each rank: one may see an older folder than another

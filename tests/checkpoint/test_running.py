@@ -113,6 +113,11 @@ def test_a_killed_run_has_the_losses_of_an_uninterrupted_one(before: int, then: 
     assert whole.latest == STEPS and go(VirtualMesh(fsdp=1), tmp_path / "whole").losses == {}
 
 
+def test_a_save_under_way_counts_when_an_error_ends_its_run(tmp_path: Path) -> None:
+    go(VirtualMesh(fsdp=2), tmp_path, partial(die_at, EVERY), wait=False)
+    assert min(go(VirtualMesh(fsdp=2), tmp_path).losses) == EVERY + 1
+
+
 def test_a_rank_holds_one_state_while_it_loads(tmp_path: Path) -> None:
     go(VirtualMesh(fsdp=2), tmp_path, steps=EVERY)
     step, state, loader = make(VirtualMesh(fsdp=2))
