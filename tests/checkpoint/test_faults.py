@@ -446,6 +446,17 @@ def fail_in_thread(path: Path, mesh: DeviceMesh) -> tuple[Refusal, Refusal]:
     return refusal(lambda: save(path, state(2, mesh), step=2)), refusal(lambda: save(path, state(2, mesh), step=2))
 
 
+def save_what_changes(path: Path, mesh: DeviceMesh) -> list[Refusal]:
+    """A tensor that each rank overwrites at once, and otherwise: ranks compare the values of the moment of the call."""
+    found = []
+    for step in range(5):
+        tree = {"whole": torch.ones(8), **state(1, mesh)}
+        pending = save(path, tree, step=step, wait=False)
+        tree["whole"].fill_(dist.get_rank())
+        found.append(refusal(pending.wait))
+    return found
+
+
 def save_other_steps(path: Path, mesh: DeviceMesh) -> Refusal:
     return refusal(lambda: save(path, state(1, mesh), step=5 + dist.get_rank()))
 
@@ -468,7 +479,7 @@ def save_where_another_writes(path: Path, mesh: DeviceMesh) -> tuple[int, Refusa
     return os.getpid(), refusal(lambda: save(path, state(1, mesh), step=1)), []
 
 
-CASES = [interrupt_one, fail_in_thread, save_other_steps, save_elsewhere, save_where_another_writes]
+CASES = [interrupt_one, fail_in_thread, save_what_changes, save_other_steps, save_elsewhere, save_where_another_writes]
 
 
 @pytest.fixture(scope="module")
@@ -492,6 +503,14 @@ def test_an_error_of_a_thread_is_raised_on_all_ranks_at_the_next_call(ranks: tup
         assert told.kind == "FzeroError" and "step-1: rank 1 could not save: OSError" in told.message
         assert "quota" in told.message and then.kind == "nothing"
     assert names(path / "fail_in_thread") == {"step-2"} and holds(path / "fail_in_thread", 2, 2)
+
+
+def test_ranks_compare_the_values_of_the_moment_of_the_call(ranks: tuple[Path, dict[str, Any]]) -> None:
+    path, outcomes = ranks
+    assert all(found.kind == "nothing" for row in values(outcomes["save_what_changes"]) for found in row)
+    for step in range(5):
+        found = load(path / "save_what_changes", {"whole": torch.empty(8)}, step=step, strict=False)
+        assert torch.equal(found["whole"], torch.ones(8))
 
 
 def test_ranks_that_save_different_steps_are_refused(ranks: tuple[Path, dict[str, Any]]) -> None:
