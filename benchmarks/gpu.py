@@ -124,7 +124,8 @@ def list_jobs(given: argparse.Namespace, folder: Path, port: int) -> Iterator[Jo
     """The jobs of a part that are contenders, each alone; at the end of "checks" two ranks on the one GPU."""
     size = "tiny" if given.tiny or given.part == "checks" else given.part
     if given.part == "checks":
-        plan = Plan(able(PAIR, given.device), size, "time", 1, 3, given.device, one_gpu=given.device == "cuda")
+        pair = tuple(given.contenders.split(",")) if given.contenders else PAIR
+        plan = Plan(able(pair, given.device), size, "time", 1, 3, given.device, one_gpu=given.device == "cuda")
         yield contend("two ranks", plan, 2, folder, port, 60)
         return
     names = able(tuple((given.contenders or CONTESTANTS[given.part]).split(",")), given.device)

@@ -159,6 +159,7 @@ def find_wrong(optimizers: list[Row], schedules: list[Row]) -> list[str]:
 def page(losses: Losses, optimizers: list[Row], schedules: list[Row], steps: int) -> str:
     """docs/parity.md."""
     about = machine()
+    limits = ", ".join(f"{limit:.0e} in {precision}" for precision, limit in LIMITS.items())
     installed = f"is {about['deepspeed']}" if about["deepspeed"] else "was not installed here, so it has no rows"
     return f"""# Parity
 
@@ -180,6 +181,7 @@ loss of batch k + 1.
 * fzero, FSDP2 and DeepSpeed run on two gloo ranks. "Two halves" is one device that averages the gradients of the two
   ranks' rows: the arithmetic of two ranks, without ranks. The difference of the halves from one device is rounding.
 * DeepSpeed {installed}; `benchmarks/deepspeed_environment.sh` installs it.
+* Expected from one device: at most {limits}. Beyond: {", ".join(find_wrong_losses(losses)) or "none"}.
 
 {loss_table(losses, [step for step in SHOWN if step <= steps])}
 

@@ -25,7 +25,9 @@ def dry_run(folder: Path, *flags: str, path: str | None = None) -> tuple[int, di
 
 
 def test_checks_go_on_behind_one_that_raises_and_one_that_dies(tmp_path: Path) -> None:
-    failed, jobs = dry_run(tmp_path, "checks", "--broken", "--checks", "save and load,fp32,graph")
+    failed, jobs = dry_run(
+        tmp_path, "checks", "--broken", "--checks", "save and load,fp32,graph", "--contenders", "fsdp2,fzero-3"
+    )
     assert failed == 2
     assert jobs["fails"]["status"] == "AssertionError: this check is broken" and "Traceback" in jobs["fails"]["log"]
     assert jobs["dies"]["status"] == "exit status 3"

@@ -159,7 +159,7 @@ PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
     "optim.wrappers.masked": "optax's name",
 }
-NOT_PARTICIPLES = frozenset("bed embed feed need red seed shed speed".split())
+NOT_PARTICIPLES = frozenset("bed deepspeed embed feed need red seed shed speed".split())
 
 
 def is_participle(name: str) -> bool:
@@ -287,8 +287,9 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
-    "base.mesh", "checkpoint.loading", "data.loader", "data.padding", "data.parts", "ranks.homes", "ranks.live",
-    "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
+    "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "data.loader", "data.padding",
+    "data.parts", "ranks.homes", "ranks.live", "state.build.build", "state.init", "state.partition",
+    "state.safetensors.loading",
     "transform",
 )  # fmt: skip
 """Modules that take a user's mesh, a `VirtualMesh` or torch's `DeviceMesh`. torch.distributed, whose class that is, is

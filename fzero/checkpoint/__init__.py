@@ -1,12 +1,36 @@
 """Checkpoints: a tree to files, one a rank, and back on any number of ranks, bit for bit.
 
 In: trees of `Sharded` leaves, tensors, numbers and strings. Out: folders of safetensors files with a JSON manifest.
-docs/checkpoints.md says what a checkpoint is, and when it is one. Imported by name: `import fzero.checkpoint`.
+docs/checkpoints.md says what a checkpoint is, and when it is one. docs/checkpoints_of_others.md says which files of
+others are read and written. Imported by name: `import fzero.checkpoint`.
 """
 
+from fzero.checkpoint.dcp import open_dcp, read_dcp_values
+from fzero.checkpoint.dcp_saving import save_dcp
+from fzero.checkpoint.deepspeed import open_deepspeed
+from fzero.checkpoint.foreign import load_adam, load_params
+from fzero.checkpoint.hugging_face import export_hf, load_hf
 from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import Checkpoint, latest, open_checkpoint, verify
 from fzero.checkpoint.saving import save
+from fzero.checkpoint.state_dicts import open_state_dict
 from fzero.checkpoint.writing import Saving
 
-__all__ = ["Checkpoint", "Saving", "latest", "load", "open_checkpoint", "save", "verify"]
+__all__ = [
+    "Checkpoint",
+    "Saving",
+    "export_hf",
+    "latest",
+    "load",
+    "load_adam",
+    "load_hf",
+    "load_params",
+    "open_checkpoint",
+    "open_dcp",
+    "open_deepspeed",
+    "open_state_dict",
+    "read_dcp_values",
+    "save",
+    "save_dcp",
+    "verify",
+]

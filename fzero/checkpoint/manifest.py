@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,11 +86,10 @@ def render_manifest(manifest: Manifest) -> bytes:
     return head.removesuffix("}").encode() + SPLIT.encode() + text + b"}"
 
 
-def render_places(places: Iterable[Place]) -> list[list[Any]]:
-    """The places of leaves as JSON."""
+def render_places(places: Iterable[Place]) -> list[tuple[Any, ...]]:
+    """The places of leaves as JSON has them."""
     return [
-        [path, DTYPE_NAMES[dtype], list(shape), start, shard, first]
-        for path, dtype, shape, start, shard, first in places
+        (path, DTYPE_NAMES[dtype], shape, start, shard, first) for path, dtype, shape, start, shard, first in places
     ]
 
 
@@ -147,7 +146,7 @@ def _parse_body(body: Mapping[str, Any]) -> Manifest:
     """The manifest of a body. Raises ValueError, LookupError or TypeError for anything unexpected."""
     mesh, axis = {name: _natural(size) for name, size in body["mesh"].items()}, body["shard_axis"]
     grid = Grid.of(mesh, axis)
-    places = {place.path: place for place in (_parse_place(row, grid) for row in body["leaves"])}
+    places = {place.path: place for place in _parse_places(body["leaves"], grid)}
     values = {path: _parse_value(kind, text) for path, kind, text in body["values"]}
     files = [File(_natural(nbytes), str(crc), str(sha)) for nbytes, crc, sha in body["files"]]
     if len(places) < len(body["leaves"]) or len(values) < len(body["values"]) or places.keys() & values.keys():
@@ -159,14 +158,14 @@ def _parse_body(body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _parse_place(row: Any, grid: Grid) -> Place:
-    path, dtype, shape, start, shard, first = row
-    numbers = [*map(_natural, shape)], _natural(start), _natural(shard), _natural(first)
-    place = Place(str(path), NAMED_DTYPES[dtype], tuple(numbers[0]), *numbers[1:])
-    last = place.start + place.numel
-    if place.first >= grid.files or (place.shard and (last > place.shard * grid.world or grid.position(first))):
-        raise ValueError(f"{path} is not in the files of {grid.files} ranks: {row}")
-    return place
+def _parse_places(rows: Any, grid: Grid) -> Iterator[Place]:
+    _check_naturals([number for row in rows for numbers in (row[2], row[3:]) for number in numbers])
+    for path, dtype, shape, start, shard, first in rows:
+        place = Place(path, NAMED_DTYPES[dtype], tuple(shape), start, shard, first)
+        is_within = start + place.numel <= shard * grid.world and grid.position(first) == 0
+        if type(path) is not str or first >= grid.files or (shard and not is_within):
+            raise ValueError(f"{path} is not in the files of {grid.files} ranks: {shape}, {start}, {shard}, {first}")
+        yield place
 
 
 def _parse_value(kind: str, text: str) -> Value:
@@ -176,6 +175,13 @@ def _parse_value(kind: str, text: str) -> Value:
 
 
 def _natural(number: Any) -> int:
-    if type(number) is not int or not 0 <= number < 2**63:
-        raise ValueError(f"{number!r:.80} is not a number from 0 on")
-    return number
+    _check_naturals([number])
+    return int(number)
+
+
+def _check_naturals(numbers: list[Any]) -> None:
+    """Raise for anything but numbers from 0 on. All numbers at once: there are half a million in a large manifest."""
+    kinds = set(map(type, numbers)) - {int}
+    if kinds or (numbers and (min(numbers) < 0 or max(numbers) >= 2**63)):
+        bad = next(x for x in numbers if type(x) is not int or not 0 <= x < 2**63)
+        raise ValueError(f"{bad!r:.80} is not a number from 0 on")

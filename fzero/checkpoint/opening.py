@@ -99,6 +99,9 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
     def __getitem__(self, path: str) -> StoredLeaf:
         return StoredLeaf(self, self.manifest.places[path])
 
+    def __contains__(self, path: object) -> bool:
+        return path in self.manifest.places
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.places)
 

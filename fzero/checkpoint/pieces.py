@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,10 @@ class Plan(NamedTuple):
     def pick(self, file: int) -> dict[str, Source]:
         """What a file has, by key: a slice of a leaf is 1-d, a whole leaf has its shape."""
         picked = {}
-        for path, leaf in self.leaves.items():
-            part = self.grid.find_part(self.places[path], file)
-            if part or (not self.places[path].shard and file == self.places[path].first):
-                picked[path] = _view_bytes(_cut(leaf, part))
+        for path, place in self.places.items():
+            part = self.grid.find_part(place, file)
+            if part or (not place.shard and file == place.first):
+                picked[path] = _view_bytes(_cut(self.leaves[path], part))
         return picked
 
 
@@ -53,15 +53,19 @@ def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
     Raises:
         FzeroError: for a leaf that a checkpoint cannot hold, and for two leaves of one path.
     """
-    paths, leaves = tree.paths(state), tree.leaves(state)
+    leaves, treedef = tree.flatten(state)
+    paths = [tree.dotted(key) for key in tree.keys(treedef)]
     for path, count in Counter(paths).items():
         if count > 1:
             raise FzeroError(path, f"{count} leaves have this path", "rename an entry of a dict")
     grid = Grid.of({}, "") if mesh is None else Grid.of(mesh.sizes, mesh.shard_axis)
-    values = {path: leaf for path, leaf in zip(paths, leaves) if type(leaf) in KINDS.values()}
+    kinds = set(KINDS.values())
+    values = {path: leaf for path, leaf in zip(paths, leaves) if type(leaf) in kinds}
     held = {path: _open_leaf(leaf, path) for path, leaf in zip(paths, leaves) if path not in values}
-    firsts = _choose_firsts(held, grid)
-    return Plan(grid, {path: _place(path, leaf, firsts[path]) for path, leaf in held.items()}, values, held)
+    places = {path: _place(path, leaf) for path, leaf in held.items()}
+    for path, first in _choose_firsts(places, held, grid).items():
+        places[path] = places[path]._replace(first=first)
+    return Plan(grid, places, values, held)
 
 
 def hash_lines(lines: Sequence[str]) -> str:
@@ -86,28 +90,26 @@ def _open_leaf(leaf: Any, path: str) -> Sharded | Source:
     return leaf
 
 
-def _choose_firsts(leaves: dict[str, Sharded | Source], grid: Grid) -> dict[str, int]:
-    """The file that has a leaf, or the first of the files that have the leaf's slices: so that each copy of the state
-    writes about as many bytes, and so that values beside the `Sharded` leaves are those of the first rank."""
-    firsts = dict.fromkeys(leaves, 0)
-    sliced = [path for path, leaf in leaves.items() if _is_cut(leaf)]
-    whole = [path for path, leaf in leaves.items() if isinstance(leaf, Sharded) and not _is_cut(leaf)]
-    for chosen, files in (sliced, grid.list_firsts()), (whole, list(range(grid.files))):
-        costs = [leaves[path].shape.numel() * leaves[path].dtype.itemsize for path in chosen]
+def _place(path: str, leaf: Sharded | Source) -> Place:
+    """Where a leaf lies, in the first file or the first copy of the state."""
+    if not isinstance(leaf, Sharded):
+        return Place(path, leaf.dtype, tuple(leaf.shape), 0, 0, 0)
+    layout, index = leaf.form.layout, leaf.form.leaf
+    start, shard = (0, 0) if layout.replicated else (layout.leaf_ranges[index].start, layout.shard)
+    return Place(path, leaf.dtype, layout.leaves[index].shape, start, shard, 0)
+
+
+def _choose_firsts(places: Mapping[str, Place], leaves: Mapping[str, Sharded | Source], grid: Grid) -> dict[str, int]:
+    """The `first` of each leaf that several files may have: so that each copy of the state, and each rank, writes about
+    as many bytes. Values beside the `Sharded` leaves are those of the first rank."""
+    copies, chosen = grid.list_firsts(), dict[str, int]()
+    sliced = [path for path, place in places.items() if place.shard] if len(copies) > 1 else []
+    whole = [path for path, leaf in leaves.items() if isinstance(leaf, Sharded) and not places[path].shard]
+    for paths, files in (sliced, copies), (whole, list(range(grid.files))):
+        costs = [places[path].numel * places[path].dtype.itemsize for path in paths]
         owners = balance(costs, [None] * len(costs), len(files))
-        firsts.update((path, files[owner]) for path, owner in zip(chosen, owners))
-    return firsts
-
-
-def _is_cut(leaf: Sharded | Source) -> bool:
-    return isinstance(leaf, Sharded) and not leaf.is_replicated
-
-
-def _place(path: str, leaf: Sharded | Source, first: int) -> Place:
-    start = shard = 0
-    if isinstance(leaf, Sharded) and _is_cut(leaf):
-        start, shard = leaf.form.layout.leaf_ranges[leaf.index].start, leaf.form.layout.shard
-    return Place(path, leaf.dtype, tuple(leaf.shape), start, shard, first)
+        chosen.update((path, files[owner]) for path, owner in zip(paths, owners))
+    return chosen
 
 
 def _cut(leaf: Sharded | Source, part: range) -> Source:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.layout.ranges import intersect, shift
+from fzero.layout.ranges import intersect
 
 
 class Place(NamedTuple):
@@ -65,13 +65,13 @@ class Grid(NamedTuple):
 
     def find_part(self, place: Place, file: int) -> range:
         """The elements of a flattened leaf that a file has. May be empty."""
-        everything = range(place.numel)
         if not place.shard:
-            return everything if file == place.first else range(0)
+            return range(place.numel) if file == place.first else range(0)
         position = self.position(file)
-        if file != place.first + position * self.stride:
+        begin = position * place.shard - place.start  # of the file, in elements of the leaf
+        if file != place.first + position * self.stride or begin + place.shard <= 0:
             return range(0)
-        return intersect(everything, shift(range(place.shard), position * place.shard - place.start))
+        return intersect(range(place.numel), range(begin, begin + place.shard))
 
     def iter_files(self, place: Place, elements: range) -> Iterator[tuple[int, range]]:
         """`(file, elements of the flattened leaf in the file)` for each file that has some of `elements`."""

@@ -58,7 +58,7 @@ def save(
     step = _choose_step(state, step)
     if keep is not None and keep < 1:
         raise FzeroError("keep", f"is {keep}", "keep at least 1 checkpoint")
-    on = _find_mesh(state)
+    on = find_mesh(state)
     lane = find_lane(on)
     lane.finish()
     options = Options(Path(path), step, keep, overwrite, sha256, dict(metadata or {}))
@@ -85,7 +85,7 @@ def _choose_step(state: tree.Tree, step: Any) -> int:
     return step
 
 
-def _find_mesh(state: tree.Tree) -> Home | None:
+def find_mesh(state: tree.Tree) -> Home | None:
     """The `Live` or `Virtual` that the `Sharded` leaves lie on; None for a tree without any.
 
     Raises:

@@ -20,6 +20,7 @@ from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
+from fzero.state.rows import RowSource
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, source_of
 from fzero.values.functions import is_sharded
@@ -97,8 +98,9 @@ def partition(
         keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
     )
     feed = None
-    if source_rank is not None and isinstance(on, Live):
-        feed = _make_feed(on, source_rank, chunk, sources, targets, planned)
+    if isinstance(on, Live) and (source_rank is not None or any(isinstance(source, RowSource) for source in sources)):
+        _agree(on, source_rank, chunk, sources, targets, planned)
+        feed = None if source_rank is None else Feed(on, source_rank)
     where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
     values = fill_leaves(on, planned, sources, dtypes, where, chunk, pin, feed)
     if feed is not None:
@@ -124,7 +126,7 @@ def fill_leaves(
         first = next(iter(members))
         slices = allocate_slices(given, layout, on.rank, dtypes[first], devices[first], pin)
         for i, index in members.items():
-            _fill(slices[index].view(-1), sources[i], layout, index, on.rank, chunk, feed)
+            _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
             values[i].origin = _origin_of(sources[i], values[i], feed)
     return values
@@ -143,8 +145,9 @@ def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
     """The origin of a leaf, by which ranks notice at the next step that they were given other values."""
     if not isinstance(value.on, Live) or value.local.is_meta:
         return UNKNOWN
-    # the other ranks do not have the values of the source rank: they know the call that sent them
-    return Origin(0, fingerprint(source) if feed is None else value.on.members.agreements)
+    # no rank knows what the values are that another one sends: all ranks know the call that sent them
+    is_sent = feed is not None or isinstance(source, RowSource)
+    return Origin(0, value.on.members.agreements if is_sent else fingerprint(source))
 
 
 @dataclass
@@ -185,24 +188,29 @@ def _choose_dtype(dtype: Dtypes | None, source: Source) -> torch.dtype:
     return (dtype(source.path, source) if dtype is not None else None) or source.dtype
 
 
-def _make_feed(
-    on: Live, source_rank: int, chunk: int, sources: Sequence[Source], targets: Sequence[Source], planned: LeafLayouts
-) -> Feed:
-    """The feed from `source_rank`, once all ranks agree on leaves, layouts and chunks."""
+def _agree(
+    on: Live,
+    source_rank: int | None,
+    chunk: int,
+    sources: Sequence[Source],
+    targets: Sequence[Source],
+    planned: LeafLayouts,
+) -> None:
+    """Let all ranks agree on leaves, layouts and chunks, before some send values to others."""
     lines = [
         f"leaf {source.path}: {source.dtype} as {describe_leaf(*planned[i], target.dtype)}"
         for i, (source, target) in enumerate(zip(sources, targets))
     ]
-    on.agree(f"partition from rank {source_rank}, {chunk} bytes at a time", lines)
-    return Feed(on, source_rank)
+    origin = "rows on ranks" if source_rank is None else f"rank {source_rank}"
+    on.agree(f"partition from {origin}, {chunk} bytes at a time", lines)
 
 
-def _fill(
-    out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int, feed: Feed | None
-) -> None:
+def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Home, chunk: int, feed: Feed | None) -> None:
     if out.is_meta:
         return
     if feed is not None:
         feed.fill(out, source, layout, leaf, chunk)
+    elif isinstance(source, RowSource):
+        source.fill(on, out, layout, leaf, chunk)
     else:
-        fill(out, source, layout, leaf, rank, chunk)
+        fill(out, source, layout, leaf, on.rank, chunk)

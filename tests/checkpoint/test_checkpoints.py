@@ -242,6 +242,15 @@ def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
         assert file == (len(data), f"{zlib.crc32(data):08x}", hashlib.sha256(data).hexdigest())
 
 
+def test_a_file_is_larger_than_what_is_written_at_a_time(tmp_path: Path) -> None:
+    numel = (writing.BEHIND_NBYTES + writing.PIECE_NBYTES) // 8 + 3
+    state = {"large": torch.arange(numel), "columns": torch.arange(1 << 18).view(512, 512).t(), "small": torch.ones(5)}
+    save(tmp_path, state, step=1)
+    verify(tmp_path)
+    loaded = load(tmp_path, state)
+    assert all(torch.equal(loaded[name], x) for name, x in state.items())
+
+
 def test_the_latest_of_a_few_is_kept(tmp_path: Path) -> None:
     assert latest(tmp_path) is None and latest(tmp_path / "nowhere") is None
     for step in (1, 9, 10, 11):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conformance import judge, page, table
 
-CELLS = 4
-"""Forms and dtypes of each name. The whole file takes some two minutes of one core."""
+CELLS = 2
+"""Forms and dtypes of each name. The whole file takes about a minute of one core."""
 
 TEXT = table.FILE.read_text()
 ROWS, BEFORE = table.from_text(TEXT), table.load()

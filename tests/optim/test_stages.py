@@ -105,6 +105,7 @@ def test_bfloat16_parameters_train_and_dtypes_stay(name: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_state_may_be_bfloat16(name: str) -> None:
     """A step from bfloat16 state is the step from the same numbers in float32, whose new state is then rounded."""
+    torch.manual_seed(0)
     params = {"w": torch.randn(6, 5), "b": torch.randn(5)}
     grads = [tree.map(torch.randn_like, params) for _ in range(2)]
     optimizer = MAKERS[name]()

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero.program.aten import HIDDEN_WRITES
 from fzero.program.records import record
 
-SAMPLES = 2
-"""Of each operator and module. Writes show in the first."""
+SAMPLES = 1
+"""Of each operator and module: writes show in the first."""
 LARGEST = 1 << 12
 NOT_ON_CPU = {"cudnn_batch_norm", "miopen_batch_norm", "_cudnn_rnn", "miopen_rnn", "_cudnn_rnn_backward"} | {
     "miopen_rnn_backward"

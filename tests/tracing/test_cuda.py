@@ -121,10 +121,7 @@ def penalized(model: nn.Module) -> Any:
 
 STEPS: dict[str, Callable[[], Any]] = {
     "plain": lambda: training(wrap()),
-    "bf16": lambda: training(wrap(), torch.bfloat16),
-    "remat": lambda: training(wrap(noisy, fzero.remat)),
     "remat of dots": lambda: training(wrap(partial(fzero.remat, policy="dots"))),
-    "clipping and schedule": lambda: training(wrap(), clip=1.0),
     "a custom function": lambda: training(wrap(averaged)),
     "a gradient inside remat": lambda: penalized(wrap()),
     "everything": lambda: training(wrap(noisy, averaged, fzero.remat), torch.bfloat16, clip=1.0),

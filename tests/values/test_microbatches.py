@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from processes import run
+from processes import Outcome, run_cases, values
 from programs import calls, measure_peak
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,12 +57,16 @@ def test_the_gradient_of_a_batch_on_plain_tensors(microbatches: int) -> None:
     )
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("persist", [0, 6])
-def test_the_gradient_of_a_batch_on_ranks(persist: int, world: int, stage: int, sync: Any, donate: bool) -> None:
+def take_turns(*columns: Any) -> list[Any]:
+    """The rows of a product, with True or False in front. Rows that are neighbours in one column have unlike ones."""
+    counts = itertools.product(*(range(len(column)) for column in columns))
+    return [(sum(at) % 2 == 0, *(column[i] for i, column in zip(at, columns))) for at in counts]
+
+
+@pytest.mark.parametrize(
+    ("donate", "persist", "world", "stage", "sync"), take_turns([0, 6], [1, 2, 4], [1, 2, 3], SYNCS)
+)
+def test_the_gradient_of_a_batch_on_ranks(donate: bool, persist: int, world: int, stage: int, sync: Any) -> None:
     mesh = fzero.VirtualMesh(fsdp=world)
     step = fzero.simulate(
         lambda p, batch: fzero.accumulate(sums, 3, sync=sync)(p, batch), mesh, stage=stage, donate=donate
@@ -317,8 +322,8 @@ def without_weight(mesh: DeviceMesh) -> list[str]:
     return found
 
 
-def test_no_weight_raises_on_all_real_ranks() -> None:
-    for rank in run(2, without_weight, timeout=200):
+def test_no_weight_raises_on_all_real_ranks(on_ranks: dict[str, list[Outcome]]) -> None:
+    for rank in values(on_ranks["without weight"]):
         assert len(rank) == 2 and all(message.startswith(NO_WEIGHT) for message in rank)
 
 
@@ -422,12 +427,12 @@ def trained(mesh: DeviceMesh) -> list[Any]:
     return found
 
 
-def test_on_two_real_ranks() -> None:
+def test_on_two_real_ranks(on_ranks: dict[str, list[Outcome]]) -> None:
     p, state, losses = params(), OPTIMIZER.init(params()), []
     for _ in range(3):
         p, state, loss = train(OPTIMIZER, 3)(p, state, batch())
         losses.append(float(loss))
-    for rank in run(2, trained, timeout=200):
+    for rank in values(on_ranks["trained"]):
         for got, weights in rank:
             assert got == pytest.approx(losses, rel=1e-9)
             torch.testing.assert_close(weights, p, rtol=1e-7, atol=1e-9)
@@ -442,16 +447,20 @@ def on_replicas(mesh: DeviceMesh) -> Any:
     return loss, fzero.unpartition(grads)
 
 
-def test_on_two_real_replicas() -> None:
-    for got in run(2, on_replicas, timeout=200):
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[str, list[Outcome]]:
+    """One launch of two ranks, which start inductor once."""
+    return run_cases(2, {"trained": trained, "without weight": without_weight, "on replicas": on_replicas})
+
+
+def test_on_two_real_replicas(on_ranks: dict[str, list[Outcome]]) -> None:
+    for got in values(on_ranks["on replicas"]):
         assert_equal(got, fzero.value_and_grad(whole)(params(), batch()))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize(
+    ("donate", "stage", "sync", "world", "replicas"), take_turns([1, 2, 3], ["each", "once"], [1, 2, 3], [1, 2])
+)
 def test_the_predicted_peak_is_what_ranks_hold(donate: bool, stage: int, sync: Any, world: int, replicas: int) -> None:
     """As counted while all ranks run in lockstep. Real ranks also receive blocks of the N - 2 other ranks."""
     mesh = fzero.VirtualMesh(fsdp=world) if replicas == 1 else fzero.VirtualMesh(replica=replicas, fsdp=world)

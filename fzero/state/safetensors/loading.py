@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +15,12 @@ from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.state.partition import partition
-from fzero.state.safetensors.reading import FileSource, open_safetensors
+from fzero.state.safetensors.reading import open_safetensors
 from fzero.state.sources import Source, TensorSource
 from fzero.values.sharded import Sharded
 
-Files = str | os.PathLike[str] | Mapping[str, FileSource]
-"""A path for `open_safetensors`, or the dict that `open_safetensors` returned."""
+Files = str | os.PathLike[str] | Mapping[str, Source]
+"""A path for `open_safetensors`, or the dict of sources that a function such as `open_safetensors` returned."""
 Rename = Callable[[str], str | None]
 
 
@@ -57,7 +58,7 @@ def load_sources(
 ) -> tree.Tree:
     """`like` with each leaf replaced by a source of the leaf's values in `files`. Reads no values.
 
-    `files` is a path, as `open_safetensors` takes, or the dict that `open_safetensors` returned. `like` is a tree of
+    `files` is a path, as `open_safetensors` takes, or a dict of sources by key, of any file format. `like` is a tree of
     tensors with the expected shapes and dtypes, for example on the meta device. `rename(path)` returns the key of the
     leaf at a dotted path, by default the path itself. Several leaves may have one key. For None the files have no such
     leaf: then the leaf of `like` must have values, and stays.
@@ -75,7 +76,7 @@ def load_sources(
         if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
             raise FzeroError(path, f"is a {type(leaf).__name__}, not a tensor", "keep only tensors in the tree")
     where = "" if isinstance(files, Mapping) else str(files)
-    sources = files if isinstance(files, Mapping) else open_safetensors(files)
+    sources: Mapping[str, Source] = files if isinstance(files, Mapping) else open_safetensors(files)
     keys = [rename(path) if rename else path for path in paths]
     kept = [_keeps_values(key, leaf, sources, strict) for key, leaf in zip(keys, leaves)]
     missing = {path: key for path, key, stays in zip(paths, keys, kept) if key not in sources and not stays}
@@ -94,19 +95,20 @@ def _keeps_values(key: str | None, leaf: Any, sources: Mapping[str, Source], str
     return isinstance(leaf, Tensor) and not isinstance(leaf, Sharded) and not leaf.is_meta
 
 
-def _leaf(leaf: Tensor, path: str, source: FileSource | None, dtype: torch.dtype | None) -> Source:
+def _leaf(leaf: Tensor, path: str, source: Source | None, dtype: torch.dtype | None) -> Source:
     """The source of one leaf: the file's tensor, or the leaf's own values where the files have none."""
     target = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
     if source is None:
         return TensorSource(leaf, path, target, is_frozen(leaf))
+    home, stored = getattr(source, "where", source), getattr(source, "stored", source.dtype)
     if source.shape != leaf.shape:
-        problem = f"has shape {list(source.shape)} in {source.file.path}, {list(leaf.shape)} in the tree"
+        problem = f"has shape {list(source.shape)} in {home}, {list(leaf.shape)} in the tree"
         raise FzeroError(path, problem, "give the tree of the model that was saved, or rename the leaf to another key")
-    if not torch.can_cast(source.stored, target):
-        raise FzeroError(
-            path, f"is {source.stored} in {source.file.path}, {target} in the tree", "cast the file or `like`"
-        )
-    return FileSource(source.file, source.key, path, target, is_frozen(leaf))
+    if not torch.can_cast(stored, target):
+        raise FzeroError(path, f"is {stored} in {home}, {target} in the tree", "cast the file or `like`")
+    named: Any = copy.copy(source)  # reads the same values; errors name the leaf
+    named.path, named.dtype, named.is_frozen = path, target, is_frozen(leaf)
+    return named
 
 
 def _mismatch_error(where: str, missing: Mapping[str, str | None], surplus: list[str]) -> FzeroError:

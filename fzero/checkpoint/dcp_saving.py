@@ -1,0 +1,156 @@
+"""Writing folders of `torch.distributed.checkpoint`: torch plans and writes, each rank gives its own slices.
+
+torch takes any tensor that says of itself which rectangles of a whole it has. A slice is a range of a flattened leaf,
+and a range is at most `2 * ndim - 1` rectangles (see `fzero.layout.boxes`). Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base import torch_private, tree
+from fzero.base.errors import FzeroError
+from fzero.checkpoint.pieces import Plan, plan
+from fzero.checkpoint.saving import find_mesh
+from fzero.layout.boxes import Box, boxes
+from fzero.layout.ranges import tile
+from fzero.ranks.failure import group_by_word, name_ranks
+from fzero.ranks.homes import Home
+from fzero.ranks.live import Live
+from fzero.ranks.together import do_together, gather_words
+from fzero.state.safetensors.transfer import sync_directory
+from fzero.state.sources import Source, TensorSource
+from fzero.values.sharded import Sharded
+
+AGAIN = "what was there before is as it was; save again"
+
+
+def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
+    """Write a tree as a folder that `torch.distributed.checkpoint.load` and `dcp_to_torch_save` read. A leaf's key is
+    its dotted path. Leaves are those of `fzero.checkpoint.save`; numbers and strings are stored as they are.
+
+    All ranks of the mesh call `save_dcp` together, and see one filesystem. The folder appears when it is complete;
+    before, it is called `PATH.partial`, and the next save removes what a killed one left there. torch plans on the
+    first rank of the mesh: for many ranks and leaves, `fzero.checkpoint.save` is faster.
+
+    Raises:
+        FzeroError: for a leaf that a checkpoint cannot hold; where `path` is there already; on all ranks, where a rank
+            cannot write, or where ranks save different trees.
+    """
+    on = find_mesh(values)
+    members = on.members if isinstance(on, Live) else None
+    target = Path(path)
+    partial = target.parent / f"{target.name}.partial"
+    gather, is_first = gather_words(members, f"save_dcp to {path}"), not isinstance(on, Live) or on.number == 0
+    plans: list[Plan] = []
+
+    def begin() -> None:
+        plans.append(plan(values, None if on is None else on.mesh))
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise FzeroError(str(target), "is there already", "give a new folder, or remove this one first")
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def publish() -> None:
+        if is_first:
+            sync_directory(partial)
+            partial.rename(target)
+            sync_directory(target.parent)
+
+    try:
+        do_together(gather, begin, str(target), "write it", AGAIN)
+        if isinstance(on, Live):
+            on.agree(f"save_dcp to {path}", plans[0].list_lines())
+        _write(partial, plans[0], on, target)
+        do_together(gather, publish, str(target), "write it", AGAIN)
+    finally:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(folder: Path, of: Plan, on: Home | None, target: Path) -> None:
+    """Let torch write the files of all ranks, and its metadata."""
+    # here, as below: these imports take most of a second
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = {key: _view(leaf) for key, leaf in of.leaves.items()} | of.values
+    group = on.members.group if isinstance(on, Live) else None
+    failed: Mapping[int, Any] = {}
+    with on.members.begin(f"save_dcp to {target}") if isinstance(on, Live) else nullcontext():
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+                save(state, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # no subclass of Exception; torch raises it on all ranks
+            failed = error.failures
+    if failed:
+        causes = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in failed.items()}
+        named = group_by_word(causes).items()
+        problem = ", ".join(f"{name_ranks(ranks)} could not write it: {cause}" for cause, ranks in named)
+        raise FzeroError(str(target), problem, AGAIN)
+
+
+def _view(leaf: Sharded | Source) -> Tensor:
+    """A leaf as torch takes it."""
+    if isinstance(leaf, Sharded):
+        # a leaf without elements has no rectangles, and torch would forget it
+        is_whole = leaf.is_replicated or not leaf.numel()
+        return leaf.local.detach().view(leaf.shape) if is_whole else Slices(leaf)
+    if isinstance(leaf, TensorSource) and leaf.dtype == leaf.tensor.dtype:
+        return leaf.tensor
+    whole = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+    leaf.read(0, whole.view(-1))
+    return whole
+
+
+class Slices(Tensor):
+    """A leaf of which this rank holds a slice, for `torch.distributed.checkpoint` to write. Of torch's protocol
+    `_Checkpointable`; a tensor of the leaf's global shape, without memory of its own."""
+
+    boxes: dict[tuple[int, ...], tuple[Box, Tensor]]
+
+    def __new__(cls, leaf: Sharded) -> Slices:
+        view: Slices = torch_private.make_wrapper_subclass(cls, leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        found = boxes(tuple(leaf.shape), leaf.part)
+        places = tile(torch.Size(box.size).numel() for box in found)
+        local = leaf.local.detach().view(-1)
+        view.boxes = {box.start: (box, local[at.start : at.stop].view(box.size)) for box, at in zip(found, places)}
+        return view
+
+    def __init__(self, leaf: Sharded) -> None:
+        pass  # `__new__` did it
+
+    def __create_write_items__(self, key: str, value: Any) -> list[Any]:
+        """What of the tensor this rank writes."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        items = []
+        for box, _ in self.boxes.values():
+            chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size())
+            items.append(WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The values of one rectangle."""
+        return self.boxes[tuple(index.offset)][1]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse a kernel of torch: an asynchronous save would copy memory that is not there."""
+        raise FzeroError(str(func), "got a leaf for torch.distributed.checkpoint.save", "save it with nothing else")
