@@ -60,6 +60,8 @@ def load(
         FzeroError: with every leaf that one of the two lacks; for a leaf of another shape or dtype; for a file that is
             missing or damaged. On all ranks, where one rank fails.
     """
+    if "source_rank" in how:
+        raise FzeroError("source_rank", "is for values that one rank has", "leave it out: every rank reads its own")
     on = None if mesh is None else find_home(mesh)
     known = (leaf.on for leaf in tree.leaves(like) if isinstance(leaf, Sharded))
     home = on if on is not None else next(known, None)

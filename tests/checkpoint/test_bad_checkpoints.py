@@ -148,6 +148,10 @@ def test_a_tensor_that_is_a_number_in_like(saved: Path) -> None:
     assert refuse(saved, like).startswith(f"params.up: is a tensor in {saved / 'step-4'}, a int in `like`")
 
 
+def test_every_rank_reads_for_itself(saved: Path) -> None:
+    assert refuse(saved, source_rank=0).startswith("source_rank: is for values that one rank has; leave it out")
+
+
 # what is not there
 
 
