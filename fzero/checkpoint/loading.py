@@ -127,7 +127,7 @@ def _read(
 
 
 def _real_device(leaf: Sharded) -> torch.device:
-    return torch.device("cpu") if leaf.local.is_meta else leaf.device
+    return torch.device("cpu") if leaf.device.type == "meta" else leaf.device
 
 
 def _check_names(checkpoint: Checkpoint, paths: list[str], strict: bool) -> None:
