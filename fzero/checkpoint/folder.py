@@ -124,7 +124,7 @@ def publish(path: Path, step: int, overwrite: bool) -> None:
         os.rename(partial, target)
     try:
         sync_directory(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             if replaces:
                 _exchange(partial, target)
@@ -142,7 +142,7 @@ def _exchange(partial: Path, whole: Path) -> None:
     os.rename(whole, aside)
     try:
         os.rename(partial, whole)
-    except OSError:
+    except BaseException:
         os.rename(aside, whole)
         raise
     with suppress(OSError):  # else `_remove_leftovers` finds it

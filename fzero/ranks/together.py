@@ -44,9 +44,11 @@ def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_
         value = do()
     except BaseException as caught:  # an interrupt too: the other ranks would wait for this one
         error = caught
-    outcomes = gather((value, None if error is None else _describe_error(error)))
-    if error is not None and not isinstance(error, Exception):
-        raise error
+    try:
+        outcomes = gather((value, None if error is None else _describe_error(error)))
+    finally:
+        if error is not None and not isinstance(error, Exception):
+            raise error
     failed = {rank: cause for rank, (_, cause) in outcomes.items() if cause is not None}
     if failed:
         if len(outcomes) == 1 and isinstance(error, FzeroError):

@@ -418,8 +418,8 @@ def test_a_call_that_waits_for_a_save_and_is_interrupted_leaves_it_alone(place: 
     with Calls(8, lambda name: assert_true(goes_on.wait(60))).watch():  # the first file is being written
         save(place, state(1, MESH), step=1, wait=False)
         interrupt = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
-        threading.Timer(0.3, interrupt).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, interrupt).start()
             save(place, state(2, MESH), step=2, wait=False)
         threading.Timer(0.3, goes_on.set).start()
         save(place, state(3, MESH), step=3, wait=False).wait()
