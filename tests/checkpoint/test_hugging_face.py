@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_read_is_refused(folder: Path) -> None:
     )
     refuse(r"leaves without values \(1\): bert.embeddings.word_embeddings.weight")
     FAMILIES["BERT"].make(hidden_size=8).save_pretrained(folder)
-    refuse(r"bert.embeddings.LayerNorm.bias: has shape \[8\] in .*bert/model.safetensors\), \[16\] in the tree")
+    refuse(r"bert.embeddings.LayerNorm.bias: has shape \[8\] in .*bert/model.safetensors, \[16\] in the tree")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 16}))
     refuse(r"has shape \[\d.*\] in .*, \[\d.*\] in the model of config.json")
