@@ -1,10 +1,10 @@
-"""Hosts: two hosts on this machine, made of namespaces (network, processes, host name) and a wire. A helper of the tests.
+"""Hosts: two hosts on this machine, made of namespaces of networks and processes, and a wire. A helper of the tests.
 
     with two_hosts() as hosts:
         agent = hosts[0].start(["torchrun", ...], {"OMP_NUM_THREADS": "1"})
 
 No process of a host sees the processes of the other, and neither host sees the network of this machine. Both see its
-files. A host ends with its first process, which ends when a pipe from here does: nothing outlives a test that is killed.
+files. A host ends with its first process, which ends with a pipe from here: nothing outlives a test that is killed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,22 @@ class Way(NamedTuple):
 WAYS = Way(users=True), Way(), Way(prefix=("sudo", "-n"))
 SPACES = "--net", "--uts", "--mount", "--pid"
 FIRST = """
+set -e
 read -r number rest </proc/self/stat  # the number outside of the host: /proc is still that of this machine
-mount -t proc proc /proc && mount --bind "$1" /etc/hosts && mount --bind /dev/null /etc/resolv.conf && hostname "$2" && ip link set lo up && echo "$number" && exec cat
+mount -t proc proc /proc
+mount --bind "$1" /etc/hosts
+mount --bind /dev/null /etc/resolv.conf
+hostname "$2"
+ip link set lo up
+echo "$number"
+exec cat
 """
 """What the first process of a host does, given a file of the names of all hosts and its own name."""
 NAMES = {"localhost": "127.0.0.1", "host0": "10.77.0.1", "host1": "10.77.0.2"}
 
 
 class Host:
-    """A host, which is not connected yet. `file` has the names of hosts. `peer` is a host that this one is made beside."""
+    """A host, not connected yet. `file` has the names of hosts. `peer` is the host that this one is made beside."""
 
     def __init__(self, name: str, file: str, way: Way, peer: Host | None = None) -> None:
         self.name, self._way = name, way
@@ -55,9 +62,11 @@ class Host:
         """Lay a wire to another host: `eth0` on both."""
         ends = ["eth0", "type", "veth", "peer", "name", "eth0", "netns", other._number]
         _do([*self._enter("--net"), "ip", "link", "add", *ends])
-        for host in (self, other):
-            _do([*host._enter("--net"), "ip", "address", "add", f"{NAMES[host.name]}/24", "dev", "eth0"])
-            _do([*host._enter("--net"), "ip", "link", "set", "eth0", "up"])
+        for host, peer in ((self, other), (other, self)):
+            ip, here, there = [*host._enter("--net"), "ip"], NAMES[host.name], NAMES[peer.name]
+            _do([*ip, "address", "add", here, "dev", "lo"])  # not of the wire, which ends with the other host
+            _do([*ip, "link", "set", "eth0", "up"])
+            _do([*ip, "route", "add", there, "dev", "eth0", "src", here])
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a command, with absolute paths, on the host. Standard output and errors are one pipe."""

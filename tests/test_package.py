@@ -287,8 +287,9 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
-    "base.mesh", "checkpoint.foreign", "checkpoint.loading", "data.loader", "data.padding", "data.parts",
-    "ranks.homes", "ranks.live", "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
+    "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
+    "data.loader", "data.padding", "data.parts", "ranks.homes", "ranks.live", "state.build.build", "state.init",
+    "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
 """Modules that take a user's mesh, a `VirtualMesh` or torch's `DeviceMesh`. torch.distributed, whose class that is, is

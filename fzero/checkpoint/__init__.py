@@ -9,24 +9,31 @@ from fzero.checkpoint.dcp import open_dcp, read_dcp_values
 from fzero.checkpoint.dcp_saving import save_dcp
 from fzero.checkpoint.deepspeed import open_deepspeed
 from fzero.checkpoint.foreign import load_adam, load_params
+from fzero.checkpoint.hugging_face import export_hf, load_hf
 from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import Checkpoint, latest, open_checkpoint, verify
+from fzero.checkpoint.running import run
 from fzero.checkpoint.saving import save
 from fzero.checkpoint.state_dicts import open_state_dict
+from fzero.checkpoint.stopping import Stop
 from fzero.checkpoint.writing import Saving
 
 __all__ = [
     "Checkpoint",
     "Saving",
+    "Stop",
+    "export_hf",
     "latest",
     "load",
     "load_adam",
+    "load_hf",
     "load_params",
     "open_checkpoint",
     "open_dcp",
     "open_deepspeed",
     "open_state_dict",
     "read_dcp_values",
+    "run",
     "save",
     "save_dcp",
     "verify",

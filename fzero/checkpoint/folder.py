@@ -48,7 +48,7 @@ def list_steps(path: Path) -> list[int]:
     """
     try:
         found = {int(name["step"]) for name in _list_names(path) if name["ending"] != PARTIAL}
-        return sorted(step for step in found if (find_folder(path, step) / MANIFEST).exists())
+        return sorted(step for step in found if (find_folder(path, step) / MANIFEST).is_file())
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
         raise FzeroError(str(error.filename or path), problem, "give a folder of checkpoints") from error
@@ -86,7 +86,9 @@ def open_partial(path: Path, step: int) -> Iterator[None]:
     Raises:
         FzeroError: with the owner's name, where another process writes into `path`.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.mkdir(parents=True, exist_ok=True)
+        sync_directory(path.parent)
     with _hold(path):
         _remove_leftovers(path)
         partial_folder(path, step).mkdir()
@@ -102,7 +104,7 @@ def check_free(path: Path, step: int, overwrite: bool) -> None:
     target = step_folder(path, step)
     if not os.path.lexists(target):
         return
-    if target.is_symlink() or not (target / MANIFEST).exists():
+    if target.is_symlink() or not (target / MANIFEST).is_file():
         raise FzeroError(
             str(target), "is there already, and is no folder of a checkpoint", "move it, or give another step"
         )
@@ -110,12 +112,12 @@ def check_free(path: Path, step: int, overwrite: bool) -> None:
         raise FzeroError(str(target), "is there already", "give another step, or overwrite=True")
 
 
-def publish(path: Path, step: int) -> None:
-    """Give a complete checkpoint its name, on the disk too. A checkpoint of the same step is replaced, and then has the
-    name of the partial one. Where this fails, names are as they were."""
+def publish(path: Path, step: int, overwrite: bool) -> None:
+    """Give a complete checkpoint its name, on the disk too. With `overwrite` a checkpoint of the same step is replaced,
+    and then has the name of the partial one. Where this fails, names are as they were."""
     target, partial = step_folder(path, step), partial_folder(path, step)
     sync_directory(partial)
-    replaces = target.exists()
+    replaces = overwrite and target.exists()
     if replaces:
         _exchange(partial, target)
     else:

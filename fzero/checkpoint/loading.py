@@ -60,6 +60,8 @@ def load(
         FzeroError: with every leaf that one of the two lacks; for a leaf of another shape or dtype; for a file that is
             missing or damaged. On all ranks, where one rank fails.
     """
+    if "source_rank" in how:
+        raise FzeroError("source_rank", "is for values that one rank has", "leave it out: every rank reads its own")
     on = None if mesh is None else find_home(mesh)
     known = (leaf.on for leaf in tree.leaves(like) if isinstance(leaf, Sharded))
     home = on if on is not None else next(known, None)
@@ -125,7 +127,7 @@ def _read(
 
 
 def _real_device(leaf: Sharded) -> torch.device:
-    return torch.device("cpu") if leaf.local.is_meta else leaf.device
+    return torch.device("cpu") if leaf.device.type == "meta" else leaf.device
 
 
 def _check_names(checkpoint: Checkpoint, paths: list[str], strict: bool) -> None:

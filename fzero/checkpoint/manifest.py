@@ -24,10 +24,11 @@ import torch
 
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.places import Grid, Place
-from fzero.state.safetensors.header import DAMAGED, DTYPES, NAMES
+from fzero.state.safetensors.header import DTYPES, NAMES
 
 FORMAT, VERSION = "fzero.checkpoint", 1
 MANIFEST = "manifest.json"
+ANOTHER = "the file is damaged or not fzero's; put it back, or load another checkpoint"
 SPLIT = ', "body": '
 """What stands between the head of a manifest and its body."""
 
@@ -126,17 +127,19 @@ def parse_manifest(data: bytes, file: str) -> Manifest:
     try:
         table = json.loads(data)
         if table["format"] != FORMAT:
-            raise FzeroError(file, f"has the format {table['format']!r:.80}, not {FORMAT!r}", DAMAGED)
+            raise FzeroError(file, f"has the format {table['format']!r:.80}, not {FORMAT!r}", ANOTHER)
         if table["version"] != VERSION:
             problem = f"is version {table['version']!r:.80} of the format, this fzero reads {VERSION}"
             raise FzeroError(file, problem, "install a newer fzero")
         text = data[data.index(SPLIT.encode()) + len(SPLIT) : -1]
         found = render_crc(zlib.crc32(text))
         if table["crc32"] != found:
-            raise FzeroError(file, f"has the CRC-32 {found}, its head says {table['crc32']!r:.80}", DAMAGED)
+            raise FzeroError(file, f"has the CRC-32 {found}, its head says {table['crc32']!r:.80}", ANOTHER)
         return _parse_body(table["body"])
+    except FzeroError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FzeroError(file, f"is not the manifest of a checkpoint: {error!r:.200}", DAMAGED) from error
+        raise FzeroError(file, f"is not the manifest of a checkpoint: {error!r:.200}", ANOTHER) from error
 
 
 def _parse_body(body: Mapping[str, Any]) -> Manifest:

@@ -167,8 +167,8 @@ class Saving:
             except (TypeError, ValueError) as error:
                 problem = f"are not values of JSON: {error}"
                 raise FzeroError("metadata", problem, "give numbers, strings, lists") from error
-            check_free(self.path, self.step, self._options.overwrite)
             stack.enter_context(open_partial(self.path, self.step))
+            check_free(self.path, self.step, self._options.overwrite)
         return hash_lines(self._lines)
 
     def _write(self) -> dict[int, File]:
@@ -228,7 +228,7 @@ class Saving:
                 out.write(render_manifest(known))
                 out.flush()
                 os.fsync(out.fileno())
-            publish(self.path, self.step)
+            publish(self.path, self.step, self._options.overwrite)
         if self._options.keep is not None:
             others = [step for step in list_steps(self.path) if step != self.step]
             for step in others[: max(len(others) - self._options.keep + 1, 0)]:

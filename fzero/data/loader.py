@@ -13,6 +13,7 @@ from fzero.data.padding import Collate, check_ladder, check_numbers, find_longes
 from fzero.data.parts import Place, find_indices, find_part, list_places, order
 from fzero.data.position import ENDLESS, Position, check_position, mix
 from fzero.data.streams import CollateTaken, Stream, Taken
+from fzero.data.workers import StartWorker
 from fzero.ranks.live import live
 
 OWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "generator", "in_order")
@@ -145,7 +146,8 @@ class Loader:
         self._turn: object = None
         self._generator = torch.Generator()  # of workers' seeds: torch's own stays as it is
         self._check_end(self._index)
-        how = {**options, "generator": self._generator}
+        start = StartWorker(options.get("worker_init_fn"))
+        how = {**options, "generator": self._generator, "worker_init_fn": start}
         self._dataset, self._stream = dataset, None
         if self._length == ENDLESS:
             self._stream = Stream(dataset, batch, part, drop_last)
@@ -153,6 +155,11 @@ class Loader:
             self._loads: DataLoader[Any] = DataLoader(self._stream, batch_size=None, **how)
         else:
             self._loads = DataLoader(dataset, batch_sampler=_Indices(self), **how)
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh whose ranks share each batch."""
+        return self._pads.mesh
 
     @property
     def position(self) -> Position:

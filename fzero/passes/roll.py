@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,9 @@ def roll(program: Program) -> Program:
     """
     if not _find_turns(program.graph):
         return program
+    changed = find_changes(program.graph)
+    for turn in _find_turns(program.graph):
+        _pass_by(program, turn, changed)
     if _find_backward(program.graph):
         recompute(program)
     kinds = infer(program)
@@ -67,6 +70,15 @@ def _find_members(graph: fx.Graph, turn: Turn) -> list[Node]:
 def _find_marks(graph: fx.Graph, turn: Turn, targets: Sequence[Any]) -> list[Node]:
     marks = (node for node in graph.nodes if is_call(node, *targets))
     return [node for node in marks if node.args[1] == turn.number]
+
+
+def _pass_by(program: Program, turn: Turn, changed: Collection[Any]) -> None:
+    """Let a turn, and what follows the loop, use a leaf of the carry that stays the same from in front of the loop. So
+    the backward pass of the turn keeps no list of it. Leave leaves in `changed` memory alone."""
+    carries, lasts = (_find_marks(program.graph, turn, [target]) for target in (loops.carry, loops.last))
+    for end, carry in zip(lasts, carries):
+        if end.args[0] is carry and storage(carry.args[0]) not in changed:
+            program.substitute_all({end: carry.args[0], carry: carry.args[0]})
 
 
 # casts of the leaves of layers and of their gradients
@@ -199,14 +211,11 @@ def _list_buckets(turn: Turn, kind: Kind) -> Sequence[str]:
 
 
 def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
+    _pass_by(program, turn, ())  # nothing looks at the leaf later than the loop now
     members = _find_members(program.graph, turn)
     carries, rows, picks = (_find_marks(program.graph, turn, [target]) for target in _INS)
     lasts, stacks, lists = (_find_marks(program.graph, turn, [target]) for target in _OUTS)
     loops.check_users([*members, *carries, *rows, *picks], {*members, *lasts, *stacks, *lists})
-    kept = {end: carry for end, carry in zip(lasts, carries) if end.args[0] is carry}  # the same in all turns
-    for end, carry in kept.items():
-        program.substitute_all({end: carry.args[0], carry: carry.args[0]})
-    carries, lasts = ([node for node in nodes if node not in (*kept, *kept.values())] for nodes in (carries, lasts))
     ends, own = [*lasts, *stacks, *lists], {*members, *carries, *rows, *picks}
     used = [*(source for node in members for source in node.all_input_nodes), *(end.args[0] for end in ends)]
     constants = [node for node in dict.fromkeys(used) if node not in own]

@@ -18,7 +18,7 @@ from fzero.program.program import Program
 from fzero.program.records import is_call
 from fzero.tracing.kinds import Kinds
 from fzero.values.loops import Leaves, TurnOf
-from fzero.values.regions import Turn, begin_turn, current_mark, end_turn, get_mark, open_turn, set_mark
+from fzero.values.regions import Turn, begin_turn, current_mark, end_turn, get_mark, leave_regions, open_turn, set_mark
 from fzero.values.sharded import Sharded
 
 
@@ -49,7 +49,7 @@ class TurnRecorder:
           it lies in a region of `remat` or in another turn that autograd follows.
 
         A turn that autograd follows to parameters of captured modules alone is a loop without a derivative: nothing
-        differentiates a teacher, say.
+        differentiates a teacher, say. In a region of `remat` it is kept, as a whole.
         """
         is_followed = _is_followed([*carry, *xs, *itertools.chain(*layers)])
         if not _may_be_loop() or (is_followed and not _can_follow(carry)) or not all(map(_are_alike, layers)):
@@ -57,6 +57,13 @@ class TurnRecorder:
         buckets = self._find_layers(layers)
         if buckets is None:
             return None
+        with leave_regions():
+            return self._record(turn, carry, xs, layers, length, sync, is_followed, buckets)
+
+    def _record(
+        self, turn: TurnOf, carry: Leaves, xs: Leaves, layers: list[Leaves], length: int, sync: str | None,
+        is_followed: bool, buckets: dict[str, tuple[str, ...]],
+    ) -> tuple[Leaves, Leaves] | None:  # fmt: skip
         carry, xs = list(map(_make_contiguous, carry)), [x.contiguous() for x in xs]
         axes: list[frozenset[str]] = [frozenset()] * len(carry)
         while True:

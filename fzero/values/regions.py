@@ -77,6 +77,16 @@ class Region:
 _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
 
 
+@contextmanager
+def leave_regions() -> Iterator[None]:
+    """Nodes that are traced in this context belong to no region that is open around it, so their values are kept."""
+    token = _open_regions.set(())
+    try:
+        yield
+    finally:
+        _open_regions.reset(token)
+
+
 class Turn:
     """The turn of a loop that a trace records for all of them. The loop takes `length` turns, and has a `number`.
 

@@ -19,7 +19,7 @@ from property_tests.random_steps.scope import Scope
 from property_tests.random_steps.shrink import shrink
 
 SEEDS = range(24)
-"""`make steps`, which CI runs too, begins with these and goes on with a thousand."""
+"""`make steps`, which CI runs too, begins with these and goes on with hundreds."""
 TABLES = (
     *(values.UNIFORM, values.ROWS, losses.LOCAL, losses.OWN),
     *(losses.TERMS, losses.LOCAL_TERMS, losses.PENALTIES, losses.NUMBERS),

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import product
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_ins import live_stand_ins
 
-from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, replicated_layout
 from fzero.state.fill import copy_slices
 from fzero.state.safetensors.header import plan_header
 from fzero.state.safetensors.saving import plan_pieces
 from fzero.values.sharded import Sharded
 from property_tests.strategies import dtypes, layouts
-
-
-def live_stand_ins(mesh: VirtualMesh) -> list[Any]:
-    """The attributes of `Live` that saving reads, for every rank of a mesh, row by row."""
-    return [
-        SimpleNamespace(
-            mesh=mesh,
-            number=number,
-            rank=dict(zip(mesh.names, ranks))[mesh.shard_axis],
-            transports={axis: SimpleNamespace(rank=rank) for axis, rank in zip(mesh.names, ranks)},
-            is_tracing=False,
-        )
-        for number, ranks in enumerate(product(*(range(mesh.size(axis)) for axis in mesh.names)))
-    ]
 
 
 @given(layouts(), dtypes(), st.booleans())
@@ -43,7 +25,7 @@ def test_ranks_together_write_each_element_once(layout: Layout, dtype: torch.dty
         values = {leaf.path: Sharded(slices[i], layout, i, on) for i, leaf in enumerate(layout.leaves)}
         if extra:
             values["step"] = Sharded(torch.tensor(7).to(dtype), replicated_layout((), layout.mesh), 0, on)
-        for offset, source in plan_pieces(values, plan_header(values, {}), on):
+        for offset, source, *_ in plan_pieces(values, plan_header(values, {}), on):
             here = slice(offset // dtype.itemsize, offset // dtype.itemsize + source.shape.numel())
             source.read(0, found[here])
             counts[here] += 1

@@ -110,12 +110,12 @@ def test_thirty_kills_and_ten_errors(place: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("overwrite", ["nothing", "by an exchange", "by renames"])
 @pytest.mark.filterwarnings("ignore:.*could not be removed")
-def test_each_call_that_fails(place: Path, code: int, can_exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save replaces a checkpoint and removes an older one, and each of its calls fails once. The save raises, names
-    are as they were, and the same save succeeds afterwards. Or only a removal failed: then the checkpoint is there."""
-    if not can_exchange:
+def test_each_call_that_fails(place: Path, code: int, overwrite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save replaces a checkpoint or none and removes an older one, and each of its calls fails once. The save raises,
+    names are as they were, and the same save succeeds. Or only a removal failed: then the checkpoint is there."""
+    if overwrite == "by renames":
         monkeypatch.setattr(folder, "_rename_exchange", lambda a, b: False)
     at, refused, moment, struck = Folder(place), 0, 0, "a call"
     at.save_next(MESH)
@@ -123,7 +123,8 @@ def test_each_call_that_fails(place: Path, code: int, can_exchange: bool, monkey
         at.save_next(MESH)
         shutil.copytree(place / f"step-{at.next_step - 1}", place / "step-0", dirs_exist_ok=True)
         at.versions[0] = at.versions[at.next_step - 1]
-        each = Save(at.next_step - 1, at.next_version(), keep=2, overwrite=True)
+        replaces = overwrite != "nothing"
+        each = Save(at.next_step - replaces, at.next_version(), keep=2, overwrite=replaces)
         struck, error = fail_once(at, each, MESH, moment, code)
         at.check()
         if error is not None:
@@ -384,6 +385,21 @@ def test_a_second_job_is_refused_by_name_until_the_first_is_killed(place: Path) 
     assert names(place) == {"step-1", "step-7"} and holds(place, 7, 2)
 
 
+def test_a_checkpoint_that_appears_during_a_save_is_not_replaced(place: Path, tmp_path: Path) -> None:
+    """As by another job on a filesystem without locks."""
+    save(tmp_path, state(1, MESH), step=7)
+
+    def appear(name: str) -> None:
+        shutil.copytree(tmp_path / "step-7", place / "step-7")
+
+    save(place, state(2, MESH), step=6)
+    calls = Calls(12, appear)  # the checkpoint is being written
+    with calls.watch(), pytest.raises(FzeroError, match="step-7: rank 0 could not save: .*Directory not empty"):
+        save(place, state(2, MESH), step=7)
+    assert calls.made[12] in ("create", "write", "fsync")
+    assert names(place) == {"step-6", "step-7"} and holds(place, 7, 1)
+
+
 def test_two_saves_of_one_process_into_one_folder(place: Path) -> None:
     with open_partial(place, 3):
         with pytest.raises(FzeroError, match="another save of this process is writing there; wait for that one"):
@@ -446,6 +462,17 @@ def fail_in_thread(path: Path, mesh: DeviceMesh) -> tuple[Refusal, Refusal]:
     return refusal(lambda: save(path, state(2, mesh), step=2)), refusal(lambda: save(path, state(2, mesh), step=2))
 
 
+def save_what_changes(path: Path, mesh: DeviceMesh) -> list[Refusal]:
+    """A tensor that each rank overwrites at once, and otherwise: ranks compare the values of the moment of the call."""
+    found = []
+    for step in range(5):
+        tree = {"whole": torch.ones(8), **state(1, mesh)}
+        pending = save(path, tree, step=step, wait=False)
+        tree["whole"].fill_(dist.get_rank())
+        found.append(refusal(pending.wait))
+    return found
+
+
 def save_other_steps(path: Path, mesh: DeviceMesh) -> Refusal:
     return refusal(lambda: save(path, state(1, mesh), step=5 + dist.get_rank()))
 
@@ -468,7 +495,7 @@ def save_where_another_writes(path: Path, mesh: DeviceMesh) -> tuple[int, Refusa
     return os.getpid(), refusal(lambda: save(path, state(1, mesh), step=1)), []
 
 
-CASES = [interrupt_one, fail_in_thread, save_other_steps, save_elsewhere, save_where_another_writes]
+CASES = [interrupt_one, fail_in_thread, save_what_changes, save_other_steps, save_elsewhere, save_where_another_writes]
 
 
 @pytest.fixture(scope="module")
@@ -492,6 +519,14 @@ def test_an_error_of_a_thread_is_raised_on_all_ranks_at_the_next_call(ranks: tup
         assert told.kind == "FzeroError" and "step-1: rank 1 could not save: OSError" in told.message
         assert "quota" in told.message and then.kind == "nothing"
     assert names(path / "fail_in_thread") == {"step-2"} and holds(path / "fail_in_thread", 2, 2)
+
+
+def test_ranks_compare_the_values_of_the_moment_of_the_call(ranks: tuple[Path, dict[str, Any]]) -> None:
+    path, outcomes = ranks
+    assert all(found.kind == "nothing" for row in values(outcomes["save_what_changes"]) for found in row)
+    for step in range(5):
+        found = load(path / "save_what_changes", {"whole": torch.empty(8)}, step=step, strict=False)
+        assert torch.equal(found["whole"], torch.ones(8))
 
 
 def test_ranks_that_save_different_steps_are_refused(ranks: tuple[Path, dict[str, Any]]) -> None:

@@ -32,8 +32,7 @@ zero is off by as much as a weight. Kernels of MKL also round by where memory li
 RATE, EPS = 0.02, 1e-3
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(RATE, eps=EPS))
 CASES = [
-    (2, 1, "perceptron"), (2, 2, "perceptron"), (2, 3, "perceptron"), (2, 3, "transformer"), (1, 3, "transformer"),
-    (2, 3, "scanned"),
+    (2, 1, "perceptron"), (2, 3, "perceptron"), (2, 2, "transformer"), (1, 3, "transformer"), (2, 3, "scanned"),
 ]  # fmt: skip
 """World size, stage, and the name of the model."""
 COMPILING = timedelta(minutes=20)

@@ -64,7 +64,7 @@ OTHERS: dict[str, optim.GradientTransformation] = {
     "adafactor": optim.adafactor(ADAM_RATE, eps=(EPS, 1e-3), weight_decay=0.1),
     "schedule_free": optim.schedule_free(optim.sgd(SGD_RATE), SGD_RATE),
 }
-"""Whole optimizers that are tried at every stage with and without donation; dtypes and clipping take turns."""
+"""Whole optimizers that are tried at every stage, and at stage 3 with and without donation; the rest takes turns."""
 
 STAGES: dict[str, optim.GradientTransformation] = {
     "identity": optim.chain(optim.identity(), optim.scale(-SGD_RATE)),
@@ -147,12 +147,13 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """Presets in each dtype at every stage, with and without donation. Other optimizers at every stage, and with and
-    without donation. A schedule, which knows nothing of ranks, at one stage. The rest takes turns."""
+    """Presets in each dtype at every stage, with and without donation. Other optimizers at every stage. A schedule,
+    which knows nothing of ranks, at one stage. The rest takes turns."""
     for number, (name, dtype, stage, donate) in enumerate(itertools.product(PRESETS, DTYPES, (1, 2, 3), (True, False))):
         yield Cell(name, dtype, (number + number // 2) % 2 == 0, stage, donate)
-    for number, (name, stage, donate) in enumerate(itertools.product(OTHERS, (1, 2, 3), (True, False))):
-        yield Cell(name, WIDE if name in SIGNS else DTYPES[number % 4], number % 3 == 0, stage, donate)
+    for number, (name, stage) in enumerate(itertools.product(OTHERS, (1, 2, 3))):
+        for donate in (True, False) if stage == 3 else (number % 2 == 0,):
+            yield Cell(name, WIDE if name in SIGNS else DTYPES[number % 4], number % 3 == 0, stage, donate)
     turns = itertools.cycle(itertools.product((True, False), (True, False), DTYPES))
     for number, (name, stage) in enumerate(itertools.product(STAGES, (1, 2, 3))):
         donate, is_clipped, dtype = next(turns)

@@ -32,7 +32,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.state.partition import partition
 from fzero.state.safetensors import load_safetensors, open_safetensors, save_safetensors
 from fzero.state.safetensors.header import DTYPES
-from fzero.state.safetensors.saving import TEMPORARY
+from fzero.state.safetensors.writing import TEMPORARY
 from fzero.state.sources import SAMPLE, TensorSource
 from fzero.state.unpartition import unpartition
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import fzero
 from fzero import ops, optim, tree
+from fzero.program.ops.loops import Loop
 from fzero.program.records import early_of
 
 WIDTH, LAYERS, ROWS = 4, 3, 6
@@ -457,3 +459,58 @@ def test_a_mapped_derivative_is_named() -> None:
 def test_layers_xs_and_length_agree() -> None:
     with pytest.raises(fzero.FzeroError, match="xs: has 3 rows, layers has 2; give equal numbers of rows"):
         fzero.scan(lambda h, x, layer: (h, None), torch.ones(2), torch.ones(3), layers=[{}, {}])
+
+
+# a leaf of the carry that stays the same
+
+
+def has_a_factor(writes: bool, p: Any, x: Tensor) -> Tensor:
+    """A carry that stays, with `writes` until something writes over it behind the loop."""
+
+    def body(carry: Any, row: Tensor) -> Any:
+        h, factor = carry
+        return (torch.tanh(h * factor + row), factor), None
+
+    factor = torch.cat([p["w"]]) * 2
+    (h, _), _ = fzero.scan(body, (x[0], factor), x)
+    if writes:
+        factor.detach().mul_(0)
+    return h.square().mean()
+
+
+def test_the_backward_pass_keeps_a_carry_that_stays_once() -> None:
+    mesh, width = fzero.VirtualMesh(fsdp=2), 1000
+    p, x = fzero.partition({"w": torch.randn(width)}, mesh), torch.randn(40, width)
+    step, overwriting = (
+        fzero.simulate(fzero.value_and_grad(functools.partial(has_a_factor, writes)), mesh) for writes in (False, True)
+    )
+    program, most = measure_peak(step, p, x)
+    forward, _ = calls(program, ops.loop)
+    assert Loop(*forward.args).kept == 2  # h in front of a turn, and the result of tanh
+    assert most == program.memory().peak
+    got, changed = fzero.unpartition(step(p, x)), fzero.unpartition(overwriting(p, x))
+    torch.testing.assert_close(changed, got)  # copies are kept there
+    whole = fzero.unpartition(p)
+    each = [fzero.grad(lambda p, rows=rows: has_a_factor(False, p, rows))(whole)["w"] for rows in x.chunk(2)]
+    torch.testing.assert_close(got[1]["w"], (each[0] + each[1]) / 2)
+
+
+def test_a_loop_without_derivative_in_a_region_is_kept() -> None:
+    """Beside a loop that has a backward pass."""
+
+    def loss(wrap: Any, p: Any, x: Tensor) -> Tensor:
+        def scaled(h: Tensor) -> Tensor:
+            total, _ = fzero.scan(lambda c, row: (c + row.sin(), None), x[0] * 0, x)
+            return (h * total).square()
+
+        h, _ = fzero.scan(lambda h, _, layer: (block(h, layer), None), x, layers=p["blocks"])
+        return wrap(scaled)(h).mean()
+
+    mesh, x = fzero.VirtualMesh(fsdp=2), batch()
+    p = fzero.partition(params(), mesh)
+    plain, kept = (
+        fzero.simulate(fzero.value_and_grad(functools.partial(loss, wrap)), mesh)
+        for wrap in (lambda fn: fn, fzero.remat)
+    )
+    torch.testing.assert_close(tree.leaves(fzero.unpartition(kept(p, x))), tree.leaves(fzero.unpartition(plain(p, x))))
+    assert len(calls(kept.trace(p, x), ops.loop)) == 3

@@ -15,7 +15,7 @@ from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.state.partition import partition
-from fzero.state.safetensors.reading import FileSource, open_safetensors
+from fzero.state.safetensors.reading import open_safetensors
 from fzero.state.sources import Source, TensorSource
 from fzero.values.sharded import Sharded
 
@@ -100,8 +100,7 @@ def _leaf(leaf: Tensor, path: str, source: Source | None, dtype: torch.dtype | N
     target = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
     if source is None:
         return TensorSource(leaf, path, target, is_frozen(leaf))
-    stored = source.stored if isinstance(source, FileSource) else source.dtype
-    home = source.file.path if isinstance(source, FileSource) else source
+    home, stored = getattr(source, "where", source), getattr(source, "stored", source.dtype)
     if source.shape != leaf.shape:
         problem = f"has shape {list(source.shape)} in {home}, {list(leaf.shape)} in the tree"
         raise FzeroError(path, problem, "give the tree of the model that was saved, or rename the leaf to another key")

@@ -128,6 +128,11 @@ class FileSource:
         self.shape, self.dtype = torch.Size(self._entry.shape), dtype or self._entry.dtype
 
     @property
+    def where(self) -> str:
+        """The path of the file."""
+        return str(self.file.path)
+
+    @property
     def stored(self) -> torch.dtype:
         """The dtype in the file."""
         return self._entry.dtype
