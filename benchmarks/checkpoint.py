@@ -19,7 +19,6 @@ At last, `save(..., wait=False)`: seconds until it returns, and what the writing
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,7 @@ from typing import Any
 
 from environments import OURS
 from launch import Launch, launch
-from machine import machine
+from machine import add_runs
 from quartiles import quartiles
 from runs import SIZES
 
@@ -96,7 +95,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--json", type=Path, help="adds every figure to a file, with versions and machine")
     flags = parser.parse_args()
-    runs: dict[str, Any] = {}
     for ranks in flags.ranks:
         others, nbytes = (4 if ranks == 2 else 2), flags.mib * MIB * ranks
         with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
@@ -106,20 +104,12 @@ def main() -> None:
             show_loads(found, ranks, ranks)
             elsewhere = run("load_elsewhere", others, **given, saved=found.pop("saved"))
             show_loads(elsewhere, ranks, others)
-            runs[f"{ranks} ranks"] = found | {f"on {others} ranks": elsewhere}
-            write(flags.json, flags.mib, runs)
+            add_runs(flags.json, {f"{ranks} ranks": found | {f"on {others} ranks": elsewhere}})
     if flags.size:
         with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
-            runs["training"] = run("train", 2, folder=folder, size=flags.size, rounds=flags.rounds)
-        show_training(runs["training"], flags.size, 2)
-        write(flags.json, flags.mib, runs)
-
-
-def write(path: Path | None, mib: int, runs: dict[str, Any]) -> None:
-    """Add runs to a file, and say where the last of them ran."""
-    if path is not None:
-        before = json.loads(path.read_text())["runs"] if path.exists() else {}
-        path.write_text(json.dumps(machine() | {"mib": mib, "runs": before | runs}, indent=1) + "\n")
+            trained = run("train", 2, folder=folder, size=flags.size, rounds=flags.rounds)
+        show_training(trained, flags.size, 2)
+        add_runs(flags.json, {"training": trained})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -30,6 +31,13 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
     }
+
+
+def add_runs(path: Path | None, runs: dict[str, dict[str, Any]]) -> None:
+    """Add runs to the JSON of a file, each with where and with what it ran. Runs of other names stay."""
+    if path is not None:
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | {name: machine() | run for name, run in runs.items()}, indent=1) + "\n")
 
 
 def commit() -> str | None:

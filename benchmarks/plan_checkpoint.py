@@ -1,4 +1,4 @@
-"""Seconds to plan a checkpoint of 100,000 leaves on 4,096 ranks: what one rank saves, the manifest, what a rank loads.
+"""Seconds of the processor to plan a checkpoint of 100,000 leaves on 4,096 ranks: what one rank saves, and loads.
 
     python benchmarks/plan_checkpoint.py
     python benchmarks/plan_checkpoint.py --limit 1 --mib 20   # exit status 1 beyond a second, or a manifest of 20 MiB
@@ -11,7 +11,6 @@ bucket. The rank that loads is one of as many ranks, or of fewer.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from machine import machine
+from machine import add_runs
 from plan_layout import layers, one_bucket
 
 from fzero import Sharded, VirtualMesh, tree
@@ -57,7 +56,7 @@ def place(params: tree.Tree, on: Rank) -> tree.Tree:
 
 
 class Seconds:
-    """Seconds by name, in the order in which they were taken."""
+    """Seconds of the processor by name, in the order in which they were taken."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, float] = {}
@@ -69,23 +68,35 @@ class Seconds:
         return result
 
 
-def measure(params: tree.Tree, ranks: int, loading: int) -> dict[str, Any]:
-    """Seconds of each part, bytes of the manifest and of one header, and the files that the loading rank reads."""
+class Found(NamedTuple):
+    """Seconds of each part, and what the parts made."""
+
+    seconds: dict[str, float]
+    nbytes: dict[str, int]
+
+
+def measure_save(params: tree.Tree, ranks: int) -> tuple[Found, bytes]:
+    """What one rank plans of a save, and the manifest, which the first rank renders."""
     mesh, file, seconds = VirtualMesh(fsdp=ranks), ranks // 2, Seconds()
-    state, like = place(params, Rank(mesh, file)), place(params, Rank(VirtualMesh(fsdp=loading), loading // 2))
+    state = place(params, Rank(mesh, file))
     planned = seconds.take("plan", lambda: plan(state, mesh))
     picked = seconds.take("pick", lambda: planned.pick(file))
     seconds.take("hash", lambda: hash_lines(planned.list_lines()))
     head = seconds.take("header", lambda: render_header(plan_header(picked, {})))
     files = [File(1 << 30, f"{number:08x}", "") for number in range(ranks)]
-    known = Manifest(
-        0, mesh.sizes, mesh.shard_axis, planned.grid, planned.places, planned.values, files, {}, {"fzero": "0"}
-    )
+    grid, places, values, _ = planned
+    known = Manifest(0, mesh.sizes, mesh.shard_axis, grid, places, values, files, {}, {"fzero": "0"})
     data = seconds.take("render", lambda: render_manifest(known))
+    return Found(seconds.by_name, {"manifest": len(data), "header": len(head)}), data
+
+
+def measure_load(params: tree.Tree, ranks: int, data: bytes) -> Found:
+    """What one rank plans of a load, from the bytes of a manifest."""
+    like, seconds = place(params, Rank(VirtualMesh(fsdp=ranks), ranks // 2)), Seconds()
     parsed = seconds.take("parse", lambda: parse_manifest(data, "manifest.json"))
-    assert parsed == known, "the manifest is not its own inverse"
-    read = seconds.take("load", lambda: find_files(parsed, tree.leaves(like)))
-    return {"seconds": seconds.by_name, "manifest": len(data), "header": len(head), "files": len(read)}
+    read = seconds.take("find", lambda: find_files(parsed, tree.leaves(like)))
+    assert render_manifest(parsed) == data, "the manifest is not its own inverse"
+    return Found(seconds.by_name, {"files": len(read)})
 
 
 def find_files(manifest: Manifest, leaves: list[Sharded]) -> set[int]:
@@ -102,33 +113,33 @@ def find_files(manifest: Manifest, leaves: list[Sharded]) -> set[int]:
 
 
 def main() -> int:
-    """Prints a line for each tree and number of loading ranks; 1 where a limit is passed."""
+    """Prints seconds of the processor for each tree and number of loading ranks; 1 where a limit is passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--leaves", type=int, default=100_000)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of a save, and of a load")
     parser.add_argument("--mib", type=float, default=math.inf, help="of the manifest")
-    parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
+    parser.add_argument("--json", type=Path, help="adds every figure to a file, with versions and machine")
     flags = parser.parse_args()
-    trees = {"layers": layers, "one bucket": one_bucket}
-    runs, is_beyond, first = [], False, True
-    for name, make in trees.items():
-        for loading in (flags.ranks, flags.ranks * 3 // 8):
-            found = measure(make(flags.leaves), flags.ranks, loading)
-            seconds = found["seconds"]
-            saving = sum(seconds[part] for part in ("plan", "pick", "hash", "header"))
-            reading = seconds["parse"] + seconds["load"]
-            if first:
-                parts = "".join(f"{part:>8}" for part in seconds)
-                print(f"{'tree':12}{'loaded on':>9}{parts}{'save':>8}{'load':>8}{'MiB':>7}{'files':>7}")
-            shown = "".join(f"{value:8.2f}" for value in seconds.values())
-            mib = found["manifest"] / MIB
-            print(f"{name:12}{loading:9}{shown}{saving:8.2f}{reading:8.2f}{mib:7.1f}{found['files']:7}", flush=True)
-            is_beyond |= max(saving, reading) > flags.limit or mib > flags.mib
-            runs.append(found | {"tree": name, "ranks": flags.ranks, "loading": loading})
-            first = False
-    if flags.json:
-        flags.json.write_text(json.dumps(machine() | {"runs": runs}, indent=1) + "\n")
+    runs, is_beyond = [], False
+    print(f"{'':12}{'plan':>7}{'pick':>7}{'hash':>7}{'header':>7}{'save':>7}   render  MiB")
+    for make in (layers, one_bucket):
+        name = make.__name__.replace("_", " ")
+        saved, data = measure_save(make(flags.leaves), flags.ranks)
+        total, mib = sum(saved.seconds.values()) - saved.seconds["render"], saved.nbytes["manifest"] / MIB
+        *shown, render = (f"{value:7.2f}" for value in saved.seconds.values())
+        print(f"{name:12}{''.join(shown)}{total:7.2f}  {render}{mib:5.1f}", flush=True)
+        is_beyond |= total > flags.limit or mib > flags.mib
+        runs.append(saved._asdict() | {"tree": name, "saved on": flags.ranks})
+        for ranks in (flags.ranks, flags.ranks * 3 // 8):
+            loaded = measure_load(make(flags.leaves), ranks, data)
+            total = sum(loaded.seconds.values())
+            shown = [f"{part} {value:.2f}" for part, value in loaded.seconds.items()]
+            files = loaded.nbytes["files"]
+            print(f"  load on {ranks} ranks: {', '.join(shown)}, together {total:.2f}; {files} files", flush=True)
+            is_beyond |= total > flags.limit
+            runs.append(loaded._asdict() | {"tree": name, "loaded on": ranks})
+    add_runs(flags.json, {"plan": {"trees": runs}})
     return int(is_beyond)
 
 
