@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +14,7 @@ from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
+from fzero.base.garbage import pause_garbage_collection
 from fzero.passes import resolve, run_passes
 from fzero.passes.roll import roll
 from fzero.passes.run import Pass
@@ -84,7 +83,7 @@ class Pipeline(Generic[T]):
             FzeroError: for state of another mesh, or a leaf that a trace cannot see into.
         """
         self._check(*tree.flatten(args))
-        with _pause_garbage_collection():
+        with pause_garbage_collection():
             with forget_casts():
                 traced = roll(trace(self.fn, args, self.on.mesh))
             check_seeds(traced)
@@ -278,22 +277,6 @@ def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Perf
             problem = "is not the state that this step's passes keep on its mesh, in layout and dtype"
             raise FzeroError(f"pass_state {state.path!r}", problem, "make it with step.init_pass_state(*args)")
     return [given[path] for path in wanted]
-
-
-@contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector in a block, and enable it again behind the block.
-
-    While a program is traced the collector would walk its growing graph again and again, a quarter of the time. The
-    cyclic garbage of a trace, a few megabytes a layer, stays until the next collection.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _explain(cache: list[_Traced], signature: Any, is_full: bool) -> str:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base.errors import FzeroError
+from fzero.base.garbage import pause_garbage_collection
 from fzero.checkpoint.places import Grid, Place
 from fzero.state.safetensors.header import DTYPES, NAMES
 
@@ -118,6 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(data, str(file))
 
 
+@pause_garbage_collection()
 def parse_manifest(data: bytes, file: str) -> Manifest:
     """The manifest in these bytes. The text is not trusted: every entry is checked.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.garbage import pause_garbage_collection
 from fzero.base.mesh import VirtualMesh
 from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_value
 from fzero.checkpoint.places import Grid, Place
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
         return picked
 
 
+@pause_garbage_collection()
 def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
     """The plan of a tree that lies on a mesh, None for a tree without `Sharded` leaves. Reads no values.
 
