@@ -23,6 +23,7 @@ from fzero.state.safetensors import load_safetensors, open_safetensors, save_saf
 from fzero.state.unpartition import iter_full, unpartition, update_leaf
 from fzero.transform import shard
 from fzero.values.collectives import axis_index, pmax, pmean, psum
+from fzero.values.cross_entropy import tiled_cross_entropy
 from fzero.values.einops_backend import ShardedBackend as _ShardedBackend  # noqa: F401  found by einops
 from fzero.values.gradients import grad, value_and_grad
 from fzero.values.loops import scan
@@ -31,6 +32,7 @@ from fzero.values.microbatches import accumulate
 from fzero.values.precision import precision
 from fzero.values.regions import remat
 from fzero.values.sharded import Sharded
+from fzero.values.tiles import tiled
 
 __all__ = [
     "FzeroError",
@@ -64,6 +66,8 @@ __all__ = [
     "scan",
     "shard",
     "simulate",
+    "tiled",
+    "tiled_cross_entropy",
     "tree",
     "unpartition",
     "update_leaf",

@@ -158,6 +158,7 @@ IRREGULAR = frozenset(
 PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
     "optim.wrappers.masked": "optax's name",
+    "values.tiles.tiled": "a public name, as TiledMLP's: `tiled(fn, ...)` is `fn` in parts",
 }
 NOT_PARTICIPLES = frozenset("bed deepspeed embed feed need red seed shed speed".split())
 
