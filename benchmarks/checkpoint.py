@@ -10,8 +10,8 @@ a rank, from the page cache. The ways take turns, and the first round does not c
 rank is done.
 
 Loads are timed with the files dropped from the page cache ("cold": a virtual machine's host may still have them) and
-with the files in it ("warm"), on as many ranks as saved and on another number. fzero loads into new memory, DCP into
-the state's. All loaded values are compared with what was saved.
+with the files in it ("warm"), on as many ranks as saved and on another number. fzero loads into new memory, and
+("donated") into the memory of the state, as DCP does. All loaded values are compared with what was saved.
 
 At last, `save(..., wait=False)`: seconds until it returns, and what the writing thread takes from the next steps.
 """

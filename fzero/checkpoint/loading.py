@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def load(
     step: int | None = None,
     strict: bool = True,
     verify: bool = False,
+    donate: bool = False,
     chunk: int = CHUNK_NBYTES,
     **how: Any,
 ) -> tree.Tree:
@@ -55,6 +56,9 @@ def load(
     All ranks of the mesh call `load` together. Each reads the elements that it will hold, once, from the files that
     have them, `chunk` bytes at a time. With `strict=False` leaves of the checkpoint that `like` lacks are skipped. With
     `verify` ranks share in reading all files first, and compare them with their sums.
+
+    With `donate` the values are read into the memory of those leaves of `like` that keep their layout, and these leaves
+    cannot be used afterwards: no second state is in memory. Where a file then turns out to be damaged, they are lost.
 
     Raises:
         FzeroError: with every leaf that one of the two lacks; for a leaf of another shape or dtype; for a file that is
@@ -77,7 +81,8 @@ def load(
         checkpoint = open_checkpoint(path, chosen)
         if verify:
             checkpoint.verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
-        return _read(checkpoint, like, on, strict, chunk, functools.partial(partition, mesh=mesh, chunk=chunk, **how))
+        place = functools.partial(partition, mesh=mesh, chunk=chunk, **how)
+        return _read(checkpoint, like, on, strict, donate, chunk, place)
 
     result: list[tree.Tree] = []
     gather = gather_words(members, f"load from {path}")
@@ -100,6 +105,7 @@ def _read(
     like: tree.Tree,
     on: Home | None,
     strict: bool,
+    donate: bool,
     chunk: int,
     place: Callable[[tree.Tree], tree.Tree],
 ) -> tree.Tree:
@@ -115,7 +121,8 @@ def _read(
         planned = {i: (leaf.form.layout, leaf.index) for i, leaf in mine.items()}
         devices = {i: home.device or _real_device(leaf) for i, leaf in mine.items()}
         dtypes = {i: leaf.dtype for i, leaf in mine.items()}
-        for i, value in fill_leaves(home, planned, {i: found[i] for i in mine}, dtypes, devices, chunk).items():
+        sources, memory = {i: found[i] for i in mine}, _take_memory(home, mine) if donate else {}
+        for i, value in fill_leaves(home, planned, sources, dtypes, devices, chunk, memory=memory).items():
             found[i] = value
     if on is None:
         return tree.unflatten(treedef, [_read_whole(x, leaf) for x, leaf in zip(found, leaves)])
@@ -124,6 +131,19 @@ def _read(
     given = tree.unflatten(treedef, [x if isinstance(x, kinds) else None for x in found])
     others = tree.unflatten(treedef, [None if isinstance(x, kinds) else x for x in found])
     return tree.merge(place(given), others)
+
+
+def _take_memory(home: Home, leaves: Mapping[int, Sharded]) -> dict[int, Tensor]:
+    """The slices of leaves, which give them up. Of leaves that share memory only the first gives it."""
+    if isinstance(home, Live):
+        home.settle()  # another rank may be reading it
+    given: dict[int, Tensor] = {}
+    for i, leaf in leaves.items():
+        if not leaf.is_donated and not leaf.local.is_meta and leaf.local.is_contiguous():
+            given[i] = leaf.local
+            leaf.give_up()
+    first = {x.data_ptr(): i for i, x in reversed(given.items()) if x.numel()}
+    return {i: x for i, x in given.items() if not x.numel() or first[x.data_ptr()] == i}
 
 
 def _real_device(leaf: Sharded) -> torch.device:

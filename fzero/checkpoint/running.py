@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
@@ -18,7 +17,6 @@ from fzero.checkpoint.stopping import Stop
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
-from fzero.values.sharded import Sharded
 
 
 def run(
@@ -39,7 +37,7 @@ def run(
     Where the folder `path` has a checkpoint, the run goes on from the latest: with its state, its number of steps and
     its position in the data. `state` gives shapes, dtypes and layout, so the checkpoint may be of another number of
     ranks. All ranks of the mesh call `run` together. The values of `state` cannot be used afterwards: the first step
-    updates them in place, and a load frees their memory before it reads.
+    updates them in place, and a load reads into their memory.
 
     * `step` maps a state and a batch to the next state and a result, such as the loss: a function of `fzero.shard`.
     * `loader` is a `fzero.data.loader`. It is read epoch after epoch.
@@ -84,10 +82,7 @@ def _restore(path: str | os.PathLike[str], state: State, loader: Any) -> tuple[S
     steps = [step for step in found if step is not None]  # of each rank: one may see an older folder than another
     if not steps:
         return state, 0
-    for leaf in tree.leaves(state):
-        if isinstance(leaf, Sharded):
-            leaf.give_up()  # or a rank would hold two states
-    state = load(path, state._replace(data=loader.position), step=max(steps))
+    state = load(path, state._replace(data=loader.position), step=max(steps), donate=True)
     loader.resume(state.data)
     return state._replace(data=None), max(steps)
 

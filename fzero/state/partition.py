@@ -117,14 +117,17 @@ def fill_leaves(
     chunk: int,
     pin: bool = False,
     feed: Feed | None = None,
+    memory: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Sharded]:
     """Leaves of known layouts with the values of sources, by position. Slices of one bucket are views of one buffer, on
-    the device of its first leaf."""
+    the device of its first leaf. Leaves that have a slice in `memory` take that one."""
     values: dict[int, Sharded] = {}
     for layout, members in group_by_layout(planned, dtypes):
-        given = {index: sources[i] for i, index in members.items()}
-        first = next(iter(members))
-        slices = allocate_slices(given, layout, on.rank, dtypes[first], devices[first], pin)
+        slices = {index: memory[i] for i, index in members.items() if memory and i in memory}
+        new = {i: index for i, index in members.items() if index not in slices}
+        if new:
+            given, first = {index: sources[i] for i, index in new.items()}, next(iter(new))
+            slices |= allocate_slices(given, layout, on.rank, dtypes[first], devices[first], pin)
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)

@@ -88,6 +88,11 @@ class Sharded(Tensor):
             )
         return self._local
 
+    @property
+    def is_donated(self) -> bool:
+        """Whether this value was donated to a step, and cannot be used any more."""
+        return self._local is None
+
     def give_up(self) -> None:
         """Drop the slice, because a step reuses its memory. This value cannot be used afterwards."""
         self._local = None

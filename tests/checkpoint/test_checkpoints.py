@@ -204,6 +204,36 @@ def test_like_may_have_no_values_at_all(tmp_path: Path) -> None:
     assert_equal(load(tmp_path, meta), state)
 
 
+def test_a_load_into_the_memory_of_what_it_is_given(tmp_path: Path) -> None:
+    """Leaves that share memory, that are donated already, or that lie on the meta device get memory of their own."""
+    mesh = VirtualMesh(fsdp=3)
+    trees = [fzero.partition({str(i): torch.randn(7, 5), "one": torch.tensor(1.0 + i)}, mesh) for i in range(4)]
+    save(tmp_path, trees, step=1)
+    like = [tree.map(lambda x: x.with_local(torch.zeros_like(x.local)), each) for each in trees]
+    shared, donated, meta = like[1]["1"], like[2]["2"], like[3]["3"]
+    like[0]["0"] = like[0]["0"].with_local(shared.local)
+    addresses = [x.local.data_ptr() for x in tree.leaves(like[:3])]
+    held = donated.local  # or another tensor might get its address
+    donated.give_up()
+    like[3]["3"] = meta.with_local(meta.local.to("meta"))
+    got = load(tmp_path, like, donate=True)
+    assert_equal(whole(got), whole(trees))
+    assert all(x.is_donated for x in tree.leaves(like) if x is not like[3]["3"])
+    kept = [x.local.data_ptr() == at for x, at in zip(tree.leaves(got), addresses)]
+    assert kept == [True, True, False, True, False, True] and held.numel()
+    with pytest.raises(FzeroError, match="was donated"):
+        whole(like)
+
+
+def test_bad_input_leaves_what_was_to_be_donated(tmp_path: Path) -> None:
+    params = fzero.partition({"x": torch.ones(6)}, VirtualMesh(fsdp=2))
+    save(tmp_path, params, step=1)
+    for like in ({"y": params["x"]}, {"x": fzero.partition(torch.ones(5), VirtualMesh(fsdp=2))}):
+        with pytest.raises(FzeroError):
+            load(tmp_path, like, donate=True)
+        assert whole(like)
+
+
 def test_a_part_of_a_state_is_loaded(tmp_path: Path) -> None:
     state = make()
     save(tmp_path, place(state, VirtualMesh(fsdp=3)))
