@@ -20,13 +20,13 @@ from torch import Tensor
 from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.pieces import Plan, plan
-from fzero.checkpoint.saving import find_mesh
 from fzero.layout.boxes import Box, boxes
 from fzero.layout.ranges import tile
 from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
+from fzero.state.common_home import find_common_home
 from fzero.state.safetensors.transfer import sync_directory
 from fzero.state.sources import Source, TensorSource
 from fzero.values.sharded import Sharded
@@ -46,7 +46,7 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
         FzeroError: for a leaf that a checkpoint cannot hold; where `path` is there already; on all ranks, where a rank
             cannot write, or where ranks save different trees.
     """
-    on = find_mesh(values)
+    on = find_common_home(zip(tree.paths(values), tree.leaves(values)))
     members = on.members if isinstance(on, Live) else None
     target = Path(path)
     partial = target.parent / f"{target.name}.partial"

@@ -44,8 +44,9 @@ def load_params(
         FzeroError: with every missing and every left-over key; for a leaf of another shape or of another kind of dtype;
             where a file is missing or damaged, with leaf and file.
     """
-    found = {key.removeprefix(prefix): source for key, source in sources.items() if key.startswith(prefix)}
-    return partition(load_sources(found, like, rename=rename, strict=strict, dtype=dtype), mesh, **how)
+    return partition(
+        load_sources(_select(sources, prefix), like, rename=rename, strict=strict, dtype=dtype), mesh, **how
+    )
 
 
 def load_adam(
@@ -85,12 +86,17 @@ def load_adam(
         else:
             problem = "is no part of Adam's state: a running mean or a count of steps"
             raise FzeroError(path, problem, "give the state of an optimizer around scale_by_adam")
-    here = {key.removeprefix(prefix): source for key, source in sources.items() if key.startswith(prefix)}
+    here = _select(sources, prefix)
     found = {key: source for key, source in here.items() if key.rpartition(".")[2] in OF_ADAM}
     if counts:
         step = _read_step(here, dict.fromkeys(names))
         found |= {keys[path]: TensorSource(torch.tensor(step, dtype=dtype)) for path, dtype in counts.items()}
     return partition(load_sources(found, like, rename=keys.__getitem__), mesh, **{"like": like} | how)
+
+
+def _select(sources: Mapping[str, Source], prefix: str) -> dict[str, Source]:
+    """The sources whose keys start with a prefix, by key without it."""
+    return {key.removeprefix(prefix): source for key, source in sources.items() if key.startswith(prefix)}
 
 
 def _read_step(sources: Mapping[str, Source], names: Iterable[str]) -> int:

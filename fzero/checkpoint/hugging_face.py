@@ -79,7 +79,7 @@ def export_hf(
     """
     given = zip([rename(at) if rename else at for at in tree.paths(params)], tree.leaves(params))
     named = [(name, leaf) for name, leaf in given if name is not None]
-    on = find_live(leaf for _, leaf in named)
+    on = find_live(named)
 
     def make_plan() -> Plan:
         check_paths(name for name, _ in named)

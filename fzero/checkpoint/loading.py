@@ -134,7 +134,7 @@ def _read(
 
 
 def _take_memory(home: Home, leaves: Mapping[int, Sharded]) -> dict[int, Tensor]:
-    """The slices of leaves, which give them up. Of leaves that share memory only the first gives it."""
+    """The slices of leaves, which give them up. Of leaves that share memory only one gives it."""
     if isinstance(home, Live):
         home.settle()  # another rank may be reading it
     given: dict[int, Tensor] = {}
@@ -142,8 +142,11 @@ def _take_memory(home: Home, leaves: Mapping[int, Sharded]) -> dict[int, Tensor]
         if not leaf.is_donated and not leaf.local.is_meta and leaf.local.is_contiguous():
             given[i] = leaf.local
             leaf.give_up()
-    first = {x.data_ptr(): i for i, x in reversed(given.items()) if x.numel()}
-    return {i: x for i, x in given.items() if not x.numel() or first[x.data_ptr()] == i}
+    taken, end = dict[int, Tensor](), 0
+    for i, x in sorted(given.items(), key=lambda item: item[1].data_ptr()):
+        if x.data_ptr() >= end or not x.numel():
+            taken[i], end = x, max(end, x.data_ptr() + x.nbytes)
+    return taken
 
 
 def _real_device(leaf: Sharded) -> torch.device:

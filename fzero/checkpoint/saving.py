@@ -14,10 +14,9 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
 from fzero.checkpoint.writing import Options, Saving
-from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.ranks.together import gather_words
-from fzero.ranks.virtual import Virtual
+from fzero.state.common_home import find_common_home
 from fzero.values.sharded import Sharded
 
 
@@ -58,7 +57,7 @@ def save(
     step = _choose_step(state, step)
     if keep is not None and keep < 1:
         raise FzeroError("keep", f"is {keep}", "keep at least 1 checkpoint")
-    on = find_mesh(state)
+    on = find_common_home(zip(tree.paths(state), tree.leaves(state)))
     lane = find_lane(on)
     lane.finish()
     options = Options(Path(path), step, keep, overwrite, sha256, dict(metadata or {}))
@@ -83,21 +82,3 @@ def _choose_step(state: tree.Tree, step: Any) -> int:
         problem = f"is {step!r:.80}, not a whole number from 0 on"
         raise FzeroError("step", problem, "give save(..., step=n), or a fzero.State with a step")
     return step
-
-
-def find_mesh(state: tree.Tree) -> Home | None:
-    """The `Live` or `Virtual` that the `Sharded` leaves lie on; None for a tree without any.
-
-    Raises:
-        FzeroError: for leaves on several meshes, and for leaves inside of a step.
-    """
-    sharded = {path: x for path, x in zip(tree.paths(state), tree.leaves(state)) if isinstance(x, Sharded)}
-    first = next(iter(sharded), "")
-    for path, leaf in sharded.items():
-        if leaf.on.is_tracing:
-            raise FzeroError(path, "is saved inside of a step, where it has no values", "save what the step returns")
-        if leaf.on is not sharded[first].on:
-            problem = f"lies on {leaf.on.mesh}, {first} on {sharded[first].on.mesh}: other process groups"
-            raise FzeroError(path, problem, "save the leaves of one mesh in one checkpoint")
-    on = sharded[first].on if sharded else None
-    return on if isinstance(on, (Live, Virtual)) else None

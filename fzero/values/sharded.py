@@ -78,23 +78,23 @@ class Sharded(Tensor):
         """This rank's slice itself: a step that updates the value in place writes over it. Clone what you keep.
 
         Raises:
-            FzeroError: when this value was donated to a step.
+            FzeroError: when this value was donated.
         """
         if self._local is None:
             raise FzeroError(
                 self.path,
-                "this value was donated to a step that updated it in place",
-                "use the value that the step returned, or make the step with shard(..., donate=False)",
+                "this value was donated: a step or a load wrote another one into its memory",
+                "use the value that was returned, or give donate=False to shard or load",
             )
         return self._local
 
     @property
     def is_donated(self) -> bool:
-        """Whether this value was donated to a step, and cannot be used any more."""
+        """Whether this value was donated to a step or a load, and cannot be used any more."""
         return self._local is None
 
     def give_up(self) -> None:
-        """Drop the slice, because a step reuses its memory. This value cannot be used afterwards."""
+        """Drop the slice, because a step or a load reuses its memory. This value cannot be used afterwards."""
         self._local = None
 
     @property

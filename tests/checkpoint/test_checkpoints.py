@@ -225,6 +225,14 @@ def test_a_load_into_the_memory_of_what_it_is_given(tmp_path: Path) -> None:
         whole(like)
 
 
+def test_slices_that_overlap_do_not_both_give_their_memory(tmp_path: Path) -> None:
+    params = fzero.partition({"a": torch.randn(10), "b": torch.randn(8)}, VirtualMesh(fsdp=1))
+    save(tmp_path, params, step=1)
+    memory = torch.zeros(12)
+    like = {"a": params["a"].with_local(memory[:10]), "b": params["b"].with_local(memory[4:])}
+    assert_equal(whole(load(tmp_path, like, donate=True)), whole(params))
+
+
 def test_bad_input_leaves_what_was_to_be_donated(tmp_path: Path) -> None:
     params = fzero.partition({"x": torch.ones(6)}, VirtualMesh(fsdp=2))
     save(tmp_path, params, step=1)

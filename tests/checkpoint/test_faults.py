@@ -412,10 +412,13 @@ def test_two_saves_of_one_process_into_one_folder(place: Path) -> None:
 # saves without waiting
 
 
-def test_a_call_that_waits_for_a_save_and_is_interrupted_leaves_it_alone(place: Path) -> None:
+def test_a_call_that_waits_for_a_save_and_is_interrupted_leaves_it_alone(
+    place: Path, request: pytest.FixtureRequest
+) -> None:
     """The thread goes on to read the copy of the values: the next save waits for the thread before it copies others."""
     goes_on, before = threading.Event(), signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background does not have
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
     with Calls(8, lambda name: assert_true(goes_on.wait(60))).watch():  # the first file is being written
         save(place, state(1, MESH), step=1, wait=False)
         interrupt = partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
@@ -424,7 +427,6 @@ def test_a_call_that_waits_for_a_save_and_is_interrupted_leaves_it_alone(place: 
             save(place, state(2, MESH), step=2, wait=False)
         threading.Timer(0.3, goes_on.set).start()
         save(place, state(3, MESH), step=3, wait=False).wait()
-    signal.signal(signal.SIGINT, before)
     assert list_steps(place) == [1, 3] and holds(place, 1, 1) and holds(place, 3, 3)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.ranks.live import Live
+from fzero.state.common_home import find_common_home
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.writing import ITSELF, Piece, Plan, write
@@ -45,7 +46,7 @@ def save_safetensors(
             removed, and an old file at `path` is unchanged.
     """
     leaves = tree.leaves(values)
-    on = find_live(leaves)
+    on = find_live(zip(tree.paths(values), leaves))
 
     def make_plan() -> Plan:
         paths = tree.paths(values)
@@ -100,21 +101,12 @@ def choose_part(value: Sharded | Source, on: Live | None) -> range | None:
     return None if any(on.transports[axis].rank for axis in copies) else value.part
 
 
-def find_live(leaves: Iterable[Any]) -> Live | None:
-    """This rank of the mesh that the `Sharded` leaves lie on; None for a process that saves alone.
+def find_live(leaves: Iterable[tuple[str, Any]]) -> Live | None:
+    """This rank of the mesh that the `Sharded` leaves lie on, of leaves with their paths; None for a process that saves
+    alone, also for all virtual ranks.
 
     Raises:
-        FzeroError: for leaves on several meshes, and for leaves inside of a step.
+        FzeroError: as `find_common_home` does.
     """
-    sharded = [leaf for leaf in leaves if isinstance(leaf, Sharded)]
-    for leaf in sharded:
-        if leaf.on.is_tracing:
-            raise FzeroError(
-                leaf.path, "is saved inside of a step, where it has no values", "save what the step returns"
-            )
-        if leaf.on is not sharded[0].on:
-            first = sharded[0]
-            problem = f"lies on {leaf.on.mesh}, {first.path} on {first.on.mesh}: other process groups"
-            raise FzeroError(leaf.path, problem, "save the leaves of one mesh in one file")
-    on = sharded[0].on if sharded else None
-    return on if isinstance(on, Live) else None
+    home = find_common_home(leaves)
+    return home if isinstance(home, Live) else None
