@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 
 from torch import fx
@@ -14,10 +14,11 @@ from fzero.program.program import Program
 from fzero.program.records import starts
 
 
-def release(program: Program, *, stage: int) -> Program:
+def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Program:
     """Set how long gathered buckets and full gradients live.
 
-    * Stage 3: drop a gathered bucket when another bucket is used, and gather it again for its next use.
+    * Stage 3: drop a gathered bucket when another bucket is used, and gather it again for its next use. The buckets
+      that `keep` names stay, as at stage 2.
     * Stage 2: gather each bucket once, and keep it until its last use.
     * Stage 1: as 2; keep full gradients too, and scatter all of them at the end.
 
@@ -32,19 +33,20 @@ def release(program: Program, *, stage: int) -> Program:
         raise FzeroError("stage", f"is {stage!r}", "stages are 1, 2 and 3")
     program = program.copy()
     if stage == 3:
-        _regather(program)
+        _regather(program, keep)
     if stage == 1:
         _scatter_last(program)
     return program
 
 
-def _regather(program: Program) -> None:
-    """Give each run of uses of a bucket an all-gather of its own."""
+def _regather(program: Program, keep: Collection[str]) -> None:
+    """Give each run of uses of a bucket an all-gather of its own, but of the buckets to keep."""
     origin = find_origins(program.graph, "gathered")
     uses = [(node, {origin[n] for n in node.all_input_nodes if n in origin}) for node in program.graph.nodes]
     uses = [(node, buckets) for node, buckets in uses if buckets and node not in origin]
     for bucket, span in _find_later_spans(uses):
-        _gather_again(program, bucket, span, origin)
+        if bucket.args[1] not in keep:
+            _gather_again(program, bucket, span, origin)
     sink_gathers(program.graph)
 
 

@@ -111,8 +111,8 @@ def _is_used_forward(node: Node, region: Region) -> bool:
 
 
 def _is_chosen(node: Node, region: Region) -> bool:
-    """Whether a node's value is the result of a collective, or a value that the region's policy keeps."""
-    if node.op != "call_function" or record(node).moves is not None:
+    """Whether a node's value is the result of a collective, or a value that the region or its policy keeps."""
+    if node.op != "call_function" or record(node).moves is not None or get_mark(node).number in region.kept:
         return True
     value = node.meta.get("val")
     named = node.args[0] if name_of(node) == "getitem" else node

@@ -4,7 +4,7 @@ turns of loops."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -27,7 +27,11 @@ DOTS = frozenset(
 )
 """Names of matrix products and of attention in one operation: the results that take longest to compute again."""
 
-_POLICIES: dict[Any, Policy] = {None: lambda name, value: False, "dots": lambda name, value: name in DOTS}
+_POLICIES: dict[Any, Policy] = {
+    None: lambda name, value: False,
+    "dots": lambda name, value: name in DOTS,
+    "budget": lambda name, value: True,
+}
 
 
 def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callable[..., Any]:
@@ -38,6 +42,7 @@ def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callabl
 
     * None: nothing else.
     * "dots": the results of matrix products and attention.
+    * "budget": what the budget of `shard(..., memory=)` leaves room for; without a budget everything.
     * a function `policy(name, value) -> bool`: the results for which it returns True. `name` is the aten operation's
       name, "mm" say, and `value` its result, a tensor without data.
 
@@ -53,12 +58,13 @@ def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callabl
         FzeroError: for any other policy.
     """
     if not callable(policy) and policy not in _POLICIES:
-        raise FzeroError("policy", f"is {policy!r}", 'give None, "dots" or a function of a name and a value')
+        raise FzeroError("policy", f"is {policy!r}", 'give None, "dots", "budget" or a function of a name and a value')
     keeps = policy if callable(policy) else _POLICIES[policy]
 
     @functools.wraps(fn, updated=())
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        token = _open_regions.set((*_open_regions.get(), Region(keeps, torch_private.in_backward())))
+        region = Region(keeps, torch_private.in_backward(), by_budget=policy == "budget")
+        token = _open_regions.set((*_open_regions.get(), region))
         try:
             return fn(*args, **kwargs)
         finally:
@@ -68,10 +74,14 @@ def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callabl
 
 
 class Region:
-    """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call."""
+    """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call.
 
-    def __init__(self, keeps: Policy, in_backward: bool) -> None:
-        self.keeps, self.in_backward = keeps, in_backward
+    The region also keeps the values of the nodes with the numbers `kept`. With `by_budget` a memory budget may make
+    another region of its nodes.
+    """
+
+    def __init__(self, keeps: Policy, in_backward: bool, kept: Collection[int] = (), by_budget: bool = False) -> None:
+        self.keeps, self.in_backward, self.kept, self.by_budget = keeps, in_backward, kept, by_budget
 
 
 _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
@@ -137,12 +147,14 @@ def end_turn() -> None:
 
 class Mark(NamedTuple):
     """Where a node was traced: in which regions and in which turns, the outermost first, and whether in a backward
-    pass. A node that stands for the border of a turn has the turn as its `port`."""
+    pass. A node that stands for the border of a turn has the turn as its `port`. A memory budget gives the nodes of a
+    trace a `number`, which their copies in programs have too."""
 
     regions: tuple[Region, ...] = ()
     in_backward: bool = False
     turns: tuple[Turn, ...] = ()
     port: Turn | None = None
+    number: int | None = None
 
 
 def current_mark() -> Mark:
