@@ -20,7 +20,8 @@ from fzero.program.records import starts
 TRIES = 4
 """How many programs are built, at most, to come near a budget: an estimate of the peak is a few percent off."""
 LARGEST_ERROR = 0.1
-"""By how much of the peak an estimate is too high, at most."""
+"""Where an estimate is above a limit by more than this part of it, and fewer collectives may start ahead, no program is
+built."""
 NAMED = 5
 """How many of the largest values an error names."""
 GIB = 1 << 30
@@ -58,7 +59,7 @@ def fit(traced: Program, limit: int, rewrite: Rewrite) -> Program:
     last = _Space(traced, rewrite, 0)
     least = last.find(limit)
     if least is None:
-        raise _refuse(last.build(last.frontier[0]), limit)
+        raise _refuse(last.least(), limit)
     further = (_Space(traced, rewrite, ahead).find(limit) for ahead in space.list_ahead())
     return next((program for program in further if program is not None), least)
 
@@ -90,6 +91,9 @@ class _Space:
         self.segments = list(list_segment_choices(find_segments(traced, base.rates), line, weights))
         self.choices: list[Choice] = [choice for choice, _ in (*self.buckets, *self.segments)]
         self.frontier = find_frontier([place.nbytes for place in line], self.choices)
+        picks = [0] * len(self.buckets) + [len(choice.options) - 1 for choice, _ in self.segments]
+        slower = sum(choice.options[0].seconds for choice, _ in self.buckets)
+        self.base, self.start = base, Point(base.memory().peak, slower, tuple(picks))
         self.gathered = {nbytes(place.node.meta["val"]) for place in line if starts(place.node) == "gathered"}
 
     def list_ahead(self) -> list[int]:
@@ -118,30 +122,37 @@ class _Space:
         keep, again = self.pick(point)
         return self.rewrite(number_nodes(self.traced, again), keep=keep, ahead=self.ahead)
 
+    def least(self) -> Program:
+        """The program with the least peak. That is where the estimate is least, or the program that this began with."""
+        return min((self.build(self.frontier[0]), self.base), key=lambda program: program.memory().peak)
+
     def find(self, limit: int) -> Program | None:
         """The fastest program within a limit among those that were built. How far the estimate of one is off says which
         one is built next."""
-        if self.frontier[0].peak > (1 + LARGEST_ERROR) * limit:
+        least = self.frontier[0]
+        if self.ahead != 0 and min(least.peak, self.start.peak) > (1 + LARGEST_ERROR) * limit:
             return None
-        found: tuple[Point, Program] | None = None
-        tried, bound = set[Point](), limit
+        built, bound = {self.start: self.base}, limit
+        found: Point | None = None
         for _ in range(TRIES):
-            point = self.best(bound) or self.frontier[0]
-            if point in tried or (found and point.seconds >= found[0].seconds):
+            point = self.best(bound) or least
+            if point in built or (found and point.seconds >= found.seconds):
                 break
-            tried.add(point)
-            program = self.build(point)
-            peak = program.memory().peak
+            built[point] = self.build(point)
+            peak = built[point].memory().peak
             bound = limit - (peak - point.peak)
             if peak <= limit:
-                found = point, program
+                found = point
             else:
                 bound = min(bound, point.peak - 1)
-        least = self.frontier[0]
-        if found is None and least not in tried:
-            program = self.build(least)
-            found = (least, program) if program.memory().peak <= limit else None
-        return found and replace(found[1], remarks=(*found[1].remarks, *self._explain(*found, limit)))
+        if found is None and least not in built:
+            built[least] = self.build(least)
+        within = [point for point, program in built.items() if program.memory().peak <= limit]
+        if not within:
+            return None
+        best = min(within, key=lambda point: (point.seconds, point.peak))
+        program = built[best]
+        return replace(program, remarks=(*program.remarks, *self._explain(best, program, limit)))
 
     def _explain(self, point: Point, program: Program, limit: int) -> Iterator[str]:
         """Lines that say what was chosen, and what more bytes would buy."""
