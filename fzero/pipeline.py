@@ -16,6 +16,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
 from fzero.passes import resolve, run_passes
+from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
 from fzero.passes.run import Pass
 from fzero.program.operation import Node
@@ -85,7 +86,7 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with pause_garbage_collection():
             with forget_casts():
-                traced = roll(trace(self.fn, args, self.on.mesh))
+                traced = roll(dequantize(trace(self.fn, args, self.on.mesh)))
             check_seeds(traced)
             check_mistakes(traced, self.fn, warn=not self._cache)
             with disable_autocast():

@@ -54,7 +54,7 @@ def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | N
     """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` is as in
     `shard`.
 
-    `roll` and `resolve` run before these passes, also before those that a user gives.
+    `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
         FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.
