@@ -19,6 +19,7 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.base.sizes import parse_size
 from fzero.budget.fit import Budget, fit
 from fzero.passes import choose_passes, defaults, resolve, run_passes
+from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
 from fzero.passes.run import Pass
 from fzero.program.operation import Node
@@ -112,7 +113,7 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with pause_garbage_collection():
             with forget_casts():
-                traced = trace(self.fn, args, self.on.mesh)
+                traced = dequantize(trace(self.fn, args, self.on.mesh))
                 rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
             check_seeds(rolled)
             check_mistakes(rolled, self.fn, warn=not self._cache)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from fzero.layout.layout import layer_of
 from fzero.passes.order import find_changes
 from fzero.program import ops
 from fzero.program.operation import Node
@@ -32,7 +33,7 @@ class Level(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A part of the forward pass whose values are computed again together: the nodes that use one bucket, or those of a
+    """A part of the forward pass whose values are computed again together: the nodes that use one layer, or those of a
     region of `remat` whose policy is "budget".
 
     Nodes are numbers: positions in the trace. `saved` are the nodes that the backward pass uses and that can be
@@ -50,7 +51,7 @@ def number_nodes(traced: Program, chosen: Sequence[tuple[Segment, Level]] = ()) 
     """A copy of a trace whose nodes know their numbers, and in which these segments compute these levels again."""
     region_of: dict[int, Region] = {}
     for segment, level in chosen:
-        region = Region(lambda name, value: False, in_backward=False, kept=segment.saved - level.lost)
+        region = Region(_keep_nothing, in_backward=False, kept=segment.saved - level.lost)
         region_of |= dict.fromkeys(segment.members, region)
     program = traced.copy()
     for number, node in enumerate(program.graph.nodes):
@@ -58,6 +59,11 @@ def number_nodes(traced: Program, chosen: Sequence[tuple[Segment, Level]] = ()) 
         regions = (region_of[number],) if number in region_of else mark.regions
         set_mark(node.meta, mark._replace(number=number, regions=regions))
     return program
+
+
+def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    """The policy of a region that keeps the nodes that it names, and nothing else."""
+    return False
 
 
 def find_segments(traced: Program, rates: Rates) -> list[Segment]:
@@ -78,20 +84,20 @@ def find_segments(traced: Program, rates: Rates) -> list[Segment]:
 
 
 def _list_members(trace: _Trace) -> Iterator[list[Node]]:
-    """The nodes of each segment. A segment ends where a node uses another bucket, and where a turn of a loop or a
+    """The nodes of each segment. A segment ends where a node uses another layer, and where a turn of a loop or a
     region of `remat` begins or ends."""
     members: list[Node] = []
     where: Any = None
-    bucket: Any = None
+    layer: Any = None
     for node in trace.nodes:
         mark = get_mark(node)
-        if node.op != "call_function" or mark.in_backward or mark.port is not None or node in trace.bucket:
+        if node.op != "call_function" or mark.in_backward or mark.port is not None or node in trace.layer:
             continue
         if not all(region.by_budget for region in mark.regions):
             continue
-        used = [trace.bucket[source] for source in node.all_input_nodes if source in trace.bucket]
-        bucket = bucket if bucket in used or not used else used[0]
-        here = mark.turns, mark.regions[:1] or bucket
+        used = [trace.layer[source] for source in node.all_input_nodes if source in trace.layer]
+        layer = layer if layer in used or not used else used[0]
+        here = mark.turns, mark.regions[:1] or layer
         if members and here != where:
             yield members
             members = []
@@ -110,19 +116,19 @@ class _Trace:
         self.changed = find_changes(program.graph)
         self.maker: dict[Any, Node] = {}  # memory -> the first node whose value lies in it
         self.alive = set[Any]()  # memory that lives into the backward pass as it is
-        self.bucket: dict[Node, str] = {}
-        """The bucket of a gathered leaf, and of what is made of the leaf whenever that is used."""
+        self.layer: dict[Node, str] = {}
+        """The layer of a gathered leaf, and of what is made of the leaf whenever that is used."""
         for node in self.nodes:
             memory = storage(node)
             self.maker.setdefault(memory, node)
             if node.op != "call_function" or any(get_mark(user).in_backward for user in node.users):
                 self.alive.add(memory)
             if is_call(node, ops.gather):
-                self.bucket[node] = node.args[1]
+                self.layer[node] = layer_of(program.layout_of(node).bucket)
             elif node.op == "call_function" and record(node).is_derived and len(node.all_input_nodes) == 1:
                 (source,) = node.all_input_nodes
-                if source in self.bucket:
-                    self.bucket[node] = self.bucket[source]
+                if source in self.layer:
+                    self.layer[node] = self.layer[source]
 
 
 class _Part:
@@ -159,7 +165,7 @@ class _Part:
         def name(node: Node) -> tuple[Any, ...]:
             if node in self.position:
                 return ("member", self.position[node])
-            known = storage(node) in self.trace.alive, node in self.trace.bucket
+            known = storage(node) in self.trace.alive, node in self.trace.layer
             return ("other", others.setdefault(node, len(others)), *known)
 
         values = set(self.values)
@@ -198,7 +204,7 @@ class _Part:
         while stack:
             node = stack.pop()
             own = storage(node)
-            if node in chain or node in again or node in self.trace.bucket:
+            if node in chain or node in again or node in self.trace.layer:
                 continue
             if node in self.position and own not in kept and own not in self.stays:
                 chain.add(node)

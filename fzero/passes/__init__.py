@@ -62,7 +62,7 @@ def defaults(
     `shard`. At stage 3 the buckets that `keep` names stay gathered from their first to their last use. `ahead` is the
     `memory` of `prefetch`.
 
-    `roll` and `resolve` run before these passes, also before those that a user gives.
+    `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
         FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_origins
+from fzero.passes.order import list_uses
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, kind_of_state
@@ -24,7 +24,7 @@ def verify(program: Program, *, stage: int | None = None, keep: Collection[str] 
     * a started collective has exactly one wait, behind its start, and nothing writes to its operands before the wait;
     * nodes write to donated arguments and to temporaries only;
     * a loop's body holds all of this, and gets what it expects in every turn;
-    * at `stage` 3 a gathered bucket that `keep` does not name is not kept while others are used.
+    * at `stage` 3 a gathered bucket that `keep` does not name is not kept while other layers are used.
 
     Ranks start collectives in one order, because all ranks run one program. `verify` believes the shapes and the memory
     that nodes claim, that a kernel gives the same bits on every rank, and that captured tensors are the same on every
@@ -124,23 +124,14 @@ def _check_collectives(program: Program) -> None:
 
 
 def _check_releases(program: Program, keep: Collection[str]) -> None:
-    """Refuse a gathered buffer that is used before and after a node that uses other buckets only, but of the buckets to
-    keep."""
+    """Refuse a gathered buffer, but of the buckets to keep, that is used before and after a node that uses other layers
+    only."""
     last: dict[Node, tuple[int, Node]] = {}
-    for at, (node, buckets) in enumerate(_list_uses(program)):
-        for start in buckets:
-            if start in last and last[start][0] != at - 1 and start.args[1] not in keep:
+    for node, runs in list_uses(program):
+        for start, run in runs.items():
+            if start in last and last[start][0] != run and start.args[1] not in keep:
                 raise refuse_node(
                     program, start, f"of {start.args[1]!r} is kept from {last[start][1].name} to {node.name}",
-                    "at stage 3 release a bucket when another one is used, and gather it again",
+                    "at stage 3 release a bucket when another layer is used, and gather it again",
                 )  # fmt: skip
-            last[start] = (at, node)
-
-
-def _list_uses(program: Program) -> Iterator[tuple[Node, set[Node]]]:
-    """Each node that uses gathered leaves, with the all-gathers that these leaves come from."""
-    origin = find_origins(program.graph, "gathered")
-    for node in program.graph.nodes:
-        buckets = {origin[source] for source in node.all_input_nodes if source in origin}
-        if buckets and node not in origin:
-            yield node, buckets
+            last[start] = (run, node)
