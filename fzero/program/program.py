@@ -99,6 +99,7 @@ class Program:
     * `measured` are the rates of the machine, None where no one has measured them.
     * `noted` has the class of each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
       these results.
+    * `remarks` are lines for the report, of passes that left something as it was.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     """
 
@@ -116,6 +117,7 @@ class Program:
     pass_state: tuple[PassState, ...] = ()
     read: tuple[Tensor, ...] = ()
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""
