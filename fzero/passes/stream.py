@@ -17,6 +17,7 @@ from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.listing import format_size
 from fzero.program.operation import Node
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, is_call, name_of, storage
 from fzero.program.refusals import line_of
@@ -86,7 +87,21 @@ def _join_bodies(program: Program) -> Program:
     remarks = tuple(dict.fromkeys([*program.remarks, *(each for body in bodies for each in body.remarks)]))
     if layouts.keys() <= program.layouts.keys() and remarks == program.remarks:
         return program
-    return replace(program, layouts={**layouts, **program.layouts}, remarks=remarks)
+    program = replace(program.copy(), layouts={**layouts, **program.layouts}, remarks=remarks)
+    for node in program.graph.find_nodes(op="call_function", target=ops.loop):
+        node.args = tuple(_name_chunks(Loop(*node.args)))
+    return program
+
+
+def _name_chunks(loop: Loop) -> Loop:
+    """A loop over layers whose chunks have, in each turn, the name of the layer."""
+    chunks = {
+        name: [f"{each}{name.removeprefix(bucket)}" for each in of_rows]
+        for bucket, of_rows in loop.layers.items()
+        for name in map(str, loop.body.layouts)
+        if name.startswith(f"{bucket} in ")
+    }
+    return loop._replace(layers={**loop.layers, **chunks})
 
 
 def _find_large(program: Program, chunk: int) -> list[_Leaf]:

@@ -121,9 +121,14 @@ class _Emitter:
         return total if wide == dtype else self.program.emit(_aten._to_copy.default, total, dtype=dtype)
 
     def _look_up(self, node: Node) -> Node:
+        """A lookup takes the rows that a turn has. In the first turn the kernel refuses indices outside of the leaf."""
         table, indices = node.args[:2]
-        inside, local = self._find_places(indices, outside=0)
+        turn, place, wrong = self._find_places(indices)
+        turn, place = (
+            self.program.emit(_aten.masked_fill.Scalar, x, wrong, value) for x, value in ((turn, 0), (place, -1))
+        )
         before = self._begin_carry(node, node.meta["val"].dtype)
+        inside, local = self._look_inside(indices, turn, place, outside=0)
         rows = self.body.emit(_aten.embedding.default, self._rows(table, 0), local)
         for _ in self.plan.layout.leaves[0].shape[1:]:
             inside = self.body.emit(_aten.unsqueeze.default, inside, -1)
@@ -152,30 +157,32 @@ class _Emitter:
         return made
 
     def _add_up_rows(self, node: Node) -> Node:
-        """The gradient of the rows of a turn that lookups read."""
+        """The gradient of the rows of a turn that lookups read. A row more takes what belongs to other turns."""
         gradient, indices, _, padding, by_count = node.args
+        emit, rows = self.program.emit, self.plan.rows_of_chunk
+        turn, place, wrong = self._find_places(indices)
         if padding >= 0:
-            is_padding = self.program.emit(_aten.eq.Scalar, indices, padding)
-            indices = self.program.emit(_aten.masked_fill.Scalar, indices, is_padding, -1)
-        _, local = self._find_places(indices, outside=-1)
-        rows = self.plan.rows_of_chunk
-        return self.body.emit(node.target, self._share(gradient), local, rows, -1, by_count)  # -1: no row
+            wrong = emit(_aten.logical_or.default, wrong, emit(_aten.eq.Scalar, indices, padding))
+        turn = emit(_aten.masked_fill.Scalar, turn, wrong, -1)
+        _, local = self._look_inside(indices, turn, place, outside=rows)
+        sums = self.body.emit(node.target, self._share(gradient), local, rows + 1, rows, by_count)
+        return self.body.emit(_aten.slice.Tensor, sums, 0, 0, rows)
 
-    def _find_places(self, indices: Node, outside: int) -> tuple[Node, Node]:
-        """In a turn: whether each index is one of its rows, and which of them, `outside` for other indices.
-
-        An index outside of the leaf is -1 in the first turn, which the kernel of a lookup refuses as it does there.
-        """
-        _, _, _, held, height, turns, _ = self.plan
-        emit = self.program.emit
+    def _find_places(self, indices: Node) -> tuple[Node, Node, Node]:
+        """Of each index: the turn that has its row, the place of the row in the chunk, and whether no turn has it."""
+        emit, held, height = self.program.emit, self.plan.held, self.plan.height
         rank = emit(_aten.div.Tensor_mode, indices, held, rounding_mode="floor")
         row = emit(_aten.remainder.Scalar, indices, held)
         turn = emit(_aten.div.Tensor_mode, row, height, rounding_mode="floor")
         place = emit(_aten.add.Tensor, emit(_aten.mul.Tensor, rank, height), emit(_aten.remainder.Scalar, row, height))
         low, high = emit(_aten.lt.Scalar, indices, 0), emit(_aten.ge.Scalar, indices, self.plan.rows)
-        wrong = emit(_aten.logical_or.default, low, high)
-        turn, place = (emit(_aten.masked_fill.Scalar, x, wrong, value) for x, value in ((turn, 0), (place, -1)))
-        numbers = emit(_aten.arange.default, turns, dtype=torch.int64, device=indices.meta["val"].device)
+        return turn, place, emit(_aten.logical_or.default, low, high)
+
+    def _look_inside(self, indices: Node, turn: Node, place: Node, outside: int) -> tuple[Node, Node]:
+        """In a turn: whether each index has its row there, and the place of the row; `outside` for other indices."""
+        numbers = self.program.emit(
+            _aten.arange.default, self.plan.turns, dtype=torch.int64, device=indices.meta["val"].device
+        )
         now = self._give("xs", "turn", numbers, Argument("", kind=UNIFORM), numbers.meta["val"][0])
         inside = self.body.emit(_aten.eq.Tensor, self._keep(turn, indices), now)
         other = self.body.emit(_aten.logical_not.default, inside)
