@@ -124,7 +124,7 @@ def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str) -> str:
     """The remark on a leaf that is gathered whole."""
     own = program.layouts[leaf.key[0]].leaves[leaf.key[1]]
     size = format_size(own.numel * leaf.itemsize)
-    return f"{own.path} is gathered whole, {size} at chunk={format_size(chunk)}: {obstacle}"
+    return f"{own.path} is gathered whole, {size} with chunks of {format_size(chunk)}: {obstacle}"
 
 
 def _find_uses(program: Program, leaf: _Leaf, chunk: int) -> _Plan | str:

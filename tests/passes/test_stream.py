@@ -297,3 +297,92 @@ def test_steps_that_repeat_what_they_do(name: str, stage: int) -> None:
     assert not program.remarks and max(list_gathered(program)) <= CHUNK
     names = {entry.bucket for entry in program.comm() if entry.op == "all_gather"}
     assert names >= {f"blocks.{i}.{leaf} in 4" for i in (0, 1) for leaf in ("up", "down")}
+
+
+# what is gathered whole, and bad input
+
+
+def takes_rows_by_index(p: Any, batch: Any) -> Tensor:
+    return (p["embedding"][batch["x"]] @ p["head"].T).square().mean()
+
+
+def has_tiles(p: Any, batch: Any) -> Tensor:
+    return fzero.tiled_cross_entropy(look_up(p, batch), p["head"], batch["y"], chunks=2)
+
+
+def multiplies_the_leaf_by_itself(p: Any, batch: Any) -> Tensor:
+    return (p["head"] @ p["head"].T).square().mean() + look_up(p, batch).square().mean()
+
+
+def sorts_the_gradient(p: Any, batch: Any) -> Tensor:
+    """The gradient of a sort has the leaf's size, and no rule for rows."""
+    return (p["head"].sort(0).values * torch.arange(WIDTH)).sum() + look_up(p, batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "leaf", "operation"),
+    [
+        (takes_rows_by_index, "embedding", "index"),
+        (has_tiles, "head", "loop"),
+        (multiplies_the_leaf_by_itself, "head", "mm"),
+        (sorts_the_gradient, "head", "sort"),
+    ],
+)
+def test_a_leaf_with_another_use_is_gathered_whole_and_reported(loss: Any, leaf: str, operation: str) -> None:
+    mesh, step, batch = VirtualMesh(fsdp=2), make_step(loss), tokens()
+    params = fzero.partition(tables(), mesh)
+    simulated = fzero.simulate(step, mesh, chunk=CHUNK)
+    report = simulated.report(params, OPTIMIZER.init(params), batch)
+    (remark,) = report.remarks
+    line = f"{leaf} is gathered whole, 4.0 KiB with chunks of 1.0 KiB: {operation} uses it (", f"in {loss.__name__}: "
+    assert all(part in remark for part in line)
+    assert f"  {remark}" in str(report).splitlines()
+    assert f"  {remark}" in str(simulated.trace(params, OPTIMIZER.init(params), batch)).splitlines()
+    assert_close(train(step, tables(), batch, mesh, chunk=CHUNK), train(step, tables(), batch, mesh))
+
+
+@pytest.mark.parametrize(
+    ("how", "obstacle"),
+    [
+        ({}, "is cut within rows of 17 elements; cut it between rows with partition(granularity=)"),
+        (
+            {"layers": lambda path: "both"},
+            "shares the bucket 'both' with other leaves; give it one of its own with partition(layers=)",
+        ),
+    ],
+)
+def test_a_leaf_whose_slices_are_no_rows_is_gathered_whole(how: Any, obstacle: str) -> None:
+    mesh, batch = VirtualMesh(fsdp=2), tokens(60)
+    params = fzero.partition({name: torch.randn(60, 17) for name in ("embedding", "head")}, mesh, **how)
+    program = fzero.simulate(make_step(has_a_head), mesh, chunk=CHUNK).trace(params, OPTIMIZER.init(params), batch)
+    assert [remark.partition(": ")[2] for remark in program.remarks] == [obstacle, obstacle]
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.5, "64", "a lot"])
+def test_a_chunk_that_is_no_size(chunk: Any) -> None:
+    with pytest.raises(fzero.FzeroError, match=r"^chunk: is .*; give a number of bytes above 0"):
+        fzero.simulate(make_step(has_a_head), VirtualMesh(fsdp=2), chunk=chunk)
+
+
+def test_a_chunk_below_one_row_of_every_rank() -> None:
+    with pytest.raises(fzero.FzeroError) as refused:
+        trace(make_step(has_a_head), tables(), tokens(), VirtualMesh(fsdp=4), chunk=255)
+    assert str(refused.value) == (
+        "chunk: is 255 bytes, and one row of embedding of each of 4 ranks has 256; "
+        "give at least 256, or None to gather leaves whole"
+    )
+    trace(make_step(has_a_head), tables(), tokens(), VirtualMesh(fsdp=4), chunk=256)
+
+
+def test_a_chunk_beside_passes() -> None:
+    with pytest.raises(fzero.FzeroError, match=r"chunk: is '1KiB', and passes are given; give it to the passes"):
+        fzero.simulate(make_step(has_a_head), 2, chunk="1KiB", passes=fzero.passes.defaults(stage=3))
+
+
+@pytest.mark.parametrize("index", [-1, VOCABULARY, 51])
+def test_an_index_outside_of_the_leaf_is_refused_as_before(index: int) -> None:
+    """A chunk has rows of zeros behind the 51 of the leaf."""
+    batch = tokens(51)
+    batch["x"][0, 0] = index
+    with pytest.raises(IndexError, match="index out of range in self"):
+        train(make_step(has_a_head), tables(51), batch, VirtualMesh(fsdp=2), chunk=CHUNK)
