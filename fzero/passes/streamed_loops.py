@@ -114,7 +114,6 @@ class _Emitter:
         operands = [self._rows(x, dim) for x, dim in zip(node.args, use.dims) if dim is not None]
         before = self._begin_carry(node, wide)
         part = self.body.emit(_PRODUCTS[name_of(node)], *operands)
-        part = part if wide == dtype else self.body.emit(_aten._to_copy.default, part, dtype=wide)
         total = self._carry(self.body.emit(_aten.add.Tensor, before, part), self.kinds[node])
         if name_of(node) == "addmm":
             total = self.program.emit(_aten.add.Tensor, total, node.args[0])

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import calls, measure_peak
+from processes import run
+from programs import calls, measure_peak, tensors
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import ops, optim, tree
@@ -386,3 +389,45 @@ def test_an_index_outside_of_the_leaf_is_refused_as_before(index: int) -> None:
     batch["x"][0, 0] = index
     with pytest.raises(IndexError, match="index out of range in self"):
         train(make_step(has_a_head), tables(51), batch, VirtualMesh(fsdp=2), chunk=CHUNK)
+
+
+# live ranks
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest memory that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.nbytes = max([self.nbytes, *(x.untyped_storage().nbytes() for x in tensors(result))])
+        return result
+
+
+def train_on_a_rank(mesh: DeviceMesh) -> Any:
+    """Losses and parameters of two steps, streamed and whole, and the largest memory that each of both allocates."""
+    rank, batch, found = mesh.get_local_rank(), tokens(), []
+    mine = {name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()}
+    for chunk in (CHUNK, None):
+        step = fzero.shard(make_step(is_tied), mesh, chunk=chunk)
+        params, losses = fzero.partition(tables(), mesh), []
+        state = OPTIMIZER.init(params)
+        for _ in range(2):
+            with Largest() as largest:
+                params, state, loss = step(params, state, mine)
+            losses.append(loss)
+        found.append(((losses, fzero.unpartition(params)), largest.nbytes))
+    return found
+
+
+def test_live_ranks_compute_what_virtual_ranks_do_and_allocate_no_whole_leaf() -> None:
+    """Bit for bit: both take the same sums in the same order."""
+    mesh, leaf = VirtualMesh(fsdp=2), 4 * VOCABULARY * WIDTH
+    expected = train(make_step(is_tied), tables(), tokens(), mesh, chunk=CHUNK)
+    for (streamed, most), (whole, most_of_whole) in run(2, train_on_a_rank):
+        assert_close(streamed, expected, 0, 0)
+        assert_close(streamed, whole)
+        assert most < leaf <= most_of_whole
