@@ -74,6 +74,11 @@ def is_carrier(node: Node) -> bool:
     return known.is_pointwise or name in _SAME | _RESHAPES | {"t", "transpose", "permute", "expand"}
 
 
+def is_transposed(node: Node) -> bool:
+    """Whether a node's result is its operand with the dimensions in another order."""
+    return node.op == "call_function" and name_of(node) in ("t", "transpose", "permute")
+
+
 def resize(node: Node, args: Sequence[Any], dim: int, size: int) -> list[Any]:
     """The arguments of a node whose result gets `size` rows along `dim`: a shape among them follows."""
     args = list(args)

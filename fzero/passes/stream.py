@@ -12,7 +12,7 @@ from fzero.layout.layout import Layout
 from fzero.layout.streams import Stream, find_obstacle, plan_stream
 from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier
-from fzero.passes.streamed_loops import Use, emit_use
+from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.listing import format_size
@@ -73,8 +73,8 @@ def stream(program: Program, *, chunk: int) -> Program:
             found.append(plan)
     kinds = infer(program)
     for plan in found:
-        for use in plan.uses:
-            emit_use(program, kinds, plan.stream, plan.inner, use)
+        for uses in _pair(plan):
+            emit_loop(program, kinds, plan.stream, plan.inner, uses)
     erase_dead(program.graph)
     layouts = program.layouts | {plan.stream.layout.bucket: plan.stream.layout for plan in found}
     return replace(program, layouts=layouts, remarks=(*program.remarks, *remarks))
@@ -146,6 +146,20 @@ def _find_uses(program: Program, leaf: _Leaf, chunk: int) -> _Plan | str:
         return f"{name_of(refused)} uses it{line_of(refused)}"
     _check_chunk(layout, leaf, chunk)
     return _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
+
+
+def _pair(plan: _Plan) -> list[list[Use]]:
+    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient that could be computed
+    where the sum is. So a turn of the backward pass scatters a gradient while it multiplies by the leaf."""
+    scatters = [use for use in plan.uses if use.how == "scatter"]
+    pairs = [[use] for use in plan.uses if use.how != "scatter"]
+    for uses in pairs:
+        ready = (each for each in scatters if max(list_inputs(each, plan.inner)) < uses[0].node)
+        beside = next(ready, None) if uses[0].how == "sum" else None
+        if beside is not None:
+            uses.append(beside)
+            scatters.remove(beside)
+    return pairs + [[use] for use in scatters]
 
 
 def _check_chunk(layout: Layout, leaf: _Leaf, chunk: int) -> None:

@@ -7,7 +7,7 @@ each rank. So a value that the loop reads by rows is seen as [N, turns, height],
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from fzero.base.dtypes import accumulator
 from fzero.base.torch_private import find_root
 from fzero.layout.streams import Stream
 from fzero.passes.order import is_cast
-from fzero.passes.rows import Dims, find_dims, resize
+from fzero.passes.rows import Dims, find_dims, is_transposed, resize
 from fzero.program import ops
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import Node
@@ -27,7 +27,12 @@ from fzero.program.program import Argument, Program, Result
 from fzero.program.records import name_of
 
 _aten = torch.ops.aten
-_PRODUCTS = {"mm": _aten.mm.default, "addmm": _aten.mm.default, "bmm": _aten.bmm.default}
+_PRODUCTS = {
+    "mm": (_aten.mm.default, _aten.addmm_.default),
+    "addmm": (_aten.mm.default, _aten.addmm_.default),
+    "bmm": (_aten.bmm.default, _aten.baddbmm_.default),
+}
+"""Product -> the product, and the operation that adds it to a sum in place."""
 
 _SORTS = ("carry", "xs", "lists", "constants")
 """The sorts of arguments of a body, in order."""
@@ -48,27 +53,36 @@ class Use(NamedTuple):
     dim: int = 0
 
 
-def emit_use(program: Program, kinds: dict[Node, Kind], plan: Stream, inner: Mapping[Node, int], use: Use) -> None:
-    """Replace a use by a loop over the chunks of its leaf, in the program's own graph. Notes the kinds of new nodes.
+def emit_loop(
+    program: Program, kinds: dict[Node, Kind], plan: Stream, inner: Mapping[Node, int], uses: Sequence[Use]
+) -> None:
+    """Replace uses by one loop over the chunks of their leaf, in the program's own graph, at the place of the first.
+    Notes the kinds of new nodes.
 
     `inner` has the nodes that are computed within turns, each with the dimension of the leaf's rows in its result; the
     gathers of the leaf are among them.
     """
-    with program.graph.inserting_before(_find_place(program, use, inner)):
-        result = _Emitter(program, kinds, plan, inner).emit(use)
-    kinds[result] = kinds[use.node]
-    program.substitute(use.node, result)
+    with program.graph.inserting_before(_find_place(program, uses[0], inner)):
+        results = _Emitter(program, kinds, plan, inner).emit(uses)
+    for use, result in zip(uses, results):
+        kinds[result] = kinds[use.node]
+        program.substitute(use.node, result)
+
+
+def list_inputs(use: Use, inner: Mapping[Node, int]) -> list[Node]:
+    """The values from outside of a loop that the loop of a use needs."""
+    inputs, stack = list[Node](), [use.node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            (stack if source in inner else inputs).append(source)
+    return inputs
 
 
 def _find_place(program: Program, use: Use, inner: Mapping[Node, int]) -> Node:
     """The node in front of which a loop stands: the use, and for a gradient the first that has all inputs behind it."""
     if use.how != "scatter":
         return use.node
-    inputs, stack = list(program.placeholders), [use.node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            (stack if source in inner else inputs).append(source)
-    place: Node = max(inputs).next
+    place: Node = max([*program.placeholders, *list_inputs(use, inner)]).next
     return place
 
 
@@ -87,40 +101,77 @@ class _Emitter:
         )  # fmt: skip
         self.given: dict[str, dict[Any, tuple[Node, Node, Argument]]] = {sort: {} for sort in _SORTS}
         """For each sort of argument, by what it is of: the outer operand, the placeholder, the argument."""
-        self.made: dict[Node, Node] = {}
+        self.made: dict[tuple[Node, int], Node] = {}
+        """A value and the dimension of its rows -> the rows in a turn."""
 
-    def emit(self, use: Use) -> Node:
-        """The node, behind the loop, that takes the place of the use."""
-        node = use.node
-        if use.how == "rows":
-            return self._join_rows(self._stack(self._compute(node, use.dims, use.dim), self.kinds[node]), use)
-        if use.how == "scatter":
-            return self._scatter(node)
-        return self._sum(use) if use.how == "sum" else self._look_up(node)
+    def emit(self, uses: Sequence[Use]) -> list[Node]:
+        """The nodes, behind the loop, that take the places of the uses."""
+        results = [self._compute_use(use) for use in uses]
+        returned = [self._describe(use) for use in uses]
+        given = [each for sort in _SORTS for each in self.given[sort].values()]
+        anchor = find_root(self.graph)
+        for _, placeholder, _ in given:  # they were made where the body first uses them
+            anchor.append(placeholder)
+            anchor = placeholder
+        self.graph.output(results)
+        layouts = {**self.program.layouts, self.plan.layout.bucket: self.plan.layout}
+        arguments = tuple(argument for _, _, argument in given)
+        body = replace(self.body, arguments=arguments, results=tuple(returned), layouts=layouts)
+        carry, xs, lists, constants = ([outer for outer, _, _ in self.given[sort].values()] for sort in _SORTS)
+        loop = self.program.emit(ops.loop, *Loop(body, self.plan.turns, carry, xs, lists, constants))
+        loop.stack_trace = uses[0].node.stack_trace
+        items = [self.program.emit(operator.getitem, loop, i) for i in range(len(uses))]
+        return [self._finish(use, item) for use, item in zip(uses, items)]
 
     # uses
 
-    def _scatter(self, node: Node) -> Node:
-        full, bucket, leaf, numel = node.args
-        chunk, shard = self.plan.layout.bucket, self.plan.layout.shard
-        kind = replace(self.kinds[node], bucket=chunk, leaf=0)
-        part = self.body.emit(ops.scatter, self._rows(full, 0), chunk, 0, shard, **node.kwargs)
-        stacked = self._stack(part, kind)
-        return self.program.emit(ops.join, stacked, bucket, leaf, chunk, numel)
+    def _compute_use(self, use: Use) -> Node:
+        """What a turn returns."""
+        node = use.node
+        if use.how == "rows":
+            return self._compute(node, use.dims, use.dim)
+        if use.how == "scatter":
+            full, chunk = node.args[0], self.plan.layout
+            return self.body.emit(ops.scatter, self._rows(full, 0), chunk.bucket, 0, chunk.shard, **node.kwargs)
+        return self._add_product(use) if use.how == "sum" else self._look_up(node)
 
-    def _sum(self, use: Use) -> Node:
-        node, dtype = use.node, use.node.meta["val"].dtype
-        wide = accumulator(dtype)
-        operands = [self._rows(x, dim) for x, dim in zip(node.args, use.dims) if dim is not None]
-        before = self._begin_carry(node, wide)
-        part = self.body.emit(_PRODUCTS[name_of(node)], *operands)
-        total = self._carry(self.body.emit(_aten.add.Tensor, before, part), self.kinds[node])
+    def _describe(self, use: Use) -> Result:
+        """The result of a turn: a new value of the carry, or rows for a stack."""
+        kind = self.kinds[use.node]
+        if use.how == "scatter":
+            chunk = self.plan.layout.bucket
+            return Result("y.0", chunk, 0, kind=replace(kind, bucket=chunk, leaf=0))
+        return Result("y.0" if use.how == "rows" else "carry.0", kind=kind)
+
+    def _finish(self, use: Use, item: Node) -> Node:
+        """The value of a use, from the result of the loop."""
+        node, emit = use.node, self.program.emit
+        if use.how == "rows":
+            return self._join_rows(item, use)
+        if use.how == "scatter":
+            _, bucket, leaf, numel = node.args
+            return emit(ops.join, item, bucket, leaf, self.plan.layout.bucket, numel)
         if name_of(node) == "addmm":
-            total = self.program.emit(_aten.add.Tensor, total, node.args[0])
-        return total if wide == dtype else self.program.emit(_aten._to_copy.default, total, dtype=dtype)
+            item = emit(_aten.add.Tensor, item, node.args[0])
+        dtype = node.meta["val"].dtype
+        return item if item.meta["val"].dtype == dtype else emit(_aten._to_copy.default, item, dtype=dtype)
+
+    def _add_product(self, use: Use) -> Node:
+        """The sum so far, to which a turn adds the product of its rows, in place. The sum is float32 or wider."""
+        node, dtype = use.node, use.node.meta["val"].dtype
+        operands = [self._rows(x, dim) for x, dim in zip(node.args, use.dims) if dim is not None]
+        product, add_product = _PRODUCTS[name_of(node)]
+        wide = accumulator(dtype)
+        total = self._begin_carry(node, wide, is_donated=True)
+        if wide == dtype:
+            self.body.emit(add_product, total, *operands)
+        else:
+            self.body.emit(_aten.add_.Tensor, total, self.body.emit(product, *operands))
+        return total
 
     def _look_up(self, node: Node) -> Node:
-        """A lookup takes the rows that a turn has. In the first turn the kernel refuses indices outside of the leaf."""
+        """The rows found so far, and those that a turn has. In the first turn the kernel refuses indices outside of the
+        leaf."""
         table, indices = node.args[:2]
         turn, place, wrong = self._find_places(indices)
         turn, place = (
@@ -131,19 +182,23 @@ class _Emitter:
         rows = self.body.emit(_aten.embedding.default, self._rows(table, 0), local)
         for _ in self.plan.layout.leaves[0].shape[1:]:
             inside = self.body.emit(_aten.unsqueeze.default, inside, -1)
-        return self._carry(self.body.emit(_aten.where.self, inside, rows, before), self.kinds[node])
+        return self.body.emit(_aten.where.self, inside, rows, before)
 
     # values of a turn
 
     def _rows(self, node: Node, dim: int) -> Node:
         """The rows of a turn of a value that has the leaf's rows along `dim`."""
-        if node not in self.inner:
-            return self._take_rows(node, dim)
-        if node not in self.made:
-            dims = () if ops.is_call(node, ops.gather) else find_dims(node, dim, self.plan.rows)
-            assert dims is not None  # the stream pass has looked
-            self.made[node] = self._gather(node) if not dims else self._compute(node, dims, dim)
-        return self.made[node]
+        if (node, dim) not in self.made:
+            if ops.is_call(node, ops.gather) and node in self.inner:
+                made = self._gather(node)
+            elif node in self.inner or is_transposed(node):  # a transpose of rows: other uses may take the rows too
+                dims = find_dims(node, dim, self.plan.rows)
+                assert dims is not None  # the stream pass has looked
+                made = self._compute(node, dims, dim)
+            else:
+                made = self._take_rows(node, dim)
+            self.made[node, dim] = made
+        return self.made[node, dim]
 
     def _compute(self, node: Node, dims: Dims, dim: int) -> Node:
         """What a node computes, for the rows of a turn along a dimension of its result."""
@@ -225,58 +280,26 @@ class _Emitter:
 
     def _take_rows(self, node: Node, dim: int) -> Node:
         """The rows of a turn of a value from outside of the loop: [..., N * height, ...]."""
-        shape, plan = list(node.meta["val"].shape), self.plan
-        if ("rows", node, dim) not in self.given["xs"]:
-            x, behind = node, len(shape) - dim - 1
-            before, after = shape[:dim], shape[dim + 1 :]
-            x = self._pad(x, behind, plan.world * plan.held - plan.rows)
-            x = self.program.emit(_aten.view.default, x, [*before, plan.world, plan.held, *after])
-            x = self._pad(x, behind, plan.padded - plan.held)
-            x = self.program.emit(_aten.view.default, x, [*before, plan.world, plan.turns, plan.height, *after])
-            at = dim + 1
-            order = [at, *(i for i in range(len(shape) + 2) if i != at)]
-            outer = self.program.emit(_aten.permute.default, x, order)
-        else:
-            outer = self.given["xs"]["rows", node, dim][0]
+        shape, plan, emit = list(node.meta["val"].shape), self.plan, self.program.emit
+        before, after = shape[:dim], shape[dim + 1 :]
+        x = self._pad(node, len(after), plan.world * plan.held - plan.rows)
+        x = emit(_aten.view.default, x, [*before, plan.world, plan.held, *after])
+        x = self._pad(x, len(after), plan.padded - plan.held)
+        x = emit(_aten.view.default, x, [*before, plan.world, plan.turns, plan.height, *after])
+        outer = emit(_aten.permute.default, x, [dim + 1, *(i for i in range(len(shape) + 2) if i != dim + 1)])
         argument = Argument("", kind=self.kinds[node])
-        row = self._give("xs", ("rows", node, dim), outer, argument, outer.meta["val"][0])
-        return _merge(self.body, row, dim)
+        return _merge(self.body, self._give("xs", (node, dim), outer, argument, outer.meta["val"][0]), dim)
 
     def _pad(self, x: Node, behind: int, count: int) -> Node:
         """A value with `count` zeros more along the dimension that has `behind` others behind it."""
         return self.program.emit(_aten.constant_pad_nd.default, x, [*[0] * (2 * behind), 0, count]) if count else x
 
-    # the loop
-
-    def _begin_carry(self, like: Node, dtype: torch.dtype) -> Node:
+    def _begin_carry(self, like: Node, dtype: torch.dtype, is_donated: bool = False) -> Node:
         """What turns have computed so far of a value like that of a node: zeros in front of the loop."""
         shape, device = list(like.meta["val"].shape), like.meta["val"].device
         start = self.program.emit(_aten.zeros.default, shape, dtype=dtype, device=device)
-        argument = Argument("carry.0", kind=self.kinds[like])
+        argument = Argument("carry.0", donated=is_donated, kind=self.kinds[like])
         return self._give("carry", "carry", start, argument, start.meta["val"])
-
-    def _carry(self, result: Node, kind: Kind) -> Node:
-        return self._run(result, Result("carry.0", kind=kind))
-
-    def _stack(self, result: Node, kind: Kind) -> Node:
-        bucket, leaf = (kind.bucket, kind.leaf) if isinstance(kind, Slice) else (None, 0)
-        return self._run(result, Result("y.0", bucket, leaf, kind=kind))
-
-    def _run(self, result: Node, returned: Result) -> Node:
-        """The one result of the loop, whose body returns `result`."""
-        given = [each for sort in _SORTS for each in self.given[sort].values()]
-        anchor = find_root(self.graph)
-        for _, placeholder, _ in given:  # they were made where the body first uses them
-            anchor.append(placeholder)
-            anchor = placeholder
-        self.graph.output([result])
-        layouts = {**self.program.layouts, self.plan.layout.bucket: self.plan.layout}
-        body = replace(
-            self.body, arguments=tuple(argument for _, _, argument in given), results=(returned,), layouts=layouts
-        )
-        carry, xs, lists, constants = ([outer for outer, _, _ in self.given[sort].values()] for sort in _SORTS)
-        loop = Loop(body, self.plan.turns, carry, xs, lists, constants)
-        return self.program.emit(operator.getitem, self.program.emit(ops.loop, *loop), 0)
 
     def _join_rows(self, stacked: Node, use: Use) -> Node:
         """The whole value, of which each turn made rows: [turns, ..., N * height, ...] -> [..., rows, ...]."""
