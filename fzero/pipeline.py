@@ -47,27 +47,22 @@ _log = logging.getLogger("fzero")
 
 
 def choose_rewrite(
-    passes: Sequence[Pass] | None,
-    *,
-    stage: int | None,
-    memory: int | str | None,
-    in_place: bool,
-    reduce_dtype: torch.dtype | None,
+    passes: Sequence[Pass] | None, *, stage: int | None, memory: int | str | None, **how: Any
 ) -> Sequence[Pass] | Budget:
     """How `shard` and `simulate` rewrite a trace, by their options: with the passes that are given, else with those of
-    a stage or of a budget.
+    a stage or of a budget. `how` are the other keywords of `fzero.passes.choose_passes`.
 
     Raises:
-        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; as `defaults`.
+        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; as `choose_passes`.
     """
     if memory is None:
-        return choose_passes(passes, stage=3 if stage is None else stage, in_place=in_place, reduce_dtype=reduce_dtype)
+        return choose_passes(passes, stage=3 if stage is None else stage, **how)
     other = "stage" if stage is not None else "passes" if passes is not None else None
     if other is not None:
         problem = f"is {memory!r}, and {other} is given too: both say which buckets stay gathered"
         raise FzeroError("memory", problem, f"give memory or {other}")
-    limit = parse_size("memory", memory)
-    return Budget(limit, partial(defaults, stage=3, in_place=in_place, reduce_dtype=reduce_dtype))
+    choose_passes(None, stage=3, **how)  # refuses what is no value of these options
+    return Budget(parse_size("memory", memory), partial(defaults, stage=3, **how))
 
 
 class _Traced(NamedTuple):

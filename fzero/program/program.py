@@ -100,7 +100,7 @@ class Program:
     * `noted` has the class of each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
       these results.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
-    * `remarks` are lines about the program that a report prints.
+    * `remarks` are lines about the program, for its listing and its report.
     """
 
     name: str

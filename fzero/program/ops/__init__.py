@@ -17,6 +17,7 @@ from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
 from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
 from fzero.program.ops.quantized import dequantize, scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
+from fzero.program.ops.streams import cut, join
 from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
@@ -45,12 +46,14 @@ __all__ = [
     "beside",
     "ctc_loss",
     "ctc_loss_backward",
+    "cut",
     "define",
     "dequantize",
     "draw",
     "from_owners",
     "gather",
     "is_call",
+    "join",
     "loop",
     "map_bodies",
     "momentum",
