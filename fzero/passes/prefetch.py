@@ -12,7 +12,7 @@ from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
 from fzero.program.records import body_of, starts
-from fzero.program.timeline import Costs, Lanes
+from fzero.program.timeline import COMPUTE, Costs, Lanes
 
 SLACK = 2.0
 """Start an all-gather early enough to hide SLACK times its estimated seconds, because rates are estimates."""
@@ -82,7 +82,9 @@ def _find_best_starts(
 ) -> dict[Node, int]:
     """All-gather -> the position of the node in front of which it should start, to be hidden by the compute between
     there and its use."""
-    clock = list(accumulate((costs[node].seconds for node in nodes), initial=0.0))  # seconds in front of each node
+    clock = list(
+        accumulate((costs[node].seconds if costs[node].lane == COMPUTE else 0.0 for node in nodes), initial=0.0)
+    )  # seconds in front of each node
     wanted, at = dict[Node, int](), len(nodes)
     for start in reversed(gathers):  # from the last on, because none may start later than the one behind it
         latest = bisect_right(clock, clock[position[start]] - SLACK * costs[start].comms[0][1]) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fzero.layout.layout import Layout, Wire, wire
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
+from fzero.program.places import find_places, is_placed
 from fzero.program.records import alias_of, name_of, record
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Bytes of live tensors on the rank whose peak is largest: the `peak`, the node `at` which it is reached, and the
-    bytes that are alive after each node (`timeline`).
+    """Bytes of live tensors on the device of the rank whose peak is largest: the `peak`, the node `at` which it is
+    reached, and the bytes that are alive after each node (`timeline`). `host` is the peak of what that rank has on the
+    host beside the device: state that lies there, and copies.
 
     Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
@@ -30,6 +32,7 @@ class Memory(NamedTuple):
     peak: int
     at: str
     timeline: list[int]
+    host: int = 0
 
 
 def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memory:
@@ -46,13 +49,27 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
     rank = int(_find_peaks(program.graph, changes, allocator).argmax())
     nbytes, scratch = (_select_rank(sizes, rank) for sizes in (allocator.nbytes, allocator.scratch))
-    timeline, behind = [], 0
+    during, behind = _add_changes(nodes, changes, nbytes, scratch, allocator.on_host)
+    beside = {key: size if key in allocator.on_host else 0 for key, size in nbytes.items()}
+    on_host, _ = _add_changes(nodes, changes, beside, {}, set())
+    at = max(range(len(nodes)), key=during.__getitem__)
+    return Memory(during[at], nodes[at].name, behind, max(on_host))
+
+
+def _add_changes(
+    nodes: Sequence[Node],
+    changes: Iterable[tuple[list[Key], list[Key]]],
+    nbytes: Mapping[Key, int],
+    scratch: Mapping[Key, int],
+    left_out: Set[Key],
+) -> tuple[list[int], list[int]]:
+    """The bytes that are alive during each node, and those behind each node, without the storages `left_out`."""
+    during, behind = list[int](), [0]
     for node, (made, freed) in zip(nodes, changes):
-        during = behind + sum(nbytes[key] for key in made)
-        behind = during - sum(nbytes[key] for key in freed)
-        timeline.append((during + scratch.get(node, 0), behind))
-    at = max(range(len(nodes)), key=lambda i: timeline[i][0])
-    return Memory(timeline[at][0], nodes[at].name, [behind for _, behind in timeline])
+        most = behind[-1] + sum(nbytes[key] for key in made if key not in left_out)
+        behind.append(most - sum(nbytes[key] for key in freed if key not in left_out))
+        during.append(most + scratch.get(node, 0))
+    return during, behind[1:]
 
 
 def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
@@ -76,7 +93,7 @@ def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]],
     """[R] the peak of each rank."""
     live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
     peak = live
-    for node, (made, freed) in zip(graph.nodes, changes):
+    for node, (made, freed) in zip(graph.nodes, _leave_out(changes, allocator.on_host)):
         if made:
             live = live + sum(allocator.nbytes[key] for key in made)
         if made or node in allocator.scratch:
@@ -84,6 +101,13 @@ def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]],
         if freed:
             live = live - sum(allocator.nbytes[key] for key in freed)
     return peak
+
+
+def _leave_out(changes: Iterable[tuple[list[Key], list[Key]]], keys: Set[Key]) -> Iterable[tuple[list[Key], list[Key]]]:
+    """The changes without these storages."""
+    if not keys:
+        return changes
+    return (([x for x in made if x not in keys], [x for x in freed if x not in keys]) for made, freed in changes)
 
 
 def _list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
@@ -145,12 +169,16 @@ class Allocator:
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.scratch: dict[Node, Tensor | int] = {}  # node -> bytes on each rank that are free again behind it
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
+        self.on_host: set[Key] = set()  # storages in the memory of the host
         self._at: dict[Node, Any] = {}  # a Location, a list of them, or None
         self._place_arguments()
         for node in program.graph.nodes:
             if node not in self._at:
                 self._at[node], *beside = self._locate(node)
                 self.keys[node] = tuple(dict.fromkeys([*(at.key for at in _flatten(self._at[node])), *beside]))
+        if is_placed(program):
+            places = find_places(program)
+            self.on_host = {key for node, keys in self.keys.items() if places.get(node) == "host" for key in keys}
 
     def _place_arguments(self) -> None:
         """Group state arguments as `partition` does: one block for each bucket, dtype and tree of state. A leaf that
@@ -159,10 +187,10 @@ class Allocator:
         seen = Counter[Key]()
         for node, argument in zip(self.program.placeholders, self.program.arguments):
             if argument.bucket is not None:
-                key = (argument.bucket, node.meta["val"].dtype, argument.leaf)
-                groups.setdefault((*key[:2], seen[key]), {})[node] = argument.leaf
+                key = (argument.bucket, node.meta["val"].dtype, argument.place, argument.leaf)
+                groups.setdefault((*key[:3], seen[key]), {})[node] = argument.leaf
                 seen[key] += 1
-        for (bucket, dtype, _), members in groups.items():
+        for (bucket, dtype, *_), members in groups.items():
             self._place_block(self.program.layouts[bucket], dtype, members)
 
     def _place_block(self, layout: Layout, dtype: torch.dtype, members: dict[Node, int]) -> None:
