@@ -351,7 +351,8 @@ def _overwrite(program: Program, owners: _Owners, call: Node, in_place: Any) -> 
 
 
 def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Node]:
-    """Copy the other state results of an update into the arguments of the same path, in one operation at the end.
+    """Copy the other state results of an update into the arguments of the same path, in one operation at the end, or in
+    one for the device and one for the host.
 
     Returns the arguments that are written to.
     """
@@ -364,16 +365,14 @@ def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Nod
         and node not in donated
         and owners.owner[node] not in kept
     }
-    pairs: list[tuple[Node, Node]] = []
+    pairs: dict[bool, list[tuple[Node, Node]]] = {}
     for position, result, node in _list_state_results(program):
         into = free.get(result.path)
         if into is not None and node.op != "placeholder" and _matches(owners, into, result, node):
-            pairs.append((into, node))
+            pairs.setdefault(owners.argument[into].place is None, []).append((into, node))
             returned[position] = into
-    if pairs:
+    for of_place in pairs.values():
         with program.graph.inserting_before(program.output):
-            program.graph.call_function(
-                torch.ops.aten._foreach_copy_.default, tuple([pair[side] for pair in pairs] for side in (0, 1))
-            )
-        program.output.args = (returned,)
-    return {into for into, _ in pairs}
+            program.graph.call_function(torch.ops.aten._foreach_copy_.default, tuple(map(list, zip(*of_place))))
+    program.output.args = (returned,)
+    return {into for of_place in pairs.values() for into, _ in of_place}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from fzero.base.placement import Host
 from fzero.passes.order import find_changes, find_origins
 from fzero.passes.rows import cut_rows, has_rows
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node, nbytes
-from fzero.program.places import is_placed, is_wide, runs_on_device, where_of
+from fzero.program.ops.loops import Loop
+from fzero.program.places import Where, is_placed, is_wide, list_sources, runs_on_device, where_of
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, record, shares_memory, storage
+from fzero.program.records import body_of, find_writes, is_call, record, shares_memory, storage
 
 
 def offload(program: Program) -> Program:
@@ -36,25 +39,44 @@ def offload(program: Program) -> Program:
     if not is_placed(program):
         return program
     program = program.copy()
+    _place_bodies(program)
     kinds = _cut_updates(program)
     _Transfers(program, _find_host(program, kinds), kinds).insert()
     return program
 
 
+def _place_bodies(program: Program) -> None:
+    """Let the body of each loop take from the host what the loop is given there, and copy it in the turns that use it.
+    A list with items in several places is taken from the device."""
+    on_host = _list_arguments(program)
+    for node in program.graph.nodes:
+        if _runs_on_host(node, on_host):
+            on_host.add(node)
+        if body_of(node) is None:
+            continue
+        given = Loop(*node.args)
+        operands = (*given.carry, *given.xs, *given.lists, *given.constants)
+        places = [Host() if _is_on_host(x, on_host) else None for x in operands]
+        if any(places):
+            body, count = given.body, len(given.carry)
+            arguments = tuple(replace(x, place=place) for x, place in zip(body.arguments, places))
+            carried = tuple(replace(x, place=place) for x, place in zip(body.results, places[:count]))
+            body = replace(body, arguments=arguments, results=carried + body.results[count:])
+            node.args = tuple(given._replace(body=offload(body)))
+
+
 def _cut_updates(program: Program) -> dict[Node, Kind]:
     """Cut list operations, so that all leaves of a call are in one place, and all leaves that an update takes from the
     host in one bucket. Returns the kinds of the nodes."""
-    kinds = infer(program)
-    on_host = set[Node]()
-    for node in list(program.graph.nodes):
-        calls = [node]
-        if has_rows(node):
-            groups = _group_rows(node, on_host, kinds)
-            calls = cut_rows(program, node, groups) if len(groups) > 1 else calls
-        for call in calls:
-            _note_place(program, call, on_host)
-            for user in call.users if len(calls) > 1 else ():  # its new items, which the walk does not come to
-                on_host.update({user, *user.users} if call in on_host else ())
+    kinds, on_host = infer(program), _list_arguments(program)
+    node = next(iter(program.graph.nodes))
+    while node.op != "output":  # over what a cut inserts, too
+        groups = _group_rows(node, on_host, kinds) if has_rows(node) else []
+        if len(groups) > 1:
+            node, *_ = cut_rows(program, node, groups)
+        if _runs_on_host(node, on_host):
+            on_host.add(node)
+        node = node.next
     return infer(program)
 
 
@@ -65,7 +87,7 @@ def _group_rows(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> list
     for row in range(len(node.args[0])):
         key: Any = any(column[row] in on_host for column in columns if isinstance(column[row], fx.Node))
         if key and record(node).gradients is not None:
-            kind = kinds[node.args[0][row]]
+            kind = kinds.get(node.args[0][row])
             key = kind.bucket if isinstance(kind, Slice) else key
         groups.setdefault(key, []).append(row)
     return list(groups.values())
@@ -73,9 +95,10 @@ def _group_rows(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> list
 
 def _find_host(program: Program, kinds: dict[Node, Kind]) -> set[Node]:
     """The nodes that run on the host, and the arguments that lie there."""
-    on_host = set[Node]()
+    on_host = _list_arguments(program)
     for node in program.graph.nodes:
-        _note_place(program, node, on_host)
+        if _runs_on_host(node, on_host):
+            on_host.add(node)
     for node in reversed(list(program.graph.nodes)):
         if node not in on_host and _may_follow(node, on_host, kinds):
             on_host.add(node)
@@ -83,17 +106,27 @@ def _find_host(program: Program, kinds: dict[Node, Kind]) -> set[Node]:
     return on_host
 
 
-def _note_place(program: Program, node: Node, on_host: set[Node]) -> None:
-    """Add a node, whose operands have been noted, to the set of those on the host, if it belongs there."""
-    if node.op == "placeholder":
-        argument = dict(zip(program.placeholders, program.arguments))[node]
-        is_here = where_of(argument) == "host"
-    else:
-        takes = any(x in on_host and is_wide(x) for x in node.all_input_nodes)
-        is_here = takes and node.op == "call_function" and not runs_on_device(node)
-        is_here = is_here and all(x in on_host for x in find_writes(node))
-    if is_here:
-        on_host.add(node)
+def _list_arguments(program: Program) -> set[Node]:
+    """The arguments on the host."""
+    pairs = zip(program.placeholders, program.arguments)
+    return {node for node, argument in pairs if where_of(argument) == "host"}
+
+
+def _is_on_host(operand: Any, on_host: set[Node]) -> bool:
+    """Whether an operand of a loop, a node or a list of nodes, lies on the host."""
+    return all(x in on_host for x in (operand if isinstance(operand, (list, tuple)) else [operand]))
+
+
+def _runs_on_host(node: Node, on_host: set[Node]) -> bool:
+    """Whether a node, whose operands have been looked at, runs on the host: some operand is a slice there, and each
+    operand that it writes into."""
+    if node.op != "call_function" or runs_on_device(node):
+        return False
+    body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
+    if body is not None:
+        return where_of(body.results[node.args[1]]) == "host"
+    takes = any(x in on_host and is_wide(x) for x in node.all_input_nodes)
+    return takes and all(x in on_host for x in find_writes(node))
 
 
 def _may_follow(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> bool:
@@ -124,10 +157,10 @@ class _Transfers:
     def insert(self) -> None:
         for node in list(self.graph.nodes):
             if node.op == "call_function":
-                is_here = node in self.on_host
-                away = [x for x in node.all_input_nodes if (x in self.on_host) != is_here]
+                here: Where = "host" if node in self.on_host else "device"
+                away = [x for x, where in list_sources(node, here) if (x in self.on_host) != (where == "host")]
                 if away:
-                    self._bring(away, node, is_here)
+                    self._bring(away, node, here == "host")
         self._return()
 
     def _bring(self, values: Sequence[Node], user: Node, to_host: bool) -> None:

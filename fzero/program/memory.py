@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fzero.layout.layout import Layout, Wire, wire
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
-from fzero.program.places import find_places, is_placed
+from fzero.program.places import Where, find_places, is_placed
 from fzero.program.records import alias_of, name_of, record
 
 if TYPE_CHECKING:
@@ -47,11 +47,10 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     """
     allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
     nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
-    rank = int(_find_peaks(program.graph, changes, allocator).argmax())
-    nbytes, scratch = (_select_rank(sizes, rank) for sizes in (allocator.nbytes, allocator.scratch))
-    during, behind = _add_changes(nodes, changes, nbytes, scratch, allocator.on_host)
-    beside = {key: size if key in allocator.on_host else 0 for key, size in nbytes.items()}
-    on_host, _ = _add_changes(nodes, changes, beside, {}, set())
+    rank = int(_find_peaks(program.graph, changes, allocator, "device").argmax())
+    nbytes = _select_rank(allocator.nbytes, rank)
+    during, behind = _add_changes(nodes, _select(changes, allocator, "device"), nbytes, allocator.scratch, rank)
+    on_host, _ = _add_changes(nodes, _select(changes, allocator, "host"), nbytes, allocator.scratch_on_host, rank)
     at = max(range(len(nodes)), key=during.__getitem__)
     return Memory(during[at], nodes[at].name, behind, max(on_host))
 
@@ -60,15 +59,15 @@ def _add_changes(
     nodes: Sequence[Node],
     changes: Iterable[tuple[list[Key], list[Key]]],
     nbytes: Mapping[Key, int],
-    scratch: Mapping[Key, int],
-    left_out: Set[Key],
+    scratch: Mapping[Node, Tensor | int],
+    rank: int,
 ) -> tuple[list[int], list[int]]:
-    """The bytes that are alive during each node, and those behind each node, without the storages `left_out`."""
-    during, behind = list[int](), [0]
+    """The bytes that are alive during each node, and those behind each node."""
+    during, behind, more = list[int](), [0], _select_rank(scratch, rank)
     for node, (made, freed) in zip(nodes, changes):
-        most = behind[-1] + sum(nbytes[key] for key in made if key not in left_out)
-        behind.append(most - sum(nbytes[key] for key in freed if key not in left_out))
-        during.append(most + scratch.get(node, 0))
+        most = behind[-1] + sum(nbytes[key] for key in made)
+        behind.append(most - sum(nbytes[key] for key in freed))
+        during.append(most + more.get(node, 0))
     return during, behind[1:]
 
 
@@ -77,37 +76,42 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
     return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
-def measure_beside(program: Program, ranks: Sequence[int]) -> Tensor:
-    """[R] the peak of each rank beside the arguments, which belong to the caller."""
+def measure_beside(program: Program, ranks: Sequence[int], where: Where = "device") -> Tensor:
+    """[R] the peak of each rank, on the device or on the host, beside the arguments, which belong to the caller."""
     allocator = Allocator(program, ranks)
-    peaks = _find_peaks(program.graph, _list_changes(program.graph, allocator.keys), allocator)
+    peaks = _find_peaks(program.graph, _list_changes(program.graph, allocator.keys), allocator, where)
     given = {key for node in program.placeholders for key in allocator.keys[node]}
-    return peaks - sum(allocator.nbytes[key] for key in given)
+    return peaks - sum(allocator.nbytes[key] for key in given if allocator.where(key) == where)
 
 
 def _select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
     return {key: size if isinstance(size, int) else int(size[rank]) for key, size in sizes.items()}
 
 
-def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
-    """[R] the peak of each rank."""
+def _find_peaks(
+    graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator, where: Where
+) -> Tensor:
+    """[R] the peak of each rank on the device or on the host."""
     live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
-    peak = live
-    for node, (made, freed) in zip(graph.nodes, _leave_out(changes, allocator.on_host)):
+    peak, scratch = live, allocator.scratch if where == "device" else allocator.scratch_on_host
+    for node, (made, freed) in zip(graph.nodes, _select(changes, allocator, where)):
         if made:
             live = live + sum(allocator.nbytes[key] for key in made)
-        if made or node in allocator.scratch:
-            peak = torch.maximum(peak, live + allocator.scratch.get(node, 0))
+        if made or node in scratch:
+            peak = torch.maximum(peak, live + scratch.get(node, 0))
         if freed:
             live = live - sum(allocator.nbytes[key] for key in freed)
     return peak
 
 
-def _leave_out(changes: Iterable[tuple[list[Key], list[Key]]], keys: Set[Key]) -> Iterable[tuple[list[Key], list[Key]]]:
-    """The changes without these storages."""
-    if not keys:
+def _select(
+    changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator, where: Where
+) -> Iterable[tuple[list[Key], list[Key]]]:
+    """The changes of the storages on the device, or of those on the host."""
+    if not allocator.on_host and where == "device":
         return changes
-    return (([x for x in made if x not in keys], [x for x in freed if x not in keys]) for made, freed in changes)
+    each = ([[key for key in keys if allocator.where(key) == where] for keys in change] for change in changes)
+    return ((made, freed) for made, freed in each)
 
 
 def _list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
@@ -169,6 +173,7 @@ class Allocator:
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.scratch: dict[Node, Tensor | int] = {}  # node -> bytes on each rank that are free again behind it
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
+        self.scratch_on_host: dict[Node, Tensor | int] = {}
         self.on_host: set[Key] = set()  # storages in the memory of the host
         self._at: dict[Node, Any] = {}  # a Location, a list of them, or None
         self._place_arguments()
@@ -238,6 +243,10 @@ class Allocator:
         if node.target is operator.getitem:
             return (same[node.args[1]] if isinstance(same, list) else same,)
         return ([same] * len(value) if isinstance(value, (list, tuple)) else same,)
+
+    def where(self, key: Key) -> Where:
+        """Where a storage lies."""
+        return "host" if key in self.on_host else "device"
 
     # for the rules of operations
 

@@ -6,14 +6,15 @@ one to the other.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.program.operation import Node
-from fzero.program.records import record
+from fzero.program.records import body_of, is_call, record
 from fzero.program.refusals import refuse_node
 
 if TYPE_CHECKING:
@@ -41,9 +42,16 @@ def find_places(program: Program) -> dict[Node, Where]:
         if node.op == "get_attr":
             places[node] = "device"
         elif node.op == "call_function":
-            is_away = any(places[x] == "host" for x in node.all_input_nodes) and not runs_on_device(node)
-            places[node] = record(node).to or ("host" if is_away else "device")
+            places[node] = _find_place(node, places)
     return places
+
+
+def _find_place(node: Node, places: dict[Node, Where]) -> Where:
+    body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
+    if body is not None:
+        return where_of(body.results[node.args[1]])
+    is_away = any(places[x] == "host" for x in node.all_input_nodes) and not runs_on_device(node)
+    return record(node).to or ("host" if is_away else "device")
 
 
 def check_places(program: Program) -> None:
@@ -54,10 +62,7 @@ def check_places(program: Program) -> None:
     places = find_places(program)
     for node in program.graph.nodes:
         if node.op == "call_function":
-            here = places[node]
-            if record(node).to is not None:
-                here = "host" if here == "device" else "device"
-            away = next((x for x in _list_sources(node) if places[x] != here), None)
+            away = next((x for x, where in list_sources(node, places[node]) if places[x] != where), None)
             if away is not None:
                 raise refuse_node(program, node, f"takes {away.name}, which lies on the {places[away]}", _WAY_OUT)
     for result, node in zip(program.tensor_results, program.output.args[0]):
@@ -69,9 +74,23 @@ def check_places(program: Program) -> None:
 _WAY_OUT = "put the pass offload among the passes"
 
 
-def _list_sources(node: Node) -> list[Node]:
-    """The operands that a node reads where it runs, or that a copy starts from."""
-    return list(node.args[0]) if record(node).to is not None else node.all_input_nodes
+def list_sources(node: Node, here: Where) -> list[tuple[Node, Where]]:
+    """The operands of a node that runs `here`, and where each has to lie: those that a copy starts from, and those of a
+    loop, elsewhere. A list is expected where its items are."""
+    if record(node).to is not None:
+        return [(x, "device" if here == "host" else "host") for x in node.args[0]]
+    body = body_of(node)
+    if body is None:
+        is_item = is_call(node, operator.getitem) and body_of(node.args[0]) is not None
+        return [] if is_item else [(x, here) for x in node.all_input_nodes]
+    _, _, carry, xs, lists, constants, *_ = node.args
+    pairs = zip((*carry, *xs, *lists, *constants), map(where_of, body.arguments))
+    return [
+        (x, where)
+        for given, where in pairs
+        for x in (given if isinstance(given, (list, tuple)) else [given])
+        if isinstance(x, fx.Node)
+    ]
 
 
 def runs_on_device(node: Node) -> bool:

@@ -169,7 +169,7 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
         body = body_of(node)
         if body is not None:
             inside = cost_nodes(body, rates)
-            seconds = sum(inside[each].seconds for each in body.graph.nodes)
+            seconds = sum(inside[each].seconds for each in body.graph.nodes if inside[each].lane == COMPUTE)
             costs |= {**inside, node: Cost(turns_of(node) * seconds, ())}
     return costs
 
