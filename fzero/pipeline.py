@@ -189,7 +189,7 @@ class Returned:
         self._constants = [(i, result.constant) for i, result in enumerate(program.results) if result.is_constant]
         values = [node.meta["val"] for node in program.output.args[0]]
         self._state = [
-            (i, Form(program.layouts[result.bucket], result.leaf, on, value.dtype, value.device))
+            (i, Form(program.layouts[result.bucket], result.leaf, on, value.dtype, value.device, result.place))
             for i, (result, value) in enumerate(zip(program.tensor_results, values))
             if result.bucket is not None
         ]
@@ -304,7 +304,7 @@ def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Perf
     for state in program.pass_state:
         value = given[state.path]
         wanted_form = program.layouts[state.bucket], state.leaf, on, state.dtype
-        if not isinstance(value, Sharded) or value.form[:-1] != wanted_form:
+        if not isinstance(value, Sharded) or value.form[:4] != wanted_form:
             problem = "is not the state that this step's passes keep on its mesh, in layout and dtype"
             raise FzeroError(f"pass_state {state.path!r}", problem, "make it with step.init_pass_state(*args)")
     return [given[path] for path in wanted]

@@ -20,6 +20,7 @@ from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
 from fzero.passes.hoist import hoist
+from fzero.passes.offload import offload
 from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
@@ -41,6 +42,7 @@ __all__ = [
     "fuse",
     "hoist",
     "insert",
+    "offload",
     "prefetch",
     "release",
     "rematerialize",
@@ -90,6 +92,7 @@ def defaults(
         fuse,
         skip,
         split,  # cuts the calls of fuse, by the order of the nodes so far
+        offload,  # takes the calls of split, by the buckets whose state lies on the host
         early,  # schedules by the costs of nodes, so behind the passes that change nodes
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
         partial(verify, stage=stage, keep=keep),
