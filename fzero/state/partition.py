@@ -14,7 +14,7 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.placement import Placement
+from fzero.base.placement import Placement, check_placement
 from fzero.base.state import State
 from fzero.layout.layout import Layout
 from fzero.ranks.homes import Home, find_home
@@ -81,9 +81,10 @@ def partition(
 
     Raises:
         FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; for `pin` on a
-            device that is not the host; on all ranks when one gives other shapes, or when the source rank fails to
-            read.
+            device that is not the host, or memory that cannot be pinned; on all ranks when one gives other shapes, or
+            when the source rank fails to read.
     """
+    check_placement(to)
     if isinstance(params, State):
         each = functools.partial(
             partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin, to=to
@@ -107,7 +108,9 @@ def partition(
         _agree(on, source_rank, chunk, sources, targets, planned)
         feed = None if source_rank is None else Feed(on, source_rank)
     where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
-    values = fill_leaves(on, planned, sources, dtypes, where, chunk, pin, feed, to=to)
+    values = fill_leaves(
+        on, planned, sources, dtypes, where, chunk, pin, feed, places=dict.fromkeys(range(len(leaves)), to)
+    )
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
@@ -123,22 +126,25 @@ def fill_leaves(
     pin: bool = False,
     feed: Feed | None = None,
     memory: Mapping[int, Tensor] | None = None,
-    to: Placement | None = None,
+    places: Mapping[int, Placement | None] | None = None,
 ) -> dict[int, Sharded]:
     """Leaves of known layouts with the values of sources, by position. Slices of one bucket are views of one buffer, on
-    the device of its first leaf or in the placement `to`. Leaves that have a slice in `memory` take that one."""
+    the device of its first leaf or in the placement that leaves have among `places`. Leaves that have a slice in
+    `memory` take that one."""
     values: dict[int, Sharded] = {}
-    for layout, members in group_by_layout(planned, dtypes):
+    kinds = {i: (dtypes[i], (places or {}).get(i)) for i in planned}
+    for layout, members in group_by_layout(planned, kinds):
+        to = None if layout.replicated else kinds[next(iter(members))][1]
         slices = {index: memory[i] for i, index in members.items() if memory and i in memory}
         new = {i: index for i, index in members.items() if index not in slices}
         if new:
             given, first = {index: sources[i] for i, index in new.items()}, next(iter(new))
-            place = None if layout.replicated else to
-            slices |= allocate_slices(given, layout, on.rank, dtypes[first], *find_memory(place, devices[first], pin))
+            memory_of = find_memory(to, torch.device(devices[first]), pin)
+            slices |= allocate_slices(given, layout, on.rank, dtypes[first], *memory_of)
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
-            if to is not None and not layout.replicated:
+            if to is not None:
                 form = values[i].form._replace(device=torch.device(devices[i]), place=to)
                 values[i] = Sharded.of_form(slices[index], form)
             values[i].origin = _origin_of(sources[i], values[i], feed)

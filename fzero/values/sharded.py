@@ -180,8 +180,8 @@ class Sharded(Tensor):
         is."""
         if self.is_replicated:
             return self
-        local = self.local.to("cpu")
-        if place.pin and torch.accelerator.is_available() and not local.is_pinned():
+        local = self.local if self.local.is_meta else self.local.to("cpu")
+        if place.pin and local.device.type == "cpu" and torch.accelerator.is_available() and not local.is_pinned():
             local = local.pin_memory()
         return self.of_form(local, self.form._replace(place=place), self.origin)
 
