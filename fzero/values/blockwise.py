@@ -10,7 +10,7 @@ Blocks are counted from the start of a leaf, so codes do not depend on the numbe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from fzero.base.errors import FzeroError
 LARGEST = {8: 127, 4: 7}
 """Bits of a code -> the largest code. The largest element of a block, in absolute value, has it."""
 
-CHUNK = 1 << 20
-"""Elements that a CPU computes at a time, so that float32 intermediates stay in its cache. A multiple of a block."""
+CHUNK = 1 << 18
+"""Elements that a CPU computes at a time, so that float32 intermediates stay in its cache."""
 
 
 class Coding(NamedTuple):
@@ -47,6 +47,11 @@ class Coding(NamedTuple):
         """The shape of the scales: a row of four bytes for each block."""
         return (-(-self.numel // self.block), 4)
 
+    @property
+    def chunk(self) -> int:
+        """The elements of the whole blocks in a `CHUNK`, at least one block."""
+        return max(CHUNK // self.block, 1) * self.block
+
 
 def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
     """`(codes, scales)` of values [S], which begin at the start of a block: uint8 [S * bits / 8] and [B, 4].
@@ -55,7 +60,7 @@ def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
     block in absolute value. Zeros stay zeros.
     """
     largest, size = LARGEST[coding.bits], values.numel()
-    blocks = torch.nn.functional.pad(values.float(), (0, -size % coding.block)).view(-1, coding.block)
+    blocks = _split(values.float(), coding.block)
     scales = blocks.abs().amax(1) / largest  # [B]
     codes = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().to(torch.int8).view(-1)
     if coding.bits == 4:
@@ -66,19 +71,23 @@ def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, coding: Coding) -> Tensor:
     """The value, in its shape, of all codes and scales. Each element is computed in float32 and rounded once."""
-    out = torch.empty(coding.numel, dtype=coding.dtype, device=codes.device)
-    step = max(CHUNK // coding.block, 1) * coding.block if codes.device.type == "cpu" else coding.numel
-    # `contiguous` and `clone`: the bytes of float32 numbers must begin at a multiple of four
-    factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)
-    for start in range(0, coding.numel, step or 1):
+    out, block = torch.empty(coding.numel, dtype=coding.dtype, device=codes.device), coding.block
+    # `clone`: the bytes of float32 numbers must begin at a multiple of four
+    factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)  # [B]
+    step = coding.chunk if codes.device.type == "cpu" else max(coding.numel, 1)
+    for start in range(0, coding.numel, step):
         piece = out[start : start + step]
-        stored = codes[start * coding.bits // 8 : -(-(start + piece.numel()) * coding.bits // 8)]
-        numbers = torch.nn.functional.pad(
-            _read(stored, coding.bits)[: piece.numel()], (0, -piece.numel() % coding.block)
-        )
-        of_blocks = factors[start // coding.block : start // coding.block + numbers.numel() // coding.block]
-        piece.copy_(numbers.view(-1, coding.block).mul_(of_blocks[:, None]).view(-1)[: piece.numel()])
+        size = piece.numel()
+        stored = codes[start * coding.bits // 8 : -(-(start + size) * coding.bits // 8)]
+        numbers = _split(_read(stored, coding.bits)[:size], block)
+        piece.copy_(numbers.mul_(factors[start // block :][: len(numbers), None]).view(-1)[:size])
     return out.view(coding.shape)
+
+
+def _split(values: Tensor, block: int) -> Tensor:
+    """[B, block] the values in blocks, the last one with zeros behind them. Views where there are none."""
+    missing = -values.numel() % block
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
 
 
 def _read(codes: Tensor, bits: int) -> Tensor:
@@ -103,8 +112,19 @@ def _dequantize(
     return decode(codes, scales, Coding(tuple(shape), dtype, bits, block))
 
 
-def fake_dequantize(codes: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Tensor:
-    """A tensor without data, of the value's shape."""
+def fake_dequantize(
+    codes: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, bits: int, block: int, leaf: str
+) -> Tensor:
+    """A tensor without data, of the value's shape.
+
+    Raises:
+        FzeroError: for codes or scales of another shape.
+    """
+    coding = Coding(tuple(shape), dtype, bits, block)
+    for name, x, expected in (("codes", codes, coding.codes_shape), ("scales", scales, coding.scales_shape)):
+        if tuple(x.shape) != expected:
+            problem = f"has {name} of shape {list(x.shape)}, and {list(expected)} belong to it"
+            raise FzeroError(leaf or "a quantized leaf", problem, "give it to the step partitioned, by fzero.partition")
     return codes.new_empty(shape, dtype=dtype)
 
 

@@ -54,6 +54,10 @@ class Quantized(Tensor):
         shape, dtype, bits, block = self.coding
         return dequantize(codes, scales, list(shape), dtype, bits, block, self.path)
 
+    def read_as(self, dtype: torch.dtype) -> Quantized:
+        """The value with the same codes and scales, whose elements are rounded to another dtype."""
+        return Quantized(self.codes, self.scales, self.coding._replace(dtype=dtype))
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -17,6 +17,7 @@ from fzero import ops, tree
 from fzero.base.frozen import freeze
 from fzero.program.records import record
 from fzero.values.quantized import is_quantized
+from fzero.variants.int8_gather import int8_gather
 
 WIDTH, LAYERS = 32, 2
 Loss = Callable[[Any, Tensor], Tensor]
@@ -170,6 +171,19 @@ def test_a_dequantized_leaf_has_one_use(name: str) -> None:
         while len(users) == 1 and record(users[0]).is_derived:
             users = list(users[0].users)
         assert len(users) == 1, f"{node} is used by {users}"
+
+
+def test_a_variant_that_gathers_trained_leaves_as_codes_leaves_quantized_ones_alone() -> None:
+    how = {"passes": fzero.passes.insert(fzero.passes.defaults(stage=3), int8_gather, before="prefetch")}
+    held = quantize()
+    both, alone = (program_of(held, plain, **each).comm() for each in (how, {}))
+    assert {entry.dtype for entry in both if entry.op == "all_gather"} == {torch.uint8}
+    assert [entry for entry in alone if entry.dtype == torch.uint8] == [
+        entry for entry, before in zip(both, alone, strict=True) if before.dtype == torch.uint8
+    ]
+    (loss, *_), (exact, *_) = train(held, plain, 2, **how), train(held, plain, 2)
+    torch.testing.assert_close(loss, exact, rtol=0.02, atol=0)  # weights change by up to 1/254 of the largest
+    assert not torch.equal(loss, exact)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

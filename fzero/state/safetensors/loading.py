@@ -17,6 +17,7 @@ from fzero.base.frozen import is_frozen
 from fzero.state.partition import partition
 from fzero.state.safetensors.reading import open_safetensors
 from fzero.state.sources import Source, TensorSource
+from fzero.values.quantized import map_quantized_leaves
 from fzero.values.sharded import Sharded
 
 Files = str | os.PathLike[str] | Mapping[str, Source]
@@ -70,6 +71,8 @@ def load_sources(
         FzeroError: with every missing and every left-over key; for a leaf of another shape; for a leaf whose stored
             values would change their kind when cast, such as floating-point values to integers.
     """
+    if dtype is not None:
+        like = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), like)
     leaves, treedef = tree.flatten(like)
     paths = tree.paths(like)
     for path, leaf in zip(paths, leaves):
