@@ -32,7 +32,13 @@ Where = str | Callable[[str, Any], bool]
 
 
 def quantize(
-    params: tree.Tree, *, bits: int = 8, block: int = 256, where: Where | None = None, dtype: torch.dtype | None = None
+    params: tree.Tree,
+    *,
+    bits: int = 8,
+    block: int = 256,
+    levels: str = "even",
+    where: Where | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tree.Tree:
     """`params` with large leaves held as codes of 8 or 4 `bits`, and a scale for each `block` of elements.
 
@@ -49,8 +55,10 @@ def quantize(
 
     * `where`: which leaves. A function of path and leaf, or a regular expression that is searched in the path. By
       default the frozen floating leaves of two or more dimensions and at least one block, but no embeddings.
-    * With 8 bits no element changes by more than 1/254 of the largest in its block, with 4 bits by 1/14. Blocks are
-      counted from the start of the leaf, so the codes do not depend on the number of ranks.
+    * `levels`: "even" levels are whole numbers of the scale: with 8 bits no element changes by more than 1/254 of the
+      largest in its block, with 4 bits by 1/14. "nf4" are the 16 levels of QLoRA's NormalFloat, which lie densely near
+      zero: by at most 1/6.5, and by less in the mean, where elements are distributed normally.
+    * Blocks are counted from the start of the leaf, so the codes do not depend on the number of ranks.
 
     Tensors are quantized now, on their device; a source of values, as `fzero.open_safetensors` returns, while
     `fzero.partition` reads it, a chunk at a time. A `Sharded` leaf, as `fzero.build` returns, is quantized now, and its
@@ -64,7 +72,7 @@ def quantize(
             where no leaf is chosen; naming the leaf, for a chosen leaf that is not floating, is smaller than a block,
             is quantized already, or has values that are not finite.
     """
-    check_coding("fzero.quantize", Coding((), torch.float32, bits, block))
+    check_coding("fzero.quantize", Coding((), torch.float32, bits, block, levels))
     if dtype is not None and not dtype.is_floating_point:
         raise FzeroError("fzero.quantize", f"dtype is {dtype}", "give a floating dtype, in which the leaf is read")
     chooses = _make_choice(where, block)
@@ -78,7 +86,7 @@ def quantize(
     held = {paths[i]: leaves[i] for i in chosen if is_sharded(leaves[i])}
     for i in chosen:
         _check_leaf(paths[i], leaves[i], block)
-        coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block)
+        coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block, levels)
         leaves[i] = _quantize(paths[i], leaves[i], coding)
     made = tree.unflatten(treedef, leaves)
     for on in dict.fromkeys(leaf.on for leaf in held.values()):

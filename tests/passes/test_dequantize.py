@@ -93,7 +93,8 @@ LOSSES: dict[str, Loss] = {
 
 
 def quantize(bits: int = 8) -> Any:
-    return fzero.quantize(params, bits=bits, block=64, where=r"embed|up\.weight|down\.weight")
+    levels = "nf4" if bits == 4 else "even"
+    return fzero.quantize(params, bits=bits, block=64, levels=levels, where=r"embed|up\.weight|down\.weight")
 
 
 def read(held: Any) -> Any:

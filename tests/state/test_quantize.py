@@ -149,6 +149,7 @@ def test_the_page_runs_and_says_what_is(capsys: pytest.CaptureFixture[str]) -> N
     ("make", "error"),
     [
         (lambda p: fzero.quantize(p, bits=3), "bits is 3; give 8 or 4"),
+        (lambda p: fzero.quantize(p, levels="nf4"), "levels is 'nf4' with 8 bits; give 'even', or 'nf4' with bits=4"),
         (lambda p: fzero.quantize(p, block=63), "block is 63; give an even number"),
         (lambda p: fzero.quantize(p, dtype=torch.int8), "dtype is torch.int8; give a floating dtype"),
         (lambda p: fzero.quantize(p), r"chooses none of 3 leaves \(such as b, i, w\); call requires_grad_\(False\)"),
