@@ -6,7 +6,7 @@ In: a traced program, which gathers each leaf where the step uses the leaf. Out:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -50,9 +50,17 @@ __all__ = [
 ]
 
 
-def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | None = None) -> tuple[Pass, ...]:
+def defaults(
+    *,
+    stage: int,
+    in_place: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+    keep: Collection[str] = (),
+    ahead: int | None = None,
+) -> tuple[Pass, ...]:
     """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` is as in
-    `shard`.
+    `shard`. At stage 3 the buckets that `keep` names stay gathered from their first to their last use. `ahead` is the
+    `memory` of `prefetch`.
 
     `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
@@ -60,22 +68,24 @@ def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | N
         FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.
     """
     check_reduce_dtype(reduce_dtype)
-    first: tuple[Pass, ...] = (*((hoist,) if stage in (1, 2) else ()), partial(accumulate, stage=stage))
+    stays: tuple[Pass, ...] = (hoist,) if stage in (1, 2) else (partial(hoist, keep=keep),) if keep else ()
+    early: Pass = prefetch if ahead is None else partial(prefetch, memory=ahead)
     last = (donate,) if in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
-        *first,
+        *stays,
+        partial(accumulate, stage=stage),
         partial(cast_gradients, dtype=reduce_dtype),
         bucket,
         coalesce,
-        partial(release, stage=stage),
+        partial(release, stage=stage, keep=keep),
         defer,
         fuse,
         skip,
         split,  # cuts the calls of fuse, by the order of the nodes so far
-        prefetch,  # schedules by the costs of nodes, so behind the passes that change nodes
+        early,  # schedules by the costs of nodes, so behind the passes that change nodes
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
-        partial(verify, stage=stage),
+        partial(verify, stage=stage, keep=keep),
     )
 
 

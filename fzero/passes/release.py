@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx
 
 from fzero.base.errors import FzeroError
@@ -11,11 +13,11 @@ from fzero.program.program import Program
 from fzero.program.records import starts
 
 
-def release(program: Program, *, stage: int) -> Program:
+def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Program:
     """Set how long gathered buckets and full gradients live.
 
     * Stage 3: drop a gathered bucket when another layer is used, and gather it again for its next use. A layer has a
-      bucket for each dtype.
+      bucket for each dtype. The buckets that `keep` names stay, as at stage 2.
     * Stage 2: gather each bucket once, and keep it until its last use.
     * Stage 1: as 2; keep full gradients too, and scatter all of them at the end.
 
@@ -30,21 +32,22 @@ def release(program: Program, *, stage: int) -> Program:
         raise FzeroError("stage", f"is {stage!r}", "stages are 1, 2 and 3")
     program = program.copy()
     if stage == 3:
-        _regather(program)
+        _regather(program, keep)
     if stage == 1:
         _scatter_last(program)
     return program
 
 
-def _regather(program: Program) -> None:
-    """Give each run of uses of a bucket an all-gather of its own. The first run keeps the one that there is."""
+def _regather(program: Program, keep: Collection[str]) -> None:
+    """Give each run of uses of a bucket, but of those to keep, an all-gather of its own. The first run keeps the one
+    that there is."""
     origin = find_origins(program.graph, "gathered")
     spans: dict[Node, dict[int, list[Node]]] = {}
     for user, runs in list_uses(program):
         for bucket, run in runs.items():
             spans.setdefault(bucket, {}).setdefault(run, []).append(user)
     for bucket, of_runs in spans.items():
-        for users in list(of_runs.values())[1:]:
+        for users in list(of_runs.values())[1:] if bucket.args[1] not in keep else ():
             _gather_again(program, bucket, users, origin)
     sink_gathers(program.graph)
 

@@ -115,13 +115,13 @@ def _is_used_forward(node: Node, region: Region) -> bool:
 
 
 def _choose_results(members: list[Node], region: Region) -> set[Node]:
-    """The tensors among the results of a region that are results of collectives, or that the region's policy keeps.
+    """The tensors among the results of a region that are results of collectives, or that it or its policy keeps.
 
     The policy is asked once for each operation, in order: a policy may count.
     """
     chosen: set[Node] = set()
     for node in members:
-        if node.op != "call_function" or record(node).moves is not None:
+        if node.op != "call_function" or record(node).moves is not None or get_mark(node).number in region.kept:
             chosen.add(node)
         elif node.target is operator.getitem:
             chosen.update([node] if node.args[0] in chosen else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fzero.base.errors import FzeroError
 from fzero.passes.order import list_uses
 from fzero.program import ops
@@ -13,7 +15,7 @@ from fzero.program.records import find_writes, is_call, leaves_of, name_of, reco
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of, refuse_node, refuse_state
 
 
-def verify(program: Program, *, stage: int | None = None) -> Program:
+def verify(program: Program, *, stage: int | None = None, keep: Collection[str] = ()) -> Program:
     """Check a program. Returns `program` itself where all of this holds:
 
     * every value has a kind (`inference`), so that no value is computed from padding;
@@ -22,7 +24,7 @@ def verify(program: Program, *, stage: int | None = None) -> Program:
     * a started collective has exactly one wait, behind its start, and nothing writes to its operands before the wait;
     * nodes write to donated arguments and to temporaries only;
     * a loop's body holds all of this, and gets what it expects in every turn;
-    * at `stage` 3 a gathered bucket is not kept while other layers are used.
+    * at `stage` 3 a gathered bucket that `keep` does not name is not kept while other layers are used.
 
     Ranks start collectives in one order, because all ranks run one program. `verify` believes the shapes and the memory
     that nodes claim, that a kernel gives the same bits on every rank, and that captured tensors are the same on every
@@ -37,7 +39,7 @@ def verify(program: Program, *, stage: int | None = None) -> Program:
     check_results(program, kinds)
     check_writes(program)
     if stage == 3:
-        _check_releases(program)
+        _check_releases(program, keep)
     return program
 
 
@@ -121,12 +123,13 @@ def _check_collectives(program: Program) -> None:
                 raise refuse_node(program, node, problem, "wait for a collective once")
 
 
-def _check_releases(program: Program) -> None:
-    """Refuse a gathered buffer that is used before and after a node that uses other layers only."""
+def _check_releases(program: Program, keep: Collection[str]) -> None:
+    """Refuse a gathered buffer, but of the buckets to keep, that is used before and after a node that uses other layers
+    only."""
     last: dict[Node, tuple[int, Node]] = {}
     for node, runs in list_uses(program):
         for start, run in runs.items():
-            if start in last and last[start][0] != run:
+            if start in last and last[start][0] != run and start.args[1] not in keep:
                 raise refuse_node(
                     program, start, f"of {start.args[1]!r} is kept from {last[start][1].name} to {node.name}",
                     "at stage 3 release a bucket when another layer is used, and gather it again",

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Bytes of live tensors on the rank whose peak is largest: the `peak`, the node `at` which it is reached, and the
-    bytes that are alive after each node (`timeline`).
+    """Bytes of live tensors on the rank whose peak is largest: the `peak`, the node `at` which it is reached, the bytes
+    that are alive after each node (`timeline`), and those while it runs (`during`).
 
     Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
@@ -30,6 +30,7 @@ class Memory(NamedTuple):
     peak: int
     at: str
     timeline: list[int]
+    during: list[int]
 
 
 def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memory:
@@ -43,16 +44,16 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     equal numbers of elements of every leaf only the first is computed, so thousands of ranks cost as much as a few.
     """
     allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
-    nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
+    nodes, changes = list(program.graph.nodes), list(list_changes(program.graph, allocator.keys))
     rank = int(_find_peaks(program.graph, changes, allocator).argmax())
-    nbytes, scratch = (_select_rank(sizes, rank) for sizes in (allocator.nbytes, allocator.scratch))
+    nbytes, scratch = (select_rank(sizes, rank) for sizes in (allocator.nbytes, allocator.scratch))
     timeline, behind = [], 0
     for node, (made, freed) in zip(nodes, changes):
         during = behind + sum(nbytes[key] for key in made)
         behind = during - sum(nbytes[key] for key in freed)
         timeline.append((during + scratch.get(node, 0), behind))
     at = max(range(len(nodes)), key=lambda i: timeline[i][0])
-    return Memory(timeline[at][0], nodes[at].name, [behind for _, behind in timeline])
+    return Memory(timeline[at][0], nodes[at].name, [after for _, after in timeline], [now for now, _ in timeline])
 
 
 def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
@@ -63,12 +64,13 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
 def measure_beside(program: Program, ranks: Sequence[int]) -> Tensor:
     """[R] the peak of each rank beside the arguments, which belong to the caller."""
     allocator = Allocator(program, ranks)
-    peaks = _find_peaks(program.graph, _list_changes(program.graph, allocator.keys), allocator)
+    peaks = _find_peaks(program.graph, list_changes(program.graph, allocator.keys), allocator)
     given = {key for node in program.placeholders for key in allocator.keys[node]}
     return peaks - sum(allocator.nbytes[key] for key in given)
 
 
-def _select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+def select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+    """The sizes on the rank at a position."""
     return {key: size if isinstance(size, int) else int(size[rank]) for key, size in sizes.items()}
 
 
@@ -86,7 +88,7 @@ def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]],
     return peak
 
 
-def _list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
+def list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
     """For each node the storages that it allocates, and the storages that nothing uses after it."""
     dying, users = find_last_uses(graph), Counter[Key]()
     for node in graph.nodes:

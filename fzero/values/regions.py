@@ -4,7 +4,7 @@ turns of loops."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ DOTS = frozenset(
 _POLICIES: dict[str | None, Policy] = {
     None: lambda context, operation, *args, **kwargs: False,
     "dots": lambda context, operation, *args, **kwargs: operation.__name__.partition(".")[0] in DOTS,
+    "budget": lambda context, operation, *args, **kwargs: True,
 }
 _KEEPS = {
     True: True,
@@ -52,6 +53,7 @@ def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None
 
     * None: nothing else.
     * "dots": the results of matrix products and attention.
+    * "budget": what the budget of `shard(..., memory=)` leaves room for; without a budget everything.
     * a list of operations, such as `[torch.ops.aten.mm.default]`: their results.
     * a function `policy(context, operation, *args, **kwargs)`: the results for which it returns True or a
       `CheckpointPolicy` to save; MUST and PREFER are alike. The list and the function are what
@@ -74,7 +76,8 @@ def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None
 
     @functools.wraps(fn, updated=())
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        token = _open_regions.set((*_open_regions.get(), Region(chosen, torch_private.in_backward())))
+        region = Region(chosen, torch_private.in_backward(), by_budget=policy == "budget")
+        token = _open_regions.set((*_open_regions.get(), region))
         try:
             return fn(*args, **kwargs)
         finally:
@@ -100,14 +103,18 @@ def _find_policy(policy: Any) -> Policy:
         return lambda context, operation, *args, **kwargs: operation in operations
     if policy is None or (isinstance(policy, str) and policy in _POLICIES):
         return _POLICIES[policy]
-    raise FzeroError("policy", f"is {policy!r}", 'give None, "dots", a list of operations or a function')
+    raise FzeroError("policy", f"is {policy!r}", 'give None, "dots", "budget", a list of operations or a function')
 
 
 class Region:
-    """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call."""
+    """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call.
 
-    def __init__(self, policy: Policy, in_backward: bool) -> None:
-        self._policy, self.in_backward = policy, in_backward
+    The region also keeps the values of the nodes with the numbers `kept`. With `by_budget` a memory budget may make
+    another region of its nodes.
+    """
+
+    def __init__(self, policy: Policy, in_backward: bool, kept: Collection[int] = (), by_budget: bool = False) -> None:
+        self._policy, self.in_backward, self.kept, self.by_budget = policy, in_backward, kept, by_budget
 
     def keeps(self, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the region's policy keeps the result of an operation, which the user called at `where`.
@@ -186,12 +193,14 @@ def end_turn() -> None:
 
 class Mark(NamedTuple):
     """Where a node was traced: in which regions and in which turns, the outermost first, and whether in a backward
-    pass. A node that stands for the border of a turn has the turn as its `port`."""
+    pass. A node that stands for the border of a turn has the turn as its `port`. A memory budget gives the nodes of a
+    trace a `number`, which their copies in programs have too."""
 
     regions: tuple[Region, ...] = ()
     in_backward: bool = False
     turns: tuple[Turn, ...] = ()
     port: Turn | None = None
+    number: int | None = None
 
 
 def current_mark() -> Mark:
