@@ -33,6 +33,8 @@ class Quantized(Tensor):
     codes: Any
     scales: Any
     coding: Coding
+    is_read_first = True
+    """A function of a `Quantized` and of a `Sharded` is one of the dequantized value and the `Sharded`."""
 
     def __new__(cls, codes: Any, scales: Any, coding: Coding) -> Quantized:
         device = getattr(codes, "device", None) or "cpu"  # a tree may hold anything in the places of leaves

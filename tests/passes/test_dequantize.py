@@ -156,6 +156,24 @@ def plain_step(module: Net) -> Tensor:
     return loss.detach()
 
 
+@pytest.mark.parametrize("combine", [torch.add, lambda q, t: t + q, lambda q, t: torch.addcmul(t, q, t)], ids="abc")
+def test_a_quantized_leaf_meets_a_sharded_one(combine: Any) -> None:
+    mesh, embed = fzero.VirtualMesh(fsdp=2), quantize()["embed"]["weight"]
+    dense = nn.Parameter(embed.full_tensor(), requires_grad=False)
+
+    def loss(p: Any, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, combine(p["frozen"], p["delta"])).square().mean()
+
+    step = fzero.simulate(fzero.value_and_grad(loss), mesh)
+    got, expected = (
+        tree.leaves(
+            fzero.unpartition(step(fzero.partition({"frozen": x, "delta": torch.ones(16, WIDTH)}, mesh), tokens()))
+        )
+        for x in (embed, dense)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def program_of(given: Any, loss: Loss, **how: Any) -> Any:
     mesh = fzero.VirtualMesh(fsdp=2)
     return fzero.simulate(fzero.grad(loss), mesh, **how).trace(fzero.partition(given, mesh), tokens())
