@@ -77,7 +77,7 @@ def quantize(
         raise FzeroError("fzero.quantize", f"dtype is {dtype}", "give a floating dtype, in which the leaf is read")
     chooses = _make_choice(where, block)
     leaves, treedef = tree.flatten(params, is_leaf=is_quantized)
-    paths = [tree.dotted(key) for key in tree.keys(treedef)]
+    paths = tree.paths(params, is_leaf=is_quantized)
     chosen = [i for i, leaf in enumerate(leaves) if chooses(paths[i], leaf)]
     if not chosen:
         problem = f"chooses none of {len(leaves)} leaves (such as {', '.join(paths[:3])})"
@@ -87,7 +87,7 @@ def quantize(
     for i in chosen:
         _check_leaf(paths[i], leaves[i], block)
         coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block, levels)
-        leaves[i] = _quantize(paths[i], leaves[i], coding)
+        leaves[i] = quantize_leaf(paths[i], leaves[i], coding)
     made = tree.unflatten(treedef, leaves)
     for on in dict.fromkeys(leaf.on for leaf in held.values()):
         made = _partition_codes(made, on, held)
@@ -121,8 +121,8 @@ def _check_leaf(path: str, leaf: Any, block: int) -> None:
         raise FzeroError(path, problem, "leave it out of `where`, or give a smaller block")
 
 
-def _quantize(path: str, leaf: Any, coding: Coding) -> Quantized:
-    """A tensor or a source, as codes and scales."""
+def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
+    """The codes and scales of a tensor; of a source or a `Sharded`, sources of these."""
     if isinstance(leaf, Tensor) and leaf.is_meta:
         made = [torch.empty(x, dtype=torch.uint8, device="meta") for x in (coding.codes_shape, coding.scales_shape)]
     elif is_sharded(leaf) or is_source(leaf):

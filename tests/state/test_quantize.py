@@ -108,6 +108,24 @@ def test_codes_and_scales_are_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(weight.full_tensor(), held["layers"][1]["weight"].full_tensor())
 
 
+def test_files_in_full_precision_are_quantized_while_they_are_read(tmp_path: Path) -> None:
+    file, mesh, exact = str(tmp_path / "exact.safetensors"), fzero.VirtualMesh(fsdp=3), frozen()
+    fzero.save_safetensors({"model": exact}, file)
+    with torch.device("meta"):
+        like = fzero.quantize(fzero.lower(Model())[0], bits=4, block=64)
+    held = fzero.load_safetensors(file, like, mesh, rename=lambda path: f"model.{path}")
+    assert_same(held, fzero.quantize(exact, bits=4, block=64))
+    assert torch.equal(fzero.unpartition(held)["head"]["bias"], exact["head"]["bias"])
+    narrow = fzero.load_safetensors(file, like, mesh, rename=lambda path: f"model.{path}", dtype=torch.bfloat16)
+    assert narrow["layers"][0]["weight"].full_tensor().dtype == torch.bfloat16 == narrow["head"]["weight"].dtype
+    assert_same(narrow, held)
+    with pytest.raises(FzeroError, match=r"layers\.0\.weight: has shape \[20, 20\] in .*, \[20, 10\] in the tree"):
+        like["layers"][0]["weight"] = fzero.quantize({"w": torch.ones(20, 10)}, block=64, where="w")["w"]
+        fzero.load_safetensors(file, like, mesh, rename=lambda path: f"model.{path}")
+    with pytest.raises(FzeroError, match=r"leaves without values \(9\): .*layers\.0\.weight\.codes"):
+        fzero.load_safetensors(file, like, mesh)
+
+
 def test_what_is_built_is_quantized_where_it_lies() -> None:
     mesh = fzero.VirtualMesh(fsdp=3)
     built, apply = fzero.build(Model, mesh, seed=0)
