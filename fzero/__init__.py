@@ -10,6 +10,7 @@ from fzero import optim, passes
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.placement import host
 from fzero.base.state import State
 from fzero.equivalence import check_equivalence
 from fzero.program import ops
@@ -47,6 +48,7 @@ __all__ = [
     "build_stateful",
     "check_equivalence",
     "grad",
+    "host",
     "init",
     "initializers",
     "iter_full",

@@ -47,27 +47,22 @@ _log = logging.getLogger("fzero")
 
 
 def choose_rewrite(
-    passes: Sequence[Pass] | None,
-    *,
-    stage: int | None,
-    memory: int | str | None,
-    in_place: bool,
-    reduce_dtype: torch.dtype | None,
+    passes: Sequence[Pass] | None, *, stage: int | None, memory: int | str | None, **how: Any
 ) -> Sequence[Pass] | Budget:
     """How `shard` and `simulate` rewrite a trace, by their options: with the passes that are given, else with those of
-    a stage or of a budget.
+    a stage or of a budget. `how` are the other keywords of `fzero.passes.choose_passes`.
 
     Raises:
-        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; as `defaults`.
+        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; as `choose_passes`.
     """
     if memory is None:
-        return choose_passes(passes, stage=3 if stage is None else stage, in_place=in_place, reduce_dtype=reduce_dtype)
+        return choose_passes(passes, stage=3 if stage is None else stage, **how)
     other = "stage" if stage is not None else "passes" if passes is not None else None
     if other is not None:
         problem = f"is {memory!r}, and {other} is given too: both say which buckets stay gathered"
         raise FzeroError("memory", problem, f"give memory or {other}")
-    limit = parse_size("memory", memory)
-    return Budget(limit, partial(defaults, stage=3, in_place=in_place, reduce_dtype=reduce_dtype))
+    choose_passes(None, stage=3, **how)  # refuses what is no value of these options
+    return Budget(parse_size("memory", memory), partial(defaults, stage=3, **how))
 
 
 class _Traced(NamedTuple):
@@ -194,7 +189,7 @@ class Returned:
         self._constants = [(i, result.constant) for i, result in enumerate(program.results) if result.is_constant]
         values = [node.meta["val"] for node in program.output.args[0]]
         self._state = [
-            (i, Form(program.layouts[result.bucket], result.leaf, on, value.dtype, value.device))
+            (i, Form(program.layouts[result.bucket], result.leaf, on, value.dtype, value.device, result.place))
             for i, (result, value) in enumerate(zip(program.tensor_results, values))
             if result.bucket is not None
         ]
@@ -309,7 +304,7 @@ def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Perf
     for state in program.pass_state:
         value = given[state.path]
         wanted_form = program.layouts[state.bucket], state.leaf, on, state.dtype
-        if not isinstance(value, Sharded) or value.form[:-1] != wanted_form:
+        if not isinstance(value, Sharded) or value.form[:4] != wanted_form:
             problem = "is not the state that this step's passes keep on its mesh, in layout and dtype"
             raise FzeroError(f"pass_state {state.path!r}", problem, "make it with step.init_pass_state(*args)")
     return [given[path] for path in wanted]

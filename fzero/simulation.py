@@ -44,6 +44,7 @@ def simulate(
     memory: int | str | None = None,
     donate: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
     max_programs: int = MAX_PROGRAMS,
@@ -60,7 +61,7 @@ def simulate(
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
     each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `donate`, `reduce_dtype`, `passes`,
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `donate`, `reduce_dtype`, `chunk`, `passes`,
     `data` and `max_programs` are as in `shard`.
 
     Raises:
@@ -68,7 +69,9 @@ def simulate(
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     check_data_axes(mesh, data)
-    rewrites = choose_rewrite(passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype)
+    rewrites = choose_rewrite(
+        passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+    )
     return Simulation(fn, mesh, rewrites, max_programs)
 
 

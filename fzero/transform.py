@@ -55,6 +55,7 @@ def shard(
     donate: bool = True,
     compile: Mode = False,
     reduce_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
     max_programs: int = MAX_PROGRAMS,
@@ -80,6 +81,9 @@ def shard(
     * `reduce_dtype`: gradients are cast to it, averaged over ranks in it, and cast back. None averages each gradient
       in its own dtype. Gathers stay in the dtype in which leaves are used: bfloat16 compute with
       `reduce_dtype=torch.float32` keeps float32 gradients of float32 leaves.
+    * `chunk`: bytes, or a text such as "64MiB". A leaf of more gathered bytes is streamed: each use gathers the leaf in
+      chunks of at most so many bytes, one after the other, also at stages 1 and 2 (docs/streamed.md). None gathers all
+      leaves whole.
     * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
       step then takes it as `pass_state` and returns `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
@@ -101,7 +105,9 @@ def shard(
     if not isinstance(compile, bool) and compile != "graph":
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
-    rewrites = choose_rewrite(passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype)
+    rewrites = choose_rewrite(
+        passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+    )
     return Step(fn, live(mesh), rewrites, compile, max_programs)
 
 

@@ -90,7 +90,7 @@ def list_bucket_choices(
     """
     index = {place.node: i for i, place in enumerate(line)}
     uses: dict[str, list[Use]] = {}
-    for use in _find_uses(program, index, {}):
+    for use in _find_uses(program, index):
         for name in use.names:
             uses.setdefault(name, []).append(use)
     gathers = _count_seconds(program, line)
@@ -126,22 +126,25 @@ def _describe_bucket(program: Program, uses: Sequence[Use], seconds: float) -> C
     return Choice(uses[0].names[0], options)
 
 
-def _find_uses(program: Program, index: Mapping[Node, int], layers: Mapping[str, Sequence[str]]) -> Iterator[Use]:
-    """The gathered buffers of a program and of its loops."""
+def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = None) -> Iterator[Use]:
+    """The gathered buffers of a program, which is the body of a loop or is not, and of its loops. Rows of what a loop
+    goes through are left out: only leaves that all turns share, and the layer of each turn, can stay gathered."""
     origin = find_origins(program.graph, "gathered")
     last: dict[Node, int] = {}
     for node, start in origin.items():
         ends = [index[user] for user in node.users if user in index]
         last[start] = max([last.get(start, 0), index[node], *ends])
+    rows = set(program.placeholders[: len(loop.carry) + len(loop.xs)]) if loop else set()
+    layers = loop.layers if loop else {}
     for node in program.graph.nodes:
         body = body_of(node)
         if body is not None:
-            loop = Loop(*node.args)
-            inner = {name: [x for row in rows for x in layers.get(row, [row])] for name, rows in loop.layers.items()}
-            yield from _find_uses(body, index, {**layers, **inner})
-        elif starts(node) == "gathered":
-            names, value = layers.get(node.args[1], [node.args[1]]), node.meta["val"]
-            yield Use(tuple(names), tuple(node.args[2]), value.dtype, index[node], last[node], nbytes(value))
+            inner = Loop(*node.args)
+            names = {name: [x for row in rows for x in layers.get(row, [row])] for name, rows in inner.layers.items()}
+            yield from _find_uses(body, index, inner._replace(layers={**layers, **names}))
+        elif starts(node) == "gathered" and rows.isdisjoint(node.args[0]):
+            names_of, value = layers.get(node.args[1], [node.args[1]]), node.meta["val"]
+            yield Use(tuple(names_of), tuple(node.args[2]), value.dtype, index[node], last[node], nbytes(value))
 
 
 def _count_seconds(program: Program, line: Sequence[Place]) -> dict[str, tuple[float, float]]:

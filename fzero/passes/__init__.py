@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from fzero.base.errors import FzeroError
+from fzero.base.sizes import parse_size
 from fzero.passes.accumulate import accumulate
 from fzero.passes.bucket import bucket
 from fzero.passes.cast_gradients import cast_gradients, check_reduce_dtype
@@ -19,6 +20,7 @@ from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
 from fzero.passes.hoist import hoist
+from fzero.passes.offload import offload
 from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
@@ -26,6 +28,7 @@ from fzero.passes.resolve import resolve
 from fzero.passes.run import Pass, insert, run_passes
 from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
+from fzero.passes.stream import stream
 from fzero.passes.verify import verify
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "fuse",
     "hoist",
     "insert",
+    "offload",
     "prefetch",
     "release",
     "rematerialize",
@@ -46,6 +50,7 @@ __all__ = [
     "run_passes",
     "skip",
     "split",
+    "stream",
     "verify",
 ]
 
@@ -55,24 +60,28 @@ def defaults(
     stage: int,
     in_place: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
     keep: Collection[str] = (),
     ahead: int | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` is as in
-    `shard`. At stage 3 the buckets that `keep` names stay gathered from their first to their last use. `ahead` is the
-    `memory` of `prefetch`.
+    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` and
+    `chunk` are as in `shard`. At stage 3 the buckets that `keep` names stay gathered from their first to their last
+    use. `ahead` is the `memory` of `prefetch`.
 
     `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
-        FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.
+        FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits; for a `chunk` that is no
+            size.
     """
     check_reduce_dtype(reduce_dtype)
     stays: tuple[Pass, ...] = (hoist,) if stage in (1, 2) else (partial(hoist, keep=keep),) if keep else ()
+    streams = () if chunk is None else (partial(stream, chunk=parse_size("chunk", chunk)),)
     early: Pass = prefetch if ahead is None else partial(prefetch, memory=ahead)
     last = (donate,) if in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
+        *streams,  # before hoist, and behind rematerialize, whose copies use leaves again
         *stays,
         partial(accumulate, stage=stage),
         partial(cast_gradients, dtype=reduce_dtype),
@@ -83,6 +92,7 @@ def defaults(
         fuse,
         skip,
         split,  # cuts the calls of fuse, by the order of the nodes so far
+        offload,  # takes the calls of split, by the buckets whose state lies on the host
         early,  # schedules by the costs of nodes, so behind the passes that change nodes
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
         partial(verify, stage=stage, keep=keep),
@@ -90,15 +100,23 @@ def defaults(
 
 
 def choose_passes(
-    given: Sequence[Pass] | None, *, stage: int, in_place: bool, reduce_dtype: torch.dtype | None
+    given: Sequence[Pass] | None,
+    *,
+    stage: int,
+    in_place: bool,
+    reduce_dtype: torch.dtype | None,
+    chunk: int | str | None = None,
 ) -> tuple[Pass, ...]:
     """The passes of a step: those that a user gave, and `verify`; without any, `defaults` of the other arguments.
 
     Raises:
-        FzeroError: as `defaults`; for a `reduce_dtype` beside passes, which leave no place for it.
+        FzeroError: as `defaults`; for a `reduce_dtype` or a `chunk` beside passes, which leave no place for them.
     """
     if given is None:
-        return defaults(stage=stage, in_place=in_place, reduce_dtype=reduce_dtype)
+        return defaults(stage=stage, in_place=in_place, reduce_dtype=reduce_dtype, chunk=chunk)
+    if chunk is not None:
+        way_out = f"give it to the passes: passes=fzero.passes.defaults(stage={stage}, chunk={chunk!r})"
+        raise FzeroError("chunk", f"is {chunk!r}, and passes are given", way_out)
     if reduce_dtype is not None:
         way_out = f"give it to the passes: passes=fzero.passes.defaults(stage={stage}, reduce_dtype={reduce_dtype})"
         raise FzeroError("reduce_dtype", f"is {reduce_dtype}, and passes are given", way_out)

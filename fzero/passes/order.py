@@ -206,10 +206,10 @@ def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
     for node in graph.nodes:
         if starts(node) == direction:
             origin[node] = node
-        elif _is_derived(node) and len(node.all_input_nodes) == 1 and storage(node) not in changed:
-            (source,) = node.all_input_nodes
-            if source in origin:
-                origin[node] = origin[source]
+        elif _is_derived(node) and storage(node) not in changed:
+            sources = {origin.get(source) for source in node.all_input_nodes}
+            if len(sources) == 1 and None not in sources:
+                (origin[node],) = sources
     return origin
 
 

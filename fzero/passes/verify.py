@@ -10,6 +10,7 @@ from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, kind_of_state
 from fzero.program.operation import Node
+from fzero.program.places import check_places
 from fzero.program.program import Program
 from fzero.program.records import find_writes, is_call, leaves_of, name_of, record, starts, storage
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of, refuse_node, refuse_state
@@ -23,6 +24,7 @@ def verify(program: Program, *, stage: int | None = None, keep: Collection[str] 
     * a collective names leaves, sizes and axes that the program's layouts and mesh have;
     * a started collective has exactly one wait, behind its start, and nothing writes to its operands before the wait;
     * nodes write to donated arguments and to temporaries only;
+    * an operation's operands lie on the device, or all on the host, and so do results where they belong;
     * a loop's body holds all of this, and gets what it expects in every turn;
     * at `stage` 3 a gathered bucket that `keep` does not name is not kept while other layers are used.
 
@@ -38,6 +40,7 @@ def verify(program: Program, *, stage: int | None = None, keep: Collection[str] 
     kinds = infer(program)
     check_results(program, kinds)
     check_writes(program)
+    check_places(program)
     if stage == 3:
         _check_releases(program, keep)
     return program

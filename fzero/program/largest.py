@@ -37,7 +37,7 @@ def list_largest(program: Program, count: int) -> list[Alive]:
             del alive[key]
     names = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     nbytes = {key: max(of_rank[key] for of_rank in sizes) for key in alive}
-    found = [Alive(nbytes[key], _describe(key, names)) for key in alive]
+    found = [Alive(nbytes[key], _describe(key, names)) for key in alive if allocator.where(key) == "device"]
     body = body_of(at)
     if body is not None:
         inside = list_largest(body, count + len(body.arguments))

@@ -17,7 +17,8 @@ from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
 
-FIRST, LAST = "accumulate cast_gradients bucket coalesce release defer fuse skip split prefetch", "donate verify"
+FIRST = "accumulate cast_gradients bucket coalesce release defer fuse skip split offload prefetch"
+LAST = "donate verify"
 
 
 @pytest.mark.parametrize(
