@@ -34,7 +34,7 @@ NF4 = (
 have each code."""
 
 CHUNK = 1 << 18
-"""Elements that a CPU computes at a time, so that float32 intermediates stay in its cache."""
+"""Elements that a CPU computes at a time, so that float32 intermediates stay in its cache; a GPU 64 times as many."""
 
 
 class Coding(NamedTuple):
@@ -96,7 +96,7 @@ def decode(codes: Tensor, scales: Tensor, coding: Coding) -> Tensor:
     out, block = torch.empty(coding.numel, dtype=coding.dtype, device=codes.device), coding.block
     # `clone`: the bytes of float32 numbers must begin at a multiple of four
     factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)  # [B]
-    step = coding.chunk if codes.device.type == "cpu" else max(coding.numel, 1)
+    step = coding.chunk * (1 if codes.device.type == "cpu" else 64)  # of a GPU few kernels, and 64 MiB in float32
     for start in range(0, coding.numel, step):
         piece = out[start : start + step]
         size = piece.numel()
