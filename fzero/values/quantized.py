@@ -50,6 +50,10 @@ class Quantized(Tensor):
         """The dotted path of a value that was partitioned; empty for another."""
         return getattr(self.codes, "path", "").removesuffix(".codes")
 
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        """None: it is frozen."""
+
     def full_tensor(self) -> Tensor:
         """The dequantized value, a plain tensor. A step dequantizes at each use, and keeps nothing of it in between."""
         codes, scales = (x.full_tensor() if is_sharded(x) else x for x in (self.codes, self.scales))

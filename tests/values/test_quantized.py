@@ -142,3 +142,21 @@ def test_its_gradient_is_refused_or_none() -> None:
         torch.func.grad(loss)(held)
     with pytest.raises(FzeroError, match="each of the 2 leaves of its first argument is frozen"):
         fzero.grad(lambda w: w.sum())(params["w"])
+
+
+def test_what_a_step_captures_is_a_constant_or_refused() -> None:
+    mesh, plain = fzero.VirtualMesh(fsdp=2), quantized(8, 16, 32)
+    held = fzero.partition({"w": plain}, mesh)["w"]
+    params = fzero.partition({"t": torch.ones(16, 32)}, mesh)
+    gradient = fzero.simulate(fzero.grad(lambda p: (plain * p["t"]).sum()), mesh)(params)
+    assert torch.equal(fzero.unpartition(gradient)["t"], plain.full_tensor())
+    with pytest.raises(FzeroError, match=r"w\.codes is state that the step captured.*give it to the step"):
+        fzero.simulate(lambda p: (held * p["t"]).sum(), mesh)(params)
+
+
+def test_a_step_is_given_codes_of_their_own_shape() -> None:
+    """Plain leaves among the arguments of a simulated step are the batch of all ranks, and are cut."""
+    with pytest.raises(
+        FzeroError, match=r"has codes of shape \[256\], and \[512\] belong to it; give it .* partitioned"
+    ):
+        fzero.simulate(lambda q: q.sum(), fzero.VirtualMesh(fsdp=2))(quantized(8, 16, 32))
