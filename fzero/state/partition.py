@@ -21,11 +21,11 @@ from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill, find_memory
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
-from fzero.state.rows import RowSource
 from fzero.state.send import Feed
-from fzero.state.sources import Source, fingerprint, source_of
+from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
 from fzero.values.functions import is_sharded
 from fzero.values.origin import UNKNOWN, Origin
+from fzero.values.quantized import map_quantized_leaves
 from fzero.values.sharded import Sharded
 
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
@@ -71,10 +71,10 @@ def partition(
     partitioned already stay.
 
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
-    leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
-    averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
-    With `unit` every leaf and every rank's slice begin at multiples of so many elements, as blocks of quantized state
-    want it.
+    leaf's dtype, or None to keep it. A step reads quantized leaves in a dtype that is given. Leaves of
+    up to `persist` elements stay whole on every rank; their gradients are averaged. `granularity(path, shape)` returns
+    a number of elements, such as a row's, that no rank boundary cuts. With `unit` every leaf and every rank's slice
+    begin at multiples of so many elements, as blocks of 8-bit optimizer state want it.
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
     they are in pinned memory. `to` is a placement, such as `fzero.host()`: leaves of which ranks keep slices lie there
     then, and steps compute with them on the device.
@@ -91,6 +91,8 @@ def partition(
         )
         how = {"granularity": granularity, "chunk": chunk, "device": device, "source_rank": source_rank}
         return _partition_state(params, like, functools.partial(each, **how))
+    if isinstance(dtype, torch.dtype):
+        params = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), params)
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = find_home(mesh)
@@ -104,7 +106,7 @@ def partition(
         keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
     )
     feed = None
-    if isinstance(on, Live) and (source_rank is not None or any(isinstance(source, RowSource) for source in sources)):
+    if isinstance(on, Live) and (source_rank is not None or any(map(is_on_ranks, sources))):
         _agree(on, source_rank, chunk, sources, targets, planned)
         feed = None if source_rank is None else Feed(on, source_rank)
     where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
@@ -165,7 +167,7 @@ def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
     if not isinstance(value.on, Live) or value.local.is_meta:
         return UNKNOWN
     # no rank knows what the values are that another one sends: all ranks know the call that sent them
-    is_sent = feed is not None or isinstance(source, RowSource)
+    is_sent = feed is not None or is_on_ranks(source)
     return Origin(0, value.on.members.agreements if is_sent else fingerprint(source))
 
 
@@ -229,7 +231,7 @@ def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Home, chun
         return
     if feed is not None:
         feed.fill(out, source, layout, leaf, chunk)
-    elif isinstance(source, RowSource):
+    elif is_on_ranks(source):
         source.fill(on, out, layout, leaf, chunk)
     else:
         fill(out, source, layout, leaf, on.rank, chunk)

@@ -63,7 +63,7 @@ def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[
             continue
         for piece in chunks(leaf.numel(), chunk_numel(chunk, leaf.dtype)):
             _agree(f"iter_full of {path}: elements {piece.start} to {piece.stop}", leaf)
-            yield path, (piece, _assemble_piece(leaf, piece))
+            yield path, (piece, assemble_piece(leaf, piece))
 
 
 def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) -> tree.Tree:
@@ -146,7 +146,7 @@ def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:
     return flat.view(leaf.shape) if me == rank else None
 
 
-def _assemble_piece(leaf: Tensor, piece: range) -> Tensor:
+def assemble_piece(leaf: Tensor, piece: range) -> Tensor:
     """[len(piece)] some elements of a flattened leaf, on every rank."""
     if not isinstance(leaf, Sharded):
         out = torch.empty(len(piece), dtype=leaf.dtype, device="cpu")

@@ -218,6 +218,8 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(getattr(each, "is_read_first", False) for each in types):
+            return NotImplemented  # torch asks that class next, which calls `func` with plain tensors in its place
         return functions.apply(func, args, kwargs or {})
 
     @classmethod
