@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout
 from fzero.layout.streams import Stream, find_obstacle, plan_stream
 from fzero.passes.order import erase_dead, find_changes
-from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier
+from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier, list_reduced
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
@@ -60,17 +61,17 @@ def stream(program: Program, *, chunk: int) -> Program:
         FzeroError: for a `chunk` below one row of every rank.
     """
     program = _join_bodies(program)
-    leaves = _find_large(program, chunk)
-    if not leaves:
+    if not _find_large(program, chunk):
         return program
     program = program.copy()
-    leaves, found, remarks = _find_large(program, chunk), list[_Plan](), list[str]()
-    for leaf in leaves:
-        plan = _find_uses(program, leaf, chunk)
+    found, remarks, taken = list[_Plan](), list[str](), set[Node]()
+    for leaf in _find_large(program, chunk):
+        plan = _find_uses(program, leaf, chunk, taken)
         if isinstance(plan, str):
             remarks.append(_describe(program, leaf, chunk, plan))
         else:
             found.append(plan)
+            taken.update(_list_nodes(plan))
     kinds = infer(program)
     for plan in found:
         for uses in _pair(plan):
@@ -127,8 +128,8 @@ def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str) -> str:
     return f"{own.path} is gathered whole, {size} with chunks of {format_size(chunk)}: {obstacle}"
 
 
-def _find_uses(program: Program, leaf: _Leaf, chunk: int) -> _Plan | str:
-    """How a leaf is streamed; a text for a leaf that is not.
+def _find_uses(program: Program, leaf: _Leaf, chunk: int, taken: Set[Node]) -> _Plan | str:
+    """How a leaf is streamed; a text for a leaf that is not, also where loops of other leaves have `taken` a use of it.
 
     Raises:
         FzeroError: for a `chunk` below one row of every rank.
@@ -142,19 +143,27 @@ def _find_uses(program: Program, leaf: _Leaf, chunk: int) -> _Plan | str:
     uses: list[Use] = []
     refused = _follow_gathers(leaf, rows, inner, uses) or _follow_scatters(leaf, rows, inner, uses)
     refused = refused or next((node for node in inner if storage(node) in changed), None)
+    plan = _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
+    refused = refused or next((node for node in _list_nodes(plan) if node in taken), None)
     if refused is not None:
         return f"{name_of(refused)} uses it{line_of(refused)}"
     _check_chunk(layout, leaf, chunk)
-    return _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
+    return plan
+
+
+def _list_nodes(plan: _Plan) -> list[Node]:
+    """The nodes that the loops of a leaf take the places of."""
+    return [*plan.inner, *(use.node for use in plan.uses)]
 
 
 def _pair(plan: _Plan) -> list[list[Use]]:
-    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient that could be computed
-    where the sum is. So a turn of the backward pass scatters a gradient while it multiplies by the leaf."""
+    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient whose inputs are there
+    before the sum, and whose users come behind it. So a turn of the backward pass scatters while it multiplies."""
     scatters = [use for use in plan.uses if use.how == "scatter"]
     pairs = [[use] for use in plan.uses if use.how != "scatter"]
     for uses in pairs:
-        ready = (each for each in scatters if max(list_inputs(each, plan.inner)) < uses[0].node)
+        place = uses[0].node
+        ready = (x for x in scatters if max(list_inputs(x, plan.inner)) < place < min(x.node.users, default=place))
         beside = next(ready, None) if uses[0].how == "sum" else None
         if beside is not None:
             uses.append(beside)
@@ -199,17 +208,19 @@ def _follow_gathers(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[U
 
 def _list_whole(use: Use) -> list[Any]:
     """The operands that a use needs whole."""
-    if use.how == "lookup":
+    if use.how in ("lookup", "reduce"):
         return list(use.node.args[1:2])
     return [x for x, dim in zip(use.node.args, use.dims) if dim is None and isinstance(x, fx.Node)]
 
 
 def _find_sum(node: Node, source: Node, dim: int) -> Use | None:
-    """The use of a node that sums over the leaf's rows, or looks rows up."""
+    """The use of a node that sums over the leaf's rows, reduces them, or looks rows up."""
     if node.op != "call_function" or source not in node.args:
         return None
     if name_of(node) == "embedding":
         return Use(node, "lookup") if node.args[0] is source and dim == 0 and node.args[1] is not source else None
+    if name_of(node) in ("sum", "mean"):
+        return Use(node, "reduce") if dim in list_reduced(node) and node.args.index(source) == 0 else None
     dims = find_sum_dims(node, node.args.index(source), dim)
     return None if dims is None else Use(node, "sum", dims)
 
@@ -233,7 +244,7 @@ def _follow_scatters(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[
         given = list(zip(node.args, dims))
         if any(at is None and x in gathered for x, at in given):
             return node
-        if is_carrier(node) or name_of(node) == "sum":
+        if is_carrier(node) or list_reduced(node):
             waiting += [(x, at) for x, at in given if at is not None]
         elif any(x in gathered and inner[x] != at for x, at in given):
             return node
