@@ -17,7 +17,7 @@ from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.listing import format_size
-from fzero.program.operation import Node
+from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, is_call, name_of, storage
@@ -74,7 +74,7 @@ def stream(program: Program, *, chunk: int) -> Program:
             taken.update(_list_nodes(plan))
     kinds = infer(program)
     for plan in found:
-        for uses in _pair(plan):
+        for uses in _pair(plan, chunk):
             emit_loop(program, kinds, plan.stream, plan.inner, uses)
     erase_dead(program.graph)
     layouts = program.layouts | {plan.stream.layout.bucket: plan.stream.layout for plan in found}
@@ -156,19 +156,27 @@ def _list_nodes(plan: _Plan) -> list[Node]:
     return [*plan.inner, *(use.node for use in plan.uses)]
 
 
-def _pair(plan: _Plan) -> list[list[Use]]:
-    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient whose inputs are there
-    before the sum, and whose users come behind it. So a turn of the backward pass scatters while it multiplies."""
+def _pair(plan: _Plan, chunk: int) -> list[list[Use]]:
+    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient that can be computed in
+    its turns. So a turn of the backward pass scatters while it multiplies."""
     scatters = [use for use in plan.uses if use.how == "scatter"]
     pairs = [[use] for use in plan.uses if use.how != "scatter"]
     for uses in pairs:
-        place = uses[0].node
-        ready = (x for x in scatters if max(list_inputs(x, plan.inner)) < place < min(x.node.users, default=place))
-        beside = next(ready, None) if uses[0].how == "sum" else None
+        fitting = (each for each in scatters if _fits(plan, uses[0], each, chunk))
+        beside = next(fitting, None) if uses[0].how == "sum" else None
         if beside is not None:
             uses.append(beside)
             scatters.remove(beside)
     return pairs + [[use] for use in scatters]
+
+
+def _fits(plan: _Plan, first: Use, scatter: Use, chunk: int) -> bool:
+    """Whether the inputs of a gradient are there before another use, its users come behind that, and what it alone
+    reads is no larger than a chunk: that lives until the end of the loop."""
+    inputs, known = list_inputs(scatter, plan.inner), set(map(storage, list_inputs(first, plan.inner)))
+    own = sum(nbytes(x.meta["val"]) for x in inputs if storage(x) not in known)
+    users = scatter.node.users
+    return bool(users) and max(inputs) < first.node < min(users) and own <= chunk
 
 
 def _check_chunk(layout: Layout, leaf: _Leaf, chunk: int) -> None:

@@ -108,7 +108,7 @@ class _Emitter:
 
     def emit(self, uses: Sequence[Use]) -> list[Node]:
         """The nodes, behind the loop, that take the places of the uses."""
-        results = [self._compute_use(use) for use in uses]
+        results = [self._compute_use(use) for use in reversed(uses)][::-1]  # a scatter starts before the sum
         returned = [self._describe(use) for use in uses]
         given = [each for sort in _SORTS for each in self.given[sort].values()]
         anchor = find_root(self.graph)
