@@ -53,7 +53,7 @@ def find_sum_dims(node: Node, position: int, dim: int) -> Dims | None:
     return dims if dims is not None and dims[position] == dim else None
 
 
-def list_reduced(node: Node) -> list[int]:
+def list_reduction_dims(node: Node) -> list[int]:
     """The dimensions of its first operand that a reduction reduces; none for another operation."""
     position = _REDUCTIONS.get(name_of(node))
     if position is None:
@@ -143,7 +143,7 @@ def _align(node: Node, given: Any, dim: int, rows: int) -> int | None:
 
 def _find_dims_of_reduction(node: Node, dim: int) -> Dims | None:
     """What a reduction of some dimensions needs for rows along a dimension that it keeps."""
-    reduced, ndim = list_reduced(node), node.args[0].meta["val"].ndim
+    reduced, ndim = list_reduction_dims(node), node.args[0].meta["val"].ndim
     kept = [i for i in range(ndim) if i not in reduced or node.meta["val"].ndim == ndim]
     at = kept[dim]
     return None if at in reduced else (at, *[None] * (len(node.args) - 1))

@@ -12,7 +12,7 @@ from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout
 from fzero.layout.streams import Stream, find_obstacle, plan_stream
 from fzero.passes.order import erase_dead, find_changes
-from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier, list_reduced
+from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier, list_reduction_dims
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
@@ -23,6 +23,8 @@ from fzero.program.program import Program
 from fzero.program.records import find_bodies, is_call, name_of, storage
 from fzero.program.refusals import line_of
 
+SMALL = 4
+"""What would live longer to save time is small where a chunk is so many times larger."""
 Key = tuple[str, int]
 """A leaf: its bucket, and its index in the bucket's layout."""
 
@@ -172,11 +174,11 @@ def _pair(plan: _Plan, chunk: int) -> list[list[Use]]:
 
 def _fits(plan: _Plan, first: Use, scatter: Use, chunk: int) -> bool:
     """Whether the inputs of a gradient are there before another use, its users come behind that, and what it alone
-    reads is no larger than a chunk: that lives until the end of the loop."""
+    reads is small: that lives until the end of the loop."""
     inputs, known = list_inputs(scatter, plan.inner), set(map(storage, list_inputs(first, plan.inner)))
     own = sum(nbytes(x.meta["val"]) for x in inputs if storage(x) not in known)
     users = scatter.node.users
-    return bool(users) and max(inputs) < first.node < min(users) and own <= chunk
+    return bool(users) and max(inputs) < first.node < min(users) and own * SMALL <= chunk
 
 
 def _check_chunk(layout: Layout, leaf: _Leaf, chunk: int) -> None:
@@ -228,7 +230,7 @@ def _find_sum(node: Node, source: Node, dim: int) -> Use | None:
     if name_of(node) == "embedding":
         return Use(node, "lookup") if node.args[0] is source and dim == 0 and node.args[1] is not source else None
     if name_of(node) in ("sum", "mean"):
-        return Use(node, "reduce") if dim in list_reduced(node) and node.args.index(source) == 0 else None
+        return Use(node, "reduce") if dim in list_reduction_dims(node) and node.args.index(source) == 0 else None
     dims = find_sum_dims(node, node.args.index(source), dim)
     return None if dims is None else Use(node, "sum", dims)
 
@@ -252,7 +254,7 @@ def _follow_scatters(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[
         given = list(zip(node.args, dims))
         if any(at is None and x in gathered for x, at in given):
             return node
-        if is_carrier(node) or list_reduced(node):
+        if is_carrier(node) or list_reduction_dims(node):
             waiting += [(x, at) for x, at in given if at is not None]
         elif any(x in gathered and inner[x] != at for x, at in given):
             return node

@@ -18,7 +18,7 @@ from fzero.base.dtypes import accumulator
 from fzero.base.torch_private import find_root
 from fzero.layout.streams import Stream
 from fzero.passes.order import is_cast
-from fzero.passes.rows import Dims, find_dims, is_transposed, keeps_zeros, list_reduced, resize
+from fzero.passes.rows import Dims, find_dims, is_transposed, keeps_zeros, list_reduction_dims, resize
 from fzero.program import ops
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import Node
@@ -182,7 +182,7 @@ class _Emitter:
         total = self._begin_carry(node, wide, is_donated=True)
         keeps = node.meta["val"].ndim == source.meta["val"].ndim
         rows = self._rows_or_zeros(source, self.inner[source])
-        part = self.body.emit(_aten.sum.dim_IntList, rows, list_reduced(node), keeps, dtype=wide)
+        part = self.body.emit(_aten.sum.dim_IntList, rows, list_reduction_dims(node), keeps, dtype=wide)
         self.body.emit(_aten.add_.Tensor, total, part)
         return total
 
