@@ -10,6 +10,7 @@ from fzero import optim, passes
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.placement import host
 from fzero.base.state import State
 from fzero.equivalence import check_equivalence
 from fzero.program import ops
@@ -19,6 +20,7 @@ from fzero.state import initializers
 from fzero.state.build.build import build, build_stateful
 from fzero.state.init import init
 from fzero.state.partition import partition
+from fzero.state.quantize import quantize
 from fzero.state.safetensors import load_safetensors, open_safetensors, save_safetensors
 from fzero.state.unpartition import iter_full, unpartition, update_leaf
 from fzero.transform import shard
@@ -46,6 +48,7 @@ __all__ = [
     "build_stateful",
     "check_equivalence",
     "grad",
+    "host",
     "init",
     "initializers",
     "iter_full",
@@ -61,6 +64,7 @@ __all__ = [
     "pmean",
     "precision",
     "psum",
+    "quantize",
     "remat",
     "save_safetensors",
     "scan",

@@ -38,7 +38,8 @@ class Report(NamedTuple):
     * `peak`: bytes of live tensors at most, on the rank with most.
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
     * `nodes`: of the program.
-    * `remarks`: a line for each leaf that is gathered whole though it is larger than `chunk`.
+    * `remarks`: lines about the program: what a memory budget chose, which leaves are gathered whole though they are
+      larger than `chunk`.
     """
 
     summary: str

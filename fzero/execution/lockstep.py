@@ -24,6 +24,7 @@ from fzero.program.program import Program
 from fzero.program.records import body_of, find_writes, record
 from fzero.program.refusals import PASS_BUG
 from fzero.ranks.exchanges import Exchange, Steps
+from fzero.ranks.link import AtOnce, Link
 
 Values = list[Any]  # one a rank
 Watch = Callable[[Node, list[dict[Node, Any]]], None]
@@ -35,6 +36,11 @@ class Seat(NamedTuple):
     mesh: VirtualMesh
     position: tuple[int, ...]
     number: int
+
+    @property
+    def link(self) -> Link:
+        """Copies at once, as virtual ranks compute on the host."""
+        return AtOnce()
 
     def along(self, axis: str) -> int:
         """This rank's position along an axis."""

@@ -10,10 +10,11 @@ each leaf.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.placement import Placement
 from fzero.base.tree import Tree, TreeDef
 from fzero.optim.rounding import Key, add_stochastically, make_key
 
@@ -32,29 +34,57 @@ Mask = Callable[[str, Any], bool]
 
 
 class Init(Protocol):
-    def __call__(self, params: Tree) -> State: ...
+    def __call__(self, params: Tree, *, to: Placement | None = None) -> State: ...
 
 
 class Update(Protocol):
     def __call__(self, updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]: ...
 
 
-class GradientTransformation(NamedTuple):
-    """A stage of an optimizer, or a whole optimizer, as two functions (optax's `GradientTransformation`).
-
-    `init(params)` returns the first state. `update(updates, state, params=None)` returns `(new updates, new state)`.
-    The pair itself holds no state.
-    """
-
+class _Pair(NamedTuple):
     init: Init
     update: Update
+
+
+class GradientTransformation(_Pair):
+    """A stage of an optimizer, or a whole optimizer, as two functions (optax's `GradientTransformation`).
+
+    `init(params)` returns the first state, `init(params, to=fzero.host())` a state in that placement: the leaves of
+    which ranks keep slices. `update(updates, state, params=None)` returns `(new updates, new state)`. The pair itself
+    holds no state.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, init: Callable[[Tree], State], update: Update) -> Self:
+        return super().__new__(cls, _take_placement(init), update)
+
+
+def _take_placement(init: Callable[[Tree], State]) -> Init:
+    """`init` with the keyword `to`, the placement of its state: that of parameters that lie there."""
+
+    @functools.wraps(init)
+    def init_at(params: Tree, *, to: Placement | None = None) -> State:
+        if to is None:
+            return init(params)
+        return tree.map(lambda x: _move(x, to), init(tree.map(lambda x: _move(x, to), params)))
+
+    return init_at
+
+
+def _move(leaf: Any, to: Placement) -> Any:
+    if not hasattr(leaf, "at"):
+        raise FzeroError("init", f"to={to}, and a parameter is a {type(leaf).__name__}", "partition the tree first")
+    return leaf.at(to)
 
 
 class EmptyState(NamedTuple):
     """The state of a stage without state."""
 
 
-def stage(state_type: type, init: Init, update: Update, *, takes_integers: bool = False) -> GradientTransformation:
+def stage(
+    state_type: type, init: Callable[[Tree], State], update: Update, *, takes_integers: bool = False
+) -> GradientTransformation:
     """A stage whose state is a `state_type`. The stage refuses any other state.
 
     With `takes_integers` updates may be of any dtype: a stage around other stages leaves the dtypes to them.

@@ -6,7 +6,7 @@ In: a traced program, which gathers each leaf where the step uses the leaf. Out:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
 from fzero.passes.hoist import hoist
+from fzero.passes.offload import offload
 from fzero.passes.prefetch import prefetch
 from fzero.passes.release import release
 from fzero.passes.rematerialize import rematerialize
@@ -41,6 +42,7 @@ __all__ = [
     "fuse",
     "hoist",
     "insert",
+    "offload",
     "prefetch",
     "release",
     "rematerialize",
@@ -59,35 +61,41 @@ def defaults(
     in_place: bool = True,
     reduce_dtype: torch.dtype | None = None,
     chunk: int | str | None = None,
+    keep: Collection[str] = (),
+    ahead: int | None = None,
 ) -> tuple[Pass, ...]:
     """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` and
-    `chunk` are as in `shard`.
+    `chunk` are as in `shard`. At stage 3 the buckets that `keep` names stay gathered from their first to their last
+    use. `ahead` is the `memory` of `prefetch`.
 
-    `roll` and `resolve` run before these passes, also before those that a user gives.
+    `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
         FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits; for a `chunk` that is no
             size.
     """
     check_reduce_dtype(reduce_dtype)
-    first: tuple[Pass, ...] = (*((hoist,) if stage in (1, 2) else ()), partial(accumulate, stage=stage))
+    stays: tuple[Pass, ...] = (hoist,) if stage in (1, 2) else (partial(hoist, keep=keep),) if keep else ()
     streams = () if chunk is None else (partial(stream, chunk=parse_size("chunk", chunk)),)
+    early: Pass = prefetch if ahead is None else partial(prefetch, memory=ahead)
     last = (donate,) if in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
         *streams,  # before hoist, and behind rematerialize, whose copies use leaves again
-        *first,
+        *stays,
+        partial(accumulate, stage=stage),
         partial(cast_gradients, dtype=reduce_dtype),
         bucket,
         coalesce,
-        partial(release, stage=stage),
+        partial(release, stage=stage, keep=keep),
         defer,
         fuse,
         skip,
         split,  # cuts the calls of fuse, by the order of the nodes so far
-        prefetch,  # schedules by the costs of nodes, so behind the passes that change nodes
+        offload,  # takes the calls of split, by the buckets whose state lies on the host
+        early,  # schedules by the costs of nodes, so behind the passes that change nodes
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
-        partial(verify, stage=stage),
+        partial(verify, stage=stage, keep=keep),
     )
 
 

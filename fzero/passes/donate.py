@@ -91,7 +91,7 @@ class _Owners:
     def _read(self, node: Node, at: int) -> None:
         """Note that `node` is read here, later than anywhere so far. A collective reads its operands until its wait."""
         self.last_read[self.owner[node]] = at
-        if starts(node):
+        if starts(node) or (node.op == "call_function" and record(node).to is not None):
             for sent in node.all_input_nodes:
                 self._read(sent, at)
 
@@ -168,7 +168,7 @@ def _work_in_place(program: Program, owners: _Owners) -> set[Node]:
             donated |= _replace_lists(program, owners, node, wanted)
         elif node in wanted:
             donated |= _replace_one(program, owners, node, wanted)
-    return donated
+    return donated | _copy_into_arguments(program, owners, wanted)
 
 
 def _replace_columns(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
@@ -180,15 +180,58 @@ def _replace_columns(program: Program, owners: _Owners, call: Node, wanted: dict
         items = {item.args[1]: item for item in columns[index].users} if index in columns else {}
         news.update({old: items.get(position) for position, old in enumerate(call.args[argument])})
     reads = owners.reads(call)
-    if not all(_replaces(owners, call, reads, old, new, wanted) for old, new in news.items()):
+
+    def may_overwrite(old: Node, new: Node | None) -> bool:
+        is_copy = _find_original(old) is not None and owners.dies_at(old, call) and reads[owners.owner[old]] == 1
+        return is_copy or _replaces(owners, call, reads, old, new, wanted)
+
+    if not all(may_overwrite(old, new) for old, new in news.items()):
         return set()
     call.target, call.meta["val"] = operation.in_place, None
     for old, new in news.items():
-        owners.join(old, new)
+        if new is not None:
+            owners.join(old, new)
     program.substitute_all({new: old for old, new in news.items() if new is not None})
     for column in columns.values():
         program.graph.erase_node(column)
-    return set(news)
+    return {old for old in news if old.op == "placeholder"}
+
+
+def _find_original(node: Node) -> Node | None:
+    """The value that a node is a copy of from another place; None for any other node."""
+    source = node.args[0] if is_call(node, operator.getitem) else None
+    if source is None or not is_call(source, ops.arrive):  # None also for an erased node, which has no operands
+        return None
+    copied: Node = source.args[0].args[0][node.args[1]]
+    return copied
+
+
+def _copy_into_arguments(program: Program, owners: _Owners, wanted: dict[Node, Any]) -> set[Node]:
+    """Let copies of new state overwrite the arguments that it replaces, where all copies of a start do: the state was
+    computed in the memory of a copy of the argument. Returns the arguments."""
+    donated = set[Node]()
+    for start in program.graph.find_nodes(op="call_function", target=ops.to_device):
+        (arrived,) = start.users
+        items = {item.args[1]: item for item in arrived.users}
+        olds = [_find_argument(owners, new) for new in start.args[0]]
+        if all(
+            old is not None
+            and items.get(i) in wanted
+            and _matches(owners, old, wanted[items[i]], items[i])
+            and owners.dies_at(old, start)
+            for i, old in enumerate(olds)
+        ):
+            start.target, start.args, start.meta["val"] = ops.to_device_, (start.args[0], olds), None
+            arrived.meta["val"] = None
+            program.substitute_all({item: olds[i] for i, item in items.items()})
+            donated.update(olds)
+    return donated
+
+
+def _find_argument(owners: _Owners, new: Node) -> Node | None:
+    """The argument that a value was copied from, whose memory `new` has: a copy of it, overwritten since."""
+    copied = (_find_original(node) for node in owners.nodes[owners.owner[new]])
+    return next((x for x in copied if x is not None and x.op == "placeholder"), None)
 
 
 def _replace_lists(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
@@ -310,7 +353,8 @@ def _overwrite(program: Program, owners: _Owners, call: Node, in_place: Any) -> 
 
 
 def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Node]:
-    """Copy the other state results of an update into the arguments of the same path, in one operation at the end.
+    """Copy the other state results of an update into the arguments of the same path, in one operation at the end, or in
+    one for the device and one for the host.
 
     Returns the arguments that are written to.
     """
@@ -323,16 +367,14 @@ def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Nod
         and node not in donated
         and owners.owner[node] not in kept
     }
-    pairs: list[tuple[Node, Node]] = []
+    pairs: dict[bool, list[tuple[Node, Node]]] = {}
     for position, result, node in _list_state_results(program):
         into = free.get(result.path)
         if into is not None and node.op != "placeholder" and _matches(owners, into, result, node):
-            pairs.append((into, node))
+            pairs.setdefault(owners.argument[into].place is None, []).append((into, node))
             returned[position] = into
-    if pairs:
+    for of_place in pairs.values():
         with program.graph.inserting_before(program.output):
-            program.graph.call_function(
-                torch.ops.aten._foreach_copy_.default, tuple([pair[side] for pair in pairs] for side in (0, 1))
-            )
-        program.output.args = (returned,)
-    return {into for into, _ in pairs}
+            program.graph.call_function(torch.ops.aten._foreach_copy_.default, tuple(map(list, zip(*of_place))))
+    program.output.args = (returned,)
+    return {into for of_place in pairs.values() for into, _ in of_place}

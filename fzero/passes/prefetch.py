@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
 
 from torch import fx
 
 from fzero.passes.order import find_origins, reorder
+from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
-from fzero.program.records import body_of, starts
-from fzero.program.timeline import Costs, Lanes
+from fzero.program.records import body_of, is_call, starts
+from fzero.program.timeline import COMPUTE, Costs, Lanes
 
 SLACK = 2.0
 """Start an all-gather early enough to hide SLACK times its estimated seconds, because rates are estimates."""
 
 
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
-    """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Wait for each
-    reduce-scatter where its result is used, or where another one starts and it is done.
+    """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
+    the device, and to the host, in front of that in the same way. Wait for each reduce-scatter where its result is
+    used, or where another one starts and it is done.
 
     A loop over layers gathers the layer of the next turn while it computes.
 
-    `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, and
-    at most `memory` bytes of gradients are being sent; by default twice the largest bucket. The peak grows by at most
-    the sum of both. Same results, bit for bit. All-gathers keep their order, and so do reduce-scatters.
+    `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
+    most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
+    bucket. The peak grows by at most the sum of these. Same results, bit for bit. All-gathers keep their order, and so
+    do reduce-scatters and copies.
     """
     program = program.copy()
     costs = program.costs()
-    limit = 2 * _find_largest(program.graph) if memory is None else memory
-    reorder(program.graph, _start_early(list(program.graph.nodes), costs, limit))
+    limit = 2 * _find_largest(program) if memory is None else memory
+    gathers = {node: _list_with_copies(node) for node in program.graph.nodes if starts(node) == "gathered"}
+    reorder(program.graph, _start_early(program.graph, gathers, costs, limit))
+    copies = {node: [node] for node in program.graph.nodes if _is_copy_of_state(node)}
+    reorder(program.graph, _start_early(program.graph, copies, costs, limit))
     reorder(program.graph, _wait_late(program, costs, limit))
     for node in program.graph.nodes:
         if body_of(node) is not None:
@@ -43,49 +51,72 @@ def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:
     """A loop that gathers the layer of the next turn during each turn, where that takes time and fits."""
     early = loop.find_early()
     seconds = sum(costs[node].comms[0][1] for node in early)
-    limit = 2 * _find_largest(loop.body.graph) if memory is None else memory
+    limit = 2 * _find_largest(loop.body) if memory is None else memory
     fits = sum(nbytes(node.meta["val"]) for node in early) <= limit
     return loop._replace(is_early=loop.length > 1 and seconds > 0 and fits)
 
 
-def _find_largest(graph: fx.Graph) -> int:
-    """Bytes of the largest gathered buffer."""
-    gathers = (node for node in graph.nodes if starts(node) == "gathered")
-    return max((nbytes(node.meta["val"]) for node in gathers), default=0)
+def _find_largest(program: Program) -> int:
+    """Bytes of the largest gathered buffer; where nothing is gathered, of the largest gradients that are scattered."""
+    sizes = dict[str, int]()
+    for node in program.graph.nodes:
+        how = starts(node)
+        if how:
+            ranks = program.layout_of(node).world if how == "scattered" else 1
+            sizes[how] = max(sizes.get(how, 0), ranks * nbytes(node.meta["val"]))
+    return sizes.get("gathered", sizes.get("scattered", 0))
 
 
-def _start_early(nodes: list[Node], costs: Costs, memory: int) -> list[Node]:
-    """The nodes in their new order: all-gathers move forward, and stay in the order of their uses.
+def _list_with_copies(gather: Node) -> list[Node]:
+    """An all-gather behind the copies from the host that it reads."""
+    items = [x for x in gather.all_input_nodes if is_call(x, operator.getitem) and is_call(x.args[0], ops.arrive)]
+    arrived = [x.args[0] for x in items]
+    return list(dict.fromkeys([*(x.args[0] for x in arrived), *arrived, *items, gather]))
 
-    Each all-gather starts from its place at the first use and moves towards its best start, as long as the bytes that
-    await their use leave room for it.
+
+def _is_copy_of_state(node: Node) -> bool:
+    """Whether a node starts to copy arguments between device and host."""
+    is_copy = is_call(node, ops.to_device, ops.to_host)
+    return is_copy and all(x.op == "placeholder" for x in node.all_input_nodes)
+
+
+def _start_early(graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:
+    """The nodes in their new order: the `chosen` starts move forward, and stay in the order of their uses. With each
+    move the nodes that its list has.
+
+    Each start moves from its place at the first use towards its best place, as long as the bytes that await their use
+    leave room for it.
     """
+    nodes = list(graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
-    gathers = [node for node in nodes if starts(node) == "gathered"]
-    wanted = _find_best_starts(nodes, position, gathers, costs)
-    waiting = [0] * len(nodes)  # at each node: bytes that are gathered and not used yet
+    wanted = _find_best_starts(nodes, position, list(chosen), costs)
+    waiting = [0] * len(nodes)  # at each node: bytes that are there and not used yet
     before: list[list[Node]] = [[] for _ in nodes]
-    at = sum(node.op == "placeholder" for node in nodes)  # no all-gather starts before the arguments, or the last one
-    for start in gathers:
-        earliest = max([at, wanted[start], *(position[source] + 1 for source in start.all_input_nodes)])
+    at = sum(node.op == "placeholder" for node in nodes)  # nothing starts before the arguments, or the last start
+    for start, moving in chosen.items():
+        needed = {source for node in moving for source in node.all_input_nodes if source not in moving}
+        earliest = max([at, wanted[start], *(position[source] + 1 for source in needed)])
         at, size = position[start], nbytes(start.meta["val"])
         while at > earliest and waiting[at - 1] + size <= memory:
             at -= 1
             waiting[at] += size
-        before[at].append(start)
-    others = [[node] if node not in wanted else [] for node in nodes]
+        before[at] += moving
+    moved = {node for moving in chosen.values() for node in moving}
+    others = [[node] if node not in moved else [] for node in nodes]
     return [node for at, stays in enumerate(others) for node in (*before[at], *stays)]
 
 
 def _find_best_starts(
-    nodes: list[Node], position: dict[Node, int], gathers: list[Node], costs: Costs
+    nodes: list[Node], position: dict[Node, int], chosen: list[Node], costs: Costs
 ) -> dict[Node, int]:
-    """All-gather -> the position of the node in front of which it should start, to be hidden by the compute between
-    there and its use."""
-    clock = list(accumulate((costs[node].seconds for node in nodes), initial=0.0))  # seconds in front of each node
+    """Start -> the position of the node in front of which it should start, to be hidden by the compute between there
+    and its use."""
+    seconds = [costs[node].seconds if costs[node].lane == COMPUTE else 0.0 for node in nodes]
+    clock = list(accumulate(seconds, initial=0.0))  # in front of each node
     wanted, at = dict[Node, int](), len(nodes)
-    for start in reversed(gathers):  # from the last on, because none may start later than the one behind it
-        latest = bisect_right(clock, clock[position[start]] - SLACK * costs[start].comms[0][1]) - 1
+    for start in reversed(chosen):  # from the last on, because none may start later than the one behind it
+        comms, duration = costs[start].comms, costs[start].seconds
+        latest = bisect_right(clock, clock[position[start]] - SLACK * (comms[0][1] if comms else duration)) - 1
         wanted[start] = at = min(latest, at)
     return wanted
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-
+from fzero.passes.cut_rows import cut_rows
 from fzero.passes.order import find_origins
-from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import record
 from fzero.program.timeline import Lanes
@@ -30,22 +27,6 @@ def split(program: Program) -> Program:
         if position is not None:
             late = [grad in origin and lanes.done_at[origin[grad]] > lanes.now for grad in node.args[position]]
             if len(set(late)) == 2:
-                _cut(program, node, late)
+                cut_rows(program, node, [[row for row, x in enumerate(late) if x is turn] for turn in (False, True)])
         lanes.run([node])
     return program
-
-
-def _cut(program: Program, call: Node, late: Sequence[bool]) -> None:
-    """Replace one call by two: the first for the leaves that are not late, the second for those that are."""
-    columns, items = list(call.users), dict[tuple[Node, int], Node]()
-    with program.graph.inserting_before(call.next):
-        for turn in (False, True):
-            rows = [row for row, is_late in enumerate(late) if is_late is turn]
-            args = [[arg[row] for row in rows] if isinstance(arg, Sequence) else arg for arg in call.args]
-            part = program.emit(call.target, *args, **call.kwargs)
-            for column in columns:
-                news = program.emit(operator.getitem, part, column.args[1])
-                items |= {(column, row): program.emit(operator.getitem, news, at) for at, row in enumerate(rows)}
-    program.substitute_all({old: items[column, old.args[1]] for column in columns for old in column.users})
-    for node in (*columns, call):
-        program.graph.erase_node(node)

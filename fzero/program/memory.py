@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fzero.layout.layout import Layout, Wire, wire
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
+from fzero.program.places import Where, find_places, is_placed
 from fzero.program.records import alias_of, name_of, record
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Bytes of live tensors on the rank whose peak is largest: the `peak`, the node `at` which it is reached, and the
-    bytes that are alive after each node (`timeline`).
+    """Bytes of live tensors on the device of the rank whose peak is largest: the `peak`, the node `at` which it is
+    reached, the bytes that are alive after each node (`timeline`), and those while it runs (`during`). `host` is the
+    peak of what that rank has on the host beside the device: state that lies there, and copies.
 
     Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
@@ -30,6 +32,8 @@ class Memory(NamedTuple):
     peak: int
     at: str
     timeline: list[int]
+    during: list[int]
+    host: int = 0
 
 
 def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memory:
@@ -43,16 +47,29 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     equal numbers of elements of every leaf only the first is computed, so thousands of ranks cost as much as a few.
     """
     allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
-    nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
-    rank = int(_find_peaks(program.graph, changes, allocator).argmax())
-    nbytes, scratch = (_select_rank(sizes, rank) for sizes in (allocator.nbytes, allocator.scratch))
-    timeline, behind = [], 0
+    nodes, changes = list(program.graph.nodes), list(list_changes(program.graph, allocator.keys))
+    rank = int(_find_peaks(program.graph, changes, allocator, "device").argmax())
+    nbytes = select_rank(allocator.nbytes, rank)
+    during, behind = _add_changes(nodes, _select(changes, allocator, "device"), nbytes, allocator.scratch, rank)
+    on_host, _ = _add_changes(nodes, _select(changes, allocator, "host"), nbytes, allocator.scratch_on_host, rank)
+    at = max(range(len(nodes)), key=during.__getitem__)
+    return Memory(during[at], nodes[at].name, behind, during, max(on_host))
+
+
+def _add_changes(
+    nodes: Sequence[Node],
+    changes: Iterable[tuple[list[Key], list[Key]]],
+    nbytes: Mapping[Key, int],
+    scratch: Mapping[Node, Tensor | int],
+    rank: int,
+) -> tuple[list[int], list[int]]:
+    """The bytes that are alive during each node, and those behind each node."""
+    during, behind, more = list[int](), [0], select_rank(scratch, rank)
     for node, (made, freed) in zip(nodes, changes):
-        during = behind + sum(nbytes[key] for key in made)
-        behind = during - sum(nbytes[key] for key in freed)
-        timeline.append((during + scratch.get(node, 0), behind))
-    at = max(range(len(nodes)), key=lambda i: timeline[i][0])
-    return Memory(timeline[at][0], nodes[at].name, [behind for _, behind in timeline])
+        most = behind[-1] + sum(nbytes[key] for key in made)
+        behind.append(most - sum(nbytes[key] for key in freed))
+        during.append(most + more.get(node, 0))
+    return during, behind[1:]
 
 
 def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
@@ -60,33 +77,46 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
     return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
-def measure_beside(program: Program, ranks: Sequence[int]) -> Tensor:
-    """[R] the peak of each rank beside the arguments, which belong to the caller."""
+def measure_beside(program: Program, ranks: Sequence[int], where: Where = "device") -> Tensor:
+    """[R] the peak of each rank, on the device or on the host, beside the arguments, which belong to the caller."""
     allocator = Allocator(program, ranks)
-    peaks = _find_peaks(program.graph, _list_changes(program.graph, allocator.keys), allocator)
+    peaks = _find_peaks(program.graph, list_changes(program.graph, allocator.keys), allocator, where)
     given = {key for node in program.placeholders for key in allocator.keys[node]}
-    return peaks - sum(allocator.nbytes[key] for key in given)
+    return peaks - sum(allocator.nbytes[key] for key in given if allocator.where(key) == where)
 
 
-def _select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+def select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+    """The sizes on the rank at a position."""
     return {key: size if isinstance(size, int) else int(size[rank]) for key, size in sizes.items()}
 
 
-def _find_peaks(graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator) -> Tensor:
-    """[R] the peak of each rank."""
+def _find_peaks(
+    graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator, where: Where
+) -> Tensor:
+    """[R] the peak of each rank on the device or on the host."""
     live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
-    peak = live
-    for node, (made, freed) in zip(graph.nodes, changes):
+    peak, scratch = live, allocator.scratch if where == "device" else allocator.scratch_on_host
+    for node, (made, freed) in zip(graph.nodes, _select(changes, allocator, where)):
         if made:
             live = live + sum(allocator.nbytes[key] for key in made)
-        if made or node in allocator.scratch:
-            peak = torch.maximum(peak, live + allocator.scratch.get(node, 0))
+        if made or node in scratch:
+            peak = torch.maximum(peak, live + scratch.get(node, 0))
         if freed:
             live = live - sum(allocator.nbytes[key] for key in freed)
     return peak
 
 
-def _list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
+def _select(
+    changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator, where: Where
+) -> Iterable[tuple[list[Key], list[Key]]]:
+    """The changes of the storages on the device, or of those on the host."""
+    if not allocator.on_host and where == "device":
+        return changes
+    each = ([[key for key in keys if allocator.where(key) == where] for keys in change] for change in changes)
+    return ((made, freed) for made, freed in each)
+
+
+def list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
     """For each node the storages that it allocates, and the storages that nothing uses after it."""
     dying, users = find_last_uses(graph), Counter[Key]()
     for node in graph.nodes:
@@ -145,12 +175,17 @@ class Allocator:
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.scratch: dict[Node, Tensor | int] = {}  # node -> bytes on each rank that are free again behind it
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
+        self.scratch_on_host: dict[Node, Tensor | int] = {}
+        self.on_host: set[Key] = set()  # storages in the memory of the host
         self._at: dict[Node, Any] = {}  # a Location, a list of them, or None
         self._place_arguments()
         for node in program.graph.nodes:
             if node not in self._at:
                 self._at[node], *beside = self._locate(node)
                 self.keys[node] = tuple(dict.fromkeys([*(at.key for at in _flatten(self._at[node])), *beside]))
+        if is_placed(program):
+            places = find_places(program)
+            self.on_host = {key for node, keys in self.keys.items() if places.get(node) == "host" for key in keys}
 
     def _place_arguments(self) -> None:
         """Group state arguments as `partition` does: one block for each bucket, dtype and tree of state. A leaf that
@@ -159,10 +194,10 @@ class Allocator:
         seen = Counter[Key]()
         for node, argument in zip(self.program.placeholders, self.program.arguments):
             if argument.bucket is not None:
-                key = (argument.bucket, node.meta["val"].dtype, argument.leaf)
-                groups.setdefault((*key[:2], seen[key]), {})[node] = argument.leaf
+                key = (argument.bucket, node.meta["val"].dtype, argument.place, argument.leaf)
+                groups.setdefault((*key[:3], seen[key]), {})[node] = argument.leaf
                 seen[key] += 1
-        for (bucket, dtype, _), members in groups.items():
+        for (bucket, dtype, *_), members in groups.items():
             self._place_block(self.program.layouts[bucket], dtype, members)
 
     def _place_block(self, layout: Layout, dtype: torch.dtype, members: dict[Node, int]) -> None:
@@ -210,6 +245,10 @@ class Allocator:
         if node.target is operator.getitem:
             return (same[node.args[1]] if isinstance(same, list) else same,)
         return ([same] * len(value) if isinstance(value, (list, tuple)) else same,)
+
+    def where(self, key: Key) -> Where:
+        """Where a storage lies."""
+        return "host" if key in self.on_host else "device"
 
     # for the rules of operations
 

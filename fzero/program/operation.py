@@ -109,6 +109,8 @@ class Operation:
       arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
     * `takes_where`: the operation takes the keyword `where`, a 0-d bool, the same on all ranks. Where that is false,
       the results are the operands that `replaces` names.
+    * `to`: the operation starts to copy the values of its first argument to the "host" or to the "device".
+    * `arrives`: the operation waits for the copies that its operand started.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
     """
 
@@ -142,4 +144,6 @@ class Operation:
     replaces: tuple[int, ...] = ()
     gradients: int | None = None
     takes_where: bool = False
+    to: Literal["host", "device"] | None = None
+    arrives: bool = False
     is_foreign: bool = False

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.mesh import VirtualMesh
+from fzero.base.placement import Placement
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
@@ -41,7 +42,7 @@ class Argument:
 
     The step updates a `donated` argument in place, and the caller cannot use it afterwards. An argument of a loop's
     body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class. `role`
-    is "seed" or "step" for an argument that random draws follow from.
+    is "seed" or "step" for an argument that random draws follow from. State lies in `place`, None for the device.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Argument:
     kind: Kind | None = None
     flag: type[Flag] | None = None
     role: str = ""
+    place: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Result:
     `constant`.
 
     `varies` names the mesh axes along which a tensor that is no state differs between ranks. A result of a loop's body
-    has the `kind` that it may have in all turns.
+    has the `kind` that it may have in all turns. State is returned in `place`, None for the device.
     """
 
     path: str
@@ -69,6 +71,7 @@ class Result:
     is_constant: bool = False
     varies: frozenset[str] = frozenset()
     kind: Kind | None = None
+    place: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,8 @@ class Program:
     * `measured` are the rates of the machine, None where no one has measured them.
     * `noted` has the class of each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
       these results.
-    * `remarks` are lines for the report, of passes that left something as it was.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
+    * `remarks` are lines about the program, for its listing and its report.
     """
 
     name: str
@@ -184,7 +187,8 @@ class Program:
         if argument.bucket is None:
             return _format_type(value)
         shape = self.layouts[argument.bucket].leaves[argument.leaf].shape
-        return f"{_format_type(value, shape)} of {argument.bucket}"
+        where = "" if argument.place is None else f" in {argument.place}"
+        return f"{_format_type(value, shape)} of {argument.bucket}{where}"
 
     def comm(self) -> list[Comm]:
         """All collectives, in the order in which every rank starts them."""

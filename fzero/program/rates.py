@@ -17,11 +17,21 @@ class Rates(NamedTuple):
     wire: float  # bytes that a rank sends, while it receives as many, a second: "bus bandwidth" in nccl-tests
     launch: float  # seconds an operation
     latency: float  # seconds a collective
+    link: float = 2.5e10  # bytes a second between the device and the host, in one direction at a time
+    host: float = 5e10  # bytes read or written a second by an operation on the host
 
     def compute(self, work: Work) -> float:
         """Seconds of an operation, which arithmetic or memory bounds: the roofline model (Williams, Waterman and
         Patterson 2009). An operation without work, such as a view, takes no time."""
         return self.launch + max(work.flops / self.flops, work.nbytes / self.memory) if any(work) else 0.0
+
+    def compute_on_host(self, work: Work) -> float:
+        """Seconds of an operation on the host: updates of state, which memory bounds."""
+        return work.nbytes / self.host
+
+    def copy(self, nbytes: int) -> float:
+        """Seconds of a copy between the device and the host."""
+        return nbytes / self.link
 
     def communicate(self, comm: Comm, mesh: VirtualMesh) -> float:
         """Seconds of a collective that has the wire to itself. On one rank it takes no time."""
@@ -39,14 +49,14 @@ def bus_bytes(comm: Comm, mesh: VirtualMesh) -> float:
 
 
 GUESSES = {
-    "cpu": Rates(flops=1e11, memory=1e10, wire=1.5e9, launch=5e-6, latency=1e-4),
-    "cuda": Rates(flops=4e14, memory=2e12, wire=5e10, launch=5e-6, latency=3e-5),
+    "cpu": Rates(flops=1e11, memory=1e10, wire=1.5e9, launch=5e-6, latency=1e-4, link=1e10, host=1e10),
+    "cuda": Rates(flops=4e14, memory=2e12, wire=5e10, launch=5e-6, latency=3e-5, link=2.5e10, host=5e10),
 }
 """Rates by type of device, to plan with before anyone has measured.
 
 Guesses: one CPU core with AVX-512 in fp32, and gloo within one machine; a GPU of Hopper's generation in bf16, with one
-400 Gb/s port. They err towards fast compute and slow communication, so that collectives start too early and not too
-late.
+400 Gb/s port, half of what its PCIe slot can do, and a share of a server's memory channels. They err towards fast
+compute and slow communication, so that collectives start too early and not too late.
 """
 
 

@@ -1,21 +1,32 @@
-"""Timeline: when a program computes and communicates, simulated on two lanes from the costs of its nodes."""
+"""Timeline: when a program computes, communicates and copies, simulated on lanes from the costs of its nodes.
+
+The lanes: the device computes; collectives use the wire; copies between the device and the host use the link; what
+updates state on the host runs there.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.program.comm import Comm, comm_of
 from fzero.program.operation import Node
+from fzero.program.ops.transfers import count_bytes
+from fzero.program.places import find_places, is_placed
 from fzero.program.rates import Rates
 from fzero.program.records import body_of, early_of, name_of, record, starts, turns_of
 from fzero.program.work import work
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
+
+
+COMPUTE, WIRE, LINK, HOST = "compute", "communication", "link", "host"
+"""The lanes."""
 
 
 class Span(NamedTuple):
@@ -27,9 +38,11 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective occupies the wire from `start` to `end`, in seconds. For `exposed` of these seconds compute waits.
+    """A collective occupies the wire, or a copy the link, from `start` to `end`, in seconds. For `exposed` of these
+    seconds compute waits.
 
-    `is_ahead`: the program starts the collective and waits for it later, as for all-gathers and reduce-scatters.
+    `is_ahead`: the program starts the collective and waits for it later, as for all-gathers and reduce-scatters. The
+    `comm` of a copy has the lane in the place of an axis.
     """
 
     comm: Comm
@@ -44,6 +57,11 @@ class Transfer(NamedTuple):
         return f"{self.comm.op} {self.comm.bucket or self.comm.axis}"
 
     @property
+    def lane(self) -> str:
+        """What the transfer occupies: the wire, or the link."""
+        return LINK if self.comm.axis == LINK else WIRE
+
+    @property
     def seconds(self) -> float:
         """The duration."""
         return self.end - self.start
@@ -56,12 +74,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A program's schedule, which takes `seconds`. Prints as a table; `export_chrome_trace` writes a file to view."""
+    """A program's schedule, which takes `seconds`. Prints as a table; `export_chrome_trace` writes a file to view.
+    `spans` are on the device, and those `on_host` on the host."""
 
     name: str
     spans: tuple[Span, ...]
     transfers: tuple[Transfer, ...]
     seconds: float
+    on_host: tuple[Span, ...] = ()
 
     @property
     def compute(self) -> float:
@@ -70,16 +90,25 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """The seconds during which compute waits for a collective: the rest of the step."""
-        return sum(transfer.exposed for transfer in self.transfers)
+        """The seconds during which compute waits for a collective, a copy or the host: the rest of the step."""
+        return self.seconds - self.compute
+
+    @property
+    def lanes(self) -> dict[str, list[Span | Transfer]]:
+        """Lane -> what occupies it, in order. The lanes of a program that does not use them are left out."""
+        lanes: dict[str, list[Span | Transfer]] = {COMPUTE: [*self.spans], WIRE: [], LINK: [], HOST: [*self.on_host]}
+        for transfer in self.transfers:
+            lanes[transfer.lane].append(transfer)
+        return {lane: entries for lane, entries in lanes.items() if entries or lane in (COMPUTE, WIRE)}
 
     def hidden(self, *names: str) -> float:
         """The fraction, from 0 to 1, of the time of collectives that is hidden behind compute. 1 where there are none.
 
-        Counts the collectives of these `names`, such as "all_reduce". Without names it counts those that are started
-        ahead of their wait.
+        Counts the collectives and copies of these `names`, such as "all_reduce" or "to_host". Without names it counts
+        the collectives that are started ahead of their wait.
         """
-        chosen = [each for each in self.transfers if (each.comm.op in names if names else each.is_ahead)]
+        ahead = [each for each in self.transfers if each.is_ahead and each.lane == WIRE]
+        chosen = [each for each in self.transfers if each.comm.op in names] if names else ahead
         total = sum(transfer.seconds for transfer in chosen)
         return sum(transfer.hidden for transfer in chosen) / total if total else 1.0
 
@@ -96,9 +125,8 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """The schedule in the Trace Event Format, with a thread for each lane. The format counts in microseconds."""
-        lanes: dict[str, Sequence[Span | Transfer]] = {"compute": self.spans, "communication": self.transfers}
         events: list[dict[str, Any]] = []
-        for lane, (name, entries) in enumerate(lanes.items()):
+        for lane, (name, entries) in enumerate(self.lanes.items()):
             where = {"pid": 0, "tid": lane}
             events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": name}})
             events.extend(_describe_event(entry) | where for entry in entries)
@@ -111,10 +139,12 @@ class Timeline:
 
 
 class Cost(NamedTuple):
-    """The seconds that a node computes, and the collectives that it starts, with the seconds of each."""
+    """The seconds that a node computes, and the collectives that it starts, with the seconds of each. A node on another
+    `lane` occupies that one, and the device computes meanwhile."""
 
     seconds: float
     comms: tuple[tuple[Comm, float], ...]
+    lane: str = COMPUTE
 
 
 Costs = Mapping[Node, Cost]
@@ -124,7 +154,13 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
     """Node -> its cost, by these rates, for the nodes of a program and of its loops' bodies. A loop has the seconds
     that all its turns compute, and no collectives: those are its body's."""
 
+    places = find_places(program) if is_placed(program) else {}
+
     def cost(node: Node) -> Cost:
+        if node.op == "call_function" and record(node).to is not None:
+            return Cost(rates.copy(count_bytes(node)), (), LINK)
+        if places.get(node) == "host":
+            return Cost(rates.compute_on_host(work(node)), (), HOST)
         comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
         return Cost(rates.compute(work(node)), comms)
 
@@ -133,36 +169,39 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
         body = body_of(node)
         if body is not None:
             inside = cost_nodes(body, rates)
-            seconds = sum(inside[each].seconds for each in body.graph.nodes)
+            seconds = sum(inside[each].seconds for each in body.graph.nodes if inside[each].lane == COMPUTE)
             costs |= {**inside, node: Cost(turns_of(node) * seconds, ())}
     return costs
 
 
 def simulate_timeline(program: Program, rates: Rates) -> Timeline:
-    """The timeline of a program: nodes compute on one lane in order, collectives use the other in the order of their
-    starts.
+    """The timeline of a program: nodes compute on one lane in order, collectives use another in the order of their
+    starts, and so do copies, and operations on the host.
 
     A wait holds up compute until its collective is done. A collective without a wait holds up compute at once. The
-    lanes do not slow each other down.
+    lanes do not slow each other down. The thread that computes on the host also starts what the device computes, and
+    starting takes no time.
     """
     lanes = Lanes(cost_nodes(program, rates))
     lanes.run(program.graph.nodes)
-    return Timeline(program.name, tuple(lanes.spans), tuple(lanes.transfers()), lanes.now)
+    lanes.finish(program.output)
+    return Timeline(program.name, tuple(lanes.spans), tuple(lanes.transfers()), lanes.now, tuple(lanes.on_host))
 
 
 class Lanes:
-    """The clocks of the two lanes, compute and communication, which `run` advances node by node. Times in seconds."""
+    """The clocks of the lanes, which `run` advances node by node. Times in seconds."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.now = 0.0  # when compute has done the nodes so far
-        self.free = 0.0  # when the wire has moved the collectives so far
+        self.free = {WIRE: 0.0, LINK: 0.0, HOST: 0.0}  # when a lane has done what it was given so far
         self.done_at: dict[Node, float] = {}
-        """Node that starts a collective -> when the collective is done."""
+        """Node that starts a collective, or that is not of the compute lane -> when that is done."""
         self.waited: dict[Node, float] = {}
         """Node -> the seconds for which compute waited there."""
         self.spans: list[Span] = []
-        self._sent: list[tuple[Comm, float, float, bool]] = []
+        self.on_host: list[Span] = []
+        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = {WIRE: [], LINK: []}
         self._idle: list[tuple[float, float]] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -175,9 +214,14 @@ class Lanes:
             if starts(node):
                 self._start(node)
                 continue
+            if self.costs[node].lane != COMPUTE:
+                self._run_beside(node)
+                continue
             self._compute(node)
             comms = self.costs[node].comms
-            if node.op == "call_function" and record(node).waits:
+            if node.op == "call_function" and record(node).arrives:
+                self._wait(node, self.done_at[node.args[0]])
+            elif node.op == "call_function" and record(node).waits:
                 (start,) = node.all_input_nodes
                 self._wait(node, self.done_at[start])
                 self._wait_at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
@@ -201,17 +245,35 @@ class Lanes:
         self._compute(node)
         self.done_at[node] = self._send(*self.costs[node].comms[0], is_ahead=True)
 
+    def finish(self, output: Node) -> None:
+        """Let compute wait until all lanes have done what the step gave them."""
+        self._wait(output, max(self.free.values()))
+
+    def _run_beside(self, node: Node) -> None:
+        """Put a copy or an operation on the host on its lane, behind what it needs, and behind what the thread of the
+        host did before."""
+        seconds, _, lane = self.costs[node]
+        ready = (self.done_at.get(x, 0.0 if x.op == "placeholder" else self.now) for x in node.all_input_nodes)
+        start = max(self.free[lane], self.free[HOST], *ready)
+        self.free[lane] = self.done_at[node] = start + seconds
+        if lane == LINK:
+            comm = Comm(name_of(node).rstrip("_"), LINK, None, node.args[0][0].meta["val"].dtype, count_bytes(node))
+            self._sent[LINK].append((comm, start, start + seconds, True))
+        elif seconds:
+            self.on_host.append(Span(name_of(node), start, start + seconds))
+
     def _compute(self, node: Node) -> None:
         if seconds := self.costs[node].seconds:
+            self._wait(node, self.free[HOST])
             self.spans.append(Span(name_of(node), self.now, self.now + seconds))
             self.now += seconds
 
     def _send(self, comm: Comm, seconds: float, is_ahead: bool = False) -> float:
         """Put a collective on the wire, behind all earlier ones. Returns the time at which it is done."""
-        start = max(self.now, self.free)
-        self.free = start + seconds
-        self._sent.append((comm, start, self.free, is_ahead))
-        return self.free
+        start = max(self.now, self.free[WIRE])
+        self.free[WIRE] = start + seconds
+        self._sent[WIRE].append((comm, start, start + seconds, is_ahead))
+        return self.free[WIRE]
 
     def _wait_at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
         for comm, seconds in comms:
@@ -225,9 +287,11 @@ class Lanes:
 
     def transfers(self) -> Iterator[Transfer]:
         """The collectives in order, with the seconds for which compute waited during each."""
-        # One pass over both lists: both are in order of time, and compute is idle only while the wire is busy.
-        first = 0
-        for comm, start, end, is_ahead in self._sent:
+        return itertools.chain.from_iterable(map(self._measure_exposed, self._sent.values()))
+
+    def _measure_exposed(self, sent: Iterable[tuple[Comm, float, float, bool]]) -> Iterator[Transfer]:
+        first = 0  # one pass over both lists, which are in order of time
+        for comm, start, end, is_ahead in sent:
             while first < len(self._idle) and self._idle[first][1] <= start:
                 first += 1
             exposed, at = 0.0, first

@@ -23,6 +23,7 @@ from torch import Tensor
 from fzero.base.errors import FzeroError
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
+from fzero.ranks.link import Link
 from fzero.ranks.members import Attempt
 from fzero.ranks.transports import Pending, Splits, Transport
 from fzero.ranks.transports.reduction import reduce
@@ -38,6 +39,10 @@ class Rank(Protocol):
     @property
     def number(self) -> int:
         """The rank's number among all ranks of the mesh, row by row."""
+
+    @property
+    def link(self) -> Link:
+        """The way between the memory of the rank's device and that of the host."""
 
     def along(self, axis: str) -> int:
         """The rank's position along an axis."""

@@ -17,6 +17,7 @@ from fzero.layout.owners import Places
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.ranks.agreement import Largest, agree, digest
 from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
+from fzero.ranks.link import link_of
 from fzero.ranks.members import Members
 from fzero.ranks.owners import orthogonalize_leaves
 from fzero.ranks.transports import Pending, Transport, choose_transport
@@ -44,7 +45,7 @@ class Live:
             axis: choose_transport(group, device_type, self.members) for axis, group in zip(mesh.names, groups)
         }
         self.groups = dict(zip(mesh.names, groups))
-        self.rank = self._sharding.rank
+        self.rank, self.link = self._sharding.rank, link_of(self.device)
         self.readers: list[Callable[[], None]] = []  # each waits until a copy of state, such as a checkpoint's, is made
         self.number = 0  # among all ranks of the mesh, row by row
         for axis in mesh.names:
@@ -122,7 +123,7 @@ class Live:
 
     def gather_agreed(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """`gather`, once all ranks have agreed on it."""
-        along = wire(layout, (leaf,))
+        along, x = wire(layout, (leaf,)), x.to(self.device)  # from the host where the value lies there
         buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
         self.settle()
         full = buffers.join_leaf(buffer, along, 0, layout.leaves[leaf].shape)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.base.placement import Placement
 from fzero.layout.chunks import rank_overlaps
 from fzero.layout.layout import Layout, wire
 from fzero.state.sources import Source, TensorSource
@@ -57,6 +58,13 @@ def allocate_slices(
     return {index: flat.view(leaves[index].shape) if layout.replicated else flat for index, flat in flats.items()}
 
 
+def find_memory(place: Placement | None, device: torch.device, pin: bool) -> tuple[torch.device, bool]:
+    """`(device, pin)` of the memory of a placement; those given for the device."""
+    if place is None or device.type == "meta":
+        return device, pin
+    return torch.device("cpu"), place.pin and torch.accelerator.is_available()
+
+
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
     """[numel] elements without values on a device, in pinned memory with `pin`.
 
@@ -69,7 +77,13 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = F
     if pin and device.type == "cpu" and not torch.accelerator.is_available():
         problem = "is True, and there is no accelerator: memory of the host is pinned for one"
         raise FzeroError("pin", problem, "leave pin out")
-    return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+    try:
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+    except RuntimeError as error:
+        if not pin:
+            raise
+        problem = f"{numel * dtype.itemsize} bytes of the host cannot be pinned: {error}"
+        raise FzeroError("pin", problem, "raise the limit of locked memory (ulimit -l), or give pin=False") from error
 
 
 def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int) -> None:

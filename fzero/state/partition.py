@@ -14,11 +14,12 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.placement import Placement
 from fzero.base.state import State
 from fzero.layout.layout import Layout
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live, describe_leaf
-from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
+from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill, find_memory
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
 from fzero.state.rows import RowSource
 from fzero.state.send import Feed
@@ -43,6 +44,7 @@ def partition(
     chunk: int = CHUNK_NBYTES,
     device: torch.device | str | None = None,
     pin: bool = False,
+    to: Placement | None = None,
     source_rank: int | None = None,
 ) -> tree.Tree:
     """`params` with each leaf replaced by this rank's `Sharded` part of the leaf. On a `VirtualMesh` a leaf holds the
@@ -74,7 +76,8 @@ def partition(
     With `unit` every leaf and every rank's slice begin at multiples of so many elements, as blocks of quantized state
     want it.
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
-    they are in pinned memory.
+    they are in pinned memory. `to` is a placement, such as `fzero.host()`: leaves of which ranks keep slices lie there
+    then, and steps compute with them on the device.
 
     Raises:
         FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; for `pin` on a
@@ -82,7 +85,9 @@ def partition(
             read.
     """
     if isinstance(params, State):
-        each = functools.partial(partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin)
+        each = functools.partial(
+            partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin, to=to
+        )
         how = {"granularity": granularity, "chunk": chunk, "device": device, "source_rank": source_rank}
         return _partition_state(params, like, functools.partial(each, **how))
     leaves, treedef = tree.flatten(params)
@@ -91,8 +96,8 @@ def partition(
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
-        _Absent(source.shape, to, source.path, is_frozen(leaf), is_embedding(leaf))
-        for source, to, leaf in zip(sources, dtypes, leaves)
+        _Absent(source.shape, wanted, source.path, is_frozen(leaf), is_embedding(leaf))
+        for source, wanted, leaf in zip(sources, dtypes, leaves)
     ]
     planned = plan_leaves(
         keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
@@ -102,7 +107,7 @@ def partition(
         _agree(on, source_rank, chunk, sources, targets, planned)
         feed = None if source_rank is None else Feed(on, source_rank)
     where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
-    values = fill_leaves(on, planned, sources, dtypes, where, chunk, pin, feed)
+    values = fill_leaves(on, planned, sources, dtypes, where, chunk, pin, feed, to=to)
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
@@ -118,19 +123,24 @@ def fill_leaves(
     pin: bool = False,
     feed: Feed | None = None,
     memory: Mapping[int, Tensor] | None = None,
+    to: Placement | None = None,
 ) -> dict[int, Sharded]:
     """Leaves of known layouts with the values of sources, by position. Slices of one bucket are views of one buffer, on
-    the device of its first leaf. Leaves that have a slice in `memory` take that one."""
+    the device of its first leaf or in the placement `to`. Leaves that have a slice in `memory` take that one."""
     values: dict[int, Sharded] = {}
     for layout, members in group_by_layout(planned, dtypes):
         slices = {index: memory[i] for i, index in members.items() if memory and i in memory}
         new = {i: index for i, index in members.items() if index not in slices}
         if new:
             given, first = {index: sources[i] for i, index in new.items()}, next(iter(new))
-            slices |= allocate_slices(given, layout, on.rank, dtypes[first], devices[first], pin)
+            place = None if layout.replicated else to
+            slices |= allocate_slices(given, layout, on.rank, dtypes[first], *find_memory(place, devices[first], pin))
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
+            if to is not None and not layout.replicated:
+                form = values[i].form._replace(device=torch.device(devices[i]), place=to)
+                values[i] = Sharded.of_form(slices[index], form)
             values[i].origin = _origin_of(sources[i], values[i], feed)
     return values
 

@@ -63,7 +63,8 @@ def _is_tensor(described: Any) -> bool:
 
 def _format(described: Any) -> str:
     if isinstance(described, Form):
-        return f"{described.dtype} in {described.layout.leaves[described.leaf].path} of {described.layout}"
+        where = "" if described.place is None else f", in {described.place}"
+        return f"{described.dtype} in {described.layout.leaves[described.leaf].path} of {described.layout}{where}"
     if _is_tensor(described):
         return f"{described[1]} {list(described[0])} on {described[2]} with strides {described[3]}"
     if not isinstance(described, tuple):

@@ -27,6 +27,7 @@ from fzero.program import ops
 from fzero.program.aten import find_functional
 from fzero.program.operation import Node
 from fzero.program.ops.owners import orthogonalize_on_owners
+from fzero.program.places import place_results
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.call_mode import CallMode
@@ -132,7 +133,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
         node.meta["val"] = this.fake_mode.from_tensor(tensor, static_shapes=True)
-    program = this.describe(traced.graph, {node.target: tensor for node, tensor in captured.items()})
+    program = place_results(this.describe(traced.graph, {node.target: tensor for node, tensor in captured.items()}))
     _number_draws(program)
     constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))
     check_escapes(program, fn, constants)
@@ -237,7 +238,7 @@ def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode) -> Tensor:
 
 def _describe_argument(path: str, leaf: Any, tracer: Tracer) -> Argument:
     if isinstance(leaf, Sharded):
-        return Argument(path, tracer.name(leaf.form.layout), leaf.index)
+        return Argument(path, tracer.name(leaf.form.layout), leaf.index, place=leaf.place)
     return Argument(path)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
+from fzero.base.placement import Placement
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
@@ -22,13 +23,17 @@ from fzero.values.origin import UNKNOWN, Origin
 
 
 class Form(NamedTuple):
-    """All of a `Sharded` but its elements. A program that was traced for a value fits every value of an equal form."""
+    """All of a `Sharded` but its elements. A program that was traced for a value fits every value of an equal form.
+
+    `device` is the device that computes with the value. With a `place` the slice lies there, and not on the device.
+    """
 
     layout: Layout
     leaf: int
     on: MovePerformer
     dtype: torch.dtype | None
     device: torch.device | None
+    place: Placement | None = None
 
 
 class Sharded(Tensor):
@@ -87,6 +92,11 @@ class Sharded(Tensor):
                 "use the value that was returned, or give donate=False to shard or load",
             )
         return self._local
+
+    @property
+    def place(self) -> Placement | None:
+        """Where the slice lies, None for the device."""
+        return self.form.place
 
     @property
     def is_donated(self) -> bool:
@@ -161,8 +171,19 @@ class Sharded(Tensor):
         return full
 
     def with_local(self, local: Tensor) -> Sharded:
-        """A value of the same leaf and layout with the slice `local`."""
-        return Sharded(local, self.form.layout, self.index, self.on)
+        """A value of the same leaf and layout with the slice `local`, which lies where this value's slice does."""
+        device = local.device if self.place is None else self.form.device
+        return self.of_form(local, self.form._replace(dtype=local.dtype, device=device))
+
+    def at(self, place: Placement) -> Sharded:
+        """This value with its slice in a placement, copied where it lies elsewhere. A replicated value stays where it
+        is."""
+        if self.is_replicated:
+            return self
+        local = self.local.to("cpu")
+        if place.pin and torch.accelerator.is_available() and not local.is_pinned():
+            local = local.pin_memory()
+        return self.of_form(local, self.form._replace(place=place), self.origin)
 
     def slice_of(self, full: Tensor) -> Sharded:
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
@@ -188,7 +209,7 @@ class Sharded(Tensor):
     def new_zeros(self, *shape: Any, **options: Any) -> Tensor:
         """Zeros. In a step a plain tensor. Elsewhere a replicated value on this value's mesh, of which every rank
         holds all: state such as a step count."""
-        zeros = self.local.new_zeros(*shape, **options)
+        zeros = self.local.new_zeros(*shape, **{"device": self.device, **options})
         if self.on.is_tracing:
             return zeros
         return Sharded(zeros, replicated_layout(zeros.shape, self.form.layout.mesh), 0, self.on)

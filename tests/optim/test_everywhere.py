@@ -275,3 +275,27 @@ def compilations() -> dict[str, list[Outcome]]:
 def test_a_compiled_optimizer_is_the_plain_one(compilations: dict[str, list[Outcome]], name: str) -> None:
     (got,) = values(compilations[name])
     check(got, Cell(name))
+
+
+HOSTED = {"state": (None, fzero.host()), "params": (fzero.host(), None), "both": (fzero.host(), fzero.host())}
+"""Where parameters and the optimizer's state lie."""
+WITH_STATE = [
+    *PRESETS, *OTHERS, "clip_by_block_rms", "ema", "apply_if_finite", "inject_hyperparams", "masked", "multi_transform"
+]  # fmt: skip
+"""Whole optimizers, and stages around others."""
+
+
+@pytest.mark.parametrize(("name", "where"), zip(WITH_STATE, itertools.cycle(HOSTED)))
+def test_an_optimizer_on_the_host_is_the_resident_one(name: str, where: str) -> None:
+    """Bit for bit, with parameters, state or both on the host in turns."""
+    dtype = WIDE if name in SIGNS else torch.float32
+    optimizer = optimizer_of(name, is_clipped=len(name) % 2 == 0)
+    step = fzero.simulate(train_step(optimizer), MESH)
+    of_params, of_state = HOSTED[where]
+    resident = fzero.partition(first_params(dtype), MESH)
+    params = fzero.partition(first_params(dtype), MESH, to=of_params)
+    hosted = optimizer._replace(init=lambda params: optimizer.init(resident, to=of_state))
+    got = train(step, hosted, params, dtype)
+    expected = train(step, optimizer, resident, dtype)
+    for path, a, b in zip(tree.paths(expected), tree.leaves(got), tree.leaves(expected), strict=True):
+        assert a.equal(b), path

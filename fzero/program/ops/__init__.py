@@ -15,9 +15,10 @@ from fzero.program.ops.leaves import beside, gather, scatter, spread, take
 from fzero.program.ops.loops import loop, map_bodies
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
 from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
-from fzero.program.ops.quantized import scale_by_adam8bit
+from fzero.program.ops.quantized import dequantize, scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.streams import cut, join
+from fzero.program.ops.transfers import arrive, to_device, to_device_, to_host
 from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
@@ -42,12 +43,14 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_list",
+    "arrive",
     "axis_index",
     "beside",
     "ctc_loss",
     "ctc_loss_backward",
     "cut",
     "define",
+    "dequantize",
     "draw",
     "from_owners",
     "gather",
@@ -69,6 +72,9 @@ __all__ = [
     "sgd_",
     "spread",
     "take",
+    "to_device",
+    "to_device_",
+    "to_host",
     "to_owners",
     "wait",
     "whole",

@@ -1,0 +1,30 @@
+"""Placements: memory other than the device's in which state lies between and within steps.
+
+`None` stands for the device, which holds everything that has no placement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """The memory of the host, pinned with `pin` where there is an accelerator: `fzero.host()` makes one."""
+
+    pin: bool = True
+
+    def __repr__(self) -> str:
+        return f"fzero.host(pin={self.pin})"
+
+
+Placement = Host
+
+
+def host(*, pin: bool = True) -> Host:
+    """The placement of state in the memory of the host.
+
+    Give it to `partition(..., to=)` and to an optimizer's `init(params, to=)`. With `pin` the memory is pinned where
+    there is an accelerator, so that copies run beside compute.
+    """
+    return Host(pin)

@@ -1,0 +1,133 @@
+"""Places: whether each value of a program lies on the device or on the host, by one walk over its graph.
+
+An operation with an operand on the host runs on the host. Transfers (`fzero.program.ops.transfers`) are what goes from
+one to the other.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor, fx
+
+from fzero.base.errors import FzeroError
+from fzero.program.operation import Node
+from fzero.program.records import body_of, is_call, record
+from fzero.program.refusals import refuse_node
+
+if TYPE_CHECKING:
+    from fzero.program.program import Argument, Program, Result
+
+Where = Literal["device", "host"]
+
+
+def is_placed(program: Program) -> bool:
+    """Whether some argument lies elsewhere than on the device."""
+    return any(argument.place is not None for argument in program.arguments)
+
+
+def where_of(value: Argument | Result) -> Where:
+    """Where an argument or a result lies."""
+    return "device" if value.place is None else "host"
+
+
+def find_places(program: Program) -> dict[Node, Where]:
+    """Node -> where its value lies, and where it is computed."""
+    places: dict[Node, Where] = {
+        node: where_of(argument) for node, argument in zip(program.placeholders, program.arguments)
+    }
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            places[node] = "device"
+        elif node.op == "call_function":
+            places[node] = _find_place(node, places)
+    return places
+
+
+def _find_place(node: Node, places: dict[Node, Where]) -> Where:
+    body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
+    if body is not None:
+        return where_of(body.results[node.args[1]])
+    is_away = any(places[x] == "host" for x in node.all_input_nodes) and not runs_on_device(node)
+    return record(node).to or ("host" if is_away else "device")
+
+
+def check_places(program: Program) -> None:
+    """Refuse a node that has operands in several places, or that communicates what is not on the device, and a state
+    result that lies elsewhere than the state that it replaces."""
+    if not is_placed(program):
+        return
+    places = find_places(program)
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            away = next((x for x, where in list_sources(node, places[node]) if places[x] != where), None)
+            if away is not None:
+                raise refuse_node(program, node, f"takes {away.name}, which lies on the {places[away]}", _WAY_OUT)
+    for result, node in zip(program.tensor_results, program.output.args[0]):
+        if places[node] != where_of(result):
+            problem = f"result {result.path!r} lies on the {places[node]}, its state on the {where_of(result)}"
+            raise FzeroError(program.path_of(result), problem, _WAY_OUT)
+
+
+_WAY_OUT = "put the pass offload among the passes"
+
+
+def list_sources(node: Node, here: Where) -> list[tuple[Node, Where]]:
+    """The operands of a node that runs `here`, and where each has to lie: those that a copy starts from, and those of a
+    loop, elsewhere. A list is expected where its items are."""
+    if record(node).to is not None:
+        return [(x, "device" if here == "host" else "host") for x in node.args[0]]
+    body = body_of(node)
+    if body is None:
+        is_item = is_call(node, operator.getitem) and body_of(node.args[0]) is not None
+        return [] if is_item else [(x, here) for x in node.all_input_nodes]
+    _, _, carry, xs, lists, constants, *_ = node.args
+    pairs = zip((*carry, *xs, *lists, *constants), map(where_of, body.arguments))
+    return [
+        (x, where)
+        for given, where in pairs
+        for x in (given if isinstance(given, (list, tuple)) else [given])
+        if isinstance(x, fx.Node)
+    ]
+
+
+def runs_on_device(node: Node) -> bool:
+    """Whether a node runs on the device wherever its operands lie: it communicates, or is a loop."""
+    operation = record(node)
+    return operation.moves is not None or operation.starts is not None or operation.body is not None
+
+
+def is_wide(node: Node) -> bool:
+    """Whether a node's value is more than a number: a tensor with dimensions, or a list."""
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.ndim > 0
+
+
+def place_results(program: Program) -> Program:
+    """The program, each state result of which lies where the state lies that it replaces.
+
+    That is the argument of the same leaf and dtype with the most path in common, counted from the end.
+    """
+    if not is_placed(program):
+        return program
+    given = [pair for pair in zip(program.arguments, program.placeholders) if pair[0].bucket is not None]
+    values = iter(program.output.args[0])
+
+    def place(result: Result) -> Result:
+        if result.is_constant:
+            return result
+        dtype, leaf = next(values).meta["val"].dtype, (result.bucket, result.leaf)
+        same = [x for x, node in given if (x.bucket, x.leaf) == leaf and node.meta["val"].dtype == dtype]
+        if not same:
+            return result
+        return replace(result, place=max(same, key=lambda x: _count_common(x.path, result.path)).place)
+
+    return replace(program, results=tuple(map(place, program.results)))
+
+
+def _count_common(path: str, other: str) -> int:
+    """The number of equal keys at the ends of two dotted paths."""
+    pairs = list(zip(reversed(path.split(".")), reversed(other.split("."))))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

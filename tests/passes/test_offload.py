@@ -1,0 +1,270 @@
+"""Offload: steps with state on the host are the steps with state on the device, and need the memory that is planned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from programs import dense, layers, loss, mlp, rows, tensors, training
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero
+from fzero import FzeroError, VirtualMesh, optim, passes, tree
+from fzero.base.placement import Host
+from fzero.program import ops
+from fzero.program.operation import Node
+from fzero.program.places import find_places
+from fzero.program.program import Program
+from fzero.program.records import find_bodies
+
+HOST = fzero.host()
+ADAMW = optim.adamw(0.1, weight_decay=0.1)
+CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), ADAMW)
+PLACES = [(None, HOST), (HOST, None), (HOST, HOST)]
+"""Where parameters and the optimizer's state lie."""
+
+
+def begin(
+    optimizer: optim.GradientTransformation, mesh: Any, places: tuple[Host | None, Host | None] = (None, None)
+) -> tuple[Any, Any]:
+    """The first parameters and state, in these places."""
+    params = fzero.partition(layers(), mesh, to=places[0])
+    if places[0] is not None:  # else the state would lie where the parameters do
+        resident = fzero.partition(layers(), mesh)
+        return params, optimizer.init(resident if places[1] is None else params, to=places[1])
+    return params, optimizer.init(params, to=places[1])
+
+
+def train(step: Any, state: tuple[Any, Any], batch: Tensor, steps: int = 3) -> tuple[Any, list[Tensor]]:
+    """`(params and state, losses)` after some steps."""
+    losses = []
+    for _ in range(steps):
+        *state, value = step(*state, batch)
+        losses.append(value)
+    return tuple(state), losses
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """Bit for bit."""
+    for path, a, b in zip(tree.paths(expected), tree.leaves(got), tree.leaves(expected), strict=True):
+        assert torch.equal(a, b), path
+
+
+def where(values: Any) -> list[Host | None]:
+    """The place of each leaf of which ranks keep slices."""
+    return [leaf.place for leaf in tree.leaves(values) if not leaf.is_replicated]
+
+
+class Peaks:
+    """The most bytes that a rank's values keep alive on the device and on the host, each storage once."""
+
+    def __init__(self, program: Program) -> None:
+        self._programs = list(list_programs(program))
+        self._graphs: dict[Any, dict[str, str]] = {}  # of the program that runs, an equal one -> places by name
+        given = zip(program.placeholders, program.arguments)
+        self._batches = {node.name for node, argument in given if argument.bucket is None}
+        self.most = {"device": 0, "host": 0}
+
+    def watch(self, node: Node, ranks: list[dict[Node, Any]]) -> None:
+        if node.graph not in self._graphs:
+            places = find_places(self._programs[len(self._graphs)])
+            self._graphs[node.graph] = {each.name: place for each, place in places.items()}
+        for held in ranks:
+            now: dict[str, dict[int, int]] = {"device": {}, "host": {}}
+            for each, value in held.items():
+                for x in tensors(value):
+                    rows_only = each.name in self._batches
+                    size = x.nbytes if rows_only else x.untyped_storage().nbytes()
+                    now[self._graphs[each.graph].get(each.name, "device")][x.untyped_storage()._cdata] = size
+            for place, storages in now.items():
+                self.most[place] = max(self.most[place], sum(storages.values()))
+
+
+STATE, PARAMS, BOTH = PLACES
+CASES = [
+    *((3, 2, optimizer, places) for optimizer in (ADAMW, CLIPPED) for places in PLACES),
+    (1, 2, CLIPPED, STATE),
+    (1, 2, ADAMW, PARAMS),
+    (2, 3, ADAMW, BOTH),
+    (3, 1, CLIPPED, BOTH),
+]
+"""Stage, ranks, optimizer, and where parameters and state lie."""
+
+
+def list_programs(program: Program) -> Iterator[Program]:
+    """A program and the bodies of its loops, in the order in which they run first."""
+    yield program
+    for body in find_bodies(program.graph):
+        yield from list_programs(body)
+
+
+@pytest.mark.parametrize(("stage", "world", "optimizer", "places"), CASES)
+def test_a_step_with_state_on_the_host_is_the_resident_one(
+    stage: int, world: int, optimizer: optim.GradientTransformation, places: Any
+) -> None:
+    """Bit for bit, with the bytes on device and host that are predicted."""
+    mesh = VirtualMesh(fsdp=world)
+    step, batch = fzero.simulate(training(optimizer), mesh, stage=stage), rows(mesh)
+    resident = step.trace(*begin(optimizer, mesh), batch).memory()
+    expected, losses = train(step, begin(optimizer, mesh), batch)
+    program = step.trace(*begin(optimizer, mesh, places), batch)
+    peaks, planned = Peaks(program), program.memory()
+    (params, state), got = train(functools.partial(step, watch=peaks.watch), begin(optimizer, mesh, places), batch)
+    assert_equal(fzero.unpartition((params, state)), fzero.unpartition(expected))
+    assert_equal(got, losses)
+    assert {*where(params)} == {places[0]} and {*where(state)} == {places[1]}
+    if world < 3:  # a simulation does not hold the blocks that a rank receives from N - 2 others
+        assert peaks.most == {"device": planned.peak, "host": planned.host}
+    assert planned.peak < resident.peak and resident.host == 0
+
+
+def update_by_hand(params: Any, means: Any, x: Tensor) -> Any:
+    """An optimizer without a fused kernel, leaf by leaf, that writes into a temporary."""
+    value, grads = fzero.value_and_grad(loss)(params, x)
+
+    def average(mean: Tensor, grad: Tensor) -> Tensor:
+        scaled = torch.zeros_like(grad)
+        scaled.add_(grad, alpha=0.1)
+        return 0.9 * mean + scaled
+
+    means = tree.map(average, means, grads)
+    return tree.map(lambda p, m: p - 0.1 * m.sign() - 0.01 * m / m.abs().max(), params, means), means, value
+
+
+def accumulate(params: Any, state: Any, x: Tensor) -> Any:
+    """Two microbatches."""
+    value, grads = fzero.accumulate(lambda p, x: (mlp(p, x).square().sum(), x.shape[0]), 2)(params, x)
+    updates, state = ADAMW.update(grads, state, params)
+    return optim.apply_updates(params, updates), state, value
+
+
+def scan_layers(params: Any, state: Any, x: Tensor) -> Any:
+    """A loop over layers."""
+
+    def loss_of(params: Any) -> Tensor:
+        return fzero.scan(lambda h, _, layer: (dense(layer, h), None), x, layers=params["layers"])[0].square().mean()
+
+    value, grads = fzero.value_and_grad(loss_of)(params)
+    updates, state = ADAMW.update(grads, state, params)
+    return optim.apply_updates(params, updates), state, value
+
+
+def scan_steps(params: Any, state: Any, x: Tensor) -> Any:
+    """Two steps in one: a loop that carries parameters and state."""
+
+    def body(carry: Any, x: Tensor) -> Any:
+        *carry, value = training(ADAMW)(*carry, x)
+        return tuple(carry), value
+
+    (params, state), values = fzero.scan(body, (params, state), x.reshape(2, -1, 5))
+    return params, state, values.sum()
+
+
+LOOPS = {"by hand": update_by_hand, "accumulate": accumulate, "layers": scan_layers, "steps": scan_steps}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "places"),
+    [
+        ("by hand", 3, BOTH),
+        ("by hand", 2, STATE),
+        ("accumulate", 3, BOTH),
+        ("accumulate", 1, PARAMS),
+        ("layers", 2, BOTH),
+        ("steps", 3, STATE),
+    ],
+)
+def test_other_steps_are_the_resident_ones(name: str, stage: int, places: Any) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    step, batch = fzero.simulate(LOOPS[name], mesh, stage=stage), torch.cat([rows(mesh), 2 * rows(mesh)])
+    optimizer = optim.trace(0.9) if name == "by hand" else ADAMW
+
+    def start(places: Any) -> Any:
+        params, state = begin(optimizer, mesh, places)
+        return params, state.trace if name == "by hand" else state
+
+    expected, losses = train(step, start((None, None)), batch)
+    program = step.trace(*start(places), batch)
+    peaks, planned = Peaks(program), program.memory()
+    got, others = train(functools.partial(step, watch=peaks.watch), start(places), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+    assert_equal(others, losses)
+    assert peaks.most["host"] == planned.host
+    assert abs(peaks.most["device"] - planned.peak) <= batch.nbytes // mesh.size()  # its rows are views in a loop
+
+
+def test_some_leaves_on_the_host_and_some_whole_on_every_rank() -> None:
+    """Each leaf is updated where it lies: those of 5 elements are whole on every rank, and stay on the device."""
+    mesh = VirtualMesh(fsdp=2)
+    step, batch = fzero.simulate(training(CLIPPED), mesh), rows(mesh)
+
+    def start(place: Host | None) -> Any:
+        resident = fzero.partition(layers(), mesh, persist=5)
+        hosted = fzero.partition(layers(), mesh, persist=5, to=place)
+        params = {"layers": [hosted["layers"][0], *resident["layers"][1:]]}
+        return params, CLIPPED.init(params)
+
+    expected, losses = train(step, start(None), batch)
+    (params, state), got = train(step, start(HOST), batch)
+    assert_equal(fzero.unpartition((params, state)), fzero.unpartition(expected))
+    assert_equal(got, losses)
+    assert where(params) == [HOST, None, None]
+
+
+def test_state_is_updated_where_it_lies() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    step = fzero.simulate(training(ADAMW), mesh)
+    program = step.trace(*begin(ADAMW, mesh, (None, HOST)), rows(mesh))
+    updates = [node for node in program.graph.nodes if ops.is_call(node, ops.adamw_)]
+    assert len(updates) == 3, "one for each bucket"
+    assert not program.graph.find_nodes(op="call_function", target=ops.to_device), "new parameters overwrite old ones"
+    sliced = [argument for argument in program.arguments if argument.bucket is not None]
+    assert all(argument.donated for argument in sliced if not program.layouts[argument.bucket].replicated)
+
+
+def test_gradients_leave_as_soon_as_they_are_there() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    step = fzero.simulate(training(CLIPPED), mesh)
+    program = step.trace(*begin(CLIPPED, mesh, (None, HOST)), rows(mesh))
+    position = {node: i for i, node in enumerate(program.graph.nodes)}
+    scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
+    sent = [
+        node for node in program.graph.find_nodes(op="call_function", target=ops.to_host)
+        if ops.is_call(node.args[0][0], ops.part)
+    ]  # fmt: skip
+    assert len(sent) == len(scatters) == 3 and position[sent[0]] < position[scatters[-1]]
+
+
+def on_ranks(mesh: DeviceMesh) -> list[Any]:
+    """Training with state on the device and on the host, clipped and not: results of this rank."""
+    results = []
+    for optimizer, places in ((ADAMW, (None, HOST)), (CLIPPED, (None, HOST)), (ADAMW, (HOST, HOST))):
+        step = fzero.shard(training(optimizer), mesh)
+        batch = rows(VirtualMesh(fsdp=mesh.size())).chunk(mesh.size())[mesh.get_rank()]
+        runs = [train(step, begin(optimizer, mesh, each), batch) for each in ((None, None), places)]
+        results.append([(tree.map(lambda x: x.local, state), losses) for state, losses in runs])
+    return results
+
+
+def test_live_ranks_do_the_same() -> None:
+    for results in run(2, on_ranks):
+        for resident, offloaded in results:
+            assert_equal(offloaded, resident)
+
+
+def test_passes_without_offload_are_named() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    chosen = [each for each in passes.defaults(stage=3) if each is not passes.offload]
+    step = fzero.simulate(training(ADAMW), mesh, passes=chosen)
+    with pytest.raises(FzeroError, match="lies on the .*put the pass offload among the passes"):
+        step(*begin(ADAMW, mesh, (None, HOST)), rows(mesh))
+
+
+def test_state_of_plain_parameters_has_no_placement() -> None:
+    with pytest.raises(FzeroError, match="a parameter is a Tensor; partition the tree first"):
+        ADAMW.init(layers(), to=HOST)
