@@ -322,6 +322,22 @@ def test_steps_that_repeat_what_they_do(name: str, stage: int) -> None:
     assert names >= {f"blocks.{i}.{leaf} in 4" for i in (0, 1) for leaf in ("up", "down")}
 
 
+def test_chunks_beside_a_budget_and_state_on_the_host() -> None:
+    """Chunks of a slice on the host are copied to the device one by one."""
+    mesh, step, batch = VirtualMesh(fsdp=2), make_step(has_a_head), tokens()
+    expected = train(step, tables(), batch, mesh)
+    free = trace(step, tables(), batch, mesh, chunk=CHUNK).memory().peak
+    budget = trace(step, tables(), batch, mesh, chunk=CHUNK, memory=free)
+    assert max(list_gathered(budget)) <= CHUNK and budget.memory().peak <= free
+    params = fzero.partition(tables(), mesh, to=fzero.host(), **GRANULARITY)
+    state, simulated = OPTIMIZER.init(params), fzero.simulate(step, mesh, chunk=CHUNK)
+    program = simulated.trace(params, state, batch)
+    copied = [x for each in list_programs(program) for node in calls(each, ops.to_device) for x in node.meta["val"]]
+    assert copied and max(x.nbytes for x in copied) <= CHUNK // 2 and program.memory().peak < free
+    params, _, loss = simulated(params, state, batch)
+    assert_close(loss, expected[0][0])
+
+
 # what is gathered whole, and bad input
 
 
