@@ -6,6 +6,7 @@ each rank. So a value that the loop reads by rows is seen as [N, turns, height],
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -108,8 +109,10 @@ class _Emitter:
 
     def emit(self, uses: Sequence[Use]) -> list[Node]:
         """The nodes, behind the loop, that take the places of the uses."""
-        results = [self._compute_use(use) for use in reversed(uses)][::-1]  # a scatter starts before the sum
-        returned = [self._describe(use) for use in uses]
+        first = sorted(uses, key=lambda use: use.how != "scatter")  # a scatter starts before a sum
+        computed = {use.node: self._compute_use(use) for use in first}
+        results = [computed[use.node] for use in uses]
+        returned = [self._describe(use, i) for i, use in enumerate(uses)]
         given = [each for sort in _SORTS for each in self.given[sort].values()]
         anchor = find_root(self.graph)
         for _, placeholder, _ in given:  # they were made where the body first uses them
@@ -139,13 +142,13 @@ class _Emitter:
             return self._add_rows(node)
         return self._add_product(use) if use.how == "sum" else self._look_up(node)
 
-    def _describe(self, use: Use) -> Result:
-        """The result of a turn: a new value of the carry, or rows for a stack."""
+    def _describe(self, use: Use, position: int) -> Result:
+        """The result of a turn at a position: a new value of the carry, or rows for a stack. Carries come first."""
         kind = self.kinds[use.node]
         if use.how == "scatter":
             chunk = self.plan.layout.bucket
             return Result("y.0", chunk, 0, kind=replace(kind, bucket=chunk, leaf=0))
-        return Result("y.0" if use.how == "rows" else "carry.0", kind=kind)
+        return Result("y.0" if use.how == "rows" else f"carry.{position}", kind=kind)
 
     def _finish(self, use: Use, item: Node) -> Node:
         """The value of a use, from the result of the loop."""
@@ -176,11 +179,15 @@ class _Emitter:
         return total
 
     def _add_rows(self, node: Node) -> Node:
-        """The sum so far, to which a turn adds the sum of its rows, in place."""
+        """The sum so far, to which a turn adds the sum of its rows, in place; or the logarithm of a sum."""
         source = node.args[0]
         wide = accumulator(node.meta["val"].dtype)
-        total = self._begin_carry(node, wide, is_donated=True)
         keeps = node.meta["val"].ndim == source.meta["val"].ndim
+        if name_of(node) == "logsumexp":
+            rows = self._rows_or_zeros(source, self.inner[source], -math.inf)
+            part = self.body.emit(_aten.logsumexp.default, rows, list_reduction_dims(node), keeps)
+            return self.body.emit(_aten.logaddexp.default, self._begin_carry(node, wide, start=-math.inf), part)
+        total = self._begin_carry(node, wide, is_donated=True)
         rows = self._rows_or_zeros(source, self.inner[source])
         part = self.body.emit(_aten.sum.dim_IntList, rows, list_reduction_dims(node), keeps, dtype=wide)
         self.body.emit(_aten.add_.Tensor, total, part)
@@ -217,17 +224,18 @@ class _Emitter:
             self.made[node, dim] = made
         return self.made[node, dim]
 
-    def _rows_or_zeros(self, node: Node, dim: int) -> Node:
-        """`_rows`, with zeros where the leaf has no row: to the zeros that fill chunks a turn may have added one."""
+    def _rows_or_zeros(self, node: Node, dim: int, other: float = 0.0) -> Node:
+        """`_rows`, with zeros, or another number, where the leaf has no row: to the zeros that fill chunks a turn may
+        have added one."""
         rows, plan = self._rows(node, dim), self.plan
-        if plan.world * plan.padded == plan.rows or keeps_zeros(node, self.inner):
+        if plan.world * plan.padded == plan.rows or (not other and keeps_zeros(node, self.inner)):
             return rows
         device, shape = rows.meta["val"].device, [1] * rows.meta["val"].ndim
         ones = self.program.emit(_aten.ones.default, [plan.rows], dtype=torch.bool, device=device)
         self.kinds[ones] = UNIFORM
         shape[dim] = plan.rows_of_chunk
         is_row = self.body.emit(_aten.view.default, self._take_rows(ones, 0), shape)
-        return self.body.emit(_aten.where.ScalarOther, is_row, rows, 0.0)
+        return self.body.emit(_aten.where.ScalarOther, is_row, rows, other)
 
     def _compute(self, node: Node, dims: Dims, dim: int) -> Node:
         """What a node computes, for the rows of a turn along a dimension of its result."""
@@ -323,12 +331,12 @@ class _Emitter:
         """A value with `count` zeros more along the dimension that has `behind` others behind it."""
         return self.program.emit(_aten.constant_pad_nd.default, x, [*[0] * (2 * behind), 0, count]) if count else x
 
-    def _begin_carry(self, like: Node, dtype: torch.dtype, is_donated: bool = False) -> Node:
-        """What turns have computed so far of a value like that of a node: zeros in front of the loop."""
+    def _begin_carry(self, like: Node, dtype: torch.dtype, start: float = 0.0, is_donated: bool = False) -> Node:
+        """What turns have computed so far of a value like that of a node: `start` in front of the loop."""
         shape, device = list(like.meta["val"].shape), like.meta["val"].device
-        start = self.program.emit(_aten.zeros.default, shape, dtype=dtype, device=device)
-        argument = Argument("carry.0", donated=is_donated, kind=self.kinds[like])
-        return self._give("carry", "carry", start, argument, start.meta["val"])
+        before = self.program.emit(_aten.full.default, shape, start, dtype=dtype, device=device)
+        argument = Argument(f"carry.{len(self.given['carry'])}", donated=is_donated, kind=self.kinds[like])
+        return self._give("carry", like, before, argument, before.meta["val"])
 
     def _join_rows(self, stacked: Node, use: Use) -> Node:
         """The whole value, of which each turn made rows: [turns, ..., N * height, ...] -> [..., rows, ...]."""
