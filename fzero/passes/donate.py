@@ -277,6 +277,8 @@ def _replace_carry(program: Program, owners: _Owners, loop: Node, wanted: dict[N
         if not argument.donated:
             continue
         new, memory = items.get(i), owners.owner[old]
+        if new is not None and storage(new) == storage(old):
+            continue  # another pass has made the loop so
         if new is not None and _replaces(owners, loop, reads, old, new, wanted):
             donated.add(old)
         elif (
