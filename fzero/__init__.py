@@ -20,6 +20,7 @@ from fzero.state import initializers
 from fzero.state.build.build import build, build_stateful
 from fzero.state.init import init
 from fzero.state.partition import partition
+from fzero.state.quantize import quantize
 from fzero.state.safetensors import load_safetensors, open_safetensors, save_safetensors
 from fzero.state.unpartition import iter_full, unpartition, update_leaf
 from fzero.transform import shard
@@ -63,6 +64,7 @@ __all__ = [
     "pmean",
     "precision",
     "psum",
+    "quantize",
     "remat",
     "save_safetensors",
     "scan",

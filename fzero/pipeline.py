@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +16,10 @@ from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
-from fzero.passes import resolve, run_passes
+from fzero.base.sizes import parse_size
+from fzero.budget.fit import Budget, fit
+from fzero.passes import choose_passes, defaults, resolve, run_passes
+from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
 from fzero.passes.run import Pass
 from fzero.program.operation import Node
@@ -42,6 +46,25 @@ MAX_PROGRAMS = 16
 _log = logging.getLogger("fzero")
 
 
+def choose_rewrite(
+    passes: Sequence[Pass] | None, *, stage: int | None, memory: int | str | None, **how: Any
+) -> Sequence[Pass] | Budget:
+    """How `shard` and `simulate` rewrite a trace, by their options: with the passes that are given, else with those of
+    a stage or of a budget. `how` are the other keywords of `fzero.passes.choose_passes`.
+
+    Raises:
+        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; as `choose_passes`.
+    """
+    if memory is None:
+        return choose_passes(passes, stage=3 if stage is None else stage, **how)
+    other = "stage" if stage is not None else "passes" if passes is not None else None
+    if other is not None:
+        problem = f"is {memory!r}, and {other} is given too: both say which buckets stay gathered"
+        raise FzeroError("memory", problem, f"give memory or {other}")
+    choose_passes(None, stage=3, **how)  # refuses what is no value of these options
+    return Budget(parse_size("memory", memory), partial(defaults, stage=3, **how))
+
+
 class _Traced(NamedTuple):
     """A program as `finish` returned it, its signature, and the values that it took from the step's surroundings."""
 
@@ -65,7 +88,7 @@ class Pipeline(Generic[T]):
         self,
         fn: Callable[..., Any],
         on: Performer,
-        passes: Sequence[Pass],
+        passes: Sequence[Pass] | Budget,
         finish: Callable[[Program], T],
         limit: int = MAX_PROGRAMS,
     ) -> None:
@@ -85,11 +108,19 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with pause_garbage_collection():
             with forget_casts():
-                traced = roll(trace(self.fn, args, self.on.mesh))
-            check_seeds(traced)
-            check_mistakes(traced, self.fn, warn=not self._cache)
+                traced = dequantize(trace(self.fn, args, self.on.mesh))
+                rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
+            check_seeds(rolled)
+            check_mistakes(rolled, self.fn, warn=not self._cache)
             with disable_autocast():
-                return run_passes(replace(resolve(traced), measured=self._measured), self.passes)
+                if isinstance(self.passes, Budget):
+                    return fit(traced, self.passes.limit, self._rewrite)
+                return run_passes(replace(resolve(rolled), measured=self._measured), self.passes)
+
+    def _rewrite(self, traced: Program, **choice: Any) -> Program:
+        """The program of a choice of a budget, of a trace that may be changed."""
+        assert isinstance(self.passes, Budget)
+        return run_passes(replace(resolve(roll(traced)), measured=self._measured), self.passes.passes(**choice))
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""

@@ -38,6 +38,8 @@ class Report(NamedTuple):
     * `peak`: bytes of live tensors at most, on the rank with most.
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
     * `nodes`: of the program.
+    * `remarks`: lines about the program: what a memory budget chose, which leaves are gathered whole though they are
+      larger than `chunk`.
     """
 
     summary: str
@@ -45,13 +47,14 @@ class Report(NamedTuple):
     peak: int
     comm: dict[tuple[str, str], int]
     nodes: int
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
         for path, leaf in self.leaves.items():
             groups.setdefault(leaf.optimizer, []).append((path, leaf))
         width = max(map(len, self.leaves), default=0)
-        lines = [self.summary]
+        lines = [self.summary, *(f"  {remark}" for remark in self.remarks)]
         for optimizer, members in groups.items():
             lines.append(f"  {optimizer}: {len(members)} {'leaf' if len(members) == 1 else 'leaves'}")
             lines += [f"    {path:<{width}}  {leaf.dtype} {list(leaf.shape)}" for path, leaf in members]
@@ -68,7 +71,7 @@ def report_step(program: Program, args: Sequence[Any]) -> Report:
     for entry in program.comm():
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
-    return Report(summarize_program(program), _list_leaves(args), peak, dict(comm), nodes)
+    return Report(summarize_program(program), _list_leaves(args), peak, dict(comm), nodes, program.remarks)
 
 
 class _Value(NamedTuple):

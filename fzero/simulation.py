@@ -16,10 +16,18 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, check_data_axes
+from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
-from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import MAX_PROGRAMS, Pipeline, Returned, create_pass_state, list_flags, order_pass_state
+from fzero.pipeline import (
+    MAX_PROGRAMS,
+    Pipeline,
+    Returned,
+    choose_rewrite,
+    create_pass_state,
+    list_flags,
+    order_pass_state,
+)
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
 from fzero.report import Report, report_step
@@ -32,9 +40,11 @@ def simulate(
     fn: Callable[..., Any],
     ranks: int | VirtualMesh,
     *,
-    stage: int = 3,
+    stage: int | None = None,
+    memory: int | str | None = None,
     donate: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
     max_programs: int = MAX_PROGRAMS,
@@ -51,15 +61,17 @@ def simulate(
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
     each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `donate`, `reduce_dtype`, `passes`, `data` and
-    `max_programs` are as in `shard`.
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `donate`, `reduce_dtype`, `chunk`, `passes`,
+    `data` and `max_programs` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     check_data_axes(mesh, data)
-    rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
+    rewrites = choose_rewrite(
+        passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+    )
     return Simulation(fn, mesh, rewrites, max_programs)
 
 
@@ -68,7 +80,11 @@ class Simulation:
     `Program`."""
 
     def __init__(
-        self, fn: Callable[..., Any], mesh: VirtualMesh, passes: Sequence[Pass], max_programs: int = MAX_PROGRAMS
+        self,
+        fn: Callable[..., Any],
+        mesh: VirtualMesh,
+        passes: Sequence[Pass] | Budget,
+        max_programs: int = MAX_PROGRAMS,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()

@@ -15,14 +15,22 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.mesh import check_data_axes, mesh_shape
 from fzero.base.torch_private import version_of
+from fzero.budget.fit import Budget
 from fzero.execution.calibration import calibrate
 from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
-from fzero.passes import choose_passes
 from fzero.passes.run import Pass
-from fzero.pipeline import MAX_PROGRAMS, Pipeline, Returned, create_pass_state, list_flags, order_pass_state
+from fzero.pipeline import (
+    MAX_PROGRAMS,
+    Pipeline,
+    Returned,
+    choose_rewrite,
+    create_pass_state,
+    list_flags,
+    order_pass_state,
+)
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
@@ -42,10 +50,12 @@ def shard(
     fn: Callable[..., Any],
     mesh: Any,
     *,
-    stage: int = 3,
+    stage: int | None = None,
+    memory: int | str | None = None,
     donate: bool = True,
     compile: Mode = False,
     reduce_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
     max_programs: int = MAX_PROGRAMS,
@@ -57,8 +67,12 @@ def shard(
     from the batch; other results that are computed from the batch stay this rank's own. So the step on equal parts of a
     batch equals `fn` on the whole batch whenever the loss is a mean over examples.
 
-    * `stage`: 3 gathers each layer's parameters for each use; 2 keeps them from the first to the last use; 1 keeps full
-      gradients too.
+    * `stage`: 3 (the default) gathers each layer's parameters for each use; 2 keeps them from the first to the last
+      use; 1 keeps full gradients too.
+    * `memory`, in the place of `stage`: a number of bytes, or a text such as "40GiB". On each rank the peak of live
+      tensors, arguments included, stays under it, and the step is the fastest that a search finds: it chooses which
+      parameters stay gathered, and which values the backward pass computes again (docs/budget.md). `report` says what
+      was chosen.
     * `donate`: a step that updates state (`p + u`) writes the new state over the old. The `Sharded` values that the
       step was called with become unusable. Tensors and values that were computed from them do not change.
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
@@ -67,6 +81,9 @@ def shard(
     * `reduce_dtype`: gradients are cast to it, averaged over ranks in it, and cast back. None averages each gradient
       in its own dtype. Gathers stay in the dtype in which leaves are used: bfloat16 compute with
       `reduce_dtype=torch.float32` keeps float32 gradients of float32 leaves.
+    * `chunk`: bytes, or a text such as "64MiB". A leaf of more gathered bytes is streamed: each use gathers the leaf in
+      chunks of at most so many bytes, one after the other, also at stages 1 and 2 (docs/streamed.md). None gathers all
+      leaves whole.
     * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
       step then takes it as `pass_state` and returns `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
@@ -81,14 +98,16 @@ def shard(
 
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
-            possible, for a mesh axis that is not a data axis.
+            possible, for a mesh axis that is not a data axis. At the first call: for a `memory` below the least peak.
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
     if not isinstance(compile, bool) and compile != "graph":
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
-    rewrites = choose_passes(passes, stage=stage, in_place=donate, reduce_dtype=reduce_dtype)
+    rewrites = choose_rewrite(
+        passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+    )
     return Step(fn, live(mesh), rewrites, compile, max_programs)
 
 
@@ -135,7 +154,12 @@ class Step:
     """A sharded step. Call it like the function it comes from; `trace` returns its `Program` without running it."""
 
     def __init__(
-        self, fn: Callable[..., Any], on: Live, passes: Sequence[Pass], compile: Mode, max_programs: int = MAX_PROGRAMS
+        self,
+        fn: Callable[..., Any],
+        on: Live,
+        passes: Sequence[Pass] | Budget,
+        compile: Mode,
+        max_programs: int = MAX_PROGRAMS,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":

@@ -34,6 +34,7 @@ import fp16_overflow  # noqa: E402
 import lora  # noqa: E402
 import measure  # noqa: E402
 import muon_vs_adamw  # noqa: E402
+import qlora  # noqa: E402
 import report  # noqa: E402
 import virtual_ranks  # noqa: E402
 from corpus import Cut  # noqa: E402
@@ -222,7 +223,7 @@ def test_the_wrong_step_on_virtual_ranks_is_found(capsys: pytest.CaptureFixture[
 
 # the small examples, on two ranks with few steps
 
-SMALL = {bf16_accumulate: 20, distill: 12, fp16_overflow: 12, lora: 16, muon_vs_adamw: 20}
+SMALL = {bf16_accumulate: 20, distill: 12, fp16_overflow: 12, lora: 16, muon_vs_adamw: 20, qlora: 16}
 """Example -> steps after which what it asserts holds."""
 
 
@@ -256,6 +257,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]
         ("distill", r"teacher: loss .*\nstudent: divergence from the teacher "),
         ("fp16_overflow", r"step 3: overflow, skipped; scale 16384 -> 16384\nstep 6: .*; scale 16384 -> 8192\nloss "),
         ("lora", r"trained 9,472 of 146,432 parameters: loss "),
+        ("qlora", r"585,728 bytes held as 191,488: loss 5\.\d+ -> 3\.\d+\n"),
         ("muon_vs_adamw", r"steps +Muon +AdamW\n +0 - 9 .*\n +10 - 19 "),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
+from fzero.values.quantized import is_quantized
 
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -36,9 +37,11 @@ def by_path(params: Any) -> dict[str, Tensor]:
     return dict(zip(tree.paths(params), tree.leaves(params)))
 
 
-def assert_trains(model: Any, batch: Any, *, stage: int = 3, **options: Any) -> Any:
-    """The loss and its gradients are those of plain torch on the whole batch. Returns the model's output."""
+def assert_trains(model: Any, batch: Any, *, stage: int = 3, held: Any = None, **options: Any) -> Any:
+    """The loss and its gradients are those of plain torch on the whole batch, with the model's parameters or with
+    those `held` in another form. Returns the model's output."""
     params, apply = fzero.lower(model)
+    params = params if held is None else held
 
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -70,6 +73,25 @@ def test_a_family_trains_as_plain_torch(name: str, is_checkpointed: bool) -> Non
     output = assert_trains(model, family.batch(ROWS))
     has_cache = bool(family.prompt(ROWS)) and name != "Mamba" and not is_checkpointed
     assert has_cache == (output.get("past_key_values") is not None) or is_checkpointed
+
+
+@pytest.mark.parametrize(("name", "bits", "stage"), [("Llama", 4, 3), ("GPT-2", 8, 2)])
+def test_a_family_with_quantized_weights_trains_as_plain_torch(name: str, bits: int, stage: int) -> None:
+    """With the dequantized weights. All weights of linear layers are frozen and quantized, all others are trained."""
+    model = make(FAMILIES[name])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
+            module.weight.requires_grad_(False)
+    if name == "Llama":
+        model.gradient_checkpointing_enable()
+    held = fzero.quantize(fzero.lower(model)[0], bits=bits, block=32)
+    leaves, treedef = tree.flatten(held, is_leaf=is_quantized)
+    chosen = {tree.dotted(key): leaf for key, leaf in zip(tree.keys(treedef), leaves) if is_quantized(leaf)}
+    assert len(chosen) >= 8
+    with torch.no_grad():
+        for path, leaf in chosen.items():
+            model.get_parameter(path).copy_(leaf.full_tensor())
+    assert_trains(model, FAMILIES[name].batch(ROWS), stage=stage, held=held)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -1,4 +1,5 @@
-"""Private names of torch about custom autograd Functions, each behind a small function, as in `torch_private`."""
+"""Private names of torch about custom autograd Functions and checkpoints, each behind a small function, as in
+`torch_private`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
@@ -65,3 +67,16 @@ def requires_grad(tensor: Tensor) -> bool:
 
 set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd.forward_ad._set_fwd_grad_enabled
 """Allow or forbid forward-mode derivatives in a block. Public replacement: `torch.set_grad_enabled` of forward mode."""
+
+
+HigherOrderOperator: type = torch._ops.HigherOrderOperator
+"""The class of torch's operations on functions. Public replacement: the same name in `torch.library`."""
+
+
+def policy_of(context: Any) -> Callable[..., Any] | None:
+    """The policy of the first context of torch's `create_selective_checkpoint_contexts`; None for another context.
+
+    Public replacement: a public class of that context.
+    """
+    is_selective = isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode)
+    return context.policy_fn if is_selective else None

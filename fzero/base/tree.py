@@ -24,10 +24,10 @@ TreeDef = optree.PyTreeSpec
 NAMESPACE = "fzero"
 
 
-def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
-    """`(leaves, treedef)` with `unflatten(treedef, leaves) == tree`."""
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]:
+    """`(leaves, treedef)` with `unflatten(treedef, leaves) == tree`. Where `is_leaf(subtree)` the subtree is a leaf."""
     _adopt_nodes(len(torch_private.pytree_nodes), hugging_face.count_modules())
-    return optree.tree_flatten(tree, namespace=NAMESPACE)
+    return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.sizes import parse_size
 from fzero.checkpoint.rearranged import Rearranged, RearrangedSource
 from fzero.checkpoint.transformers_models import (
     Model,
@@ -39,7 +39,6 @@ from fzero.state.safetensors.writing import Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.sharded import Sharded
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 Values = dict[str, Sharded | Source]
@@ -83,7 +82,7 @@ def export_hf(
 
     def make_plan() -> Plan:
         check_paths(name for name, _ in named)
-        return plan_export(dict(named), model_or_config, dtype, _parse_size(max_shard_size), on)
+        return plan_export(dict(named), model_or_config, dtype, parse_size("max_shard_size", max_shard_size), on)
 
     write(Path(path), make_plan, on, chunk, "export_hf")
 
@@ -180,16 +179,6 @@ def _cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
     if to is not None and not to.is_floating_point:
         raise FzeroError("dtype", f"is {to}, not a floating-point dtype", "give torch.bfloat16, for example, or none")
     return to if to is not None and dtype.is_floating_point else dtype
-
-
-def _parse_size(size: int | str) -> int:
-    """`"5GB"` -> 5 * 10**9."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)", str(size).strip().upper())
-    if type(size) is int and size > 0:
-        return size
-    if not found:
-        raise FzeroError("max_shard_size", f"is {size!r}", 'give a number of bytes above 0, or a text such as "5GB"')
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 def _complete(values: Values, model: Model) -> Values:

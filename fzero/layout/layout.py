@@ -189,6 +189,11 @@ class Layout:
         return self._hash
 
 
+def layer_of(bucket: str) -> str:
+    """The layer whose leaves are in a bucket: its name, without the dtype that follows where a layer has several."""
+    return bucket.partition(":")[0]
+
+
 def replicated_layout(shape: Sequence[int], mesh: VirtualMesh) -> Layout:
     """The layout of one value that every rank of a mesh holds whole."""
     return Layout("replicated", (Leaf("", tuple(shape)),), mesh, replicated=True)

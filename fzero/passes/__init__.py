@@ -6,12 +6,13 @@ In: a traced program, which gathers each leaf where the step uses the leaf. Out:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 
 from fzero.base.errors import FzeroError
+from fzero.base.sizes import parse_size
 from fzero.passes.accumulate import accumulate
 from fzero.passes.bucket import bucket
 from fzero.passes.cast_gradients import cast_gradients, check_reduce_dtype
@@ -27,6 +28,7 @@ from fzero.passes.resolve import resolve
 from fzero.passes.run import Pass, insert, run_passes
 from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
+from fzero.passes.stream import stream
 from fzero.passes.verify import verify
 
 __all__ = [
@@ -48,50 +50,73 @@ __all__ = [
     "run_passes",
     "skip",
     "split",
+    "stream",
     "verify",
 ]
 
 
-def defaults(*, stage: int, in_place: bool = True, reduce_dtype: torch.dtype | None = None) -> tuple[Pass, ...]:
-    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` is as in
-    `shard`.
+def defaults(
+    *,
+    stage: int,
+    in_place: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
+    keep: Collection[str] = (),
+    ahead: int | None = None,
+) -> tuple[Pass, ...]:
+    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` and
+    `chunk` are as in `shard`. At stage 3 the buckets that `keep` names stay gathered from their first to their last
+    use. `ahead` is the `memory` of `prefetch`.
 
-    `roll` and `resolve` run before these passes, also before those that a user gives.
+    `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
-        FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits.
+        FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits; for a `chunk` that is no
+            size.
     """
     check_reduce_dtype(reduce_dtype)
-    first: tuple[Pass, ...] = (*((hoist,) if stage in (1, 2) else ()), partial(accumulate, stage=stage))
+    stays: tuple[Pass, ...] = (hoist,) if stage in (1, 2) else (partial(hoist, keep=keep),) if keep else ()
+    streams = () if chunk is None else (partial(stream, chunk=parse_size("chunk", chunk)),)
+    early: Pass = prefetch if ahead is None else partial(prefetch, memory=ahead)
     last = (donate,) if in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
-        *first,
+        *streams,  # before hoist, and behind rematerialize, whose copies use leaves again
+        *stays,
+        partial(accumulate, stage=stage),
         partial(cast_gradients, dtype=reduce_dtype),
         bucket,
         coalesce,
-        partial(release, stage=stage),
+        partial(release, stage=stage, keep=keep),
         defer,
         fuse,
         skip,
         split,  # cuts the calls of fuse, by the order of the nodes so far
         offload,  # takes the calls of split, by the buckets whose state lies on the host
-        prefetch,  # schedules by the costs of nodes, so behind the passes that change nodes
+        early,  # schedules by the costs of nodes, so behind the passes that change nodes
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
-        partial(verify, stage=stage),
+        partial(verify, stage=stage, keep=keep),
     )
 
 
 def choose_passes(
-    given: Sequence[Pass] | None, *, stage: int, in_place: bool, reduce_dtype: torch.dtype | None
+    given: Sequence[Pass] | None,
+    *,
+    stage: int,
+    in_place: bool,
+    reduce_dtype: torch.dtype | None,
+    chunk: int | str | None = None,
 ) -> tuple[Pass, ...]:
     """The passes of a step: those that a user gave, and `verify`; without any, `defaults` of the other arguments.
 
     Raises:
-        FzeroError: as `defaults`; for a `reduce_dtype` beside passes, which leave no place for it.
+        FzeroError: as `defaults`; for a `reduce_dtype` or a `chunk` beside passes, which leave no place for them.
     """
     if given is None:
-        return defaults(stage=stage, in_place=in_place, reduce_dtype=reduce_dtype)
+        return defaults(stage=stage, in_place=in_place, reduce_dtype=reduce_dtype, chunk=chunk)
+    if chunk is not None:
+        way_out = f"give it to the passes: passes=fzero.passes.defaults(stage={stage}, chunk={chunk!r})"
+        raise FzeroError("chunk", f"is {chunk!r}, and passes are given", way_out)
     if reduce_dtype is not None:
         way_out = f"give it to the passes: passes=fzero.passes.defaults(stage={stage}, reduce_dtype={reduce_dtype})"
         raise FzeroError("reduce_dtype", f"is {reduce_dtype}, and passes are given", way_out)

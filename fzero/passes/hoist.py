@@ -1,7 +1,8 @@
-"""The hoist pass of stages 1 and 2: leaves that a loop gathers in every turn are gathered once, in front of it."""
+"""The hoist pass: leaves that a loop gathers in every turn are gathered once, in front of it, and stay."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -16,9 +17,9 @@ from fzero.program.program import Argument, Program
 from fzero.program.records import body_of, is_call
 
 
-def hoist(program: Program) -> Program:
+def hoist(program: Program, *, keep: Collection[str] | None = None) -> Program:
     """Gather the leaves that all turns of a loop share, and those of the layer of each turn, in front of the loop, with
-    the casts of their slices.
+    the casts of their slices: all of them, as stages 1 and 2 do, or the leaves of the buckets that `keep` names.
 
     Same results, bit for bit. k microbatches then gather once, and so do the forward and backward pass of a layer. The
     gathered leaves live until the last turn.
@@ -29,11 +30,11 @@ def hoist(program: Program) -> Program:
     program = program.copy()
     for node in list(program.graph.nodes):
         if node.name in loops:
-            _hoist_gathers(program, node)
+            _hoist_gathers(program, node, keep)
     return program
 
 
-def _hoist_gathers(program: Program, node: Node) -> None:
+def _hoist_gathers(program: Program, node: Node, keep: Collection[str] | None) -> None:
     loop = Loop(*node.args)
     body = loop.body.copy()
     given, arguments, end = body.placeholders, list(body.arguments), len(body.arguments) - len(loop.constants)
@@ -42,6 +43,9 @@ def _hoist_gathers(program: Program, node: Node) -> None:
     }
     constants, lists, gathered = dict(zip(given[end:], loop.constants)), list(loop.lists), list(loop.constants)
     for gather in body.graph.find_nodes(op="call_function", target=ops.gather):
+        names = loop.layers.get(gather.args[1], [gather.args[1]])
+        if keep is not None and not set(names) <= set(keep):
+            continue
         chain = _find_chain(gather)
         root = chain[0].args[0]
         if root in constants:

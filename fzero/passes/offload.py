@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from fzero.base.placement import Host
+from fzero.passes.cut_rows import cut_rows, has_rows
 from fzero.passes.order import find_changes, find_origins, reorder
-from fzero.passes.rows import cut_rows, has_rows
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice

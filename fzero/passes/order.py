@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import find_root
+from fzero.layout.layout import layer_of
 from fzero.optim.operations import STAGES
 from fzero.program.operation import Node
+from fzero.program.program import Program
 from fzero.program.records import find_writes, is_call, name_of, record, starts, storage
 from fzero.program.refusals import PASS_BUG
 
@@ -212,6 +215,22 @@ def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
 
 def _is_derived(node: Node) -> bool:
     return node.op == "call_function" and record(node).is_derived
+
+
+def list_uses(program: Program) -> Iterator[tuple[Node, dict[Node, int]]]:
+    """Each node that uses gathered leaves, with the all-gathers that these come from, and for each the number of the
+    run of uses of its layer. A run ends where a node uses other layers only. A layer has a bucket for each dtype."""
+    origin, position = find_origins(program.graph, "gathered"), 0
+    last, runs = dict[str, int](), Counter[str]()  # of a layer: the position of its last use, and its runs so far
+    for node in program.graph.nodes:
+        used = {origin[source] for source in node.all_input_nodes if source in origin}
+        if used and node not in origin:
+            position += 1
+            layers = {start: layer_of(program.layout_of(start).bucket) for start in used}
+            for layer in set(layers.values()):
+                runs[layer] += last.get(layer) != position - 1
+                last[layer] = position
+            yield node, {start: runs[layer] for start, layer in layers.items()}
 
 
 def sink_gathers(graph: fx.Graph) -> None:

@@ -35,7 +35,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """
     program = program.copy()
     costs = program.costs()
-    limit = 2 * _find_largest(program.graph) if memory is None else memory
+    limit = 2 * _find_largest(program) if memory is None else memory
     gathers = {node: _list_with_copies(node) for node in program.graph.nodes if starts(node) == "gathered"}
     reorder(program.graph, _start_early(program.graph, gathers, costs, limit))
     copies = {node: [node] for node in program.graph.nodes if _is_copy_of_state(node)}
@@ -51,15 +51,20 @@ def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:
     """A loop that gathers the layer of the next turn during each turn, where that takes time and fits."""
     early = loop.find_early()
     seconds = sum(costs[node].comms[0][1] for node in early)
-    limit = 2 * _find_largest(loop.body.graph) if memory is None else memory
+    limit = 2 * _find_largest(loop.body) if memory is None else memory
     fits = sum(nbytes(node.meta["val"]) for node in early) <= limit
     return loop._replace(is_early=loop.length > 1 and seconds > 0 and fits)
 
 
-def _find_largest(graph: fx.Graph) -> int:
-    """Bytes of the largest gathered buffer."""
-    gathers = (node for node in graph.nodes if starts(node) == "gathered")
-    return max((nbytes(node.meta["val"]) for node in gathers), default=0)
+def _find_largest(program: Program) -> int:
+    """Bytes of the largest gathered buffer; where nothing is gathered, of the largest gradients that are scattered."""
+    sizes = dict[str, int]()
+    for node in program.graph.nodes:
+        how = starts(node)
+        if how:
+            ranks = program.layout_of(node).world if how == "scattered" else 1
+            sizes[how] = max(sizes.get(how, 0), ranks * nbytes(node.meta["val"]))
+    return sizes.get("gathered", sizes.get("scattered", 0))
 
 
 def _list_with_copies(gather: Node) -> list[Node]:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Collection
 
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_dependences, find_origins, reorder, sink_gathers
+from fzero.passes.order import find_dependences, find_origins, list_uses, reorder, sink_gathers
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import starts
 
 
-def release(program: Program, *, stage: int) -> Program:
+def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Program:
     """Set how long gathered buckets and full gradients live.
 
-    * Stage 3: drop a gathered bucket when another bucket is used, and gather it again for its next use.
+    * Stage 3: drop a gathered bucket when another layer is used, and gather it again for its next use. A layer has a
+      bucket for each dtype. The buckets that `keep` names stay, as at stage 2.
     * Stage 2: gather each bucket once, and keep it until its last use.
     * Stage 1: as 2; keep full gradients too, and scatter all of them at the end.
 
     Same results, bit for bit. Of P bytes of parameters, stages 1 and 2 move 2P and gather up to P at once. Stage 3
     moves at most 3P, where the backward pass uses each bucket once more, and gathers the two largest neighbouring
-    buckets at once.
+    layers at once.
 
     Raises:
         FzeroError: for a stage other than 1, 2 or 3.
@@ -32,37 +32,24 @@ def release(program: Program, *, stage: int) -> Program:
         raise FzeroError("stage", f"is {stage!r}", "stages are 1, 2 and 3")
     program = program.copy()
     if stage == 3:
-        _regather(program)
+        _regather(program, keep)
     if stage == 1:
         _scatter_last(program)
     return program
 
 
-def _regather(program: Program) -> None:
-    """Give each run of uses of a bucket an all-gather of its own."""
+def _regather(program: Program, keep: Collection[str]) -> None:
+    """Give each run of uses of a bucket, but of those to keep, an all-gather of its own. The first run keeps the one
+    that there is."""
     origin = find_origins(program.graph, "gathered")
-    uses = [(node, {origin[n] for n in node.all_input_nodes if n in origin}) for node in program.graph.nodes]
-    uses = [(node, buckets) for node, buckets in uses if buckets and node not in origin]
-    for bucket, span in _find_later_spans(uses):
-        _gather_again(program, bucket, span, origin)
+    spans: dict[Node, dict[int, list[Node]]] = {}
+    for user, runs in list_uses(program):
+        for bucket, run in runs.items():
+            spans.setdefault(bucket, {}).setdefault(run, []).append(user)
+    for bucket, of_runs in spans.items():
+        for users in list(of_runs.values())[1:] if bucket.args[1] not in keep else ():
+            _gather_again(program, bucket, users, origin)
     sink_gathers(program.graph)
-
-
-def _find_later_spans(uses: list[tuple[Node, set[Node]]]) -> Iterator[tuple[Node, list[Node]]]:
-    """Each all-gather with each later run of its uses. A run ends where a node uses other buckets only; the first run
-    keeps the all-gather that there is."""
-    positions: dict[Node, list[int]] = {}
-    for position, (_, buckets) in enumerate(uses):
-        for bucket in buckets:
-            positions.setdefault(bucket, []).append(position)
-    for bucket, at in positions.items():
-        spans: list[list[Node]] = []
-        for before, after in pairwise(at):
-            if after > before + 1:
-                spans.append([])
-            if spans:
-                spans[-1].append(uses[after][0])
-        yield from ((bucket, span) for span in spans)
 
 
 def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dict[Node, Node]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from fzero.base.torch_private import OpOverload
 from fzero.passes.order import erase_dead
-from fzero.program.operation import Node
+from fzero.program.operation import Node, values_of
 from fzero.program.program import Program
-from fzero.program.records import find_writes, name_of, record, storage
+from fzero.program.records import find_writes, record, storage
 from fzero.values.regions import Region, Turn, get_mark, set_mark
 
 
@@ -91,7 +94,8 @@ def _is_backward(node: Node, region: Region) -> bool:
 def _find_residuals(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> set[Node]:
     """The nodes of a region that are not computed again: values that the region keeps, views of these and of the
     region's inputs, which cost nothing, and values whose memory or operands have changed by then."""
-    kept = {node for node in members if _is_used_forward(node, region) or _is_chosen(node, region)}
+    chosen = _choose_results(members, region)
+    kept = {node for node in members if node in chosen or _is_used_forward(node, region)}
     inputs = {source for node in members for source in node.all_input_nodes if not _is_inside(source, region)}
     alive = {storage(node) for node in kept | inputs}
     alive |= {memory for memory, nodes in writers.items() if not all(_is_inside(node, region) for node in nodes)}
@@ -110,13 +114,30 @@ def _is_used_forward(node: Node, region: Region) -> bool:
     return any(not _is_inside(user, region) and not _is_backward(user, region) for user in node.users)
 
 
-def _is_chosen(node: Node, region: Region) -> bool:
-    """Whether a node's value is the result of a collective, or a value that the region's policy keeps."""
-    if node.op != "call_function" or record(node).moves is not None:
-        return True
-    value = node.meta.get("val")
-    named = node.args[0] if name_of(node) == "getitem" else node
-    return isinstance(value, Tensor) and region.keeps(name_of(named), value)
+def _choose_results(members: list[Node], region: Region) -> set[Node]:
+    """The tensors among the results of a region that are results of collectives, or that it or its policy keeps.
+
+    The policy is asked once for each operation, in order: a policy may count.
+    """
+    chosen: set[Node] = set()
+    for node in members:
+        if node.op != "call_function" or record(node).moves is not None or get_mark(node).number in region.kept:
+            chosen.add(node)
+        elif node.target is operator.getitem:
+            chosen.update([node] if node.args[0] in chosen else [])
+        elif _is_asked(target := node.args[1] if record(node).draws else node.target):
+            args = values_of(node.args[2:] if record(node).draws else node.args)
+            where = node.stack_trace or node.name
+            if region.keeps(where, target, args, values_of(node.kwargs), node.meta.get("val")):
+                chosen.add(node)
+    return {node for node in chosen if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor)}
+
+
+def _is_asked(target: Any) -> bool:
+    """Whether torch asks a policy about an operation. `detach` is a view, which torch never keeps."""
+    return (
+        isinstance(target, OpOverload) and target.namespace != "fzero" and target is not torch.ops.aten.detach.default
+    )
 
 
 def _find_dependencies(values: Iterable[Node], lost: set[Node], writers: dict[Any, list[Node]]) -> set[Node]:

@@ -1,45 +1,133 @@
-"""Rows: operations on lists with one item for each leaf, cut into several calls by leaf."""
+"""Rows: which part of its operands an operation needs for some rows of its result.
+
+A large leaf is used by some of its rows at a time (`stream`). Here stands what a node computes from such rows, as
+numbers of dimensions: `(0, None)` says that rows of the result need the same rows of the first operand, along its
+dimension 0, and all of the second.
+"""
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from fzero.optim.operations import MAPS, STAGES, SUMS
+from torch import Tensor, fx
+
 from fzero.program.operation import Node
-from fzero.program.program import Program
-from fzero.program.records import is_call, name_of, record
+from fzero.program.records import find_writes, name_of, record
+
+Dims = tuple[int | None, ...]
+"""For each argument of a node the dimension of its rows; None for an argument that is needed whole."""
+
+_PRODUCTS: dict[str, dict[int, Dims]] = {
+    "mm": {0: (0, None), 1: (None, 1)},
+    "bmm": {0: (0, 0), 1: (1, None), 2: (None, 2)},
+}
+"""Product -> dimension of the result -> dimensions of the operands."""
+_SUMMED: dict[str, Dims] = {"mm": (1, 0), "bmm": (2, 1), "addmm": (None, 1, 0)}
+"""Product -> the dimensions of the operands that it sums over."""
+_RESHAPES = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
+_SAME = frozenset({"alias", "detach", "clone", "_to_copy"})
 
 
-def has_rows(node: Node) -> bool:
-    """Whether a node calls an operation on lists that computes each leaf on its own."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], (list, tuple)):
-        return False
+def find_dims(node: Node, dim: int, rows: int) -> Dims | None:
+    """What a node needs for some of the `rows` of its result along `dim`; None where this is not known."""
     name = name_of(node)
-    return name.startswith("_foreach_") or record(node).gradients is not None or name in (STAGES | SUMS | MAPS)
+    if name in _PRODUCTS:
+        return _PRODUCTS[name][dim]
+    if name == "addmm":
+        return None if node.kwargs else (_align(node, node.args[0], dim, rows), *_PRODUCTS["mm"][dim])
+    if name == "embedding_dense_backward":
+        return (None, None) if dim == 0 else None
+    if name == "sum" and len(node.args) > 1:
+        return _find_dims_of_sum(node, dim)
+    return _find_dims_of_carrier(node, dim, rows) if is_carrier(node) else None
 
 
-def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> list[Node]:
-    """Replace one call by several: one for each group of leaves, in order. Returns the new calls."""
-    count, items, calls = len(call.args[0]), dict[tuple[Node, int], Node](), list[Node]()
-    is_each = all(isinstance(x, (list, tuple)) for x in call.meta["val"] or ())  # several lists of results
-    columns = list(call.users) if is_each else [call]
+def find_sum_dims(node: Node, position: int, dim: int) -> Dims | None:
+    """The dimensions that a product sums over, where `dim` of the operand at `position` is among them."""
+    dims = None if node.kwargs else _SUMMED.get(name_of(node))
+    return dims if dims is not None and dims[position] == dim else None
 
-    def cut(given: Any, rows: Sequence[int]) -> Any:
-        is_column = isinstance(given, (list, tuple)) and len(given) == count
-        return [given[row] for row in rows] if is_column else given
 
-    with program.graph.inserting_before(call.next):
-        for rows in groups:
-            part = program.emit(call.target, *(cut(arg, rows) for arg in call.args), **call.kwargs)
-            part.meta.update({key: value for key, value in call.meta.items() if key != "val"})
-            calls.append(part)
-            for column in columns:
-                news = part if column is call else program.emit(operator.getitem, part, column.args[1])
-                items |= {(column, row): program.emit(operator.getitem, news, at) for at, row in enumerate(rows)}
-    old = [(column, item) for column in columns for item in column.users if is_call(item, operator.getitem)]
-    program.substitute_all({item: items[column, item.args[1]] for column, item in old})
-    for node in dict.fromkeys([*columns, call]):
-        program.graph.erase_node(node)
-    return calls
+def follow_rows(node: Node, source: Node, dim: int, rows: int) -> tuple[int, Dims] | None:
+    """The dimension in which a node's result has the rows that its operand `source` has along `dim`, and what these
+    need. None where the result has no such dimension, or needs more of the operand than these rows."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor) or source in _list_hidden(node):
+        return None
+    at = [i for i, arg in enumerate(node.args) if arg is source]
+    for result in (i for i, size in enumerate(value.shape) if size == rows):
+        dims = find_dims(node, result, rows)
+        if dims is not None and all(dims[i] == dim for i in at):
+            return result, dims
+    return None
+
+
+def is_carrier(node: Node) -> bool:
+    """Whether a node's result is its operand, seen in another shape, cast, or changed element by element."""
+    if node.op != "call_function" or find_writes(node) or getattr(node.target, "namespace", "") != "aten":
+        return False
+    known, name = record(node), name_of(node)
+    if known.is_random(node) or _list_hidden(node):
+        return False
+    return known.is_pointwise or name in _SAME | _RESHAPES | {"t", "transpose", "permute", "expand"}
+
+
+def is_transposed(node: Node) -> bool:
+    """Whether a node's result is its operand with the dimensions in another order."""
+    return node.op == "call_function" and name_of(node) in ("t", "transpose", "permute")
+
+
+def resize(node: Node, args: Sequence[Any], dim: int, size: int) -> list[Any]:
+    """The arguments of a node whose result gets `size` rows along `dim`: a shape among them follows."""
+    args = list(args)
+    if name_of(node) in ("view", "_unsafe_view", "expand"):
+        args[1] = [size if i == dim else n for i, n in enumerate(node.meta["val"].shape)]
+    return args
+
+
+def _find_dims_of_carrier(node: Node, dim: int, rows: int) -> Dims | None:
+    """What a carrier needs for rows of its result."""
+    name, value = name_of(node), node.meta["val"]
+    if name == "t":
+        return (1 - dim if value.ndim == 2 else dim,)
+    if name in ("transpose", "permute"):
+        order = list(range(value.ndim))
+        if name == "transpose":
+            a, b = node.args[1:3]
+            order[a], order[b] = order[b], order[a]
+        else:
+            order = [each % value.ndim for each in node.args[1]]
+        return (order[dim], *[None] * (len(node.args) - 1))
+    if name == "squeeze" and len(node.args) == 1:
+        return None  # it drops the dimensions of size 1, which other rows may be
+    if name in _RESHAPES:
+        given = node.args[0].meta["val"].shape
+        before = math.prod(value.shape[:dim])
+        at = next((i for i, n in enumerate(given) if n == rows and math.prod(given[:i]) == before), None)
+        return None if at is None else (at, *[None] * (len(node.args) - 1))
+    return tuple(_align(node, arg, dim, rows) for arg in node.args)
+
+
+def _align(node: Node, given: Any, dim: int, rows: int) -> int | None:
+    """The dimension of an operand that broadcasts to `dim` of the result, where it has all rows."""
+    if not isinstance(given, fx.Node):
+        return None
+    shape = given.meta["val"].shape
+    at = dim - (node.meta["val"].ndim - len(shape))
+    return at if at >= 0 and shape[at] == rows else None
+
+
+def _find_dims_of_sum(node: Node, dim: int) -> Dims:
+    """What a sum over some dimensions needs for rows along a dimension that it keeps."""
+    given = node.args[0].meta["val"]
+    summed = {each % given.ndim for each in node.args[1] or range(given.ndim)}
+    keeps = len(node.args) > 2 and node.args[2]
+    kept = [i for i in range(given.ndim) if keeps or i not in summed]
+    return (kept[dim], *[None] * (len(node.args) - 1))
+
+
+def _list_hidden(node: Node) -> list[Node]:
+    """The operands that stand in lists or keywords."""
+    return [x for x in node.all_input_nodes if not any(x is arg for arg in node.args)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fzero.passes.cut_rows import cut_rows
 from fzero.passes.order import find_origins
-from fzero.passes.rows import cut_rows
 from fzero.program.program import Program
 from fzero.program.records import record
 from fzero.program.timeline import Lanes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_origins
+from fzero.passes.order import list_uses
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, kind_of_state
@@ -16,7 +16,7 @@ from fzero.program.records import find_writes, is_call, leaves_of, name_of, reco
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of, refuse_node, refuse_state
 
 
-def verify(program: Program, *, stage: int | None = None) -> Program:
+def verify(program: Program, *, stage: int | None = None, keep: Collection[str] = ()) -> Program:
     """Check a program. Returns `program` itself where all of this holds:
 
     * every value has a kind (`inference`), so that no value is computed from padding;
@@ -26,7 +26,7 @@ def verify(program: Program, *, stage: int | None = None) -> Program:
     * nodes write to donated arguments and to temporaries only;
     * an operation's operands lie on the device, or all on the host, and so do results where they belong;
     * a loop's body holds all of this, and gets what it expects in every turn;
-    * at `stage` 3 a gathered bucket is not kept while others are used.
+    * at `stage` 3 a gathered bucket that `keep` does not name is not kept while other layers are used.
 
     Ranks start collectives in one order, because all ranks run one program. `verify` believes the shapes and the memory
     that nodes claim, that a kernel gives the same bits on every rank, and that captured tensors are the same on every
@@ -42,7 +42,7 @@ def verify(program: Program, *, stage: int | None = None) -> Program:
     check_writes(program)
     check_places(program)
     if stage == 3:
-        _check_releases(program)
+        _check_releases(program, keep)
     return program
 
 
@@ -126,23 +126,15 @@ def _check_collectives(program: Program) -> None:
                 raise refuse_node(program, node, problem, "wait for a collective once")
 
 
-def _check_releases(program: Program) -> None:
-    """Refuse a gathered buffer that is used before and after a node that uses other buckets only."""
+def _check_releases(program: Program, keep: Collection[str]) -> None:
+    """Refuse a gathered buffer, but of the buckets to keep, that is used before and after a node that uses other layers
+    only."""
     last: dict[Node, tuple[int, Node]] = {}
-    for at, (node, buckets) in enumerate(_list_uses(program)):
-        for start in buckets:
-            if start in last and last[start][0] != at - 1:
+    for node, runs in list_uses(program):
+        for start, run in runs.items():
+            if start in last and last[start][0] != run and start.args[1] not in keep:
                 raise refuse_node(
                     program, start, f"of {start.args[1]!r} is kept from {last[start][1].name} to {node.name}",
-                    "at stage 3 release a bucket when another one is used, and gather it again",
+                    "at stage 3 release a bucket when another layer is used, and gather it again",
                 )  # fmt: skip
-            last[start] = (at, node)
-
-
-def _list_uses(program: Program) -> Iterator[tuple[Node, set[Node]]]:
-    """Each node that uses gathered leaves, with the all-gathers that these leaves come from."""
-    origin = find_origins(program.graph, "gathered")
-    for node in program.graph.nodes:
-        buckets = {origin[source] for source in node.all_input_nodes if source in origin}
-        if buckets and node not in origin:
-            yield node, buckets
+            last[start] = (run, node)

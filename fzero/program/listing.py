@@ -34,8 +34,9 @@ class Line(NamedTuple):
 
 def list_program(program: Program) -> str:
     """A line for each collective, release and update, and a line for the computations between two of these. Turns that
-    differ only in the number of a layer are listed once."""
-    return "\n".join([summarize_program(program), *(f"  {line}" for line in _fold(list(_list_lines(program))))])
+    differ only in the number of a layer are listed once. The program's remarks come first."""
+    lines = [*program.remarks, *_fold(list(_list_lines(program)))]
+    return "\n".join([summarize_program(program), *(f"  {line}" for line in lines)])
 
 
 def summarize_program(program: Program) -> str:

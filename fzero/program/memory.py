@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 class Memory(NamedTuple):
     """Bytes of live tensors on the device of the rank whose peak is largest: the `peak`, the node `at` which it is
-    reached, and the bytes that are alive after each node (`timeline`). `host` is the peak of what that rank has on the
-    host beside the device: state that lies there, and copies.
+    reached, the bytes that are alive after each node (`timeline`), and those while it runs (`during`). `host` is the
+    peak of what that rank has on the host beside the device: state that lies there, and copies.
 
     Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
@@ -32,6 +32,7 @@ class Memory(NamedTuple):
     peak: int
     at: str
     timeline: list[int]
+    during: list[int]
     host: int = 0
 
 
@@ -46,13 +47,13 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     equal numbers of elements of every leaf only the first is computed, so thousands of ranks cost as much as a few.
     """
     allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
-    nodes, changes = list(program.graph.nodes), list(_list_changes(program.graph, allocator.keys))
+    nodes, changes = list(program.graph.nodes), list(list_changes(program.graph, allocator.keys))
     rank = int(_find_peaks(program.graph, changes, allocator, "device").argmax())
-    nbytes = _select_rank(allocator.nbytes, rank)
+    nbytes = select_rank(allocator.nbytes, rank)
     during, behind = _add_changes(nodes, _select(changes, allocator, "device"), nbytes, allocator.scratch, rank)
     on_host, _ = _add_changes(nodes, _select(changes, allocator, "host"), nbytes, allocator.scratch_on_host, rank)
     at = max(range(len(nodes)), key=during.__getitem__)
-    return Memory(during[at], nodes[at].name, behind, max(on_host))
+    return Memory(during[at], nodes[at].name, behind, during, max(on_host))
 
 
 def _add_changes(
@@ -63,7 +64,7 @@ def _add_changes(
     rank: int,
 ) -> tuple[list[int], list[int]]:
     """The bytes that are alive during each node, and those behind each node."""
-    during, behind, more = list[int](), [0], _select_rank(scratch, rank)
+    during, behind, more = list[int](), [0], select_rank(scratch, rank)
     for node, (made, freed) in zip(nodes, changes):
         most = behind[-1] + sum(nbytes[key] for key in made)
         behind.append(most - sum(nbytes[key] for key in freed))
@@ -79,12 +80,13 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
 def measure_beside(program: Program, ranks: Sequence[int], where: Where = "device") -> Tensor:
     """[R] the peak of each rank, on the device or on the host, beside the arguments, which belong to the caller."""
     allocator = Allocator(program, ranks)
-    peaks = _find_peaks(program.graph, _list_changes(program.graph, allocator.keys), allocator, where)
+    peaks = _find_peaks(program.graph, list_changes(program.graph, allocator.keys), allocator, where)
     given = {key for node in program.placeholders for key in allocator.keys[node]}
     return peaks - sum(allocator.nbytes[key] for key in given if allocator.where(key) == where)
 
 
-def _select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+def select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
+    """The sizes on the rank at a position."""
     return {key: size if isinstance(size, int) else int(size[rank]) for key, size in sizes.items()}
 
 
@@ -114,7 +116,7 @@ def _select(
     return ((made, freed) for made, freed in each)
 
 
-def _list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
+def list_changes(graph: fx.Graph, keys: Mapping[Node, Sequence[Key]]) -> Iterator[tuple[list[Key], list[Key]]]:
     """For each node the storages that it allocates, and the storages that nothing uses after it."""
     dying, users = find_last_uses(graph), Counter[Key]()
     for node in graph.nodes:

@@ -103,6 +103,7 @@ class Program:
     * `noted` has the class of each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
       these results.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
+    * `remarks` are lines about the program, for its listing and its report.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Program:
     pass_state: tuple[PassState, ...] = ()
     read: tuple[Tensor, ...] = ()
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""

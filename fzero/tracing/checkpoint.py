@@ -12,8 +12,9 @@ from torch.utils.checkpoint import noop_context_fn
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import depth
+from fzero.base.torch_private_functions import policy_of
 from fzero.tracing.user_line import current_user_line
-from fzero.values.regions import remat
+from fzero.values.regions import Policy, remat
 
 
 def checkpoint(
@@ -27,19 +28,32 @@ def checkpoint(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """`remat(function)(*args, **kwargs)`. The other arguments are those of torch, and say how, not what.
+    """`remat(function, policy)(*args, **kwargs)`, with the policy of a `context_fn` that calls torch's
+    `create_selective_checkpoint_contexts`. The other arguments are those of torch, and say how, not what.
 
     Raises:
-        FzeroError: for a `context_fn`; for reentrant autograd where torch would train nothing.
+        FzeroError: for any other `context_fn`; for reentrant autograd where torch would train nothing.
     """
-    if context_fn is not noop_context_fn:
-        problem = "torch.utils.checkpoint is given a context_fn, which a trace cannot run again in the backward pass"
-        raise FzeroError(current_user_line(), problem, 'choose what is kept: fzero.remat(function, policy="dots")')
     is_reentrant = use_reentrant is None or use_reentrant
     if is_reentrant and kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))  # as torch does
+    policy = _find_policy(context_fn, is_reentrant)
     inputs = [x for x in args if isinstance(x, Tensor)]
     if is_reentrant and depth() > 0 and torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
         problem = "torch.utils.checkpoint with use_reentrant=True trains nothing inside, as no input has a gradient"
         raise FzeroError(current_user_line(), problem, "give use_reentrant=False")
-    return remat(function)(*args, **kwargs)
+    return remat(function, policy)(*args, **kwargs)
+
+
+def _find_policy(context_fn: Callable[..., Any], is_reentrant: bool) -> Policy | None:
+    """The policy of a `context_fn`, None for torch's default."""
+    if context_fn is noop_context_fn:
+        return None
+    if is_reentrant:  # as torch does
+        raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+    policy = policy_of(context_fn()[0])
+    if policy is None:
+        problem = "torch.utils.checkpoint is given a context_fn, which a trace cannot run again in the backward pass"
+        way_out = "give partial(create_selective_checkpoint_contexts, policy), or call fzero.remat(function, policy)"
+        raise FzeroError(current_user_line(), problem, way_out)
+    return policy

@@ -141,7 +141,7 @@ class _Slots(NamedTuple):
         Raises:
             FzeroError: for other leaves or shapes.
         """
-        leaves, treedef = tree.flatten(values)
+        leaves, treedef = tree.flatten(values, is_leaf=lambda x: hasattr(x, "full_tensor"))
         if treedef != self.treedef:
             raise tree.mismatch(self.treedef, treedef)
         for path, leaf, shape in zip(self.paths, leaves, self.shapes):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
+from fzero.values.quantized import map_quantized_leaves
 
 _NARROW = (torch.float16, torch.bfloat16)
 _DTYPES = (*_NARROW, torch.float32, torch.float64)
@@ -67,7 +68,7 @@ def _cast(
             leaf.on.note_reduce_dtype(leaf.path, reduce)
         return leaf.to(dtype)
 
-    return tree.map_with_path(cast, values)
+    return tree.map_with_path(cast, map_quantized_leaves(lambda leaf: cast(leaf.path, leaf), values))
 
 
 def _check_narrow(where: str, given: torch.dtype, compute: torch.dtype) -> None:

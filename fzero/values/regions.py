@@ -4,18 +4,20 @@ turns of loops."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private_functions import HigherOrderOperator
 
-Policy = Callable[[str, Tensor], bool]
-"""(an operation's name, "mm" say; its result, a tensor without data) -> whether the result is kept."""
+Policy = Callable[..., CheckpointPolicy | bool]
+"""`policy(context, operation, *args, **kwargs)`, a policy of torch's `create_selective_checkpoint_contexts`. Tensors
+have no data."""
 
 DOTS = frozenset(
     """
@@ -27,10 +29,23 @@ DOTS = frozenset(
 )
 """Names of matrix products and of attention in one operation: the results that take longest to compute again."""
 
-_POLICIES: dict[Any, Policy] = {None: lambda name, value: False, "dots": lambda name, value: name in DOTS}
+_POLICIES: dict[str | None, Policy] = {
+    None: lambda context, operation, *args, **kwargs: False,
+    "dots": lambda context, operation, *args, **kwargs: operation.__name__.partition(".")[0] in DOTS,
+    "budget": lambda context, operation, *args, **kwargs: True,
+}
+_KEEPS = {
+    True: True,
+    False: False,
+    CheckpointPolicy.MUST_SAVE: True,
+    CheckpointPolicy.PREFER_SAVE: True,
+    CheckpointPolicy.MUST_RECOMPUTE: False,
+    CheckpointPolicy.PREFER_RECOMPUTE: False,
+}
+"""What a policy returns -> whether the result of the operation is kept."""
 
 
-def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callable[..., Any]:
+def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None) -> Callable[..., Any]:
     """`fn`, with intermediate values that a sharded step computes again in its backward pass instead of keeping them.
 
     The step keeps the arguments of `fn`, the values that the forward pass uses outside `fn` (its results), and what
@@ -38,8 +53,12 @@ def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callabl
 
     * None: nothing else.
     * "dots": the results of matrix products and attention.
-    * a function `policy(name, value) -> bool`: the results for which it returns True. `name` is the aten operation's
-      name, "mm" say, and `value` its result, a tensor without data.
+    * "budget": what the budget of `shard(..., memory=)` leaves room for; without a budget everything.
+    * a list of operations, such as `[torch.ops.aten.mm.default]`: their results.
+    * a function `policy(context, operation, *args, **kwargs)`: the results for which it returns True or a
+      `CheckpointPolicy` to save; MUST and PREFER are alike. The list and the function are what
+      `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. `fzero` calls the function once for each
+      operation of torch in `fn`, in order, with tensors without data; `context.op_output` is the result.
 
     Results are the same bit for bit: random draws repeat. Collectives do not repeat, except that parameters are
     gathered again where the step's stage says so.
@@ -50,15 +69,15 @@ def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callabl
     The name is JAX's. The idea is Chen et al., Training Deep Nets with Sublinear Memory Cost (2016).
 
     Raises:
-        FzeroError: for any other policy.
+        FzeroError: for any other policy; when the step is traced, for what a function returns otherwise, as a policy to
+            offload.
     """
-    if not callable(policy) and policy not in _POLICIES:
-        raise FzeroError("policy", f"is {policy!r}", 'give None, "dots" or a function of a name and a value')
-    keeps = policy if callable(policy) else _POLICIES[policy]
+    chosen = _find_policy(policy)
 
     @functools.wraps(fn, updated=())
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        token = _open_regions.set((*_open_regions.get(), Region(keeps, torch_private.in_backward())))
+        region = Region(chosen, torch_private.in_backward(), by_budget=policy == "budget")
+        token = _open_regions.set((*_open_regions.get(), region))
         try:
             return fn(*args, **kwargs)
         finally:
@@ -67,11 +86,48 @@ def remat(fn: Callable[..., Any], policy: str | Policy | None = None) -> Callabl
     return rematerialized
 
 
-class Region:
-    """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call."""
+def _find_policy(policy: Any) -> Policy:
+    """The function that a policy stands for.
 
-    def __init__(self, keeps: Policy, in_backward: bool) -> None:
-        self.keeps, self.in_backward = keeps, in_backward
+    Raises:
+        FzeroError: for anything else than `remat` takes.
+    """
+    if callable(policy):
+        return policy
+    if isinstance(policy, list):
+        for operation in policy:
+            if not isinstance(operation, (torch_private.OpOverload, HigherOrderOperator)):
+                way_out = "name one overload, such as torch.ops.aten.mm.default"
+                raise FzeroError("policy", f"has {operation!r}, which is no operation of torch", way_out)
+        operations = tuple(policy)
+        return lambda context, operation, *args, **kwargs: operation in operations
+    if policy is None or (isinstance(policy, str) and policy in _POLICIES):
+        return _POLICIES[policy]
+    raise FzeroError("policy", f"is {policy!r}", 'give None, "dots", "budget", a list of operations or a function')
+
+
+class Region:
+    """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call.
+
+    The region also keeps the values of the nodes with the numbers `kept`. With `by_budget` a memory budget may make
+    another region of its nodes.
+    """
+
+    def __init__(self, policy: Policy, in_backward: bool, kept: Collection[int] = (), by_budget: bool = False) -> None:
+        self._policy, self.in_backward, self.kept, self.by_budget = policy, in_backward, kept, by_budget
+
+    def keeps(self, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether the region's policy keeps the result of an operation, which the user called at `where`.
+
+        Raises:
+            FzeroError: where the policy returns another thing than to keep or to compute again.
+        """
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+        said = self._policy(context, operation, *args, **kwargs)
+        if not isinstance(said, (bool, CheckpointPolicy)) or said not in _KEEPS:
+            problem = f"the policy of a checkpoint returns {said!r} for {operation}"
+            raise FzeroError(where, problem, "return CheckpointPolicy.MUST_SAVE or CheckpointPolicy.MUST_RECOMPUTE")
+        return _KEEPS[said]
 
 
 _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
@@ -137,12 +193,14 @@ def end_turn() -> None:
 
 class Mark(NamedTuple):
     """Where a node was traced: in which regions and in which turns, the outermost first, and whether in a backward
-    pass. A node that stands for the border of a turn has the turn as its `port`."""
+    pass. A node that stands for the border of a turn has the turn as its `port`. A memory budget gives the nodes of a
+    trace a `number`, which their copies in programs have too."""
 
     regions: tuple[Region, ...] = ()
     in_backward: bool = False
     turns: tuple[Turn, ...] = ()
     port: Turn | None = None
+    number: int | None = None
 
 
 def current_mark() -> Mark:

@@ -33,7 +33,8 @@ def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
     passes = defaults(stage=stage, in_place=in_place)
     assert [getattr(each, "func", each).__name__ for each in passes] == expected.split()
     staged = {each.func.__name__: each.keywords for each in passes if isinstance(each, functools.partial)}
-    named = {"accumulate": {"stage": stage}, "release": {"stage": stage}, "verify": {"stage": stage}}
+    kept = {"stage": stage, "keep": ()}
+    named = {"accumulate": {"stage": stage}, "release": kept, "verify": kept}
     assert staged == named | {"cast_gradients": {"dtype": None}}
 
 

@@ -307,3 +307,18 @@ def test_what_gradients_are_written_into_is_read_behind_the_write(fill: Callable
         return filled, tree.map(lambda p, g: p - g / (1 + filled.sum()), params, grads)
 
     released(forward(step, 3), stage)
+
+
+def test_a_layer_of_several_dtypes_is_gathered_as_one() -> None:
+    """Uses of its buckets alternate. Each bucket is gathered once in the forward and once in the backward pass."""
+    params = [{"w": torch.randn(5, 5), "n": torch.randn(5, dtype=torch.float64)} for _ in range(3)]
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for layer in p:
+            x = torch.tanh((x * layer["n"]).float() @ layer["w"])
+            x = (x * layer["n"]).float() @ layer["w"]
+        return x.square().mean()
+
+    case = differentiated(loss, params, MESH)
+    counted = Counter(entry.bucket for entry in released(case, 3).comm() if entry.op == "all_gather")
+    assert counted == {f"{i}:{dtype}": 1 if i == 2 else 2 for i in range(3) for dtype in ("float32", "float64")}

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from programs import MESH, Case, Outputs, apply, assert_same, calls, dense, differentiated, layers, moved, names
 from torch import Tensor
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import fzero
 from fzero import tree
@@ -334,21 +335,26 @@ def test_attention_is_a_dot() -> None:
     assert count(fzero.remat, attend, block=attention) == 8
 
 
-def test_a_policy_is_asked_by_name_and_value() -> None:
-    asked = []
+def test_a_policy_is_asked_once_for_each_operation_of_torch() -> None:
+    asked: list[tuple[Any, tuple[int, ...]]] = []
 
-    def policy(name: str, value: Tensor) -> bool:
-        asked.append((name, tuple(value.shape)))
-        return name == "gelu"
+    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        asked.append((operation, tuple(context.op_output.shape)))
+        return operation is torch.ops.aten.gelu.default
 
     assert count(lambda fn: fzero.remat(fn, policy), "gelu") == 4
-    assert {("mm", (16, 32)), ("gelu", (16, 32)), ("bernoulli", (16, 32)), ("mm", (16, 8))} <= set(asked)
-    assert "gather" not in dict(asked)
+    aten = torch.ops.aten
+    expected = {(aten.mm.default, (16, 32)), (aten.gelu.default, (16, 32)), (aten.mm.default, (16, 8))}
+    assert expected <= set(asked) and "bernoulli" in str(asked)
+    assert [name for name, _ in asked].count(aten.gelu.default) == 4
+    assert all(operation.namespace == "aten" for operation, _ in asked)
 
 
 def test_another_policy_is_refused() -> None:
     with pytest.raises(FzeroError, match="policy: is 'all'; give None"):
         fzero.remat(gelu, "all")
+    with pytest.raises(FzeroError, match=r"policy: has .*aten\.mm.*, which is no operation.*mm\.default"):
+        fzero.remat(gelu, [torch.ops.aten.mm])
 
 
 def test_masks_are_drawn_again_by_their_number() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +13,13 @@ import pytest
 import torch
 from programs import Case, dense, layers, names, rows, training
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import fzero
 from fzero.base.errors import FzeroError
@@ -41,6 +49,9 @@ WRAPS: dict[str, Wrap] = {
         lambda w, b, x: fn({"w": w, "b": b}, x), layer["w"], layer["b"], x, use_reentrant=True
     ),
     "its options": partial(checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none"),
+    "with a policy": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [])
+    ),
     "by keyword": lambda fn, layer, x: checkpoint(fn, layer, x=x, use_reentrant=False),
 }
 
@@ -88,10 +99,105 @@ def differentiate(loss: Callable[..., Tensor]) -> None:
     fzero.simulate(fzero.grad(loss), MESH)(fzero.partition({"w": torch.ones(5)}, MESH), rows(MESH))
 
 
-def test_a_selective_checkpoint_is_refused() -> None:
-    chosen = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    with pytest.raises(FzeroError, match=r"test_checkpoint\.py:\d+ .*given a context_fn.*policy="):
+# selective checkpoints: the same values are kept and computed again as in plain torch
+
+aten = torch.ops.aten
+COMPUTED = ("mm", "silu", "sin", "exp", "var_mean")
+"""Operations that are compared. The derivatives of others are made of other operations under torch.func."""
+
+
+def every_second_product() -> Any:
+    """A policy with a state, which keeps every second matrix product."""
+    seen = Counter[Any]()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen[operation] += not context.is_recompute
+        keep = operation is aten.mm.default and seen[operation] % 2 == 0
+        return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def wide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keeps results of at least 64 elements."""
+    made = context.op_output
+    is_large = isinstance(made, Tensor) and made.numel() >= 64
+    return CheckpointPolicy.MUST_SAVE if is_large else CheckpointPolicy.MUST_RECOMPUTE
+
+
+CONTEXTS: dict[str, Callable[..., Any]] = {
+    "nothing": partial(create_selective_checkpoint_contexts, []),
+    "a list": partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.sin.default]),
+    "a bool": partial(
+        create_selective_checkpoint_contexts, lambda context, op, *args, **kwargs: op is aten.silu.default
+    ),
+    "by result": partial(create_selective_checkpoint_contexts, wide),
+    "several results": partial(create_selective_checkpoint_contexts, [aten.var_mean.correction]),
+    "with a state": every_second_product,
+    "views": partial(create_selective_checkpoint_contexts, [aten.t.default, aten.silu.default]),
+}
+
+
+def block(w: Tensor, x: Tensor) -> Tensor:
+    """Four products and functions of [8, 8] matrices, views, and an operation with two results.
+
+    The backward pass uses the operands of each operation. Otherwise torch computes again what it never uses: in front
+    of a kept `tanh`, say, whose derivative needs only the result. A program does not.
+    """
+    x = nn.functional.silu(x @ w) @ w
+    variance, mean = torch.var_mean(x.view(-1, 4).sin(), 1, keepdim=True)
+    return nn.functional.silu((x.view(-1, 4) * (variance.exp() * mean)).view(8, 8) @ w) @ w
+
+
+def sum_of_squares(context_fn: Callable[..., Any], w: Tensor, x: Tensor) -> Tensor:
+    """Of the result of two checkpoints."""
+    x = x + w
+    for _ in range(2):
+        x = checkpoint(block, w, x, use_reentrant=False, context_fn=context_fn)
+    return x.square().sum()
+
+
+def count_in_torch(context_fn: Callable[..., Any]) -> Counter[str]:
+    """How often plain torch runs each operation for a gradient."""
+    counted = Counter[str]()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[func.__name__.partition(".")[0]] += 1
+            return func(*args, **(kwargs or {}))
+
+    w = torch.randn(8, 8, requires_grad=True)
+    with Count():
+        torch.autograd.grad(sum_of_squares(context_fn, w, torch.randn(8, 8)), w)
+    return counted
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_selective_checkpoint_keeps_what_torch_keeps(name: str) -> None:
+    expected, chosen = count_in_torch(CONTEXTS[name]), CONTEXTS[name]
+    params = fzero.partition({"w": torch.randn(8, 8)}, MESH)
+    step = fzero.simulate(fzero.grad(lambda p, x: sum_of_squares(chosen, p["w"].full_tensor(), x)), MESH)
+    counted = Counter(names(step.trace(params, torch.randn(16, 8))))
+    assert {key: counted[key] for key in COMPUTED} == {key: expected[key] for key in COMPUTED}
+
+
+def test_a_policy_to_offload_is_refused_by_name() -> None:
+    def offload(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+    chosen = partial(create_selective_checkpoint_contexts, offload)
+    with pytest.raises(FzeroError, match=r"test_checkpoint\.py:\d+ .*MUST_CPU_OFFLOAD.* for aten\.mul.*MUST_SAVE"):
         differentiate(lambda p, x: checkpoint(lambda x: x * p["w"], x, use_reentrant=False, context_fn=chosen).sum())
+
+
+def test_another_context_is_refused() -> None:
+    def contexts() -> Any:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+
+    with pytest.raises(FzeroError, match=r"test_checkpoint\.py:\d+ .*given a context_fn.*create_selective"):
+        differentiate(lambda p, x: checkpoint(lambda x: x * p["w"], x, use_reentrant=False, context_fn=contexts).sum())
+    with pytest.raises(ValueError, match="only supported when use_reentrant=False"):
+        differentiate(lambda p, x: checkpoint(lambda x: x * p["w"], x, context_fn=CONTEXTS["a list"]).sum())
 
 
 def test_a_reentrant_checkpoint_that_trains_nothing_in_plain_torch_is_refused() -> None:

@@ -15,8 +15,9 @@ from fzero.program.ops.leaves import beside, gather, scatter, spread, take
 from fzero.program.ops.loops import loop, map_bodies
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
 from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
-from fzero.program.ops.quantized import scale_by_adam8bit
+from fzero.program.ops.quantized import dequantize, scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
+from fzero.program.ops.streams import cut, join
 from fzero.program.ops.transfers import arrive, to_device, to_device_, to_host
 from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
@@ -47,11 +48,14 @@ __all__ = [
     "beside",
     "ctc_loss",
     "ctc_loss_backward",
+    "cut",
     "define",
+    "dequantize",
     "draw",
     "from_owners",
     "gather",
     "is_call",
+    "join",
     "loop",
     "map_bodies",
     "momentum",

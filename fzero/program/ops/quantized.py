@@ -1,6 +1,9 @@
-"""Updates of 8-bit state: codes lie as their parameter does, scales on the rank that holds their block.
+"""Codes and their scales: leaves that are stored so, and updates of 8-bit state.
 
-scale_by_adam8bit   slices -> slices   Adam's scaled gradients and new state; `fzero.optim` calls it
+dequantize          uniform -> uniform   a leaf from codes and scales; `Quantized` calls it
+scale_by_adam8bit   slices -> slices     Adam's scaled gradients and new state; `fzero.optim` calls it
+
+Codes of 8-bit state lie as their parameter does, scales on the rank that holds their block.
 """
 
 from __future__ import annotations
@@ -12,10 +15,27 @@ from fzero.optim.quantized import BLOCK
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node, Operation, read_and_write
 from fzero.program.records import register
+from fzero.values import blockwise
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
     from fzero.program.memory import Allocator
+
+
+def _dequantize_kind(walk: Walk, node: Node) -> Kind:
+    for given in node.args[:2]:
+        walk.expect_full(node, given)
+    return walk.join(node, node.args[:2], pointwise=False)
+
+
+dequantize = register(
+    Operation(
+        name="dequantize",
+        target=blockwise.dequantize,
+        fake=blockwise.fake_dequantize,
+        kind=_dequantize_kind,
+    )
+)
 
 
 def _kind(walk: Walk, node: Node) -> list[list[Kind]]:

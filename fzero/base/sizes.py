@@ -1,0 +1,36 @@
+"""Sizes in bytes, as users give them: a whole number, or a text such as "40GiB"."""
+
+from __future__ import annotations
+
+import re
+
+from fzero.base.errors import FzeroError
+
+_UNITS = {"B": 1} | {
+    name: base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for name, base in ((f"{prefix}B", 1000), (f"{prefix}IB", 1024))
+}
+_WAY_OUT = 'give a number of bytes above 0, or a text such as "40GiB", "1.5 GB" or "64MiB"'
+
+
+def parse_size(where: str, given: int | str) -> int:
+    """The number of bytes that `given` says: `parse_size("memory", "1.5KiB")` is 1536.
+
+    Units are B, KB, MB, GB and TB, powers of 1000, and KiB, MiB, GiB and TiB, powers of 1024, in any case. A fraction
+    of a byte is dropped.
+
+    Raises:
+        FzeroError: at `where`, for another type, for a text that is no size, for a size below 1 byte.
+    """
+    if isinstance(given, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?I?B)", given.strip().upper())
+        if found and found[2] in _UNITS:
+            whole, _, fraction = found[1].partition(".")
+            digits = int((whole + fraction) or 0)  # exact: a float has 53 bits
+            nbytes = digits * _UNITS[found[2]] // 10 ** len(fraction)
+            if nbytes > 0:
+                return nbytes
+    elif isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    raise FzeroError(where, f"is {given!r}", _WAY_OUT)

@@ -1,0 +1,268 @@
+"""Saved values: what the backward pass of a trace uses of the forward pass, and what it costs to compute it again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from fzero.layout.layout import layer_of
+from fzero.passes.order import find_changes
+from fzero.program import ops
+from fzero.program.operation import Node
+from fzero.program.program import Program
+from fzero.program.rates import Rates
+from fzero.program.records import is_call, record, storage
+from fzero.program.work import work
+from fzero.values.regions import Region, Turn, get_mark, set_mark
+
+LEAST_SECONDS = 1e-9
+"""The time of what costs nothing, so that bytes a second are a number."""
+
+
+class Level(NamedTuple):
+    """Saved values of a segment that a step may compute again: the numbers of their nodes, the bytes that are not kept
+    then, and the seconds that it takes."""
+
+    lost: frozenset[int]
+    nbytes: int
+    seconds: float
+
+
+class Segment(NamedTuple):
+    """A part of the forward pass whose values are computed again together: the nodes that use one layer, or those of a
+    region of `remat` whose policy is "budget".
+
+    Nodes are numbers: positions in the trace. `saved` are the nodes that the backward pass uses and that can be
+    computed again, `users` the nodes of the backward pass that use them. Each of the `levels` computes again what the
+    level before does, and more.
+    """
+
+    members: tuple[int, ...]
+    saved: frozenset[int]
+    users: tuple[int, ...]
+    levels: tuple[Level, ...]
+
+
+def number_nodes(traced: Program, chosen: Sequence[tuple[Segment, Level]] = ()) -> Program:
+    """A copy of a trace whose nodes know their numbers, and in which these segments compute these levels again."""
+    region_of: dict[int, Region] = {}
+    for segment, level in chosen:
+        region = Region(_keep_nothing, in_backward=False, kept=segment.saved - level.lost)
+        region_of |= dict.fromkeys(segment.members, region)
+    program = traced.copy()
+    for number, node in enumerate(program.graph.nodes):
+        mark = get_mark(node)
+        regions = (region_of[number],) if number in region_of else mark.regions
+        set_mark(node.meta, mark._replace(number=number, regions=regions))
+    return program
+
+
+def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    """The policy of a region that keeps the nodes that it names, and nothing else."""
+    return False
+
+
+def find_segments(traced: Program, rates: Rates) -> list[Segment]:
+    """The segments of a trace in which something can be computed again, in order. Equal segments are looked at once."""
+    trace = _Trace(traced)
+    known: dict[Any, list[tuple[set[int], int, float]]] = {}
+    segments = []
+    for members in _list_members(trace):
+        part = _Part(trace, members, rates)
+        if not part.values:
+            continue
+        levels = known.get(part.signature)
+        if levels is None:
+            levels = known[part.signature] = list(_keep_hull(part.find_levels()))
+        if levels:
+            segments.append(part.describe(levels))
+    return segments
+
+
+def _list_members(trace: _Trace) -> Iterator[list[Node]]:
+    """The nodes of each segment. A segment ends where a node uses another layer, and where a turn of a loop or a
+    region of `remat` begins or ends."""
+    members: list[Node] = []
+    where: Any = None
+    layer: Any = None
+    for node in trace.nodes:
+        mark = get_mark(node)
+        if node.op != "call_function" or mark.in_backward or mark.port is not None or node in trace.layer:
+            continue
+        if not all(region.by_budget for region in mark.regions):
+            continue
+        used = [trace.layer[source] for source in node.all_input_nodes if source in trace.layer]
+        layer = layer if layer in used or not used else used[0]
+        here = mark.turns, mark.regions[:1] or layer
+        if members and here != where:
+            yield members
+            members = []
+        where = here
+        members.append(node)
+    if members:
+        yield members
+
+
+class _Trace:
+    """What is known of all nodes of a trace."""
+
+    def __init__(self, program: Program) -> None:
+        self.nodes = list(program.graph.nodes)
+        self.number = {node: i for i, node in enumerate(self.nodes)}
+        self.changed = find_changes(program.graph)
+        self.maker: dict[Any, Node] = {}  # memory -> the first node whose value lies in it
+        self.alive = set[Any]()  # memory that lives into the backward pass as it is
+        self.layer: dict[Node, str] = {}
+        """The layer of a gathered leaf, and of what is made of the leaf whenever that is used."""
+        for node in self.nodes:
+            memory = storage(node)
+            self.maker.setdefault(memory, node)
+            if node.op != "call_function" or any(get_mark(user).in_backward for user in node.users):
+                self.alive.add(memory)
+            if is_call(node, ops.gather):
+                self.layer[node] = layer_of(program.layout_of(node).bucket)
+            elif node.op == "call_function" and record(node).is_derived and len(node.all_input_nodes) == 1:
+                (source,) = node.all_input_nodes
+                if source in self.layer:
+                    self.layer[node] = self.layer[source]
+
+
+class _Part:
+    """A segment while its levels are found. Memory names a value: that of a node and of the views of it."""
+
+    def __init__(self, trace: _Trace, members: list[Node], rates: Rates) -> None:
+        self.trace, self.members, self.rates = trace, members, rates
+        self.position = {node: i for i, node in enumerate(members)}
+        self.groups: dict[Any, list[Node]] = {}
+        for node in members:
+            self.groups.setdefault(storage(node), []).append(node)
+        self.stays = {memory for memory, nodes in self.groups.items() if self._must_stay(memory, nodes)}
+        self.values = [memory for memory in self.groups if memory not in self.stays and self._find_users(memory)]
+
+    def _must_stay(self, memory: Any, nodes: Sequence[Node]) -> bool:
+        """Whether a value is made elsewhere, written to, gathered, sent, or used elsewhere in the forward pass."""
+        if self.trace.maker[memory] not in self.position or memory in self.trace.changed:
+            return True
+        if any(record(node).moves is not None for node in nodes):
+            return True
+        users = (user for node in nodes for user in node.users)
+        return any(user not in self.position and not get_mark(user).in_backward for user in users)
+
+    def _find_users(self, memory: Any) -> list[Node]:
+        """The nodes of the backward pass that use a tensor in this memory."""
+        nodes = (node for node in self.groups[memory] if isinstance(node.meta.get("val"), Tensor))
+        return [user for node in nodes for user in node.users if get_mark(user).in_backward]
+
+    @cached_property
+    def signature(self) -> Any:
+        """What is the same for equal layers, and decides about their levels."""
+        others: dict[Node, int] = {}
+
+        def name(node: Node) -> tuple[Any, ...]:
+            if node in self.position:
+                return ("member", self.position[node])
+            known = storage(node) in self.trace.alive, node in self.trace.layer
+            return ("other", others.setdefault(node, len(others)), *known)
+
+        values = set(self.values)
+        rows = []
+        for node in self.members:
+            given = repr(fx.map_arg((node.args, node.kwargs), name))
+            memory = storage(node)
+            rows.append((node.target, given, _describe(node), memory in values, memory in self.stays))
+        return get_mark(self.members[0]).turns, tuple(rows)
+
+    def find_levels(self) -> Iterator[tuple[set[int], int, float]]:
+        """The positions of the lost values' nodes, the bytes and the seconds of each level. From one level to the next
+        the value goes whose bytes save most for the time that it takes to compute it again."""
+        kept, again, held = set(self.values), set[Node](), set[Any]()
+        lost, total, seconds = set[int](), 0, 0.0
+        while kept:
+            left = [memory for memory in self.values if memory in kept]  # in order, so that equal layers are cut alike
+            found = {memory: self._find_chain(memory, kept - {memory}, again) for memory in left}
+            gains = {
+                memory: (self._count(memory) - sum(self._count(x) for x in needs - held), self._time(chain))
+                for memory, (chain, needs) in found.items()
+            }
+            best = max(gains, key=lambda memory: gains[memory][0] / max(gains[memory][1], LEAST_SECONDS))
+            kept.remove(best)
+            again |= found[best][0]
+            held |= found[best][1]
+            lost |= {self.position[node] for node in self.groups[best]}
+            total, seconds = total + gains[best][0], seconds + gains[best][1]
+            yield set(lost), total, seconds
+
+    def _find_chain(self, memory: Any, kept: set[Any], again: set[Node]) -> tuple[set[Node], set[Any]]:
+        """The nodes to compute a value again, beside those that are computed `again` anyway, and the memory that has to
+        live until then and would not otherwise."""
+        chain, needs = set[Node](), set[Any]()
+        stack = [node for node in self.groups[memory] if any(get_mark(user).in_backward for user in node.users)]
+        while stack:
+            node = stack.pop()
+            own = storage(node)
+            if node in chain or node in again or node in self.trace.layer:
+                continue
+            if node in self.position and own not in kept and own not in self.stays:
+                chain.add(node)
+                stack += node.all_input_nodes
+            elif own not in self.trace.alive and isinstance(node.meta.get("val"), Tensor):
+                needs.add(own)
+        return chain, needs
+
+    def _count(self, memory: Any) -> int:
+        """Bytes of a value, in all turns that keep it."""
+        maker = self.trace.maker[memory]
+        users = [user for node in self.groups.get(memory, ()) for user in node.users if get_mark(user).in_backward]
+        within = {turn for user in users for turn in get_mark(user).turns}
+        value = next(x.meta["val"] for x in (maker, *self.groups.get(memory, ())) if isinstance(x.meta["val"], Tensor))
+        return int(value.untyped_storage().nbytes()) * _count_turns(
+            [turn for turn in get_mark(maker).turns if turn not in within]
+        )
+
+    def _time(self, nodes: set[Node]) -> float:
+        """Seconds of these nodes, in all turns."""
+        turns = _count_turns(get_mark(self.members[0]).turns)
+        return turns * sum(self.rates.compute(work(node)) for node in nodes)
+
+    def describe(self, levels: Sequence[tuple[set[int], int, float]]) -> Segment:
+        """The segment with these levels, in the numbers of the trace."""
+        number: Callable[[Node], int] = self.trace.number.__getitem__
+        saved = frozenset(number(node) for memory in self.values for node in self.groups[memory])
+        users = {number(user) for memory in self.values for user in self._find_users(memory)}
+        return Segment(
+            tuple(map(number, self.members)),
+            saved,
+            tuple(sorted(users)),
+            tuple(Level(frozenset(number(self.members[i]) for i in at), size, time) for at, size, time in levels),
+        )
+
+
+def _describe(node: Node) -> Any:
+    value = node.meta.get("val")
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+
+
+def _count_turns(turns: Sequence[Turn]) -> int:
+    return math.prod(turn.length for turn in turns)
+
+
+def _keep_hull(levels: Iterator[tuple[set[int], int, float]]) -> list[tuple[set[int], int, float]]:
+    """The levels on the convex hull of bytes over seconds, from the first on. Any other level costs more for a byte
+    than a mixture of its neighbours."""
+    hull: list[tuple[set[int], int, float]] = [(set(), 0, 0.0)]
+    for level in levels:
+        if level[1] <= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], level):
+            hull.pop()
+        hull.append(level)
+    return hull[1:]
+
+
+def _slope(a: tuple[set[int], int, float], b: tuple[set[int], int, float]) -> float:
+    """Bytes a second from one level to another."""
+    return (b[1] - a[1]) / max(b[2] - a[2], LEAST_SECONDS)

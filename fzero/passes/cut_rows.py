@@ -1,0 +1,45 @@
+"""Cut rows: operations on lists with one item for each leaf, cut into several calls by leaf."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from fzero.optim.operations import MAPS, STAGES, SUMS
+from fzero.program.operation import Node
+from fzero.program.program import Program
+from fzero.program.records import is_call, name_of, record
+
+
+def has_rows(node: Node) -> bool:
+    """Whether a node calls an operation on lists that computes each leaf on its own."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], (list, tuple)):
+        return False
+    name = name_of(node)
+    return name.startswith("_foreach_") or record(node).gradients is not None or name in (STAGES | SUMS | MAPS)
+
+
+def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> list[Node]:
+    """Replace one call by several: one for each group of leaves, in order. Returns the new calls."""
+    count, items, calls = len(call.args[0]), dict[tuple[Node, int], Node](), list[Node]()
+    is_each = all(isinstance(x, (list, tuple)) for x in call.meta["val"] or ())  # several lists of results
+    columns = list(call.users) if is_each else [call]
+
+    def cut(given: Any, rows: Sequence[int]) -> Any:
+        is_column = isinstance(given, (list, tuple)) and len(given) == count
+        return [given[row] for row in rows] if is_column else given
+
+    with program.graph.inserting_before(call.next):
+        for rows in groups:
+            part = program.emit(call.target, *(cut(arg, rows) for arg in call.args), **call.kwargs)
+            part.meta.update({key: value for key, value in call.meta.items() if key != "val"})
+            calls.append(part)
+            for column in columns:
+                news = part if column is call else program.emit(operator.getitem, part, column.args[1])
+                items |= {(column, row): program.emit(operator.getitem, news, at) for at, row in enumerate(rows)}
+    old = [(column, item) for column in columns for item in column.users if is_call(item, operator.getitem)]
+    program.substitute_all({item: items[column, item.args[1]] for column, item in old})
+    for node in dict.fromkeys([*columns, call]):
+        program.graph.erase_node(node)
+    return calls

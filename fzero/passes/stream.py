@@ -1,0 +1,246 @@
+"""The stream pass: leaves larger than a chunk are used chunk by chunk, and are never whole on any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from fzero.base.errors import FzeroError
+from fzero.layout.layout import Layout
+from fzero.layout.streams import Stream, find_obstacle, plan_stream
+from fzero.passes.order import erase_dead, find_changes
+from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier
+from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
+from fzero.program import ops
+from fzero.program.inference import infer
+from fzero.program.listing import format_size
+from fzero.program.operation import Node
+from fzero.program.ops.loops import Loop
+from fzero.program.program import Program
+from fzero.program.records import find_bodies, is_call, name_of, storage
+from fzero.program.refusals import line_of
+
+Key = tuple[str, int]
+"""A leaf: its bucket, and its index in the bucket's layout."""
+
+
+class _Leaf(NamedTuple):
+    """A large leaf in one graph: where it is gathered, where its gradients are scattered, and the bytes of its widest
+    element there."""
+
+    key: Key
+    gathers: list[Node]
+    scatters: list[Node]
+    itemsize: int
+    numel: int
+
+
+class _Plan(NamedTuple):
+    """How a leaf is streamed: its chunks, the nodes that turns compute with the dimension of the rows, and the uses."""
+
+    stream: Stream
+    inner: dict[Node, int]
+    uses: list[Use]
+
+
+def stream(program: Program, *, chunk: int) -> Program:
+    """Use each leaf of more than `chunk` gathered bytes chunk by chunk: each use becomes a loop that gathers a chunk of
+    at most `chunk` bytes, uses it and drops it. Gradients of such a leaf are computed and scattered chunk by chunk too.
+
+    A leaf is streamed where its uses are matrix products, with a bias or without, and lookups of its rows; the leaf may
+    be cast first, or seen in another shape. A leaf with another use, or whose slices do not begin at rows, is gathered
+    whole, and a line of `Program.remarks` says so. A streamed leaf is streamed at every stage: each use gathers it.
+
+    Results are the same up to the order of sums: a product that sums over the rows of the leaf adds up the chunks. The
+    comm is that of gathering the leaf for each use, with padding of less than one chunk for each rank.
+
+    Raises:
+        FzeroError: for a `chunk` below one row of every rank.
+    """
+    program = _join_bodies(program)
+    leaves = _find_large(program, chunk)
+    if not leaves:
+        return program
+    program = program.copy()
+    leaves, found, remarks = _find_large(program, chunk), list[_Plan](), list[str]()
+    for leaf in leaves:
+        plan = _find_uses(program, leaf, chunk)
+        if isinstance(plan, str):
+            remarks.append(_describe(program, leaf, chunk, plan))
+        else:
+            found.append(plan)
+    kinds = infer(program)
+    for plan in found:
+        for uses in _pair(plan):
+            emit_loop(program, kinds, plan.stream, plan.inner, uses)
+    erase_dead(program.graph)
+    layouts = program.layouts | {plan.stream.layout.bucket: plan.stream.layout for plan in found}
+    return replace(program, layouts=layouts, remarks=(*program.remarks, *remarks))
+
+
+def _join_bodies(program: Program) -> Program:
+    """The program with the layouts of chunks, and the remarks, of the bodies of its loops."""
+    bodies = list(find_bodies(program.graph))
+    layouts = {name: layout for body in bodies for name, layout in body.layouts.items()}
+    remarks = tuple(dict.fromkeys([*program.remarks, *(each for body in bodies for each in body.remarks)]))
+    if layouts.keys() <= program.layouts.keys() and remarks == program.remarks:
+        return program
+    program = replace(program.copy(), layouts={**layouts, **program.layouts}, remarks=remarks)
+    for node in program.graph.find_nodes(op="call_function", target=ops.loop):
+        node.args = tuple(_name_chunks(Loop(*node.args)))
+    return program
+
+
+def _name_chunks(loop: Loop) -> Loop:
+    """A loop over layers whose chunks have, in each turn, the name of the layer."""
+    chunks = {
+        name: [f"{each}{name.removeprefix(bucket)}" for each in of_rows]
+        for bucket, of_rows in loop.layers.items()
+        for name in map(str, loop.body.layouts)
+        if name.startswith(f"{bucket} in ")
+    }
+    return loop._replace(layers={**loop.layers, **chunks})
+
+
+def _find_large(program: Program, chunk: int) -> list[_Leaf]:
+    """The leaves of more than `chunk` bytes that the graph gathers."""
+    moves: dict[Key, dict[Any, list[Node]]] = {}
+    for node in program.graph.nodes:
+        if is_call(node, ops.gather, ops.scatter):
+            moves.setdefault((node.args[1], node.args[2]), {}).setdefault(node.target, []).append(node)
+    found = []
+    for key, nodes in moves.items():
+        gathers, scatters = nodes.get(ops.gather, []), nodes.get(ops.scatter, [])
+        itemsize = max(node.meta["val"].element_size() for node in (*gathers, *scatters))
+        numel = program.layouts[key[0]].leaves[key[1]].numel
+        if gathers and itemsize * numel > chunk:
+            found.append(_Leaf(key, gathers, scatters, itemsize, numel))
+    return found
+
+
+def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str) -> str:
+    """The remark on a leaf that is gathered whole."""
+    own = program.layouts[leaf.key[0]].leaves[leaf.key[1]]
+    size = format_size(own.numel * leaf.itemsize)
+    return f"{own.path} is gathered whole, {size} with chunks of {format_size(chunk)}: {obstacle}"
+
+
+def _find_uses(program: Program, leaf: _Leaf, chunk: int) -> _Plan | str:
+    """How a leaf is streamed; a text for a leaf that is not.
+
+    Raises:
+        FzeroError: for a `chunk` below one row of every rank.
+    """
+    layout = program.layouts[leaf.key[0]]
+    obstacle = find_obstacle(layout, leaf.key[1])
+    if obstacle:
+        return obstacle
+    rows, changed = layout.leaves[leaf.key[1]].shape[0], find_changes(program.graph)
+    inner: dict[Node, int] = {}
+    uses: list[Use] = []
+    refused = _follow_gathers(leaf, rows, inner, uses) or _follow_scatters(leaf, rows, inner, uses)
+    refused = refused or next((node for node in inner if storage(node) in changed), None)
+    if refused is not None:
+        return f"{name_of(refused)} uses it{line_of(refused)}"
+    _check_chunk(layout, leaf, chunk)
+    return _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
+
+
+def _pair(plan: _Plan) -> list[list[Use]]:
+    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient that could be computed
+    where the sum is. So a turn of the backward pass scatters a gradient while it multiplies by the leaf."""
+    scatters = [use for use in plan.uses if use.how == "scatter"]
+    pairs = [[use] for use in plan.uses if use.how != "scatter"]
+    for uses in pairs:
+        ready = (each for each in scatters if max(list_inputs(each, plan.inner)) < uses[0].node)
+        beside = next(ready, None) if uses[0].how == "sum" else None
+        if beside is not None:
+            uses.append(beside)
+            scatters.remove(beside)
+    return pairs + [[use] for use in scatters]
+
+
+def _check_chunk(layout: Layout, leaf: _Leaf, chunk: int) -> None:
+    own = layout.leaves[leaf.key[1]]
+    least = layout.world * own.numel // own.shape[0] * leaf.itemsize
+    if chunk < least:
+        problem = f"is {chunk} bytes, and one row of {own.path} of each of {layout.world} ranks has {least}"
+        raise FzeroError("chunk", problem, f"give at least {least}, or None to gather leaves whole")
+
+
+def _follow_gathers(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[Use]) -> Node | None:
+    """Add the nodes that a gathered leaf goes through to `inner`, and its uses to `uses`. Returns a node that uses the
+    leaf in another way, if there is one."""
+    inner |= dict.fromkeys(leaf.gathers, 0)
+    waiting = list(leaf.gathers)
+    for source in waiting:
+        for user in source.users:
+            if user in leaf.scatters:
+                continue
+            found = follow_rows(user, source, inner[source], rows) if user.op == "call_function" else None
+            if found is not None and is_carrier(user):
+                if inner.setdefault(user, found[0]) != found[0]:
+                    return user
+                waiting += [user] if user not in waiting else []
+            elif found is not None:
+                uses.append(Use(user, "rows", found[1], found[0]))
+            else:
+                use = _find_sum(user, source, inner[source])
+                if use is None:
+                    return user
+                uses.append(use)
+    uses[:] = dict.fromkeys(uses)
+    by_node = {use.node: use for use in uses}
+    broken = (use for use in uses if by_node[use.node] != use or any(x in inner for x in _list_whole(use)))
+    return next((use.node for use in broken), None)
+
+
+def _list_whole(use: Use) -> list[Any]:
+    """The operands that a use needs whole."""
+    if use.how == "lookup":
+        return list(use.node.args[1:2])
+    return [x for x, dim in zip(use.node.args, use.dims) if dim is None and isinstance(x, fx.Node)]
+
+
+def _find_sum(node: Node, source: Node, dim: int) -> Use | None:
+    """The use of a node that sums over the leaf's rows, or looks rows up."""
+    if node.op != "call_function" or source not in node.args:
+        return None
+    if name_of(node) == "embedding":
+        return Use(node, "lookup") if node.args[0] is source and dim == 0 and node.args[1] is not source else None
+    dims = find_sum_dims(node, node.args.index(source), dim)
+    return None if dims is None else Use(node, "sum", dims)
+
+
+def _follow_scatters(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[Use]) -> Node | None:
+    """Add the nodes that compute gradients of a leaf, of its size, to `inner`, and the scatters to `uses`. Returns a
+    node that computes a gradient in another way, or that uses one for something else, if there is one."""
+    gathered, numel = set(inner), leaf.numel
+    waiting = [(node.args[0], 0) for node in leaf.scatters]
+    for node, dim in waiting:
+        if node in inner:
+            if inner[node] != dim:
+                return node
+            continue
+        if node.meta["val"].numel() < numel:
+            continue  # a value of another size, which is cut into rows
+        dims = find_dims(node, dim, rows) if node.op == "call_function" else None
+        if dims is None:
+            return node
+        inner[node] = dim
+        given = list(zip(node.args, dims))
+        if any(at is None and x in gathered for x, at in given):
+            return node
+        if is_carrier(node) or name_of(node) == "sum":
+            waiting += [(x, at) for x, at in given if at is not None]
+        elif any(x in gathered and inner[x] != at for x, at in given):
+            return node
+    own = {*inner, *leaf.scatters}
+    for node in inner:
+        stranger = next((user for user in node.users if node not in gathered and user not in own), None)
+        if stranger is not None:
+            return stranger
+    uses += [Use(node, "scatter") for node in leaf.scatters]
+    return None

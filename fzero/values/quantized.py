@@ -1,0 +1,133 @@
+"""Quantized: a value that is stored as codes and scales, and reads as an ordinary floating tensor.
+
+A `Quantized` is a tree of two leaves, `codes` and `scales`. So it is partitioned, saved, loaded and given to a step as
+any two leaves are: a gather moves the codes as they are stored. Both are frozen.
+To torch a `Quantized` is a tensor: each function of it is that of the dequantized value.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.base import torch_private, tree
+from fzero.base.errors import FzeroError
+from fzero.values import rules
+from fzero.values.blockwise import Coding, dequantize
+from fzero.values.functions import is_sharded
+
+_WAY_OUT = "train other leaves beside it, such as the factors of LoRA, or partition it without fzero.quantize"
+
+
+class Quantized(Tensor):
+    """A tensor of `coding.shape` and `coding.dtype`, held as `codes` and `scales`: plain tensors, or `Sharded` values.
+
+    Immutable, and frozen.
+    """
+
+    codes: Any
+    scales: Any
+    coding: Coding
+
+    def __new__(cls, codes: Any, scales: Any, coding: Coding) -> Quantized:
+        device = getattr(codes, "device", None) or "cpu"  # a tree may hold anything in the places of leaves
+        value: Quantized = torch_private.make_wrapper_subclass(cls, coding.shape, dtype=coding.dtype, device=device)
+        value.codes, value.scales, value.coding = codes, scales, coding
+        return value
+
+    def __init__(self, *of: Any) -> None:
+        pass  # `__new__` did it; the constructor of Tensor takes no arguments
+
+    @property
+    def path(self) -> str:
+        """The dotted path of a value that was partitioned; empty for another."""
+        return getattr(self.codes, "path", "").removesuffix(".codes")
+
+    def full_tensor(self) -> Tensor:
+        """The dequantized value, a plain tensor. A step dequantizes at each use, and keeps nothing of it in between."""
+        codes, scales = (x.full_tensor() if is_sharded(x) else x for x in (self.codes, self.scales))
+        shape, dtype, bits, block = self.coding
+        return dequantize(codes, scales, list(shape), dtype, bits, block, self.path)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = rules.name_of(func), kwargs or {}
+        if name in rules.METADATA:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in rules.REFUSED or (args and is_quantized(args[0]) and rules.is_in_place(func, kwargs)):
+            given = torch_private.pytree_leaves((args, kwargs), is_leaf=is_quantized)
+            path = next(x.path for x in given if is_quantized(x))
+            raise FzeroError(
+                path or "a quantized leaf",
+                f"is quantized: {name} would differentiate it or change it in place",
+                _WAY_OUT,
+            )
+        read = torch_private.map_pytree(_read, (args, kwargs), is_leaf=is_quantized)
+        return func(*read[0], **read[1])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """A kernel of torch that was called past `__torch_function__`, on the dequantized value."""
+        read = torch_private.map_pytree(_read, (args, kwargs or {}), is_leaf=is_quantized)
+        return func(*read[0], **read[1])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Quantized:
+        return Quantized(copy.deepcopy(self.codes, memo), copy.deepcopy(self.scales, memo), self.coding)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Quantized, (self.codes, self.scales, self.coding)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape, dtype, bits, block = self.coding
+        name = str(dtype).removeprefix("torch.")
+        return f"Quantized({self.path or 'value'}: {name}{list(shape)} as {bits} bits in blocks of {block})"
+
+    __hash__ = object.__hash__  # by identity: __eq__ is elementwise, as a tensor's
+
+
+def is_quantized(value: Any) -> TypeGuard[Quantized]:
+    """Whether `value` is a `Quantized`."""
+    return isinstance(value, Quantized)
+
+
+def map_quantized_leaves(fn: Callable[[Quantized], Any], values: tree.Tree) -> tree.Tree:
+    """A tree with each `Quantized` of it replaced by what `fn` returns for it."""
+    leaves, treedef = tree.flatten(values, is_leaf=is_quantized)
+    if not any(map(is_quantized, leaves)):
+        return values
+    return tree.unflatten(treedef, [fn(x) if is_quantized(x) else x for x in leaves])
+
+
+def _read(x: Any) -> Any:
+    return x.full_tensor() if is_quantized(x) else x
+
+
+def _flatten(value: Quantized) -> tuple[list[Any], Coding]:
+    if torch_private.is_called_by_functorch():
+        problem = "is quantized, and a transform of torch.func is given it to differentiate or to map"
+        raise FzeroError(value.path or "a quantized leaf", problem, _WAY_OUT)
+    return [value.codes, value.scales], value.coding
+
+
+def _unflatten(children: Iterable[Any], coding: Coding) -> Quantized:
+    return Quantized(*children, coding)
+
+
+_register: Any = optree.register_pytree_node  # whose types want a Collection
+_register(
+    Quantized,
+    lambda value: ((value.codes, value.scales), value.coding, ("codes", "scales")),
+    lambda coding, children: Quantized(*children, coding),
+    namespace=tree.NAMESPACE,
+)
+torch_private.register_pytree_node(Quantized, _flatten, _unflatten, serialized_type_name="fzero.Quantized")

@@ -1,0 +1,434 @@
+"""The stream pass: leaves larger than a chunk are used chunk by chunk, and are never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from programs import calls, measure_peak, tensors
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fzero
+from fzero import ops, optim, tree
+from fzero.base.mesh import VirtualMesh
+from fzero.program.program import Program
+from fzero.program.records import early_of, find_bodies, starts
+
+WIDTH, HIDDEN, BATCH = 16, 64, 8
+CHUNK = 1024  # bytes: a quarter of a weight of the MLP
+GRANULARITY: Any = {"granularity": lambda path, shape: shape[-1]}
+OPTIMIZER = optim.adamw(1e-2, eps=1e-3)  # so that Adam does not blow up roundings of gradients near zero
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.relu(self.up(x)))
+
+
+def lower(module: nn.Module) -> tuple[tree.Tree, Any]:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return fzero.lower(module)
+
+
+def make_step(loss: Any) -> Any:
+    """A step of AdamW on `loss(params, batch)`."""
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, gradients = fzero.value_and_grad(loss)(params, batch)
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return optim.apply_updates(params, updates), state, value
+
+    return step
+
+
+def train(step: Any, params: tree.Tree, batch: Any, mesh: VirtualMesh, steps: int = 2, **how: Any) -> Any:
+    """Losses and final parameters of some steps, on virtual ranks."""
+    simulated, params = fzero.simulate(step, mesh, **how), fzero.partition(params, mesh, **GRANULARITY)
+    state, losses = OPTIMIZER.init(params), []
+    for _ in range(steps):
+        params, state, loss = simulated(params, state, batch)
+        losses.append(loss)
+    return losses, fzero.unpartition(params)
+
+
+def train_and_measure(step: Any, params: tree.Tree, batch: Any, mesh: VirtualMesh, **how: Any) -> Any:
+    """What `train` returns, and the program, whose peak is as predicted."""
+    simulated, given = fzero.simulate(step, mesh, **how), fzero.partition(params, mesh, **GRANULARITY)
+    program, most = measure_peak(simulated, given, OPTIMIZER.init(given), batch)
+    early = max(sum(x.meta["val"].nbytes for x in early_of(loop)) for loop in calls(program, ops.loop))
+    # virtual ranks start no chunk one turn early, and hold no blocks of other ranks while a chunk is scattered
+    blocks = max(mesh.size() - 2, 0) * CHUNK // mesh.size()
+    assert most <= program.memory().peak <= most + early + blocks + 64
+    return train(step, params, batch, mesh, **how), program
+
+
+def trace(step: Any, params: tree.Tree, batch: Any, mesh: VirtualMesh, **how: Any) -> Program:
+    params = fzero.partition(params, mesh, **GRANULARITY)
+    return fzero.simulate(step, mesh, **how).trace(params, OPTIMIZER.init(params), batch)
+
+
+def list_programs(program: Program) -> Iterator[Program]:
+    """The program and the bodies of its loops, those within bodies too."""
+    yield program
+    for body in find_bodies(program.graph):
+        yield from list_programs(body)
+
+
+def list_gathered(program: Program) -> list[int]:
+    """The bytes of each gathered buffer."""
+    nodes = [node for each in list_programs(program) for node in each.graph.nodes]
+    return [node.meta["val"].nbytes for node in nodes if starts(node) == "gathered"]
+
+
+def count_comm(program: Program) -> dict[str, int]:
+    """Collective -> the bytes that it moves."""
+    total: dict[str, int] = {}
+    for entry in program.comm():
+        total[entry.op] = total.get(entry.op, 0) + entry.nbytes
+    return total
+
+
+def assert_close(ours: Any, theirs: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Losses and parameters are equal up to the order of sums in float32."""
+    torch.testing.assert_close(tree.leaves(ours), tree.leaves(theirs), rtol=rtol, atol=atol)
+
+
+def mlp() -> tuple[Any, tree.Tree, Tensor]:
+    """A step of an MLP, its parameters, and a batch."""
+    params, apply = lower(Mlp())
+    return make_step(lambda p, x: (apply(p, x) - x).square().mean()), params, torch.randn(BATCH, WIDTH)
+
+
+@pytest.mark.parametrize(("world", "donate"), [(1, True), (2, True), (2, False), (4, True)])
+def test_a_streamed_mlp_trains_as_the_whole_one(world: int, donate: bool) -> None:
+    step, params, batch = mlp()
+    mesh = VirtualMesh(fsdp=world)
+    ours, _ = train_and_measure(step, params, batch, mesh, donate=donate, chunk=CHUNK)
+    assert_close(ours, train(step, params, batch, mesh, donate=donate))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_streamed_leaf_is_never_whole_and_moves_as_many_bytes(stage: int) -> None:
+    step, params, batch = mlp()
+    mesh = VirtualMesh(fsdp=4)
+    whole = trace(step, params, batch, mesh)
+    streamed = trace(step, params, batch, mesh, stage=stage, chunk=CHUNK)
+    assert max(list_gathered(whole)) == 4 * CHUNK and max(list_gathered(streamed)) == CHUNK
+    values = [x.meta.get("val") for each in list_programs(streamed) for x in each.graph.nodes]
+    assert max(x.numel() for x in values if isinstance(x, Tensor)) < WIDTH * HIDDEN
+    assert not streamed.remarks
+    # the forward pass uses both weights, the backward pass that of `down`, which stage 3 gathers once for both
+    assert count_comm(streamed) == count_comm(whole) | {"all_gather": 3 * 4 * CHUNK}
+
+
+# uses of a leaf: losses of parameters with leaves of 4 KiB, and a batch of tokens
+
+VOCABULARY = 64
+
+
+def tables(rows: int = VOCABULARY) -> tree.Tree:
+    torch.manual_seed(0)
+    return {name: 0.3 * torch.randn(rows, WIDTH) for name in ("embedding", "head")}
+
+
+def tokens(rows: int = VOCABULARY) -> Any:
+    torch.manual_seed(1)
+    return {"x": torch.randint(0, rows, (BATCH, 3)), "y": torch.randint(0, rows, (BATCH, 3))}
+
+
+def look_up(p: Any, batch: Any, **how: Any) -> Tensor:
+    return functional.embedding(batch["x"], p["embedding"], **how).tanh()
+
+
+def has_a_head(p: Any, batch: Any) -> Tensor:
+    logits = look_up(p, batch, padding_idx=3) @ p["head"].T
+    return functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+
+
+def is_tied(p: Any, batch: Any) -> Tensor:
+    return has_a_head({**p, "head": p["embedding"]}, batch) + p["head"].square().sum() * 1e-3
+
+
+def adds_a_bias(p: Any, batch: Any) -> Tensor:
+    bias = p["head"].detach()[:, 0]
+    return functional.linear(look_up(p, batch), p["embedding"], bias).square().mean() + (p["head"] * 2).norm()
+
+
+def counts_tokens(p: Any, batch: Any) -> Tensor:
+    return look_up(p, batch, scale_grad_by_freq=True).square().mean() + p["head"].sum().square()
+
+
+def sums_over_rows(p: Any, batch: Any) -> Tensor:
+    """Products whose results have no rows of the leaf, with a bias and without."""
+    x = torch.softmax(look_up(p, batch).flatten(0, 1) @ p["head"].T, -1)
+    return (torch.addmm(torch.ones(WIDTH), x, p["head"]) * (x @ p["embedding"])).square().mean()
+
+
+def is_einsum(p: Any, batch: Any) -> Tensor:
+    x = look_up(p, batch)
+    logits = torch.einsum("bsd,vd->bsv", x, p["embedding"]) * torch.einsum("bsd,dv->bsv", x, p["head"].T)
+    return logits.square().mean()
+
+
+USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum]
+
+
+@pytest.mark.parametrize("loss", USES)
+def test_uses_of_a_streamed_leaf(loss: Any) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    streamed = trace(make_step(loss), tables(), tokens(), mesh, chunk=CHUNK)
+    given = [make_step(loss), tables(), tokens(), mesh]
+    assert_close(train(*given, chunk=CHUNK), train(*given))
+    whole = [name for name in ("embedding", "head") if any(remark.startswith(name) for remark in streamed.remarks)]
+    assert whole == (["head"] if loss is adds_a_bias else [])
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_rows_that_do_not_divide(world: int) -> None:
+    """51 rows: the last ranks have fewer, the last of 8 ranks has 2 of 7. Chunks end in rows of zeros."""
+    mesh, batch = VirtualMesh(fsdp=world), tokens(51)
+    ours, program = train_and_measure(make_step(has_a_head), tables(51), batch, mesh, chunk=CHUNK)
+    assert not program.remarks and max(list_gathered(program)) <= CHUNK
+    assert_close(ours, train(make_step(has_a_head), tables(51), batch, mesh))
+
+
+def experts(p: Any, batch: Any) -> Tensor:
+    """Products along the dimension of the leaf's rows, which are experts."""
+    x = look_up(p, batch).flatten(0, 1).expand(8, -1, -1)
+    return (torch.bmm(torch.bmm(x, p["up"]).relu(), p["up"].mT) * x).square().mean()
+
+
+def test_stacked_experts() -> None:
+    params = {"embedding": tables()["embedding"], "up": 0.3 * torch.randn(8, WIDTH, 32)}
+    mesh, step = VirtualMesh(fsdp=2), make_step(experts)
+    streamed = trace(step, params, tokens(), mesh, chunk=4096)
+    assert not streamed.remarks and {4096} == {size for size in list_gathered(streamed) if size > 1024}
+    assert_close(train(step, params, tokens(), mesh, chunk=4096), train(step, params, tokens(), mesh))
+
+
+def test_the_leaf_may_be_cast() -> None:
+    """Chunks are cast as they are sent. Sums over chunks are float32, so bfloat16 rounds no more often than before."""
+
+    def step(p: Any, batch: Any) -> Any:
+        return fzero.value_and_grad(fzero.precision(torch.bfloat16)(has_a_head))(p, batch)
+
+    mesh = VirtualMesh(fsdp=2)
+    params, simulated = fzero.partition(tables(), mesh), fzero.simulate(step, mesh, chunk=CHUNK)
+    streamed = simulated.trace(params, tokens())
+    assert not streamed.remarks and {(x.dtype, x.nbytes) for x in streamed.comm() if x.op == "all_gather"} == {
+        (torch.bfloat16, CHUNK)
+    }
+    ours, theirs = (fzero.unpartition(run(params, tokens())) for run in (simulated, fzero.simulate(step, mesh)))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2**-8, atol=0)
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=2**-6, atol=2**-8 * gradient.abs().max().item())
+
+
+# steps that repeat what they do
+
+
+def layers() -> tree.Tree:
+    torch.manual_seed(0)
+    shapes = {"up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN), "norm": (WIDTH,)}
+    blocks = [{name: 0.2 * torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
+    return {"blocks": blocks, "head": 0.2 * torch.randn(VOCABULARY, WIDTH)}
+
+
+def block(h: Tensor, p: Any) -> Tensor:
+    return h + ((h * p["norm"]) @ p["up"].T).relu() @ p["down"].T
+
+
+def in_turn(p: Any, x: Tensor) -> Tensor:
+    for layer in p["blocks"]:
+        x = block(x, layer)
+    return (x @ p["head"].T).square().mean()
+
+
+def in_regions(p: Any, x: Tensor) -> Tensor:
+    for layer in p["blocks"]:
+        x = fzero.remat(block)(x, layer)
+    return (x @ p["head"].T).square().mean()
+
+
+def in_a_loop(p: Any, x: Tensor) -> Tensor:
+    x, _ = fzero.scan(lambda h, _, layer: (fzero.remat(block)(h, layer), None), x, layers=p["blocks"])
+    return (x @ p["head"].T).square().mean()
+
+
+def in_microbatches(loss: Any, **how: Any) -> Any:
+    """A step of two microbatches."""
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        both = fzero.accumulate(lambda p, x: (loss(p, x) * len(x), torch.tensor(float(len(x)))), 2, **how)
+        value, gradients = both(params, batch)
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return optim.apply_updates(params, updates), state, value
+
+    return step
+
+
+STEPS = {
+    "regions": make_step(in_regions),
+    "loop": make_step(in_a_loop),
+    "microbatches": in_microbatches(in_turn),
+    "microbatches of loops": in_microbatches(in_a_loop, sync="once"),
+}
+APART: Any = {"layers": lambda path: path if path.endswith(("up", "down")) else None, **GRANULARITY}
+"""A bucket for each large leaf, so that all ranks hold equal parts of its rows."""
+
+
+@pytest.mark.parametrize(("name", "stage"), list(zip(STEPS, (3, 2, 3, 1))))
+def test_steps_that_repeat_what_they_do(name: str, stage: int) -> None:
+    mesh, batch, results = VirtualMesh(fsdp=2), torch.randn(BATCH, WIDTH), []
+    for chunk in (None, CHUNK):
+        step, params = fzero.simulate(STEPS[name], mesh, stage=stage, chunk=chunk), layers()
+        params = fzero.partition(params, mesh, **APART)
+        program = step.trace(params, OPTIMIZER.init(params), batch)
+        results.append(fzero.unpartition(step(params, OPTIMIZER.init(params), batch)))
+    assert_close(*results)
+    assert not program.remarks and max(list_gathered(program)) <= CHUNK
+    names = {entry.bucket for entry in program.comm() if entry.op == "all_gather"}
+    assert names >= {f"blocks.{i}.{leaf} in 4" for i in (0, 1) for leaf in ("up", "down")}
+
+
+# what is gathered whole, and bad input
+
+
+def takes_rows_by_index(p: Any, batch: Any) -> Tensor:
+    return (p["embedding"][batch["x"]] @ p["head"].T).square().mean()
+
+
+def has_tiles(p: Any, batch: Any) -> Tensor:
+    return fzero.tiled_cross_entropy(look_up(p, batch), p["head"], batch["y"], chunks=2)
+
+
+def multiplies_the_leaf_by_itself(p: Any, batch: Any) -> Tensor:
+    return (p["head"] @ p["head"].T).square().mean() + look_up(p, batch).square().mean()
+
+
+def sorts_the_gradient(p: Any, batch: Any) -> Tensor:
+    """The gradient of a sort has the leaf's size, and no rule for rows."""
+    return (p["head"].sort(0).values * torch.arange(WIDTH)).sum() + look_up(p, batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "leaf", "operation"),
+    [
+        (takes_rows_by_index, "embedding", "index"),
+        (has_tiles, "head", "loop"),
+        (multiplies_the_leaf_by_itself, "head", "mm"),
+        (sorts_the_gradient, "head", "sort"),
+    ],
+)
+def test_a_leaf_with_another_use_is_gathered_whole_and_reported(loss: Any, leaf: str, operation: str) -> None:
+    mesh, step, batch = VirtualMesh(fsdp=2), make_step(loss), tokens()
+    params = fzero.partition(tables(), mesh)
+    simulated = fzero.simulate(step, mesh, chunk=CHUNK)
+    report = simulated.report(params, OPTIMIZER.init(params), batch)
+    (remark,) = report.remarks
+    line = f"{leaf} is gathered whole, 4.0 KiB with chunks of 1.0 KiB: {operation} uses it (", f"in {loss.__name__}: "
+    assert all(part in remark for part in line)
+    assert f"  {remark}" in str(report).splitlines()
+    assert f"  {remark}" in str(simulated.trace(params, OPTIMIZER.init(params), batch)).splitlines()
+    assert_close(train(step, tables(), batch, mesh, chunk=CHUNK), train(step, tables(), batch, mesh))
+
+
+@pytest.mark.parametrize(
+    ("how", "obstacle"),
+    [
+        ({}, "is cut within rows of 17 elements; cut it between rows with partition(granularity=)"),
+        (
+            {"layers": lambda path: "both"},
+            "shares the bucket 'both' with other leaves; give it one of its own with partition(layers=)",
+        ),
+    ],
+)
+def test_a_leaf_whose_slices_are_no_rows_is_gathered_whole(how: Any, obstacle: str) -> None:
+    mesh, batch = VirtualMesh(fsdp=2), tokens(60)
+    params = fzero.partition({name: torch.randn(60, 17) for name in ("embedding", "head")}, mesh, **how)
+    program = fzero.simulate(make_step(has_a_head), mesh, chunk=CHUNK).trace(params, OPTIMIZER.init(params), batch)
+    assert [remark.partition(": ")[2] for remark in program.remarks] == [obstacle, obstacle]
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.5, "64", "a lot"])
+def test_a_chunk_that_is_no_size(chunk: Any) -> None:
+    with pytest.raises(fzero.FzeroError, match=r"^chunk: is .*; give a number of bytes above 0"):
+        fzero.simulate(make_step(has_a_head), VirtualMesh(fsdp=2), chunk=chunk)
+
+
+def test_a_chunk_below_one_row_of_every_rank() -> None:
+    with pytest.raises(fzero.FzeroError) as refused:
+        trace(make_step(has_a_head), tables(), tokens(), VirtualMesh(fsdp=4), chunk=255)
+    assert str(refused.value) == (
+        "chunk: is 255 bytes, and one row of embedding of each of 4 ranks has 256; "
+        "give at least 256, or None to gather leaves whole"
+    )
+    trace(make_step(has_a_head), tables(), tokens(), VirtualMesh(fsdp=4), chunk=256)
+
+
+def test_a_chunk_beside_passes() -> None:
+    with pytest.raises(fzero.FzeroError, match=r"chunk: is '1KiB', and passes are given; give it to the passes"):
+        fzero.simulate(make_step(has_a_head), 2, chunk="1KiB", passes=fzero.passes.defaults(stage=3))
+
+
+@pytest.mark.parametrize("index", [-1, VOCABULARY, 51])
+def test_an_index_outside_of_the_leaf_is_refused_as_before(index: int) -> None:
+    """A chunk has rows of zeros behind the 51 of the leaf."""
+    batch = tokens(51)
+    batch["x"][0, 0] = index
+    with pytest.raises(IndexError, match="index out of range in self"):
+        train(make_step(has_a_head), tables(51), batch, VirtualMesh(fsdp=2), chunk=CHUNK)
+
+
+# live ranks
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest memory that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.nbytes = max([self.nbytes, *(x.untyped_storage().nbytes() for x in tensors(result))])
+        return result
+
+
+def train_on_a_rank(mesh: DeviceMesh) -> Any:
+    """Losses and parameters of two steps, streamed and whole, and the largest memory that each of both allocates."""
+    rank, batch, found = mesh.get_local_rank(), tokens(), []
+    mine = {name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()}
+    for chunk in (CHUNK, None):
+        step = fzero.shard(make_step(is_tied), mesh, chunk=chunk)
+        params, losses = fzero.partition(tables(), mesh), []
+        state = OPTIMIZER.init(params)
+        for _ in range(2):
+            with Largest() as largest:
+                params, state, loss = step(params, state, mine)
+            losses.append(loss)
+        found.append(((losses, fzero.unpartition(params)), largest.nbytes))
+    return found
+
+
+def test_live_ranks_compute_what_virtual_ranks_do_and_allocate_no_whole_leaf() -> None:
+    """Bit for bit: both take the same sums in the same order."""
+    mesh, leaf = VirtualMesh(fsdp=2), 4 * VOCABULARY * WIDTH
+    expected = train(make_step(is_tied), tables(), tokens(), mesh, chunk=CHUNK)
+    for (streamed, most), (whole, most_of_whole) in run(2, train_on_a_rank):
+        assert_close(streamed, expected, 0, 0)
+        assert_close(streamed, whole)
+        assert most < leaf <= most_of_whole

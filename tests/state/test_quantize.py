@@ -1,0 +1,145 @@
+"""`fzero.quantize`: which leaves, from tensors, sources and files, on any number of ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+import fzero.checkpoint
+from fzero import tree
+from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
+from fzero.state import quantize as rounding
+from fzero.state.sources import TensorSource
+from fzero.values.quantized import Quantized
+
+
+class Model(nn.Module):
+    """A frozen embedding and two frozen layers beside a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 20)
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
+        self.requires_grad_(False)
+        self.head = nn.Linear(20, 30)
+
+
+def frozen() -> Any:
+    torch.manual_seed(0)
+    return fzero.lower(Model())[0]
+
+
+def stored(params: Any) -> list[tuple[str, Tensor]]:
+    """The whole codes and scales of a tree."""
+    whole = fzero.unpartition(params)
+    return [(path, x) for path, x in zip(tree.paths(whole), tree.leaves(whole)) if x.dtype == torch.uint8]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    for (path, a), (other, b) in zip(stored(got), stored(expected), strict=True):
+        assert path == other and torch.equal(a, b), path
+
+
+def test_frozen_matrices_are_quantized_and_no_embeddings() -> None:
+    held = fzero.quantize(frozen())
+    assert [path for path, _ in stored(held)] == [
+        f"layers.{i}.weight.{name}" for i in range(2) for name in ("codes", "scales")
+    ]
+    assert all(is_frozen(x) for x in tree.leaves(held["layers"]))
+
+
+def test_where_chooses() -> None:
+    params = frozen()
+    by_pattern = fzero.quantize(params, where=r"^(embed|head\.w)")
+    by_function = fzero.quantize(params, where=lambda path, leaf: leaf.ndim == 2 and leaf.shape[0] == 30)
+    assert_same(by_pattern, by_function)
+    assert [path for path, _ in stored(by_pattern)][::2] == ["embed.weight.codes", "head.weight.codes"]
+    both = fzero.quantize(by_pattern, bits=4, block=16)  # what is left
+    assert both["embed"]["weight"].coding.bits == 8 and both["layers"][1]["weight"].coding.bits == 4
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_codes_do_not_depend_on_ranks_chunks_and_sources(
+    bits: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, mesh = {"a": {"w": torch.randn(37, 11)}, "b": [torch.randn(130)]}, fzero.VirtualMesh(fsdp=world)
+    expected = fzero.quantize(params, bits=bits, block=16, where="")
+    monkeypatch.setattr(rounding, "CHUNK", 48)
+    assert_same(fzero.quantize(params, bits=bits, block=16, where=""), expected)
+    held = fzero.partition(expected, mesh)
+    assert_same(held, expected)
+    sources = tree.map(TensorSource, params)
+    assert_same(fzero.partition(fzero.quantize(sources, bits=bits, block=16, where=""), mesh, chunk=40), expected)
+    file = str(tmp_path / "exact.safetensors")
+    fzero.save_safetensors(params, file)
+    opened = fzero.quantize(fzero.open_safetensors(file), bits=bits, block=16, where="")
+    assert torch.equal(fzero.unpartition(fzero.partition(opened, mesh))["a.w"].codes, expected["a"]["w"].codes)
+
+
+def test_codes_and_scales_are_saved_and_loaded(tmp_path: Path) -> None:
+    file, folder = str(tmp_path / "model.safetensors"), str(tmp_path / "checkpoint")
+    held = fzero.partition(fzero.quantize(frozen(), bits=4, block=64), fzero.VirtualMesh(fsdp=2))
+    fzero.save_safetensors(held, file)
+    assert {"layers.0.weight.codes", "layers.0.weight.scales", "head.weight"} <= fzero.open_safetensors(file).keys()
+    fzero.checkpoint.save(folder, held, step=0)
+    with torch.device("meta"):
+        like = fzero.quantize(fzero.lower(Model())[0], bits=4, block=64)
+    other = fzero.VirtualMesh(fsdp=3)
+    for loaded in (
+        fzero.load_safetensors(file, like, other),
+        fzero.checkpoint.load(folder, like, other),
+    ):
+        assert_same(loaded, held)
+        weight = loaded["layers"][1]["weight"]
+        assert isinstance(weight, Quantized) and is_frozen(weight.codes) and weight.path == "layers.1.weight"
+        assert torch.equal(weight.full_tensor(), held["layers"][1]["weight"].full_tensor())
+
+
+def test_a_rank_holds_its_part_of_the_codes() -> None:
+    params = {"w": torch.randn(64, 64)}
+    held = fzero.partition(fzero.quantize(params, bits=4, block=64, where="w"), fzero.VirtualMesh(fsdp=4))
+    layout = held["w"].codes.form.layout
+    assert layout == held["w"].scales.form.layout, "codes and scales share a bucket"
+    assert layout.numel == 64 * 64 // 2 + 64 * 4 and layout.shard == layout.numel // 4
+
+
+def test_the_page_runs_and_says_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "quantized.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    with torch.random.fork_rng():
+        names: dict[str, Any] = {}
+        exec(compile(code, "docs/quantized.md", "exec"), names)
+    (printed,) = re.findall(r"print\(.*# (.*)", code)
+    assert capsys.readouterr().out.strip() == printed
+    sizes = re.findall(r"bits=(\d), block=(\d+)` \| ([\d.]+)", page)
+    assert len(sizes) == 2
+    for bits, block, size in sizes:
+        assert float(size) == pytest.approx(int(bits) / 8 + 4 / int(block), abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda p: fzero.quantize(p, bits=3), "bits is 3; give 8 or 4"),
+        (lambda p: fzero.quantize(p, block=63), "block is 63; give an even number"),
+        (lambda p: fzero.quantize(p, dtype=torch.int8), "dtype is torch.int8; give a floating dtype"),
+        (lambda p: fzero.quantize(p), r"chooses none of 3 leaves \(such as b, i, w\); call requires_grad_\(False\)"),
+        (lambda p: fzero.quantize(p, where="i"), "i: is torch.int64, and codes stand for floating numbers"),
+        (lambda p: fzero.quantize(p, where="b"), "b: has 7 elements, a block 256; leave it out"),
+        (lambda p: fzero.quantize(fzero.quantize(p, where="w"), where="w"), "w: is quantized already, with 8 bits"),
+        (lambda p: fzero.quantize(fzero.partition(p, fzero.VirtualMesh(fsdp=2)), where="w"), "w: is partitioned"),
+        (lambda p: fzero.quantize({"w": p["w"].log()}, where="w"), "w: element 0 is nan, and a block"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(make: Any, error: str) -> None:
+    params = {"w": -torch.ones(32, 32), "b": torch.ones(7), "i": torch.ones(300, dtype=torch.int64)}
+    with pytest.raises(FzeroError, match=error):
+        make(params)

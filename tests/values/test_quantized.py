@@ -1,0 +1,128 @@
+"""Codes and scales: their errors, and a `Quantized` as a tensor of torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero import tree
+from fzero.base.errors import FzeroError
+from fzero.values import blockwise
+from fzero.values.blockwise import Coding, decode, encode
+from fzero.values.quantized import Quantized
+
+ERRORS = {8: 254, 4: 14}
+"""Bits -> by what part of the largest element of its block an element changes at most."""
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of blocks with very different scales, and with some zeros."""
+    draw = torch.Generator().manual_seed(0)
+    drawn = torch.randn(shape, generator=draw, dtype=torch.float64)
+    return (drawn * torch.rand(shape, generator=draw).mul(20).sub(10).exp() * (drawn > -1.5)).to(dtype)
+
+
+def quantized(bits: int, *shape: int, block: int = 64, dtype: torch.dtype = torch.float32) -> Quantized:
+    made = fzero.quantize({"w": values(*shape, dtype=dtype)}, bits=bits, block=block, where="w")["w"]
+    assert isinstance(made, Quantized)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(64, 32), (3, 5, 7), (1001,), (64,)])
+def test_no_element_changes_by_more_than_is_said(bits: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    exact, read = values(*shape, dtype=dtype), quantized(bits, *shape, dtype=dtype).full_tensor()
+    assert (read.shape, read.dtype) == (exact.shape, dtype)
+    change = nn.functional.pad((exact.double() - read.double()).view(-1), (0, -exact.numel() % 64)).view(-1, 64)
+    largest = nn.functional.pad(exact.double().abs().view(-1), (0, -exact.numel() % 64)).view(-1, 64).amax(1)
+    rounding = torch.finfo(dtype).eps if dtype != torch.float64 else torch.finfo(torch.float32).eps
+    assert bool((change.abs().amax(1) <= largest * (1 / ERRORS[bits] + 2 * rounding)).all())
+    assert torch.equal(read[exact == 0], exact[exact == 0])
+    assert float(change.abs().max()) > 0, "codes of so few bits change something"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_by_hand(bits: int) -> None:
+    coding = Coding((6,), torch.float32, bits, 4)
+    codes, scales = encode(torch.tensor([1.0, -0.6, 0.0, 0.25, 8.0, -8.0]), coding)
+    assert scales.view(torch.float32).view(-1).tolist() == pytest.approx(
+        [1 / blockwise.LARGEST[bits], 8 / blockwise.LARGEST[bits]]
+    )
+    if bits == 8:
+        assert codes.view(torch.int8).tolist() == [127, -76, 0, 32, 127, -127]
+    else:
+        assert [[byte & 15, byte >> 4] for byte in codes.tolist()] == [[15, 4], [8, 10], [15, 1]]  # eight more each
+    assert decode(codes, scales, coding)[[2, 4, 5]].tolist() == [0.0, 8.0, -8.0]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_chunk_changes_nothing(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = quantized(bits, 37, 29)
+    read = whole.full_tensor()
+    monkeypatch.setattr(blockwise, "CHUNK", 128)
+    assert torch.equal(whole.full_tensor(), read)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_it_takes_the_bytes_that_it_should(bits: int) -> None:
+    held = quantized(bits, 64, 64)
+    assert sum(x.nbytes for x in tree.leaves(held)) == 64 * 64 * bits // 8 + 64 * 64 // 64 * 4
+
+
+def test_to_torch_it_is_the_dequantized_tensor() -> None:
+    w = quantized(8, 16, 32)
+    read, x = w.full_tensor(), torch.randn(4, 32)
+    assert (w.shape, w.dtype, w.ndim, w.numel(), w.requires_grad) == (read.shape, torch.float32, 2, 512, False)
+    for got, expected in (
+        (nn.functional.linear(x, w), nn.functional.linear(x, read)),
+        (x @ w.T, x @ read.T),
+        (w @ x.T, read @ x.T),
+        (w[2:5] * 2 + 1, read[2:5] * 2 + 1),
+        (torch.stack([w, w]), torch.stack([read, read])),
+        (nn.functional.embedding(torch.tensor([3]), w), read[[3]]),
+        (w.to(torch.bfloat16), read.to(torch.bfloat16)),
+        (torch.ops.aten.mm.default(w, x.T), read @ x.T),
+        (torch.zeros(16, 32).add_(w), read),
+    ):
+        assert type(got) is Tensor and torch.equal(got, expected)
+
+
+def test_it_is_a_tree_of_codes_and_scales() -> None:
+    held = {"layer": quantized(4, 16, 32)}
+    assert tree.paths(held) == ["layer.codes", "layer.scales"]
+    assert repr(held["layer"]) == "Quantized(value: float32[16, 32] as 4 bits in blocks of 64)"
+    read = held["layer"].full_tensor()
+    copies = copy.deepcopy(held), pickle.loads(pickle.dumps(held)), tree.map(torch.clone, held)
+    assert all(torch.equal(each["layer"].full_tensor(), read) for each in copies)
+    assert tree.flatten(held)[1] != tree.flatten({"layer": quantized(8, 16, 32)})[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w.add_(1), lambda w: w.__setitem__(0, 1.0), lambda w: w.requires_grad_(), lambda w: w.backward()],
+)
+def test_it_is_immutable(change: Any) -> None:
+    with pytest.raises(FzeroError, match="a quantized leaf: is quantized: .*; train other leaves beside it"):
+        change(quantized(8, 16, 32))
+
+
+def test_its_gradient_is_refused_or_none() -> None:
+    params = {"w": quantized(8, 16, 32), "b": torch.ones(16)}
+
+    def loss(p: Any) -> Tensor:
+        return (p["w"].sum(1) * p["b"]).square().sum()
+
+    gradient = fzero.grad(loss)(params)
+    assert tree.paths(gradient) == ["b"] and gradient["w"].codes is None
+    held = fzero.partition(params, fzero.VirtualMesh(fsdp=2))
+    with pytest.raises(FzeroError, match="w: is quantized, and a transform of torch.func"):
+        torch.func.grad(loss)(held)
+    with pytest.raises(FzeroError, match="each of the 2 leaves of its first argument is frozen"):
+        fzero.grad(lambda w: w.sum())(params["w"])
