@@ -218,6 +218,33 @@ def test_some_leaves_on_the_host_and_some_whole_on_every_rank() -> None:
     assert where(params) == [HOST, None, None]
 
 
+def test_a_streamed_leaf_is_copied_chunk_by_chunk() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    step, batch = fzero.simulate(training(ADAMW), mesh, chunk=256), rows(mesh, width=16)
+
+    def start(to: Host | None) -> Any:
+        params = fzero.partition(layers(width=16), mesh, layers=lambda path: path, to=to)
+        return params, ADAMW.init(params)
+
+    expected, losses = train(step, start(None), batch)
+    program = step.trace(*start(HOST), batch)
+    bodies = list(list_programs(program))[1:]
+    copied = [node for body in bodies for node in body.graph.find_nodes(op="call_function", target=ops.to_device)]
+    assert copied and all(node.args[0][0].meta["val"].nbytes <= 256 for node in copied)
+    got, others = train(step, start(HOST), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+    assert_equal(others, losses)
+
+
+def test_a_listing_shows_copies_and_bytes_of_the_host() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    program = fzero.simulate(training(ADAMW), mesh).trace(*begin(ADAMW, mesh, STATE), rows(mesh))
+    first, *lines = str(program).splitlines()
+    assert f"peak {program.memory().peak} B and {program.memory().host} B on the host" in first
+    assert "  to_host         2 values                       64 B" in lines
+    assert "  to_device       2 values                       64 B" in lines
+
+
 def test_state_is_updated_where_it_lies() -> None:
     mesh = VirtualMesh(fsdp=2)
     step = fzero.simulate(training(ADAMW), mesh)
