@@ -256,6 +256,23 @@ def test_state_is_updated_where_it_lies() -> None:
     assert all(argument.donated for argument in sliced if not program.layouts[argument.bucket].replicated)
 
 
+def test_a_parameter_that_is_read_late_is_not_overwritten_early() -> None:
+    """The norm of the old parameters is taken behind the update."""
+    mesh = VirtualMesh(fsdp=2)
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        new, state, value = training(ADAMW)(params, state, x)
+        return new, state, value + sum(leaf.square().sum() for leaf in tree.leaves(params))
+
+    simulated, batch = fzero.simulate(step, mesh), rows(mesh)
+    expected, losses = train(simulated, begin(ADAMW, mesh), batch)
+    program = simulated.trace(*begin(ADAMW, mesh, STATE), batch)
+    assert not program.graph.find_nodes(op="call_function", target=ops.to_device_)
+    got, others = train(simulated, begin(ADAMW, mesh, STATE), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+    assert_equal(others, losses)
+
+
 def test_gradients_leave_as_soon_as_they_are_there() -> None:
     mesh = VirtualMesh(fsdp=2)
     step = fzero.simulate(training(CLIPPED), mesh)

@@ -38,7 +38,8 @@ def to_device(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Start to copy these values over the values `into`, which lie on the device."""
+    """Start to copy these values over the values `into`, which lie on the device. What reads those has ended: they
+    were copied to the host since, and the copies have arrived."""
 
 
 def arrive(started: Any) -> Any:
