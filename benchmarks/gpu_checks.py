@@ -22,6 +22,7 @@ import flags
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
+from measure import growth
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy, dropout
@@ -137,6 +138,19 @@ def repeats(mesh: DeviceMesh) -> Found:
     return require(train(mesh, Training(drop=0.1, is_remat=True)), train(mesh, Training(drop=0.1)), FP32)
 
 
+def fits(mesh: DeviceMesh) -> Found:
+    """A step with a byte less than stage 3 needs gives the same losses. Beside the budget what the allocator of
+    the device handed out: it rounds up."""
+    params, state, step = place(mesh, Training(), stage=3)
+    tokens = next(batches()).to(mesh.device_type)
+    budget = step.trace(params, state, tokens).memory().peak - 1
+    params, state, step = place(mesh, Training(), memory=budget)
+    given = sum(x.local.nbytes for x in tree.leaves((params, state))) + tokens.nbytes
+    grown = growth(lambda: step(params, state, tokens), tokens.device)
+    found = require(train(mesh, Training(), memory=budget), train_plain(Training()), FP32)
+    return found | {"budget": budget, "arguments": given, "grown": grown}
+
+
 def calibrates(mesh: DeviceMesh) -> Found:
     params, state, step = place(mesh, Training())
     tokens = next(batches()).to(mesh.device_type)
@@ -215,6 +229,8 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "clipping and schedule": partial(equals_cpu, Training(is_clipped=True), FP32),
     "optimizer on the host": partial(equals_cpu, Training(is_clipped=True, state_to=fzero.host()), FP32),
     "all on the host": partial(equals_cpu, Training(params_to=fzero.host(), state_to=fzero.host()), FP32),
+    "budget": fits,
+    "streamed": partial(equals_cpu, Training(), FP32, chunk="64KiB"),
     "calibrate": calibrates,
     "save and load": saves,
     "checkpoint meanwhile": saves_meanwhile,
