@@ -85,6 +85,8 @@ def quantize(
         raise FzeroError("fzero.quantize", problem, way_out)
     held = {paths[i]: leaves[i] for i in chosen if is_sharded(leaves[i])}
     for i in chosen:
+        if not isinstance(leaves[i], Tensor):
+            leaves[i] = source_of(leaves[i], paths[i])  # of an array
         _check_leaf(paths[i], leaves[i], block)
         coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block, levels)
         leaves[i] = quantize_leaf(paths[i], leaves[i], coding)
@@ -97,7 +99,11 @@ def quantize(
 def _make_choice(where: Where | None, block: int) -> Callable[[str, Any], bool]:
     """The predicate of path and leaf that `where` stands for."""
     if isinstance(where, str):
-        pattern = re.compile(where)
+        try:
+            pattern = re.compile(where)
+        except re.error as error:
+            way_out = "give one such as r'proj\\.weight$', or a function of path and leaf"
+            raise FzeroError("where", f"{where!r} is no regular expression: {error}", way_out) from error
         return lambda path, leaf: pattern.search(path) is not None
     if where is not None:
         return where

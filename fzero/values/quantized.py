@@ -1,8 +1,8 @@
 """Quantized: a value that is stored as codes and scales, and reads as an ordinary floating tensor.
 
 A `Quantized` is a tree of two leaves, `codes` and `scales`. So it is partitioned, saved, loaded and given to a step as
-any two leaves are: a gather moves the codes as they are stored. Both are frozen.
-To torch a `Quantized` is a tensor: each function of it is that of the dequantized value.
+any two leaves are: a gather moves the codes as they are stored. Both are frozen. To torch a `Quantized` is a tensor:
+each function of it is that of the dequantized value.
 """
 
 from __future__ import annotations
