@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fzero.base.placement import Host
@@ -170,6 +171,8 @@ class _Transfers:
                 away = [x for x, where in list_sources(node, here) if (x in self.on_host) != (where == "host")]
                 if away:
                     self._bring(away, node, here == "host")
+                if here == "host" and node.kwargs.get("device") is not None:
+                    node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
         self._return()
         starts = self.graph.find_nodes(op="call_function", target=ops.to_host)
         first = {*self._early, *(start for start in starts if self._early.issuperset(start.args[0]))}

@@ -8,7 +8,7 @@ dimension 0, and all of the second.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -22,10 +22,13 @@ Dims = tuple[int | None, ...]
 _PRODUCTS: dict[str, dict[int, Dims]] = {
     "mm": {0: (0, None), 1: (None, 1)},
     "bmm": {0: (0, 0), 1: (1, None), 2: (None, 2)},
+    "mv": {0: (0, None)},
 }
 """Product -> dimension of the result -> dimensions of the operands."""
-_SUMMED: dict[str, Dims] = {"mm": (1, 0), "bmm": (2, 1), "addmm": (None, 1, 0)}
+_SUMMED: dict[str, Dims] = {"mm": (1, 0), "bmm": (2, 1), "mv": (1, 0), "addmm": (None, 1, 0)}
 """Product -> the dimensions of the operands that it sums over."""
+_REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "amin": 1, "logsumexp": 1, "linalg_vector_norm": 2}
+"""Reduction -> the position of its dimensions among its arguments."""
 _RESHAPES = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
 _SAME = frozenset({"alias", "detach", "clone", "_to_copy"})
 
@@ -39,8 +42,8 @@ def find_dims(node: Node, dim: int, rows: int) -> Dims | None:
         return None if node.kwargs else (_align(node, node.args[0], dim, rows), *_PRODUCTS["mm"][dim])
     if name == "embedding_dense_backward":
         return (None, None) if dim == 0 else None
-    if name == "sum" and len(node.args) > 1:
-        return _find_dims_of_sum(node, dim)
+    if name in _REDUCTIONS:
+        return _find_dims_of_reduction(node, dim)
     return _find_dims_of_carrier(node, dim, rows) if is_carrier(node) else None
 
 
@@ -48,6 +51,15 @@ def find_sum_dims(node: Node, position: int, dim: int) -> Dims | None:
     """The dimensions that a product sums over, where `dim` of the operand at `position` is among them."""
     dims = None if node.kwargs else _SUMMED.get(name_of(node))
     return dims if dims is not None and dims[position] == dim else None
+
+
+def list_reduction_dims(node: Node) -> list[int]:
+    """The dimensions of its first operand that a reduction reduces; none for another operation."""
+    position = _REDUCTIONS.get(name_of(node))
+    if position is None:
+        return []
+    ndim, given = node.args[0].meta["val"].ndim, node.args[position] if position < len(node.args) else None
+    return sorted({each % ndim for each in ([given] if isinstance(given, int) else given or range(ndim))})
 
 
 def follow_rows(node: Node, source: Node, dim: int, rows: int) -> tuple[int, Dims] | None:
@@ -77,6 +89,16 @@ def is_carrier(node: Node) -> bool:
 def is_transposed(node: Node) -> bool:
     """Whether a node's result is its operand with the dimensions in another order."""
     return node.op == "call_function" and name_of(node) in ("t", "transpose", "permute")
+
+
+def keeps_zeros(node: Node, inner: Mapping[Node, int]) -> bool:
+    """Whether a value has rows of zeros where the leaf has, because `inner` nodes only cast it or reshape it."""
+    names = _SAME | _RESHAPES | {"t", "transpose", "permute", "expand"}
+    while is_carrier(node) and node in inner:
+        if name_of(node) not in names:
+            return False
+        node = node.args[0]
+    return True
 
 
 def resize(node: Node, args: Sequence[Any], dim: int, size: int) -> list[Any]:
@@ -119,13 +141,12 @@ def _align(node: Node, given: Any, dim: int, rows: int) -> int | None:
     return at if at >= 0 and shape[at] == rows else None
 
 
-def _find_dims_of_sum(node: Node, dim: int) -> Dims:
-    """What a sum over some dimensions needs for rows along a dimension that it keeps."""
-    given = node.args[0].meta["val"]
-    summed = {each % given.ndim for each in node.args[1] or range(given.ndim)}
-    keeps = len(node.args) > 2 and node.args[2]
-    kept = [i for i in range(given.ndim) if keeps or i not in summed]
-    return (kept[dim], *[None] * (len(node.args) - 1))
+def _find_dims_of_reduction(node: Node, dim: int) -> Dims | None:
+    """What a reduction of some dimensions needs for rows along a dimension that it keeps."""
+    reduced, ndim = list_reduction_dims(node), node.args[0].meta["val"].ndim
+    kept = [i for i in range(ndim) if i not in reduced or node.meta["val"].ndim == ndim]
+    at = kept[dim]
+    return None if at in reduced else (at, *[None] * (len(node.args) - 1))
 
 
 def _list_hidden(node: Node) -> list[Node]:

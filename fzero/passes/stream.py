@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,18 +11,21 @@ from torch import fx
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout
 from fzero.layout.streams import Stream, find_obstacle, plan_stream
+from fzero.passes.open_losses import open_loss
 from fzero.passes.order import erase_dead, find_changes
-from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier
+from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier, list_reduction_dims
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.listing import format_size
-from fzero.program.operation import Node
+from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, is_call, name_of, storage
 from fzero.program.refusals import line_of
 
+SMALL = 4
+"""What would live longer to save time is small where a chunk is so many times larger."""
 Key = tuple[str, int]
 """A leaf: its bucket, and its index in the bucket's layout."""
 
@@ -60,20 +64,22 @@ def stream(program: Program, *, chunk: int) -> Program:
         FzeroError: for a `chunk` below one row of every rank.
     """
     program = _join_bodies(program)
-    leaves = _find_large(program, chunk)
-    if not leaves:
+    if not _find_large(program, chunk):
         return program
     program = program.copy()
-    leaves, found, remarks = _find_large(program, chunk), list[_Plan](), list[str]()
-    for leaf in leaves:
-        plan = _find_uses(program, leaf, chunk)
+    found, remarks, taken = list[_Plan](), list[str](), set[Node]()
+    for leaf in _find_large(program, chunk):
+        plan = _find_uses(program, leaf, chunk, taken)
+        if isinstance(plan, _Plan) and (opened := _open_losses(program, plan, chunk)):
+            plan = _find_uses(program, leaf, chunk, taken, opened)
         if isinstance(plan, str):
             remarks.append(_describe(program, leaf, chunk, plan))
         else:
             found.append(plan)
+            taken.update(_list_nodes(plan))
     kinds = infer(program)
     for plan in found:
-        for uses in _pair(plan):
+        for uses in _pair(plan, chunk):
             emit_loop(program, kinds, plan.stream, plan.inner, uses)
     erase_dead(program.graph)
     layouts = program.layouts | {plan.stream.layout.bucket: plan.stream.layout for plan in found}
@@ -127,8 +133,22 @@ def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str) -> str:
     return f"{own.path} is gathered whole, {size} with chunks of {format_size(chunk)}: {obstacle}"
 
 
-def _find_uses(program: Program, leaf: _Leaf, chunk: int) -> _Plan | str:
-    """How a leaf is streamed; a text for a leaf that is not.
+def _open_losses(program: Program, plan: _Plan, chunk: int) -> dict[Node, int]:
+    """Products that are logits larger than a chunk, and nodes beside them, with the dimension of the classes: the loops
+    of their cross entropies compute them by rows too. The program's own graph changes."""
+    opened: dict[Node, int] = {}
+    for use in plan.uses:
+        if use.how == "rows" and nbytes(use.node.meta["val"]) > chunk:
+            misses = open_loss(program, use.node, use.dim, plan.stream.rows)
+            opened |= {} if misses is None else {use.node: use.dim, misses: 1}
+    return opened
+
+
+def _find_uses(
+    program: Program, leaf: _Leaf, chunk: int, taken: Set[Node], opened: Mapping[Node, int] | None = None
+) -> _Plan | str:
+    """How a leaf is streamed; a text for a leaf that is not, also where loops of other leaves have `taken` a use of it.
+    Turns compute the nodes that are `opened`, rather than the loop behind the last turn.
 
     Raises:
         FzeroError: for a `chunk` below one row of every rank.
@@ -138,28 +158,51 @@ def _find_uses(program: Program, leaf: _Leaf, chunk: int) -> _Plan | str:
     if obstacle:
         return obstacle
     rows, changed = layout.leaves[leaf.key[1]].shape[0], find_changes(program.graph)
-    inner: dict[Node, int] = {}
+    inner = {**dict.fromkeys(leaf.gathers, 0), **(opened or {})}
     uses: list[Use] = []
-    refused = _follow_gathers(leaf, rows, inner, uses) or _follow_scatters(leaf, rows, inner, uses)
+    refused = _follow_gathers(leaf, rows, inner, uses, opened or ()) or _follow_scatters(leaf, rows, inner, uses)
     refused = refused or next((node for node in inner if storage(node) in changed), None)
+    plan = _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
+    refused = refused or next((node for node in _list_nodes(plan) if node in taken), None)
     if refused is not None:
         return f"{name_of(refused)} uses it{line_of(refused)}"
     _check_chunk(layout, leaf, chunk)
-    return _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
+    return plan
 
 
-def _pair(plan: _Plan) -> list[list[Use]]:
-    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient that could be computed
-    where the sum is. So a turn of the backward pass scatters a gradient while it multiplies by the leaf."""
+def _list_nodes(plan: _Plan) -> list[Node]:
+    """The nodes that the loops of a leaf take the places of."""
+    return [*plan.inner, *(use.node for use in plan.uses)]
+
+
+def _pair(plan: _Plan, chunk: int) -> list[list[Use]]:
+    """The uses of a leaf, those together that become one loop: a sum over rows, and a gradient that can be computed in
+    its turns. So a turn of the backward pass scatters while it multiplies."""
     scatters = [use for use in plan.uses if use.how == "scatter"]
-    pairs = [[use] for use in plan.uses if use.how != "scatter"]
+    pairs: list[list[Use]] = []
+    for use in sorted((use for use in plan.uses if use.how != "scatter"), key=lambda use: use.node):
+        inputs = list_inputs(use, plan.inner)
+        alike = [each for each in pairs if use.how == each[0].how == "reduce" and max(inputs) < each[0].node]
+        if alike:
+            alike[0].append(use)
+        else:
+            pairs.append([use])
     for uses in pairs:
-        ready = (each for each in scatters if max(list_inputs(each, plan.inner)) < uses[0].node)
-        beside = next(ready, None) if uses[0].how == "sum" else None
+        fitting = (each for each in scatters if _fits(plan, uses[0], each, chunk))
+        beside = next(fitting, None) if uses[0].how == "sum" else None
         if beside is not None:
             uses.append(beside)
             scatters.remove(beside)
     return pairs + [[use] for use in scatters]
+
+
+def _fits(plan: _Plan, first: Use, scatter: Use, chunk: int) -> bool:
+    """Whether the inputs of a gradient are there before another use, its users come behind that, and what it alone
+    reads is small: that lives until the end of the loop."""
+    inputs, known = list_inputs(scatter, plan.inner), set(map(storage, list_inputs(first, plan.inner)))
+    own = sum(nbytes(x.meta["val"]) for x in inputs if storage(x) not in known)
+    users = scatter.node.users
+    return bool(users) and max(inputs) < first.node < min(users) and own * SMALL <= chunk
 
 
 def _check_chunk(layout: Layout, leaf: _Leaf, chunk: int) -> None:
@@ -170,14 +213,25 @@ def _check_chunk(layout: Layout, leaf: _Leaf, chunk: int) -> None:
         raise FzeroError("chunk", problem, f"give at least {least}, or None to gather leaves whole")
 
 
-def _follow_gathers(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[Use]) -> Node | None:
+def _list_gradients(leaf: _Leaf) -> set[Node]:
+    """The nodes of the leaf's size that give its gradients, from products on."""
+    found, waiting = set[Node](), [node.args[0] for node in leaf.scatters]
+    for node in waiting:
+        if node.op == "call_function" and node.meta["val"].numel() >= leaf.numel:
+            found.add(node)
+            waiting += node.all_input_nodes if is_carrier(node) or list_reduction_dims(node) else []
+    return found
+
+
+def _follow_gathers(
+    leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[Use], opened: Collection[Node]
+) -> Node | None:
     """Add the nodes that a gathered leaf goes through to `inner`, and its uses to `uses`. Returns a node that uses the
     leaf in another way, if there is one."""
-    inner |= dict.fromkeys(leaf.gathers, 0)
-    waiting = list(leaf.gathers)
+    waiting, gradients = list(inner), _list_gradients(leaf)
     for source in waiting:
         for user in source.users:
-            if user in leaf.scatters:
+            if user in leaf.scatters or user in opened:
                 continue
             found = follow_rows(user, source, inner[source], rows) if user.op == "call_function" else None
             if found is not None and is_carrier(user):
@@ -185,7 +239,7 @@ def _follow_gathers(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[U
                     return user
                 waiting += [user] if user not in waiting else []
             elif found is not None:
-                uses.append(Use(user, "rows", found[1], found[0]))
+                uses += [] if user in gradients else [Use(user, "rows", found[1], found[0])]
             else:
                 use = _find_sum(user, source, inner[source])
                 if use is None:
@@ -199,17 +253,19 @@ def _follow_gathers(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[U
 
 def _list_whole(use: Use) -> list[Any]:
     """The operands that a use needs whole."""
-    if use.how == "lookup":
+    if use.how in ("lookup", "reduce"):
         return list(use.node.args[1:2])
     return [x for x, dim in zip(use.node.args, use.dims) if dim is None and isinstance(x, fx.Node)]
 
 
 def _find_sum(node: Node, source: Node, dim: int) -> Use | None:
-    """The use of a node that sums over the leaf's rows, or looks rows up."""
+    """The use of a node that sums over the leaf's rows, reduces them, or looks rows up."""
     if node.op != "call_function" or source not in node.args:
         return None
     if name_of(node) == "embedding":
         return Use(node, "lookup") if node.args[0] is source and dim == 0 and node.args[1] is not source else None
+    if name_of(node) in ("sum", "mean", "logsumexp"):
+        return Use(node, "reduce") if dim in list_reduction_dims(node) and node.args.index(source) == 0 else None
     dims = find_sum_dims(node, node.args.index(source), dim)
     return None if dims is None else Use(node, "sum", dims)
 
@@ -233,7 +289,7 @@ def _follow_scatters(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[
         given = list(zip(node.args, dims))
         if any(at is None and x in gathered for x, at in given):
             return node
-        if is_carrier(node) or name_of(node) == "sum":
+        if is_carrier(node) or list_reduction_dims(node):
             waiting += [(x, at) for x, at in given if at is not None]
         elif any(x in gathered and inner[x] != at for x, at in given):
             return node

@@ -6,6 +6,7 @@ each rank. So a value that the loop reads by rows is seen as [N, turns, height],
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fzero.base.dtypes import accumulator
 from fzero.base.torch_private import find_root
 from fzero.layout.streams import Stream
 from fzero.passes.order import is_cast
-from fzero.passes.rows import Dims, find_dims, is_transposed, resize
+from fzero.passes.rows import Dims, find_dims, is_transposed, keeps_zeros, list_reduction_dims, resize
 from fzero.program import ops
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import Node
@@ -31,6 +32,7 @@ _PRODUCTS = {
     "mm": (_aten.mm.default, _aten.addmm_.default),
     "addmm": (_aten.mm.default, _aten.addmm_.default),
     "bmm": (_aten.bmm.default, _aten.baddbmm_.default),
+    "mv": (_aten.mv.default, _aten.addmv_.default),
 }
 """Product -> the product, and the operation that adds it to a sum in place."""
 
@@ -42,13 +44,14 @@ class Use(NamedTuple):
     """One use of a leaf by rows: the `node`, and what it needs of its operands (`dims`).
 
     * "rows": the result has the leaf's rows along `dim`.
-    * "sum": the result is a sum over the leaf's rows.
+    * "sum": the result is a product that sums over the leaf's rows.
+    * "reduce": the result is a sum or mean of a value, over the leaf's rows at least.
     * "lookup": the result has some of the rows, by indices.
     * "scatter": the node scatters a gradient of the leaf.
     """
 
     node: Node
-    how: Literal["rows", "sum", "lookup", "scatter"]
+    how: Literal["rows", "sum", "reduce", "lookup", "scatter"]
     dims: Dims = ()
     dim: int = 0
 
@@ -106,8 +109,10 @@ class _Emitter:
 
     def emit(self, uses: Sequence[Use]) -> list[Node]:
         """The nodes, behind the loop, that take the places of the uses."""
-        results = [self._compute_use(use) for use in uses]
-        returned = [self._describe(use) for use in uses]
+        first = sorted(uses, key=lambda use: use.how != "scatter")  # a scatter starts before a sum
+        computed = {use.node: self._compute_use(use) for use in first}
+        results = [computed[use.node] for use in uses]
+        returned = [self._describe(use, i) for i, use in enumerate(uses)]
         given = [each for sort in _SORTS for each in self.given[sort].values()]
         anchor = find_root(self.graph)
         for _, placeholder, _ in given:  # they were made where the body first uses them
@@ -133,15 +138,17 @@ class _Emitter:
         if use.how == "scatter":
             full, chunk = node.args[0], self.plan.layout
             return self.body.emit(ops.scatter, self._rows(full, 0), chunk.bucket, 0, chunk.shard, **node.kwargs)
+        if use.how == "reduce":
+            return self._add_rows(node)
         return self._add_product(use) if use.how == "sum" else self._look_up(node)
 
-    def _describe(self, use: Use) -> Result:
-        """The result of a turn: a new value of the carry, or rows for a stack."""
+    def _describe(self, use: Use, position: int) -> Result:
+        """The result of a turn at a position: a new value of the carry, or rows for a stack. Carries come first."""
         kind = self.kinds[use.node]
         if use.how == "scatter":
             chunk = self.plan.layout.bucket
             return Result("y.0", chunk, 0, kind=replace(kind, bucket=chunk, leaf=0))
-        return Result("y.0" if use.how == "rows" else "carry.0", kind=kind)
+        return Result("y.0" if use.how == "rows" else f"carry.{position}", kind=kind)
 
     def _finish(self, use: Use, item: Node) -> Node:
         """The value of a use, from the result of the loop."""
@@ -153,13 +160,15 @@ class _Emitter:
             return emit(ops.join, item, bucket, leaf, self.plan.layout.bucket, numel)
         if name_of(node) == "addmm":
             item = emit(_aten.add.Tensor, item, node.args[0])
+        if name_of(node) == "mean":
+            item = emit(_aten.div.Scalar, item, node.args[0].meta["val"].numel() / max(node.meta["val"].numel(), 1))
         dtype = node.meta["val"].dtype
         return item if item.meta["val"].dtype == dtype else emit(_aten._to_copy.default, item, dtype=dtype)
 
     def _add_product(self, use: Use) -> Node:
         """The sum so far, to which a turn adds the product of its rows, in place. The sum is float32 or wider."""
         node, dtype = use.node, use.node.meta["val"].dtype
-        operands = [self._rows(x, dim) for x, dim in zip(node.args, use.dims) if dim is not None]
+        operands = [self._rows_or_zeros(x, dim) for x, dim in zip(node.args, use.dims) if dim is not None]
         product, add_product = _PRODUCTS[name_of(node)]
         wide = accumulator(dtype)
         total = self._begin_carry(node, wide, is_donated=True)
@@ -167,6 +176,21 @@ class _Emitter:
             self.body.emit(add_product, total, *operands)
         else:
             self.body.emit(_aten.add_.Tensor, total, self.body.emit(product, *operands))
+        return total
+
+    def _add_rows(self, node: Node) -> Node:
+        """The sum so far, to which a turn adds the sum of its rows, in place; or the logarithm of a sum."""
+        source = node.args[0]
+        wide = accumulator(node.meta["val"].dtype)
+        keeps = node.meta["val"].ndim == source.meta["val"].ndim
+        if name_of(node) == "logsumexp":
+            rows = self._rows_or_zeros(source, self.inner[source], -math.inf)
+            part = self.body.emit(_aten.logsumexp.default, rows, list_reduction_dims(node), keeps)
+            return self.body.emit(_aten.logaddexp.default, self._begin_carry(node, wide, start=-math.inf), part)
+        total = self._begin_carry(node, wide, is_donated=True)
+        rows = self._rows_or_zeros(source, self.inner[source])
+        part = self.body.emit(_aten.sum.dim_IntList, rows, list_reduction_dims(node), keeps, dtype=wide)
+        self.body.emit(_aten.add_.Tensor, total, part)
         return total
 
     def _look_up(self, node: Node) -> Node:
@@ -199,6 +223,19 @@ class _Emitter:
                 made = self._take_rows(node, dim)
             self.made[node, dim] = made
         return self.made[node, dim]
+
+    def _rows_or_zeros(self, node: Node, dim: int, other: float = 0.0) -> Node:
+        """`_rows`, with zeros, or another number, where the leaf has no row: to the zeros that fill chunks a turn may
+        have added one."""
+        rows, plan = self._rows(node, dim), self.plan
+        if plan.world * plan.padded == plan.rows or (not other and keeps_zeros(node, self.inner)):
+            return rows
+        device, shape = rows.meta["val"].device, [1] * rows.meta["val"].ndim
+        ones = self.program.emit(_aten.ones.default, [plan.rows], dtype=torch.bool, device=device)
+        self.kinds[ones] = UNIFORM
+        shape[dim] = plan.rows_of_chunk
+        is_row = self.body.emit(_aten.view.default, self._take_rows(ones, 0), shape)
+        return self.body.emit(_aten.where.ScalarOther, is_row, rows, other)
 
     def _compute(self, node: Node, dims: Dims, dim: int) -> Node:
         """What a node computes, for the rows of a turn along a dimension of its result."""
@@ -294,12 +331,12 @@ class _Emitter:
         """A value with `count` zeros more along the dimension that has `behind` others behind it."""
         return self.program.emit(_aten.constant_pad_nd.default, x, [*[0] * (2 * behind), 0, count]) if count else x
 
-    def _begin_carry(self, like: Node, dtype: torch.dtype, is_donated: bool = False) -> Node:
-        """What turns have computed so far of a value like that of a node: zeros in front of the loop."""
+    def _begin_carry(self, like: Node, dtype: torch.dtype, start: float = 0.0, is_donated: bool = False) -> Node:
+        """What turns have computed so far of a value like that of a node: `start` in front of the loop."""
         shape, device = list(like.meta["val"].shape), like.meta["val"].device
-        start = self.program.emit(_aten.zeros.default, shape, dtype=dtype, device=device)
-        argument = Argument("carry.0", donated=is_donated, kind=self.kinds[like])
-        return self._give("carry", "carry", start, argument, start.meta["val"])
+        before = self.program.emit(_aten.full.default, shape, start, dtype=dtype, device=device)
+        argument = Argument(f"carry.{len(self.given['carry'])}", donated=is_donated, kind=self.kinds[like])
+        return self._give("carry", like, before, argument, before.meta["val"])
 
     def _join_rows(self, stacked: Node, use: Use) -> Node:
         """The whole value, of which each turn made rows: [turns, ..., N * height, ...] -> [..., rows, ...]."""

@@ -97,7 +97,7 @@ class Timeline:
     def lanes(self) -> dict[str, list[Span | Transfer]]:
         """Lane -> what occupies it, in order. The lanes of a program that does not use them are left out."""
         lanes: dict[str, list[Span | Transfer]] = {COMPUTE: [*self.spans], WIRE: [], LINK: [], HOST: [*self.on_host]}
-        for transfer in self.transfers:
+        for transfer in sorted(self.transfers, key=lambda transfer: transfer.start):
             lanes[transfer.lane].append(transfer)
         return {lane: entries for lane, entries in lanes.items() if entries or lane in (COMPUTE, WIRE)}
 

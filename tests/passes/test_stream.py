@@ -119,7 +119,7 @@ def test_a_streamed_mlp_trains_as_the_whole_one(world: int, donate: bool) -> Non
     assert_close(ours, train(step, params, batch, mesh, donate=donate))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_streamed_leaf_is_never_whole_and_moves_as_many_bytes(stage: int) -> None:
     step, params, batch = mlp()
     mesh = VirtualMesh(fsdp=4)
@@ -182,7 +182,23 @@ def is_einsum(p: Any, batch: Any) -> Tensor:
     return logits.square().mean()
 
 
-USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum]
+def weigh(x: Tensor, batch: Any) -> Tensor:
+    """A number of the batch times a leaf, which is no elementwise function of a slice."""
+    return x * (batch["y"].float().mean() * 0.01 + 0.5)
+
+
+def reduces(p: Any, batch: Any) -> Tensor:
+    """Sums and means of values that are not zero where the leaf has no row, and a product with a vector."""
+    x, head = weigh(p["embedding"], batch), weigh(p["head"], batch).exp()
+    return x.cos().mean() + head.sum(0).log().mean() + (p["head"] @ head.mean(0)).square().mean()
+
+
+def multiplies_what_is_infinite_where_there_is_no_row(p: Any, batch: Any) -> Tensor:
+    x = torch.softmax(look_up(p, batch).flatten(0, 1) @ p["head"].T, -1)
+    return (x @ weigh(p["head"], batch).abs().log()).square().mean()
+
+
+USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum, reduces]
 
 
 @pytest.mark.parametrize("loss", USES)
@@ -195,13 +211,16 @@ def test_uses_of_a_streamed_leaf(loss: Any) -> None:
     assert whole == (["head"] if loss is adds_a_bias else [])
 
 
-@pytest.mark.parametrize("world", [1, 2, 8])
-def test_rows_that_do_not_divide(world: int) -> None:
+ROWS = [(1, is_tied), (8, has_a_head), (2, reduces), (8, multiplies_what_is_infinite_where_there_is_no_row)]
+
+
+@pytest.mark.parametrize(("world", "loss"), ROWS)
+def test_rows_that_do_not_divide(world: int, loss: Any) -> None:
     """51 rows: the last ranks have fewer, the last of 8 ranks has 2 of 7. Chunks end in rows of zeros."""
-    mesh, batch = VirtualMesh(fsdp=world), tokens(51)
-    ours, program = train_and_measure(make_step(has_a_head), tables(51), batch, mesh, chunk=CHUNK)
+    mesh, batch, step = VirtualMesh(fsdp=world), tokens(51), make_step(loss)
+    ours, program = train_and_measure(step, tables(51), batch, mesh, chunk=CHUNK)
     assert not program.remarks and max(list_gathered(program)) <= CHUNK
-    assert_close(ours, train(make_step(has_a_head), tables(51), batch, mesh))
+    assert_close(ours, train(step, tables(51), batch, mesh))
 
 
 def experts(p: Any, batch: Any) -> Tensor:
@@ -303,6 +322,22 @@ def test_steps_that_repeat_what_they_do(name: str, stage: int) -> None:
     assert names >= {f"blocks.{i}.{leaf} in 4" for i in (0, 1) for leaf in ("up", "down")}
 
 
+def test_chunks_beside_a_budget_and_state_on_the_host() -> None:
+    """Chunks of a slice on the host are copied to the device one by one."""
+    mesh, step, batch = VirtualMesh(fsdp=2), make_step(has_a_head), tokens()
+    expected = train(step, tables(), batch, mesh)
+    free = trace(step, tables(), batch, mesh, chunk=CHUNK).memory().peak
+    budget = trace(step, tables(), batch, mesh, chunk=CHUNK, memory=free)
+    assert max(list_gathered(budget)) <= CHUNK and budget.memory().peak <= free
+    params = fzero.partition(tables(), mesh, to=fzero.host(), **GRANULARITY)
+    state, simulated = OPTIMIZER.init(params), fzero.simulate(step, mesh, chunk=CHUNK)
+    program = simulated.trace(params, state, batch)
+    copied = [x for each in list_programs(program) for node in calls(each, ops.to_device) for x in node.meta["val"]]
+    assert copied and max(x.nbytes for x in copied) <= CHUNK // 2 and program.memory().peak < free
+    params, _, loss = simulated(params, state, batch)
+    assert_close(loss, expected[0][0])
+
+
 # what is gathered whole, and bad input
 
 
@@ -318,6 +353,11 @@ def multiplies_the_leaf_by_itself(p: Any, batch: Any) -> Tensor:
     return (p["head"] @ p["head"].T).square().mean() + look_up(p, batch).square().mean()
 
 
+def multiplies_two_leaves(p: Any, batch: Any) -> Tensor:
+    """One loop cannot take both by rows."""
+    return (p["embedding"] @ p["head"].T).square().mean() + look_up(p, batch).square().mean()
+
+
 def sorts_the_gradient(p: Any, batch: Any) -> Tensor:
     """The gradient of a sort has the leaf's size, and no rule for rows."""
     return (p["head"].sort(0).values * torch.arange(WIDTH)).sum() + look_up(p, batch).square().mean()
@@ -329,6 +369,7 @@ def sorts_the_gradient(p: Any, batch: Any) -> Tensor:
         (takes_rows_by_index, "embedding", "index"),
         (has_tiles, "head", "loop"),
         (multiplies_the_leaf_by_itself, "head", "mm"),
+        (multiplies_two_leaves, "embedding", "mm"),
         (sorts_the_gradient, "head", "sort"),
     ],
 )
@@ -338,8 +379,8 @@ def test_a_leaf_with_another_use_is_gathered_whole_and_reported(loss: Any, leaf:
     simulated = fzero.simulate(step, mesh, chunk=CHUNK)
     report = simulated.report(params, OPTIMIZER.init(params), batch)
     (remark,) = report.remarks
-    line = f"{leaf} is gathered whole, 4.0 KiB with chunks of 1.0 KiB: {operation} uses it (", f"in {loss.__name__}: "
-    assert all(part in remark for part in line)
+    assert remark.startswith(f"{leaf} is gathered whole, 4.0 KiB with chunks of 1.0 KiB: {operation} uses it (/")
+    assert "test_stream.py:" in remark
     assert f"  {remark}" in str(report).splitlines()
     assert f"  {remark}" in str(simulated.trace(params, OPTIMIZER.init(params), batch)).splitlines()
     assert_close(train(step, tables(), batch, mesh, chunk=CHUNK), train(step, tables(), batch, mesh))

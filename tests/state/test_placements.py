@@ -86,6 +86,17 @@ def test_what_is_computed_from_state_on_the_host_lies_there() -> None:
     assert places(changed) == {HOST} and changed["layers"][0]["b"].shape == (10,)
 
 
+def test_a_value_moves_to_a_placement_and_back() -> None:
+    params = fzero.partition(layers(), VirtualMesh(fsdp=2))
+    there = tree.map(lambda x: x.at(HOST), params)
+    assert places(there) == {HOST} and "fzero.host(pin=True)" in repr(there["layers"][0]["w"])
+    assert places(tree.map(lambda x: x.at(None), there)) == {None}
+    assert_equal(there, params)
+    assert all(leaf.at(HOST) is leaf for leaf in tree.leaves(there))
+    tree.map(lambda x: x.local.zero_(), there)
+    assert all(leaf.local.any() for leaf in tree.leaves(params)), "a copy"
+
+
 def test_leaves_that_are_whole_on_every_rank_stay_on_the_device() -> None:
     params = fzero.partition(layers(), VirtualMesh(fsdp=2), persist=5, to=HOST)
     assert [leaf.place for leaf in tree.leaves(params)] == [None, HOST] * 3

@@ -1,0 +1,132 @@
+"""Cross entropies over a streamed head: neither the head nor the logits are ever whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import fzero
+from fzero import tree
+from fzero.base.mesh import VirtualMesh
+from fzero.program.program import Program
+from fzero.program.records import find_bodies, name_of
+
+WIDTH, CLASSES, BATCH, LENGTH = 16, 60, 8, 3
+CHUNK = 1024  # bytes: 16 of 60 rows of the head, where the logits of a rank have 2880
+IGNORED = 7
+
+
+def params() -> Any:
+    torch.manual_seed(0)
+    return {"w": torch.randn(WIDTH, WIDTH) / 4, "head": torch.randn(CLASSES, WIDTH), "bias": torch.randn(2, CLASSES)}
+
+
+def batch() -> Any:
+    torch.manual_seed(1)
+    return {"x": torch.randn(BATCH, LENGTH, WIDTH), "y": torch.randint(CLASSES, (BATCH, LENGTH))}
+
+
+def is_mean(p: Any, b: Any, **how: Any) -> Tensor:
+    logits = (b["x"] @ p["w"]).tanh() @ p["head"].T
+    return functional.cross_entropy(logits.flatten(0, 1), b["y"].flatten(), **how)
+
+
+def is_sum(p: Any, b: Any) -> Tensor:
+    return is_mean(p, b, reduction="sum") / 10
+
+
+def ignores_tokens(p: Any, b: Any) -> Tensor:
+    return is_mean(p, {**b, "y": b["y"].masked_fill(b["y"] % 3 == 0, IGNORED)}, ignore_index=IGNORED)
+
+
+def has_a_bias(p: Any, b: Any) -> Tensor:
+    logits = functional.linear((b["x"] @ p["w"]).tanh().flatten(0, 1), p["head"], p["bias"].sum(0))
+    return functional.cross_entropy(logits, b["y"].flatten()) * 3
+
+
+def scales_logits(p: Any, b: Any) -> Tensor:
+    logits = (b["x"] @ p["w"]).tanh() @ p["head"].T
+    return functional.nll_loss((logits.flatten(0, 1) * 0.5).log_softmax(-1), b["y"].flatten())
+
+
+def smooths_labels(p: Any, b: Any) -> Tensor:
+    return is_mean(p, b, label_smoothing=0.1)
+
+
+def uses_logits_twice(p: Any, b: Any) -> Tensor:
+    logits = ((b["x"] @ p["w"]).tanh() @ p["head"].T).flatten(0, 1)
+    return functional.cross_entropy(logits, b["y"].flatten()) + logits.square().mean()
+
+
+def run(loss: Any, given: Any, b: Any, chunk: int | None, world: int = 2) -> tuple[Any, Program]:
+    """The loss and its gradients, and the program."""
+    mesh = VirtualMesh(fsdp=world)
+    step = fzero.simulate(lambda p, b: fzero.value_and_grad(loss)(p, b), mesh, chunk=chunk)
+    given = fzero.partition(given, mesh, granularity=lambda path, shape: shape[-1])
+    return fzero.unpartition(step(given, b)), step.trace(given, b)
+
+
+def list_sizes(program: Program) -> list[int]:
+    """The elements of each floating value, those of bodies too."""
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    own = [x.numel() for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+    return own + [size for body in find_bodies(program.graph) for size in list_sizes(body)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("loss", [is_mean, is_sum, ignores_tokens, has_a_bias, scales_logits])
+def test_losses_and_gradients_are_those_of_all_logits(loss: Any, world: int) -> None:
+    ours, program = run(loss, params(), batch(), CHUNK, world)
+    theirs, _ = run(loss, params(), batch(), None, world)
+    torch.testing.assert_close(tree.leaves(ours), tree.leaves(theirs), rtol=1e-5, atol=1e-6)
+    assert not program.remarks and max(list_sizes(program)) < BATCH * LENGTH // world * CLASSES
+
+
+@pytest.mark.parametrize("loss", [smooths_labels, uses_logits_twice])
+def test_other_losses_take_logits_whole(loss: Any) -> None:
+    ours, program = run(loss, params(), batch(), CHUNK)
+    theirs, _ = run(loss, params(), batch(), None)
+    torch.testing.assert_close(tree.leaves(ours), tree.leaves(theirs), rtol=1e-5, atol=1e-6)
+    assert not program.remarks and "_log_softmax" in map(name_of, program.graph.nodes)
+
+
+def test_logits_smaller_than_a_chunk_stay() -> None:
+    few = {name: x[:2] for name, x in batch().items()}
+    _, program = run(is_mean, params(), few, CHUNK)
+    assert "_log_softmax" in map(name_of, program.graph.nodes)
+
+
+def test_narrow_logits_are_added_up_wide() -> None:
+    """In bfloat16 loss and gradients are as far from those in float32 as with all logits, but for rounding."""
+    narrow = tree.map(lambda x: x.bfloat16(), params())
+    b = {**batch(), "x": batch()["x"].bfloat16()}
+    exact, _ = run(is_mean, params(), batch(), None)
+    (ours, program), (theirs, _) = run(is_mean, narrow, b, CHUNK // 2), run(is_mean, narrow, b, None)
+    assert not program.remarks and "_log_softmax" not in map(name_of, program.graph.nodes)
+    for mine, whole, wanted in zip(*map(tree.leaves, (ours, theirs, exact))):
+        off, before = ((x.float() - wanted).norm() for x in (mine, whole))
+        assert off <= 1.5 * before + 2**-9 * wanted.norm()
+
+
+def test_all_tokens_ignored_are_nan_as_in_torch() -> None:
+    b = {**batch(), "y": torch.full((BATCH, LENGTH), -100)}
+    assert run(is_mean, params(), b, CHUNK)[0][0].isnan() and run(is_mean, params(), b, None)[0][0].isnan()
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES])
+def test_a_label_outside_of_the_classes_is_refused_as_before(label: int) -> None:
+    b = batch()
+    b["y"][0, 0] = label
+    for chunk in (None, CHUNK):
+        with pytest.raises(IndexError, match=r"out of (bounds|range)"):
+            run(is_mean, params(), b, chunk)
+
+
+def test_the_head_is_gathered_once_forward_and_once_backward() -> None:
+    _, program = run(is_mean, params(), batch(), CHUNK)
+    moved = [entry.op for entry in program.comm() if "head" in (entry.bucket or "")]
+    assert (moved.count("all_gather"), moved.count("reduce_scatter")) == (2 * 5, 5)
