@@ -200,13 +200,13 @@ class _Stored:
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out`, 1-d and uint8, with the bytes [start, start + out.numel())."""
-        self._fill(Stretch(start, out), check_range(self, start, out))
+        self._fill(Stretch(start, out), check_range(self, start, out), self._coding.chunk // self._coding.block)
 
-    def _fill(self, room: Stretch, wanted: range) -> None:
-        """Compute the bytes `wanted`, and copy those that a stretch of memory has room for."""
+    def _fill(self, room: Stretch, wanted: range, many: int) -> None:
+        """Compute the bytes `wanted`, so `many` blocks at a time, and copy those that a stretch of memory has room
+        for."""
         width, coding = self._width, self._coding
         blocks = range(wanted.start // width, -(-wanted.stop // width))
-        many = coding.chunk // coding.block
         for first in blocks[::many]:
             elements = range(first * coding.block, min(min(first + many, blocks.stop) * coding.block, coding.numel))
             values = _check_finite(self._where, elements.start, self._read(elements))
@@ -231,7 +231,8 @@ class _StoredOnRanks(_Stored):
 
     def fill(self, on: Home, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of the codes or scales, 1-d. All ranks of the leaf's mesh call together."""
-        self._fill(Stretch(layout.part(leaf, on.rank).start, out), range(self.shape.numel()))
+        room, many = Stretch(layout.part(leaf, on.rank).start, out), max(chunk // (4 * self._coding.block), 1)
+        self._fill(room, range(self.shape.numel()), many)
 
     def _read(self, elements: range) -> Tensor:
         return assemble_piece(self.value, elements).float()

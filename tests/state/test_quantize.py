@@ -15,6 +15,7 @@ import fzero.checkpoint
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.state import quantize as rounding
 from fzero.state.sources import TensorSource
 from fzero.values import blockwise
 from fzero.values.quantized import Quantized
@@ -76,6 +77,7 @@ def test_codes_do_not_depend_on_ranks_chunks_and_sources(
     params, mesh = {"a": {"w": torch.randn(37, 11)}, "b": [torch.randn(130)]}, fzero.VirtualMesh(fsdp=world)
     expected = fzero.quantize(params, bits=bits, block=16, where="")
     monkeypatch.setattr(blockwise, "CHUNK", 48)
+    monkeypatch.setattr(rounding, "CHUNK_NBYTES", 300)
     assert_same(fzero.quantize(params, bits=bits, block=16, where=""), expected)
     held = fzero.partition(expected, mesh)
     assert_same(held, expected)
