@@ -57,6 +57,9 @@ def stream(program: Program, *, chunk: int) -> Program:
     be cast first, or seen in another shape. A leaf with another use, or whose slices do not begin at rows, is gathered
     whole, and a line of `Program.remarks` says so. A streamed leaf is streamed at every stage: each use gathers it.
 
+    Logits of more than `chunk` bytes that such a leaf gives, and that nothing but a cross entropy uses, are computed by
+    chunks too, once for the loss and once for its gradient.
+
     Results are the same up to the order of sums: a product that sums over the rows of the leaf adds up the chunks. The
     comm is that of gathering the leaf for each use, with padding of less than one chunk for each rank.
 
