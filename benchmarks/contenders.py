@@ -5,6 +5,8 @@ A contender is a function of `Setup`'s type; to add one, write it and name it in
 
 from __future__ import annotations
 
+from functools import partial
+
 import broken
 import deepspeed_steps
 import fzero_steps
@@ -20,8 +22,17 @@ CONTENDERS: dict[str, Setup] = {
     **matrix.CONTENDERS,
     **broken.CONTENDERS,
 }
+BUDGET = "fzero-memory-"
+"""With a number of bytes behind it the name of fzero's step with this budget."""
 TRAINING = tuple(name for name in CONTENDERS if name not in ("floor", "matrix", "broken"))
 """Those whose losses must agree."""
+
+
+def set_up_of(name: str) -> Setup:
+    """The contender of a name."""
+    if name.startswith(BUDGET):
+        return partial(fzero_steps.sharded, calibrate=True, memory=int(name.removeprefix(BUDGET)))
+    return CONTENDERS[name]
 
 
 def environment(name: str) -> Environment:
@@ -46,7 +57,7 @@ def able(names: tuple[str, ...], device: str) -> tuple[str, ...]:
     Raises:
         SystemExit: for a name that nobody has, or when none is left.
     """
-    unknown = [name for name in names if name not in CONTENDERS]
+    unknown = [name for name in names if name not in CONTENDERS and not name.startswith(BUDGET)]
     if unknown:
         raise SystemExit(f"no contender is named {', '.join(unknown)}; there are {', '.join(CONTENDERS)}")
     obstacles = {name: obstacle(name, device) for name in names}

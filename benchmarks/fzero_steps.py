@@ -31,15 +31,20 @@ def training_step(apply: Any, optimizer: Any = ADAMW, bf16: bool = False) -> Cal
     return train_step
 
 
-def sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, **how: Any) -> Contender:
-    """`fzero.shard(train_step, mesh, **how)`."""
+def sharded(
+    build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, calibrate: bool = False, **how: Any
+) -> Contender:
+    """`fzero.shard(train_step, mesh, **how)`, calibrated in front of its first step or not."""
     params, apply = fzero.lower(build())
     params = fzero.partition(params, mesh)
     opt_state = ADAMW.init(params)
     sharded_step = fzero.shard(training_step(apply, bf16=bf16), mesh, **how)
 
     def step(batch: Batch) -> Tensor:
-        nonlocal params, opt_state
+        nonlocal params, opt_state, calibrate
+        if calibrate:
+            sharded_step.calibrate(params, opt_state, batch)
+            calibrate = False
         params, opt_state, loss = sharded_step(params, opt_state, batch)
         return loss
 

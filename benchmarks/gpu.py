@@ -43,7 +43,10 @@ CONTESTANTS = {
     "1.5B": "fsdp2-compiled,fzero-3-compiled,fzero-3-graph",
 }
 PAIR = ("fsdp2", "fzero-1", "fzero-2", "fzero-3")
-CHECKS = "fp32,bf16,dropout,remat,clipping and schedule,calibrate,save and load,no synchronization,compiled,graph"
+CHECKS = (
+    "fp32,bf16,dropout,remat,clipping and schedule,calibrate,save and load,no synchronization,compiled,graph,"
+    "optimizer on the host,all on the host"
+)
 BROKEN = ("fails", "dies")
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """Variables of a rank that torchrun does not start; torchrun sets its own."""

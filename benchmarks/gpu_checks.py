@@ -49,6 +49,8 @@ class Training(NamedTuple):
     drop: float = 0.0
     is_remat: bool = False
     is_clipped: bool = False
+    params_to: Any = None  # placements
+    state_to: Any = None
 
     def begin(self) -> tuple[Any, Any, Callable[..., Any]]:
         """(params, optimizer, train_step), the same at each call."""
@@ -94,8 +96,8 @@ def train_plain(how: Training) -> list[float]:
 def place(mesh: DeviceMesh, how: Training, **options: Any) -> tuple[Any, Any, Any]:
     """(params, optimizer state, step) on the mesh."""
     params, optimizer, train_step = how.begin()
-    params = fzero.partition(params, mesh)
-    return params, optimizer.init(params), fzero.shard(train_step, mesh, **options)
+    params = fzero.partition(params, mesh, to=how.params_to)
+    return params, optimizer.init(params, to=how.state_to), fzero.shard(train_step, mesh, **options)
 
 
 def train(mesh: DeviceMesh, how: Training, **options: Any) -> list[float]:
@@ -211,6 +213,8 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "dropout": drops,
     "remat": repeats,
     "clipping and schedule": partial(equals_cpu, Training(is_clipped=True), FP32),
+    "optimizer on the host": partial(equals_cpu, Training(is_clipped=True, state_to=fzero.host()), FP32),
+    "all on the host": partial(equals_cpu, Training(params_to=fzero.host(), state_to=fzero.host()), FP32),
     "calibrate": calibrates,
     "save and load": saves,
     "checkpoint meanwhile": saves_meanwhile,

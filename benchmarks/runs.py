@@ -40,7 +40,7 @@ class Plan:
 
     contenders: tuple[str, ...]
     size: str
-    meter: str  # "time", "memory", "comm", "overhead", "gpu" or "trace"
+    meter: str  # "time", "memory", "comm", "overhead", "gpu", "budget" or "trace"
     rounds: int
     steps: int
     device: str = "cpu"

@@ -16,7 +16,7 @@ from typing import Any
 import matrix
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS
+from contenders import set_up_of
 from counting import count
 from gpt import GPT, GPTConfig
 from measure import growth, nbytes
@@ -55,7 +55,9 @@ def measure(plan: Plan, mesh: DeviceMesh, device: torch.device, turns: Turns) ->
         return clock(contenders, plan, batch, turns)
     if plan.meter == "comm":
         return {name: count(contender, plan, batch, mesh) for name, contender in contenders.items()}
-    meter = {"memory": weigh, "gpu": time_and_weigh, "trace": profile_to_file}.get(plan.meter, shares)
+    meter = {"memory": weigh, "gpu": time_and_weigh, "budget": predict, "trace": profile_to_file}.get(
+        plan.meter, shares
+    )
     found = {name: meter(contender, plan, batch) for name, contender in contenders.items()}
     return {name: {**result, "matrix": rate} for name, result in found.items()} if rate else found
 
@@ -89,7 +91,7 @@ def set_up(name: str, plan: Plan, mesh: DeviceMesh, device: torch.device) -> Con
         with device:
             return GPT(config)
 
-    return CONTENDERS[name](build, mesh, plan.bf16)
+    return set_up_of(name)(build, mesh, plan.bf16)
 
 
 def clock(contenders: dict[str, Contender], plan: Plan, batch: Batch, turns: Turns) -> dict[str, Any]:
@@ -116,6 +118,17 @@ def time_and_weigh(contender: Contender, plan: Plan, batch: Batch) -> dict[str, 
     seconds = [[elapsed for elapsed, _ in turn] for turn in rounds]
     losses = [mean(loss).item() for turn in rounds for _, loss in turn]
     return {"seconds": seconds, "losses": losses, **found, "reserved": reserved}
+
+
+def predict(contender: Contender, plan: Plan, batch: Batch) -> dict[str, Any]:
+    """What `time_and_weigh` does, and the bytes, the seconds and the remarks of the contender's program, -1 and None
+    where there is none."""
+    found = time_and_weigh(contender, plan, batch)
+    if contender.program is None:
+        return found | {"planned_seconds": None, "remarks": ()}
+    program = contender.program(batch)
+    planned = {"predicted": program.memory().peak, "planned_seconds": program.timeline().seconds}
+    return found | planned | {"remarks": program.remarks}
 
 
 def profile_to_file(contender: Contender, plan: Plan, batch: Batch) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def main(mesh: DeviceMesh, steps: int) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     whole, apply = fzero.lower(model)
-    params = fzero.quantize(whole, bits=4, block=64)
+    params = fzero.quantize(whole, bits=4, block=64, levels="nf4")
     sizes = [sum(leaf.nbytes for leaf in fzero.tree.leaves(each)) for each in (whole, params)]
     params = fzero.partition(params, mesh)
     before = [leaf.local.clone() for leaf in list_codes(params)]

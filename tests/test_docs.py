@@ -202,6 +202,25 @@ def test_one_text_serves_real_ranks_and_virtual_ones() -> None:
     assert run(2, on_real_ranks) == [[True] * 3] * 2
 
 
+def test_the_example_of_budgets_says_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "budget.md").read_text()
+    (example,), printed = blocks(page, "python"), io.StringIO()
+    with contextlib.redirect_stdout(printed), torch.random.fork_rng():
+        exec(compile(example, "docs/budget.md", "exec"), dict[str, Any]())
+    said = [line.strip() for line in printed.getvalue().splitlines()[1:5]]
+    assert said[0].startswith("memory: ") and all(f"    {line}\n" in page for line in said)
+
+
+def test_the_example_of_offload_runs() -> None:
+    (example,) = blocks((ROOT / "docs" / "offload.md").read_text(), "python")
+    names, printed = dict[str, Any](), io.StringIO()
+    with contextlib.redirect_stdout(printed), torch.random.fork_rng():
+        exec(compile(example, "docs/offload.md", "exec"), names)
+    memory = names["program"].memory()
+    assert printed.getvalue() == f"{memory.peak} bytes on the device, {memory.host} bytes on the host\n"
+    assert memory.host > 0 and names["loss"].isfinite()
+
+
 # the tables of docs/passes.md
 
 

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from fzero.base.errors import FzeroError
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,12 @@ class Host:
 
 
 Placement = Host
+
+
+def check_placement(to: Any) -> None:
+    """Refuse what is neither a placement nor None."""
+    if to is not None and not isinstance(to, Host):
+        raise FzeroError("to", f"is {to!r}", "give a placement, such as fzero.host(), or None for the device")
 
 
 def host(*, pin: bool = True) -> Host:

@@ -105,9 +105,10 @@ def _names(treedef: TreeDef) -> Sequence[str | int]:
     return [fields.get(entry, entry) for entry in treedef.entries()]
 
 
-def paths(tree: Tree) -> list[str]:
-    """Dotted leaf paths in order: `["blocks.0.mlp.up", ...]`. The path of a tree that is one leaf is ""."""
-    return [dotted(key) for key in keys(flatten(tree)[1])]
+def paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """Dotted leaf paths in order: `["blocks.0.mlp.up", ...]`. The path of a tree that is one leaf is "". Where
+    `is_leaf(subtree)` the subtree is a leaf."""
+    return [dotted(key) for key in keys(flatten(tree, is_leaf)[1])]
 
 
 def dotted(key: Iterable[str | int]) -> str:

@@ -52,15 +52,15 @@ def fit(traced: Program, limit: int, rewrite: Rewrite) -> Program:
     Raises:
         FzeroError: where the least peak is above the limit, with the largest values that are alive there.
     """
-    space = _Space(traced, rewrite, None)
+    space = Space(traced, rewrite, None)
     program = space.find(limit)
     if program is not None:
         return program
-    last = _Space(traced, rewrite, 0)
+    last = Space(traced, rewrite, 0)
     least = last.find(limit)
     if least is None:
         raise _refuse(last.least(), limit)
-    further = (_Space(traced, rewrite, ahead).find(limit) for ahead in space.list_ahead())
+    further = (Space(traced, rewrite, ahead).find(limit) for ahead in space.list_ahead())
     return next((program for program in further if program is not None), least)
 
 
@@ -80,7 +80,7 @@ class _Picked(NamedTuple):
     again: tuple[tuple[Segment, Level], ...]
 
 
-class _Space:
+class Space:
     """The programs of a trace, by what is kept and what is computed again."""
 
     def __init__(self, traced: Program, rewrite: Rewrite, ahead: int | None) -> None:

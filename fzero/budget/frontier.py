@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_COMBINATIONS = 4096
+MAX_COMBINATIONS = 1 << 18
 """Up to so many combinations all are looked at."""
 MAX_LEFT_OUT = 4
 """How many sizes of the largest steps greedy search leaves out, one after the other."""
@@ -46,16 +46,18 @@ class Point(NamedTuple):
     picks: tuple[int, ...]
 
 
-def find_frontier(line: Sequence[int], choices: Sequence[Choice]) -> list[Point]:
+def find_frontier(
+    line: Sequence[int], choices: Sequence[Choice], most_combinations: int = MAX_COMBINATIONS
+) -> list[Point]:
     """The frontier of these choices for a line of bytes, from the least peak to the least seconds.
 
     No budget goes into it. So a larger budget has every point of a smaller one, and never costs more time.
 
-    Up to 4,096 combinations all are looked at. Of more, greedy searches go from the least bytes to the least seconds:
+    Up to `most_combinations` all are looked at. Of more, greedy searches go from the least bytes to the least seconds:
     each step is the one that saves most seconds for a byte by which the peak grows.
     """
     base, changes = _compress(line, choices)
-    if math.prod(len(choice.options) for choice in choices) <= MAX_COMBINATIONS:
+    if math.prod(len(choice.options) for choice in choices) <= most_combinations:
         points = list(_list_all(base, changes, choices))
     else:
         points = list(_search(base, changes, choices))
@@ -84,13 +86,21 @@ def _compress(line: Sequence[int], choices: Sequence[Choice]) -> tuple[Tensor, l
 
 
 def _list_all(base: Tensor, changes: Sequence[Tensor], choices: Sequence[Choice]) -> Iterator[Point]:
-    """All combinations."""
-    totals = base[None]
-    for rows in changes:
-        totals = (totals[:, None] + rows[None]).flatten(0, 1)
-    peaks = totals.amax(1).tolist()
-    for peak, picks in zip(peaks, itertools.product(*(range(len(choice.options)) for choice in choices))):
-        yield Point(peak, sum(choice.options[i].seconds for choice, i in zip(choices, picks)), picks)
+    """Of all combinations those that none with fewer bytes beats."""
+    totals, seconds = base[None], torch.zeros(1, dtype=torch.float64, device="cpu")
+    for rows, choice in zip(changes, choices):
+        own = torch.tensor([option.seconds for option in choice.options], dtype=torch.float64, device="cpu")
+        totals, seconds = (totals[:, None] + rows[None]).flatten(0, 1), (seconds[:, None] + own[None]).flatten()
+    peaks = totals.amax(1)
+    order = torch.argsort(seconds, stable=True)
+    order = order[torch.argsort(peaks[order], stable=True)]  # by bytes, of equal bytes by seconds
+    fastest = seconds[order].cummin(0).values
+    is_faster = torch.ones(len(order), dtype=torch.bool, device="cpu")
+    is_faster[1:] = fastest[1:] < fastest[:-1]
+    sizes = [len(choice.options) for choice in choices]
+    for at in order[is_faster]:
+        picks = tuple(int(i) for i in torch.unravel_index(at, sizes)) if sizes else ()
+        yield Point(int(peaks[at]), sum(choice.options[i].seconds for choice, i in zip(choices, picks)), picks)
 
 
 def _search(base: Tensor, changes: Sequence[Tensor], choices: Sequence[Choice]) -> Iterator[Point]:

@@ -37,6 +37,7 @@ from fzero.state.safetensors.loading import Rename
 from fzero.state.safetensors.saving import check_paths, choose_part, find_live, name_origins, name_value
 from fzero.state.safetensors.writing import Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
+from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
 
 INDEX = "model.safetensors.index.json"
@@ -133,7 +134,7 @@ def load_hf(
             with `strict`; for weights that are one leaf of `like` and differ in the files; as `fzero.load_safetensors`
             does.
     """
-    wanted = {rename(at) if rename else at for at in tree.paths(like)}
+    wanted = {rename(at) if rename else at for at in tree.paths(like, is_leaf=is_quantized)}
     sources = _open(path, wanted, model_or_config, strict)
     return partition(load_sources(sources, like, rename=rename, strict=strict, dtype=dtype), mesh, **how)
 

@@ -122,7 +122,9 @@ def _read(
         devices = {i: home.device or _real_device(leaf) for i, leaf in mine.items()}
         dtypes = {i: leaf.dtype for i, leaf in mine.items()}
         sources, memory = {i: found[i] for i in mine}, _take_memory(home, mine) if donate else {}
-        for i, value in fill_leaves(home, planned, sources, dtypes, devices, chunk, memory=memory).items():
+        places = {i: leaf.place for i, leaf in mine.items()}
+        filled = fill_leaves(home, planned, sources, dtypes, devices, chunk, memory=memory, places=places)
+        for i, value in filled.items():
             found[i] = value
     if on is None:
         return tree.unflatten(treedef, [_read_whole(x, leaf) for x, leaf in zip(found, leaves)])

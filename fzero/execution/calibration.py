@@ -22,6 +22,7 @@ from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.rates import Rates, bus_bytes
 from fzero.program.records import body_of, find_writes, record
+from fzero.program.timeline import COMPUTE
 from fzero.program.work import work
 from fzero.ranks.agreement import agree
 from fzero.ranks.live import Live
@@ -145,13 +146,14 @@ class _Clock:
 
 def fit_rates(program: Program, seconds: Seconds) -> Rates:
     """The rates with which a program's nodes take as long, all together, as they did. A rate for which the program does
-    too little is that of `program.rates`.
+    too little is that of `program.rates`, and so are those of the link and of the host.
 
     The launch of an operation is the median of small operations. The latency is the seconds of the shortest collective.
     """
     guess, sent = program.rates, {node: _count_bus_bytes(program, node) for node in seconds}
     # The seconds of a collective include casting and packing what it sends, so its work is left out.
-    works = {node: work(node) for node in seconds if not sent[node]}
+    costs = program.costs()
+    works = {node: work(node) for node in seconds if not sent[node] and costs[node].lane == COMPUTE}
     small = [seconds[node] for node, done in works.items() if any(done) and not done.flops and done.nbytes < SMALL]
     launch = median(small) if small else guess.launch
     products = {node: done.flops for node, done in works.items() if done.flops}
@@ -164,6 +166,8 @@ def fit_rates(program: Program, seconds: Seconds) -> Rates:
         wire=_fit_rate(sent, seconds, latency) or guess.wire,
         launch=launch,
         latency=latency,
+        link=guess.link,
+        host=guess.host,
     )
 
 

@@ -155,7 +155,8 @@ def check_mesh(on: Live) -> None:
 
 
 def check_program(program: Program, device_type: str) -> None:
-    """Refuse a program that a graph would not repeat: one that draws random numbers, or has tensors on several devices.
+    """Refuse a program that a graph would not repeat: one that draws random numbers, has state on the host, or has
+    tensors on several devices.
 
     A program that waits for values of the device (`x.item()`) does not come here: tracing refuses it.
 
@@ -176,6 +177,8 @@ def _find_obstacle(node: Node, device_type: str) -> str:
     """The reason why a node cannot be part of a graph, "" where it can."""
     if node.op == "call_function" and record(node).draws:
         return "draws random numbers: a graph would draw the same in each step"
+    if node.op == "call_function" and record(node).to is not None:
+        return "copies between the device and the host, where state lies: the host computes outside of a graph"
     value = node.meta.get("val")
     values = [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
     if node.op == "get_attr" and values[0].ndim == 0:

@@ -22,7 +22,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.placement import Placement
+from fzero.base.placement import Placement, check_placement
 from fzero.base.tree import Tree, TreeDef
 from fzero.optim.rounding import Key, add_stochastically, make_key
 
@@ -65,6 +65,7 @@ def _take_placement(init: Callable[[Tree], State]) -> Init:
 
     @functools.wraps(init)
     def init_at(params: Tree, *, to: Placement | None = None) -> State:
+        check_placement(to)
         if to is None:
             return init(params)
         return tree.map(lambda x: _move(x, to), init(tree.map(lambda x: _move(x, to), params)))

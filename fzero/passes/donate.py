@@ -208,17 +208,14 @@ def _find_original(node: Node) -> Node | None:
 
 def _copy_into_arguments(program: Program, owners: _Owners, wanted: dict[Node, Any]) -> set[Node]:
     """Let copies of new state overwrite the arguments that it replaces, where all copies of a start do: the state was
-    computed in the memory of a copy of the argument. Returns the arguments."""
+    computed in the memory of a copy of the argument, which nothing has read since. Returns the arguments."""
     donated = set[Node]()
     for start in program.graph.find_nodes(op="call_function", target=ops.to_device):
         (arrived,) = start.users
         items = {item.args[1]: item for item in arrived.users}
         olds = [_find_argument(owners, new) for new in start.args[0]]
         if all(
-            old is not None
-            and items.get(i) in wanted
-            and _matches(owners, old, wanted[items[i]], items[i])
-            and owners.dies_at(old, start)
+            old is not None and items.get(i) in wanted and _matches(owners, old, wanted[items[i]], items[i])
             for i, old in enumerate(olds)
         ):
             start.target, start.args, start.meta["val"] = ops.to_device_, (start.args[0], olds), None
@@ -229,9 +226,13 @@ def _copy_into_arguments(program: Program, owners: _Owners, wanted: dict[Node, A
 
 
 def _find_argument(owners: _Owners, new: Node) -> Node | None:
-    """The argument that a value was copied from, whose memory `new` has: a copy of it, overwritten since."""
-    copied = (_find_original(node) for node in owners.nodes[owners.owner[new]])
-    return next((x for x in copied if x is not None and x.op == "placeholder"), None)
+    """The argument that a value was copied from, whose memory `new` has: a copy of it, overwritten since. None where
+    something reads the argument behind the copy."""
+    for node in owners.nodes[owners.owner[new]]:
+        original = _find_original(node)
+        if original is not None and original.op == "placeholder":
+            return original if owners.dies_at(original, node.args[0]) else None
+    return None
 
 
 def _replace_lists(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:

@@ -63,9 +63,10 @@ def fuse(program: Program) -> Program:
         return program
     program = program.copy()
     changed = find_changes(program.graph)
+    on_host = {node for node, given in zip(program.placeholders, program.arguments) if given.place is not None}
     for total in program.graph.find_nodes(op="call_function", target=_ADD):
         groups: dict[tuple[Any, ...], list[_Row]] = {}
-        for row in _choose_rows(total, changed):
+        for row in _choose_rows(total, changed, on_host):
             groups.setdefault(row.shared, []).append(row)
         for rows in groups.values():
             _emit_update(program, rows)
@@ -74,7 +75,7 @@ def fuse(program: Program) -> Program:
     return program
 
 
-def _choose_rows(total: Node, changed: Set[Any]) -> Iterator[_Row]:
+def _choose_rows(total: Node, changed: Set[Any], on_host: Set[Node]) -> Iterator[_Row]:
     """For each leaf that the list addition `total` updates, the row that computes most of the update."""
     lists, ancestors = _Lists(), set[Node]()
     replaced, read = set[Node](), set[Node]()
@@ -91,7 +92,7 @@ def _choose_rows(total: Node, changed: Set[Any]) -> Iterator[_Row]:
             continue
         ancestors = ancestors or _find_ancestors(total)
         rows = (match(lists, tail) for match in _MATCHES)
-        row = next((row for row in rows if row is not None and _fits(row) and is_sound(row)), None)
+        row = next((row for row in rows if row is not None and _fits(row, on_host) and is_sound(row)), None)
         if row is not None:
             replaced.update(row.results)
             read.update(row.operands)
@@ -196,7 +197,7 @@ _MATCHES: tuple[Callable[[_Lists, _Tail], _Row | None], ...] = (
 )
 
 
-def _fits(row: _Row) -> bool:
+def _fits(row: _Row, on_host: Set[Node]) -> bool:
     """Whether the kernel takes these operands: of one shape, and of one dtype. Only Adam's gradient may have another,
     and its states a narrower one, as behind `optim.cast_state`."""
     param, grad, *states = (node.meta["val"] for node in row.operands)
@@ -204,7 +205,8 @@ def _fits(row: _Row) -> bool:
     kept = [row.results[0].meta["val"], *([] if is_adam else [grad, *states])]
     is_alike = all(x.dtype == param.dtype for x in kept) and all(x.shape == param.shape for x in (grad, *states))
     is_alike &= all(x.dtype in _DTYPES and torch.promote_types(x.dtype, param.dtype) == param.dtype for x in states)
-    is_wrong = row.update in (ops.sgd, ops.momentum) and param.dtype in _NARROW and param.device.type == "cpu"
+    is_of_cpu = param.device.type == "cpu" or not on_host.isdisjoint(row.operands)
+    is_wrong = row.update in (ops.sgd, ops.momentum) and param.dtype in _NARROW and is_of_cpu
     return is_alike and param.dtype in _DTYPES and not is_wrong
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fzero.base.placement import Host
 from fzero.passes.cut_rows import cut_rows, has_rows
-from fzero.passes.order import find_changes, find_origins
+from fzero.passes.order import find_changes, find_origins, reorder
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
@@ -32,6 +33,8 @@ def offload(program: Program) -> Program:
     * Anything else runs on the device, and takes operands from the host by `to_device`: a slice in front of each
       all-gather, which is dropped behind it.
     * A result is copied to where the state lies that it replaces.
+    * Numbers that follow from arguments alone, such as a step count, are computed and copied first, so that no update
+      waits for them.
 
     A list operation is cut into one for the host and one for the device, and an update on the host into one for each
     bucket. Same results, bit for bit, where the device is a CPU. A program without state on the host stays as it is.
@@ -81,7 +84,8 @@ def _cut_updates(program: Program) -> dict[Node, Kind]:
 
 
 def _group_rows(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> list[list[int]]:
-    """The leaves of a list operation by place, those of an update on the host by bucket as well."""
+    """The leaves of a list operation by place, those of an update on the host by bucket as well, in the order in which
+    gradients are there."""
     groups: dict[Any, list[int]] = {}
     columns = [arg for arg in node.args if isinstance(arg, (list, tuple)) and len(arg) == len(node.args[0])]
     for row in range(len(node.args[0])):
@@ -90,7 +94,11 @@ def _group_rows(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> list
             kind = kinds.get(node.args[0][row])
             key = kind.bucket if isinstance(kind, Slice) else key
         groups.setdefault(key, []).append(row)
-    return list(groups.values())
+    position = record(node).gradients
+    if position is None:
+        return list(groups.values())
+    grads = node.args[position]
+    return sorted(groups.values(), key=lambda rows: max(grads[row] for row in rows))
 
 
 def _find_host(program: Program, kinds: dict[Node, Kind]) -> set[Node]:
@@ -153,23 +161,34 @@ class _Transfers:
         self._changed = find_changes(program.graph)
         self._origins = find_origins(program.graph, "scattered")
         self._copies: dict[Node, Node] = {}  # of values that nothing writes into
+        self._early = _find_early_numbers(program.graph)
 
     def insert(self) -> None:
+        """Insert all copies."""
         for node in list(self.graph.nodes):
             if node.op == "call_function":
                 here: Where = "host" if node in self.on_host else "device"
                 away = [x for x, where in list_sources(node, here) if (x in self.on_host) != (where == "host")]
                 if away:
                     self._bring(away, node, here == "host")
+                if here == "host" and node.kwargs.get("device") is not None:
+                    node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
         self._return()
+        starts = self.graph.find_nodes(op="call_function", target=ops.to_host)
+        first = {*self._early, *(start for start in starts if self._early.issuperset(start.args[0]))}
+        if first:
+            nodes = [node for node in self.graph.nodes if node.op == "placeholder" or node in first]
+            reorder(self.graph, dict.fromkeys([*nodes, *self.graph.nodes]))
 
     def _bring(self, values: Sequence[Node], user: Node, to_host: bool) -> None:
         """Give a user copies of these operands. Copies to the host, and of numbers, serve later users too."""
         copies = {x: self._copies[x] for x in values if x in self._copies}
-        for group in self._group(x for x in values if x not in copies):
+        groups = self._group(x for x in values if x not in copies)
+        computed = [x for group in groups for x in group if x.op == "call_function" and is_wide(x)]
+        for group in groups:
             is_kept = not any(storage(x) in self._changed for x in group)
-            computed = [x for x in group if x.op == "call_function"]
-            at = max(computed).next if to_host and is_kept and computed else user
+            behind = [x for x in group if x.op == "call_function"] or computed  # parameters leave with their gradients
+            at = max(behind).next if to_host and is_kept and behind else user
             made = self._copy(group, at, user, to_host)
             copies |= made
             if is_kept:
@@ -190,7 +209,7 @@ class _Transfers:
         for x in dict.fromkeys(values):
             kind = self.kinds.get(x)
             bucket = kind.bucket if isinstance(kind, Slice) else None
-            groups.setdefault((self._origins.get(x), x.op, bucket, is_wide(x)), []).append(x)
+            groups.setdefault((self._origins.get(x), x.op, bucket, is_wide(x), x in self._early), []).append(x)
         return list(groups.values())
 
     def _return(self) -> None:
@@ -210,6 +229,17 @@ class _Transfers:
                 for result, node in zip(self.program.tensor_results, returned)
             ],
         )
+
+
+def _find_early_numbers(graph: fx.Graph) -> set[Node]:
+    """The nodes that compute numbers from numbers that are arguments."""
+    early, changed = set[Node](), find_changes(graph)
+    for node in graph.nodes:
+        is_number = node.op == "call_function" and not is_wide(node) and not runs_on_device(node)
+        known = all(x in early or (x.op == "placeholder" and not is_wide(x)) for x in node.all_input_nodes)
+        if is_number and known and storage(node) not in changed and not record(node).draws:
+            early.add(node)
+    return early
 
 
 def _find_call(node: Node) -> Node:

@@ -23,8 +23,8 @@ SLACK = 2.0
 
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
-    the device, and to the host, in front of that in the same way. Wait for each reduce-scatter where its result is
-    used, or where another one starts and it is done.
+    the device in front of that in the same way. Wait for each reduce-scatter where its result is used, or where another
+    one starts and it is done.
 
     A loop over layers gathers the layer of the next turn while it computes.
 
@@ -75,9 +75,8 @@ def _list_with_copies(gather: Node) -> list[Node]:
 
 
 def _is_copy_of_state(node: Node) -> bool:
-    """Whether a node starts to copy arguments between device and host."""
-    is_copy = is_call(node, ops.to_device, ops.to_host)
-    return is_copy and all(x.op == "placeholder" for x in node.all_input_nodes)
+    """Whether a node starts to copy arguments to the device."""
+    return is_call(node, ops.to_device) and all(x.op == "placeholder" for x in node.all_input_nodes)
 
 
 def _start_early(graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:

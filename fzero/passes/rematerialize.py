@@ -128,7 +128,7 @@ def _choose_results(members: list[Node], region: Region) -> set[Node]:
         elif _is_asked(target := node.args[1] if record(node).draws else node.target):
             args = values_of(node.args[2:] if record(node).draws else node.args)
             where = node.stack_trace or node.name
-            if region.keeps(where, target, args, values_of(node.kwargs), node.meta.get("val")):
+            if region.keeps(node.name, where, target, args, values_of(node.kwargs), node.meta.get("val")):
                 chosen.add(node)
     return {node for node in chosen if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor)}
 

@@ -45,7 +45,8 @@ def summarize_program(program: Program) -> str:
     for entry in list_comm(program):
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
-    peak = format_size(program.memory().peak)
+    memory = program.memory()
+    peak = format_size(memory.peak) + (f" and {format_size(memory.host)} on the host" if memory.host else "")
     return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
 
 

@@ -17,7 +17,7 @@ class Rates(NamedTuple):
     wire: float  # bytes that a rank sends, while it receives as many, a second: "bus bandwidth" in nccl-tests
     launch: float  # seconds an operation
     latency: float  # seconds a collective
-    link: float = 2.5e10  # bytes a second between the device and the host, in one direction at a time
+    link: float = 2.5e10  # bytes a second between the device and the host, in each direction
     host: float = 5e10  # bytes read or written a second by an operation on the host
 
     def compute(self, work: Work) -> float:

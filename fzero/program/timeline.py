@@ -97,7 +97,7 @@ class Timeline:
     def lanes(self) -> dict[str, list[Span | Transfer]]:
         """Lane -> what occupies it, in order. The lanes of a program that does not use them are left out."""
         lanes: dict[str, list[Span | Transfer]] = {COMPUTE: [*self.spans], WIRE: [], LINK: [], HOST: [*self.on_host]}
-        for transfer in self.transfers:
+        for transfer in sorted(self.transfers, key=lambda transfer: transfer.start):
             lanes[transfer.lane].append(transfer)
         return {lane: entries for lane, entries in lanes.items() if entries or lane in (COMPUTE, WIRE)}
 
@@ -194,14 +194,15 @@ class Lanes:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.now = 0.0  # when compute has done the nodes so far
-        self.free = {WIRE: 0.0, LINK: 0.0, HOST: 0.0}  # when a lane has done what it was given so far
+        self.free = {WIRE: 0.0, "to_host": 0.0, "to_device": 0.0, HOST: 0.0}
+        """When a lane has done what it was given so far. The link works in both directions at once."""
         self.done_at: dict[Node, float] = {}
         """Node that starts a collective, or that is not of the compute lane -> when that is done."""
         self.waited: dict[Node, float] = {}
         """Node -> the seconds for which compute waited there."""
         self.spans: list[Span] = []
         self.on_host: list[Span] = []
-        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = {WIRE: [], LINK: []}
+        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = {WIRE: [], "to_host": [], "to_device": []}
         self._idle: list[tuple[float, float]] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -254,11 +255,12 @@ class Lanes:
         host did before."""
         seconds, _, lane = self.costs[node]
         ready = (self.done_at.get(x, 0.0 if x.op == "placeholder" else self.now) for x in node.all_input_nodes)
-        start = max(self.free[lane], self.free[HOST], *ready)
-        self.free[lane] = self.done_at[node] = start + seconds
+        name = name_of(node).rstrip("_") if lane == LINK else HOST
+        start = max(self.free[name], self.free[HOST], *ready)
+        self.free[name] = self.done_at[node] = start + seconds
         if lane == LINK:
-            comm = Comm(name_of(node).rstrip("_"), LINK, None, node.args[0][0].meta["val"].dtype, count_bytes(node))
-            self._sent[LINK].append((comm, start, start + seconds, True))
+            comm = Comm(name, LINK, None, node.args[0][0].meta["val"].dtype, count_bytes(node))
+            self._sent[name].append((comm, start, start + seconds, True))
         elif seconds:
             self.on_host.append(Span(name_of(node), start, start + seconds))
 

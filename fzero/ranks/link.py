@@ -20,7 +20,8 @@ class Link(Protocol):
         """Start to copy values of the device into new memory of the host."""
 
     def to_device(self, values: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Start to copy values of the host into new memory of the device, or over the values `into`."""
+        """Start to copy values of the host into new memory of the device, or over the values `into`, which nothing
+        reads any more."""
 
     def arrive(self, started: list[Tensor]) -> list[Tensor]:
         """The copies of a start, once they are there."""
@@ -65,14 +66,12 @@ class Cuda:
         return self._copy(self._out, values, made)
 
     def to_device(self, values: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        current = torch.cuda.current_stream(self.device)
         if into is not None:
-            self._in.wait_stream(current)  # which may read what is overwritten
             return self._copy(self._in, values, list(into))
         with torch.cuda.stream(self._in):  # memory of this stream need not wait for what computes now
             made = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in values]
         for x in made:
-            x.record_stream(current)
+            x.record_stream(torch.cuda.current_stream(self.device))
         return self._copy(self._in, values, made)
 
     def _copy(self, stream: torch.cuda.Stream, values: Sequence[Tensor], made: list[Tensor]) -> Started:

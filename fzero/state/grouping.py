@@ -132,12 +132,13 @@ def _find_param_of_scales(known: Mapping[str, Any], key: tuple[str | int, ...], 
 
 
 def group_by_layout(
-    found: LeafLayouts, dtypes: Sequence[torch.dtype] | Mapping[int, torch.dtype]
+    found: LeafLayouts, dtypes: Sequence[Any] | Mapping[int, Any]
 ) -> list[tuple[Layout, dict[int, int]]]:
     """Groups of leaves with one layout and dtype: `(layout, position -> index)`. A group has an index once: leaves with
-    the same index, such as the two moments of a parameter, are in different groups."""
-    groups: dict[tuple[Layout, torch.dtype, int], dict[int, int]] = {}
-    seen: Counter[tuple[Layout, torch.dtype, int]] = Counter()
+    the same index, such as the two moments of a parameter, are in different groups. The dtype may be a pair of a dtype
+    and a placement."""
+    groups: dict[tuple[Layout, Any, int], dict[int, int]] = {}
+    seen: Counter[tuple[Layout, Any, int]] = Counter()
     for position, (layout, index) in sorted(found.items()):
         key = (layout, dtypes[position], index)
         groups.setdefault((*key[:2], seen[key]), {})[position] = index

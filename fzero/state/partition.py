@@ -14,18 +14,18 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.placement import Placement
+from fzero.base.placement import Placement, check_placement
 from fzero.base.state import State
 from fzero.layout.layout import Layout
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill, find_memory
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
-from fzero.state.rows import RowSource
 from fzero.state.send import Feed
-from fzero.state.sources import Source, fingerprint, source_of
+from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
 from fzero.values.functions import is_sharded
 from fzero.values.origin import UNKNOWN, Origin
+from fzero.values.quantized import map_quantized_leaves
 from fzero.values.sharded import Sharded
 
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
@@ -71,25 +71,28 @@ def partition(
     partitioned already stay.
 
     `dtype` casts leaves while they are read: a dtype casts floating leaves to it, a function of path and leaf returns a
-    leaf's dtype, or None to keep it. Leaves of up to `persist` elements stay whole on every rank; their gradients are
-    averaged. `granularity(path, shape)` returns a number of elements, such as a row's, that no rank boundary cuts.
-    With `unit` every leaf and every rank's slice begin at multiples of so many elements, as blocks of quantized state
-    want it.
+    leaf's dtype, or None to keep it. A step reads quantized leaves in a dtype that is given. Leaves of
+    up to `persist` elements stay whole on every rank; their gradients are averaged. `granularity(path, shape)` returns
+    a number of elements, such as a row's, that no rank boundary cuts. With `unit` every leaf and every rank's slice
+    begin at multiples of so many elements, as blocks of 8-bit optimizer state want it.
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
     they are in pinned memory. `to` is a placement, such as `fzero.host()`: leaves of which ranks keep slices lie there
     then, and steps compute with them on the device.
 
     Raises:
         FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; for `pin` on a
-            device that is not the host; on all ranks when one gives other shapes, or when the source rank fails to
-            read.
+            device that is not the host, or memory that cannot be pinned; on all ranks when one gives other shapes, or
+            when the source rank fails to read.
     """
+    check_placement(to)
     if isinstance(params, State):
         each = functools.partial(
             partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin, to=to
         )
         how = {"granularity": granularity, "chunk": chunk, "device": device, "source_rank": source_rank}
         return _partition_state(params, like, functools.partial(each, **how))
+    if isinstance(dtype, torch.dtype):
+        params = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), params)
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = find_home(mesh)
@@ -103,11 +106,13 @@ def partition(
         keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
     )
     feed = None
-    if isinstance(on, Live) and (source_rank is not None or any(isinstance(source, RowSource) for source in sources)):
+    if isinstance(on, Live) and (source_rank is not None or any(map(is_on_ranks, sources))):
         _agree(on, source_rank, chunk, sources, targets, planned)
         feed = None if source_rank is None else Feed(on, source_rank)
     where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
-    values = fill_leaves(on, planned, sources, dtypes, where, chunk, pin, feed, to=to)
+    values = fill_leaves(
+        on, planned, sources, dtypes, where, chunk, pin, feed, places=dict.fromkeys(range(len(leaves)), to)
+    )
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
@@ -123,22 +128,25 @@ def fill_leaves(
     pin: bool = False,
     feed: Feed | None = None,
     memory: Mapping[int, Tensor] | None = None,
-    to: Placement | None = None,
+    places: Mapping[int, Placement | None] | None = None,
 ) -> dict[int, Sharded]:
     """Leaves of known layouts with the values of sources, by position. Slices of one bucket are views of one buffer, on
-    the device of its first leaf or in the placement `to`. Leaves that have a slice in `memory` take that one."""
+    the device of its first leaf or in the placement that leaves have among `places`. Leaves that have a slice in
+    `memory` take that one."""
     values: dict[int, Sharded] = {}
-    for layout, members in group_by_layout(planned, dtypes):
+    kinds = {i: (dtypes[i], (places or {}).get(i)) for i in planned}
+    for layout, members in group_by_layout(planned, kinds):
+        to = None if layout.replicated else kinds[next(iter(members))][1]
         slices = {index: memory[i] for i, index in members.items() if memory and i in memory}
         new = {i: index for i, index in members.items() if index not in slices}
         if new:
             given, first = {index: sources[i] for i, index in new.items()}, next(iter(new))
-            place = None if layout.replicated else to
-            slices |= allocate_slices(given, layout, on.rank, dtypes[first], *find_memory(place, devices[first], pin))
+            memory_of = find_memory(to, torch.device(devices[first]), pin)
+            slices |= allocate_slices(given, layout, on.rank, dtypes[first], *memory_of)
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)
-            if to is not None and not layout.replicated:
+            if to is not None:
                 form = values[i].form._replace(device=torch.device(devices[i]), place=to)
                 values[i] = Sharded.of_form(slices[index], form)
             values[i].origin = _origin_of(sources[i], values[i], feed)
@@ -159,7 +167,7 @@ def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
     if not isinstance(value.on, Live) or value.local.is_meta:
         return UNKNOWN
     # no rank knows what the values are that another one sends: all ranks know the call that sent them
-    is_sent = feed is not None or isinstance(source, RowSource)
+    is_sent = feed is not None or is_on_ranks(source)
     return Origin(0, value.on.members.agreements if is_sent else fingerprint(source))
 
 
@@ -223,7 +231,7 @@ def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Home, chun
         return
     if feed is not None:
         feed.fill(out, source, layout, leaf, chunk)
-    elif isinstance(source, RowSource):
+    elif is_on_ranks(source):
         source.fill(on, out, layout, leaf, chunk)
     else:
         fill(out, source, layout, leaf, on.rank, chunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +13,32 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.layout.layout import Layout, layer_of
 from fzero.layout.ranges import intersect
+from fzero.ranks.homes import Home
+from fzero.ranks.live import Live, describe_leaf
+from fzero.state.exchange import Stretch
+from fzero.state.fill import CHUNK_NBYTES
+from fzero.state.grouping import plan_leaves
+from fzero.state.partition import fill_leaves
 from fzero.state.sources import Source, check_range, is_source, source_of
-from fzero.values.blockwise import CHUNK, Coding, check_coding, encode
+from fzero.state.unpartition import assemble_piece
+from fzero.values.blockwise import Coding, check_coding, encode
 from fzero.values.functions import is_sharded
 from fzero.values.quantized import Quantized, is_quantized
+from fzero.values.sharded import Sharded
 
 Where = str | Callable[[str, Any], bool]
 
 
 def quantize(
-    params: tree.Tree, *, bits: int = 8, block: int = 256, where: Where | None = None, dtype: torch.dtype | None = None
+    params: tree.Tree,
+    *,
+    bits: int = 8,
+    block: int = 256,
+    levels: str = "even",
+    where: Where | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tree.Tree:
     """`params` with large leaves held as codes of 8 or 4 `bits`, and a scale for each `block` of elements.
 
@@ -40,36 +55,43 @@ def quantize(
 
     * `where`: which leaves. A function of path and leaf, or a regular expression that is searched in the path. By
       default the frozen floating leaves of two or more dimensions and at least one block, but no embeddings.
-    * With 8 bits no element changes by more than 1/254 of the largest in its block, with 4 bits by 1/14. Blocks are
-      counted from the start of the leaf, so the codes do not depend on the number of ranks.
+    * `levels`: "even" levels are whole numbers of the scale: with 8 bits no element changes by more than 1/254 of the
+      largest in its block, with 4 bits by 1/14. "nf4" are the 16 levels of QLoRA's NormalFloat, which lie densely near
+      zero: by at most 1/6.5, and by less in the mean, where elements are distributed normally.
+    * Blocks are counted from the start of the leaf, so the codes do not depend on the number of ranks.
 
     Tensors are quantized now, on their device; a source of values, as `fzero.open_safetensors` returns, while
-    `fzero.partition` reads it, a chunk at a time. A tensor on the meta device gives codes and scales there, as `like`
-    for `fzero.load_safetensors`.
+    `fzero.partition` reads it, a chunk at a time. A `Sharded` leaf, as `fzero.build` returns, is quantized now, and its
+    codes are partitioned as the leaf was: all ranks call together, and send each other a chunk at a time. A tensor on
+    the meta device gives codes and scales there, as `like` for `fzero.load_safetensors`.
 
     Dettmers et al., QLoRA, https://arxiv.org/abs/2305.14314; the gathers are ZeRO++'s, https://arxiv.org/abs/2306.10209.
 
     Raises:
         FzeroError: for other bits, for a block of no even number of elements, for a `dtype` that is not floating;
             where no leaf is chosen; naming the leaf, for a chosen leaf that is not floating, is smaller than a block,
-            is quantized or partitioned already, or has values that are not finite.
+            is quantized already, or has values that are not finite.
     """
-    check_coding("fzero.quantize", Coding((), torch.float32, bits, block))
+    check_coding("fzero.quantize", Coding((), torch.float32, bits, block, levels))
     if dtype is not None and not dtype.is_floating_point:
         raise FzeroError("fzero.quantize", f"dtype is {dtype}", "give a floating dtype, in which the leaf is read")
     chooses = _make_choice(where, block)
     leaves, treedef = tree.flatten(params, is_leaf=is_quantized)
-    paths = [tree.dotted(key) for key in tree.keys(treedef)]
+    paths = tree.paths(params, is_leaf=is_quantized)
     chosen = [i for i, leaf in enumerate(leaves) if chooses(paths[i], leaf)]
     if not chosen:
         problem = f"chooses none of {len(leaves)} leaves (such as {', '.join(paths[:3])})"
         way_out = "call requires_grad_(False) before fzero.lower for what is not trained, or give `where`"
         raise FzeroError("fzero.quantize", problem, way_out)
+    held = {paths[i]: leaves[i] for i in chosen if is_sharded(leaves[i])}
     for i in chosen:
         _check_leaf(paths[i], leaves[i], block)
-        coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block)
-        leaves[i] = _quantize(paths[i], leaves[i], coding)
-    return tree.unflatten(treedef, leaves)
+        coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block, levels)
+        leaves[i] = quantize_leaf(paths[i], leaves[i], coding)
+    made = tree.unflatten(treedef, leaves)
+    for on in dict.fromkeys(leaf.on for leaf in held.values()):
+        made = _partition_codes(made, on, held)
+    return made
 
 
 def _make_choice(where: Where | None, block: int) -> Callable[[str, Any], bool]:
@@ -92,9 +114,6 @@ def _make_choice(where: Where | None, block: int) -> Callable[[str, Any], bool]:
 def _check_leaf(path: str, leaf: Any, block: int) -> None:
     if is_quantized(leaf):
         raise FzeroError(path, f"is quantized already, with {leaf.coding.bits} bits", "quantize a tree once")
-    if is_sharded(leaf):
-        way_out = "quantize first: fzero.partition(fzero.quantize(params), mesh)"
-        raise FzeroError(path, "is partitioned already, and rounding needs whole blocks", way_out)
     if not leaf.dtype.is_floating_point:
         raise FzeroError(path, f"is {leaf.dtype}, and codes stand for floating numbers", "leave it out of `where`")
     if torch.Size(leaf.shape).numel() < block:
@@ -102,65 +121,111 @@ def _check_leaf(path: str, leaf: Any, block: int) -> None:
         raise FzeroError(path, problem, "leave it out of `where`, or give a smaller block")
 
 
-def _quantize(path: str, leaf: Any, coding: Coding) -> Quantized:
-    """A tensor or a source, as codes and scales."""
+def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
+    """The codes and scales of a tensor; of a source or a `Sharded`, sources of these."""
     if isinstance(leaf, Tensor) and leaf.is_meta:
         made = [torch.empty(x, dtype=torch.uint8, device="meta") for x in (coding.codes_shape, coding.scales_shape)]
-    elif is_source(leaf):
-        return Quantized(_Stored(leaf, coding, path, "codes"), _Stored(leaf, coding, path, "scales"), coding)
+    elif is_sharded(leaf) or is_source(leaf):
+        stored = _StoredOnRanks if is_sharded(leaf) else _Stored
+        return Quantized(stored(leaf, coding, path, "codes"), stored(leaf, coding, path, "scales"), coding)
     else:
         made = _encode(source_of(leaf, path), path, coding, getattr(leaf, "device", torch.device("cpu")))
     return Quantized(*(torch.nn.Parameter(x, requires_grad=False) for x in made), coding)
 
 
+def _partition_codes(made: tree.Tree, on: Home, held: Mapping[str, Sharded]) -> tree.Tree:
+    """A tree in which the codes and scales of the leaves that were `held` on a mesh are partitioned there."""
+    leaves, treedef = tree.flatten(made)
+    keys = tree.keys(treedef)
+    here = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _StoredOnRanks) and leaf.value.on is on]
+    sources = {i: leaves[i] for i in here}
+    bucket_of = {path: layer_of(leaf.form.layout.bucket) for path, leaf in held.items()}
+    layouts = plan_leaves(
+        [keys[i] for i in here],
+        [leaves[i] for i in here],
+        on.mesh,
+        layers=lambda path: bucket_of[path.rpartition(".")[0]],
+    )
+    planned = {here[position]: where for position, where in layouts.items()}
+    if isinstance(on, Live):
+        lines = [f"leaf {leaves[i].path}: {describe_leaf(*planned[i], torch.uint8)}" for i in here]
+        on.agree("quantize", lines)
+    dtypes, devices = dict.fromkeys(here, torch.uint8), {i: leaves[i].value.device for i in here}
+    filled = fill_leaves(on, planned, sources, dtypes, devices, CHUNK_NBYTES)
+    return tree.unflatten(treedef, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
 def _encode(source: Source, path: str, coding: Coding, device: torch.device) -> list[Tensor]:
     """`[codes, scales]` of a source's values, a chunk at a time."""
-    codes, scales = (
-        torch.empty(x, dtype=torch.uint8, device=device) for x in (coding.codes_shape, coding.scales_shape)
-    )
-    step = max(CHUNK // coding.block, 1) * coding.block
-    for start in range(0, coding.numel, step):
-        elements = range(start, min(start + step, coding.numel))
-        made, of_blocks = encode(_read(source, path, elements, device), coding)
+    shapes = coding.codes_shape, coding.scales_shape
+    codes, scales = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
+    for start in range(0, coding.numel, coding.chunk):
+        values = torch.empty(min(coding.chunk, coding.numel - start), dtype=torch.float32, device=device)
+        source.read(start, values)
+        made, of_blocks = encode(_check_finite(path, start, values), coding)
         codes[start * coding.bits // 8 :][: made.numel()] = made
         scales[start // coding.block :][: len(of_blocks)] = of_blocks
     return [codes, scales]
 
 
-def _read(source: Source, path: str, elements: range, device: torch.device) -> Tensor:
-    """Some values of a source, in float32.
+def _check_finite(path: str, start: int, values: Tensor) -> Tensor:
+    """`values`, elements of a leaf from `start` on.
 
     Raises:
         FzeroError: for values that are not finite, with the place of the first.
     """
-    values = torch.empty(len(elements), dtype=torch.float32, device=device)
-    source.read(elements.start, values)
     if not values.sum().isfinite() and not values.isfinite().all():
-        at = elements.start + int((~values.isfinite()).nonzero()[0])
-        problem = f"element {at} is {values[at - elements.start].item()}, and a block of it has no scale"
+        at = int((~values.isfinite()).nonzero()[0])
+        problem = f"element {start + at} is {values[at].item()}, and a block of it has no scale"
         raise FzeroError(path, problem, "quantize finite values")
     return values
 
 
 class _Stored:
-    """The source of the codes, or of the scales, of a source's values. It reads whole blocks of these."""
+    """The source of the codes, or of the scales, of a leaf's values. It reads whole blocks of these."""
 
     is_frozen, dtype = True, torch.uint8
 
-    def __init__(self, source: Source, coding: Coding, path: str, name: str) -> None:
-        self._source, self._form, self._where = source, coding, path
+    def __init__(self, leaf: Any, coding: Coding, path: str, name: str) -> None:
+        self.value, self._coding, self._where = leaf, coding, path
         self._item = ("codes", "scales").index(name)
         self._width = (coding.block * coding.bits // 8, 4)[self._item]  # bytes of a block
         self.path, self.shape = f"{path}.{name}", torch.Size((coding.codes_shape, coding.scales_shape)[self._item])
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out`, 1-d and uint8, with the bytes [start, start + out.numel())."""
-        wanted, width, coding = check_range(self, start, out), self._width, self._form
+        self._fill(Stretch(start, out), check_range(self, start, out))
+
+    def _fill(self, room: Stretch, wanted: range) -> None:
+        """Compute the bytes `wanted`, and copy those that a stretch of memory has room for."""
+        width, coding = self._width, self._coding
         blocks = range(wanted.start // width, -(-wanted.stop // width))
-        many = max(CHUNK // coding.block, 1)
+        many = coding.chunk // coding.block
         for first in blocks[::many]:
             elements = range(first * coding.block, min(min(first + many, blocks.stop) * coding.block, coding.numel))
-            made = encode(_read(self._source, self._where, elements, out.device), coding)[self._item].view(-1)
-            begin = first * width
-            here = intersect(wanted, range(begin, begin + made.numel()))
-            out[here.start - start : here.stop - start] = made[here.start - begin : here.stop - begin]
+            values = _check_finite(self._where, elements.start, self._read(elements))
+            made = Stretch(first * width, encode(values, coding)[self._item].view(-1))
+            mine = range(room.start, room.start + len(room.values))
+            here = intersect(intersect(wanted, mine), range(made.start, made.start + len(made.values)))
+            if here:
+                room.at(here).copy_(made.at(here))
+
+    def _read(self, elements: range) -> Tensor:
+        values = torch.empty(len(elements), dtype=torch.float32, device="cpu")
+        self.value.read(elements.start, values)
+        return values
+
+
+class _StoredOnRanks(_Stored):
+    """`_Stored` of a `Sharded` leaf. Ranks send each other a chunk at a time, and none holds the whole leaf."""
+
+    def fingerprint(self) -> bytes:
+        """Nothing: one rank alone cannot read the values."""
+        return b""
+
+    def fill(self, on: Home, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
+        """Fill `out`, this rank's part of the codes or scales, 1-d. All ranks of the leaf's mesh call together."""
+        self._fill(Stretch(layout.part(leaf, on.rank).start, out), range(self.shape.numel()))
+
+    def _read(self, elements: range) -> Tensor:
+        return assemble_piece(self.value, elements).float()

@@ -20,6 +20,8 @@ from torch import Tensor
 from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
 from fzero.layout.boxes import boxes
+from fzero.layout.layout import Layout
+from fzero.ranks.homes import Home
 
 SAMPLE = 64
 """Elements by which ranks compare values that they read."""
@@ -91,6 +93,18 @@ def source_of(value: Any, path: str = "") -> Source:
 def is_source(value: Any) -> TypeGuard[Source]:
     """Whether `value` is a `Source`."""
     return isinstance(value, Source)
+
+
+class SourceOnRanks(Source, Protocol):
+    """A source whose values lie on several ranks, which read them together."""
+
+    def fill(self, on: Home, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
+        """Fill `out`, this rank's part of a leaf, 1-d, `chunk` bytes at a time. All ranks of `on` call together."""
+
+
+def is_on_ranks(source: Source) -> TypeGuard[SourceOnRanks]:
+    """Whether the values of a source lie on several ranks."""
+    return hasattr(source, "fill")
 
 
 def check_range(source: Source, start: int, out: Tensor) -> range:

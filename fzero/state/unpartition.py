@@ -16,7 +16,7 @@ from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
-from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
+from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill, find_memory
 from fzero.state.sources import TensorSource, fingerprint
 from fzero.values.functions import is_sharded
 from fzero.values.origin import follow
@@ -63,7 +63,7 @@ def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[
             continue
         for piece in chunks(leaf.numel(), chunk_numel(chunk, leaf.dtype)):
             _agree(f"iter_full of {path}: elements {piece.start} to {piece.stop}", leaf)
-            yield path, (piece, _assemble_piece(leaf, piece))
+            yield path, (piece, assemble_piece(leaf, piece))
 
 
 def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) -> tree.Tree:
@@ -95,12 +95,12 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
         index: at[prefix + leaf.path] for index, leaf in enumerate(old.form.layout.leaves) if prefix + leaf.path in at
     }
     shapes = {index: new if i == at[path] else leaves[i] for index, i in family.items()}
-    slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device)
+    slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, *find_memory(old.place, old.device, False))
     for index, i in family.items():
         value = new if i == at[path] else leaves[i].full_tensor().detach()
         fill(slices[index].view(-1), TensorSource(value, paths[i]), layout, index, old.on.rank, CHUNK_NBYTES)
         origin = leaves[i].origin if i != at[path] else follow([old.origin], fingerprint(TensorSource(new, path)))
-        leaves[i] = Sharded(slices[index], layout, index, old.on)
+        leaves[i] = Sharded.of_form(slices[index], old.form._replace(layout=layout, leaf=index))
         leaves[i].origin = origin  # where `fn` returned other values on another rank, the next step tells
     return tree.unflatten(treedef, leaves)
 
@@ -146,7 +146,7 @@ def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:
     return flat.view(leaf.shape) if me == rank else None
 
 
-def _assemble_piece(leaf: Tensor, piece: range) -> Tensor:
+def assemble_piece(leaf: Tensor, piece: range) -> Tensor:
     """[len(piece)] some elements of a flattened leaf, on every rank."""
     if not isinstance(leaf, Sharded):
         out = torch.empty(len(piece), dtype=leaf.dtype, device="cpu")
@@ -157,7 +157,7 @@ def _assemble_piece(leaf: Tensor, piece: range) -> Tensor:
         return leaf.local.detach().reshape(-1)[piece.start : piece.stop].clone()
     me = on.ranks[on.number]
     row = on.row(me)
-    have = Stretch(leaf.part.start, leaf.local.detach())
+    have = Stretch(leaf.part.start, leaf.local.detach())  # which may lie on the host
     room = Stretch(piece.start, torch.empty(len(piece), dtype=leaf.dtype, device=leaf.device))
     # Not `plan` and `perform`: an owner would send its part N - 1 times through host memory. A broadcast is a tree of
     # log2(N) rounds, and NCCL's stays on the device.

@@ -15,6 +15,7 @@ from fzero.tracing.kinds import Kinds
 from fzero.tracing.rewrites import REWRITES
 from fzero.tracing.user_line import current_user_line
 from fzero.values.moves import MovePerformer
+from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
 
 
@@ -39,8 +40,9 @@ class CallMode(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         for given in args:
             for x in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(x, Sharded) and x.on is not self._on:
-                    _refuse_capture(x)
+                held = x.codes if is_quantized(x) else x
+                if isinstance(held, Sharded) and held.on is not self._on:
+                    _refuse_capture(held)
         self._checks.note_call(place_of_caller(1) if name == "__bool__" else name)
         if name in ("numpy", "__array__"):
             problem = "numpy reads the elements of a tensor, which a trace does not have"

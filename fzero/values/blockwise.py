@@ -10,7 +10,9 @@ Blocks are counted from the start of a leaf, so codes do not depend on the numbe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +20,32 @@ from torch import Tensor
 from fzero.base.errors import FzeroError
 
 LARGEST = {8: 127, 4: 7}
-"""Bits of a code -> the largest code. The largest element of a block, in absolute value, has it."""
+"""Bits of a code -> the largest code of even levels. The largest element of a block, in absolute value, has it."""
 
-CHUNK = 1 << 20
-"""Elements that a CPU computes at a time, so that float32 intermediates stay in its cache. A multiple of a block."""
+LEVELS = ("even", "nf4")
+"""What codes stand for, times the scale: whole numbers, or the 16 values of `NF4`."""
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""NormalFloat of QLoRA (https://arxiv.org/abs/2305.14314), appendix E: equally many elements of a normal distribution
+have each code."""
+
+CHUNK = 1 << 18
+"""Elements that a CPU computes at a time, so that float32 intermediates stay in its cache; a GPU 64 times as many."""
 
 
 class Coding(NamedTuple):
-    """All of a quantized value but its codes and scales: its shape and dtype, bits of a code, elements of a block."""
+    """All of a quantized value but its codes and scales: its shape and dtype, bits of a code, elements of a block, and
+    one of `LEVELS`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     bits: int
     block: int
+    levels: str = "even"
 
     @property
     def numel(self) -> int:
@@ -47,17 +62,29 @@ class Coding(NamedTuple):
         """The shape of the scales: a row of four bytes for each block."""
         return (-(-self.numel // self.block), 4)
 
+    @property
+    def chunk(self) -> int:
+        """The elements of the whole blocks in a `CHUNK`, at least one block."""
+        return max(CHUNK // self.block, 1) * self.block
+
 
 def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
     """`(codes, scales)` of values [S], which begin at the start of a block: uint8 [S * bits / 8] and [B, 4].
 
-    No element changes by more than `amax / 254` with 8 bits, or `amax / 14` with 4, where `amax` is the largest of its
-    block in absolute value. Zeros stay zeros.
+    No element changes by more than `amax / 254` with 8 bits, `amax / 14` with 4, or `amax / 6.5` with 4 of NF4, where
+    `amax` is the largest of its block in absolute value. Zeros stay zeros.
     """
-    largest, size = LARGEST[coding.bits], values.numel()
-    blocks = torch.nn.functional.pad(values.float(), (0, -size % coding.block)).view(-1, coding.block)
-    scales = blocks.abs().amax(1) / largest  # [B]
-    codes = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().to(torch.int8).view(-1)
+    largest, size, is_even = LARGEST[coding.bits], values.numel(), coding.levels == "even"
+    blocks = _split(values.float(), coding.block)
+    scales = blocks.abs().amax(1) / (largest if is_even else 1)  # [B]
+    numbers = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
+    if is_even:
+        codes = numbers.round_().clamp_(-largest, largest).to(torch.int8).view(-1)
+    else:
+        codes = torch.full_like(numbers, -8, dtype=torch.int8)
+        for below, above in pairwise(NF4):  # `torch.bucketize` takes twice as long
+            codes += numbers > (below + above) / 2
+        codes = codes.view(-1)
     if coding.bits == 4:
         pairs = (codes[: size + size % 2] + 8).view(torch.uint8).view(-1, 2)
         return pairs[:, 0] | pairs[:, 1] << 4, scales.view(torch.uint8).view(-1, 4)
@@ -66,45 +93,88 @@ def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, coding: Coding) -> Tensor:
     """The value, in its shape, of all codes and scales. Each element is computed in float32 and rounded once."""
-    out = torch.empty(coding.numel, dtype=coding.dtype, device=codes.device)
-    step = max(CHUNK // coding.block, 1) * coding.block if codes.device.type == "cpu" else coding.numel
-    # `contiguous` and `clone`: the bytes of float32 numbers must begin at a multiple of four
-    factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)
-    for start in range(0, coding.numel, step or 1):
+    out, block = torch.empty(coding.numel, dtype=coding.dtype, device=codes.device), coding.block
+    # `clone`: the bytes of float32 numbers must begin at a multiple of four
+    factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)  # [B]
+    step = coding.chunk * (1 if codes.device.type == "cpu" else 64)  # of a GPU few kernels, and 64 MiB in float32
+    for start in range(0, coding.numel, step):
         piece = out[start : start + step]
-        stored = codes[start * coding.bits // 8 : -(-(start + piece.numel()) * coding.bits // 8)]
-        numbers = torch.nn.functional.pad(
-            _read(stored, coding.bits)[: piece.numel()], (0, -piece.numel() % coding.block)
-        )
-        of_blocks = factors[start // coding.block : start // coding.block + numbers.numel() // coding.block]
-        piece.copy_(numbers.view(-1, coding.block).mul_(of_blocks[:, None]).view(-1)[: piece.numel()])
+        size = piece.numel()
+        stored = codes[start * coding.bits // 8 : -(-(start + size) * coding.bits // 8)]
+        numbers = _split(_read(stored, coding)[:size], block)  # [B, block]
+        of_rows = factors[start // block :][: len(numbers), None]
+        if size % block:
+            piece.copy_((numbers * of_rows).view(-1)[:size])
+        else:
+            torch.mul(numbers, of_rows, out=piece.view(-1, block))  # on a GPU one kernel, which casts on the way
     return out.view(coding.shape)
 
 
-def _read(codes: Tensor, bits: int) -> Tensor:
-    """The codes as float32 numbers; with 4 bits twice as many as there are bytes."""
-    if bits == 8:
-        return codes.view(torch.int8).float()
-    return torch.stack((codes & 15, codes >> 4), 1).view(-1).float().sub_(8)
+def _split(values: Tensor, block: int) -> Tensor:
+    """[B, block] the values in blocks, the last one with zeros behind them. Views where there are none."""
+    missing = -values.numel() % block
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
+
+
+def _read(codes: Tensor, coding: Coding) -> Tensor:
+    """What the codes stand for; with 4 bits twice as many numbers as there are bytes."""
+    if coding.bits == 8:
+        return codes.view(torch.int8)
+    return torch.index_select(_list_pairs(codes.device, coding.levels), 0, codes.int()).view(torch.float32)
+
+
+@lru_cache
+def _list_pairs(device: torch.device, levels: str) -> Tensor:
+    """[256] on a device: for each byte the two numbers that it stands for. They are one complex number, so that one
+    read of the table gives both. Made once, because a CUDA graph does not capture a copy from the host."""
+    numbers = NF4 if levels == "nf4" else range(-8, 8)
+    pairs = [[numbers[byte & 15], numbers[byte >> 4]] for byte in range(256)]
+    return torch.view_as_complex(torch.tensor(pairs, dtype=torch.float32, device=device))
 
 
 # the operation: steps call it, and a trace records it
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define(
-    "dequantize(Tensor codes, Tensor scales, int[] shape, ScalarType dtype, int bits, int block, str leaf) -> Tensor",
+    "dequantize(Tensor codes, Tensor scales, int[] shape, ScalarType dtype, int bits, int block, str levels, str leaf)"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _dequantize(
-    codes: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, bits: int, block: int, leaf: str
+    codes: Tensor,
+    scales: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    bits: int,
+    block: int,
+    levels: str,
+    leaf: str,
 ) -> Tensor:
-    return decode(codes, scales, Coding(tuple(shape), dtype, bits, block))
+    return decode(codes, scales, Coding(tuple(shape), dtype, bits, block, levels))
 
 
-def fake_dequantize(codes: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Tensor:
-    """A tensor without data, of the value's shape."""
+def fake_dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    bits: int,
+    block: int,
+    levels: str,
+    leaf: str,
+) -> Tensor:
+    """A tensor without data, of the value's shape.
+
+    Raises:
+        FzeroError: for codes or scales of another shape.
+    """
+    coding = Coding(tuple(shape), dtype, bits, block, levels)
+    for name, x, expected in (("codes", codes, coding.codes_shape), ("scales", scales, coding.scales_shape)):
+        if tuple(x.shape) != expected:
+            problem = f"has {name} of shape {list(x.shape)}, and {list(expected)} belong to it"
+            raise FzeroError(leaf or "a quantized leaf", problem, "give it to the step partitioned, by fzero.partition")
     return codes.new_empty(shape, dtype=dtype)
 
 
@@ -112,16 +182,19 @@ _LIBRARY.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 torch.library.register_fake("fzero::dequantize", fake_dequantize, lib=_LIBRARY)
 
 dequantize = torch.ops.fzero.dequantize.default
-"""`dequantize(codes, scales, shape, dtype, bits, block, leaf)`: `decode`, of the leaf at this path."""
+"""`dequantize(codes, scales, shape, dtype, bits, block, levels, leaf)`: `decode`, of the leaf at this path."""
 
 
 def check_coding(path: str, coding: Coding) -> None:
-    """Refuse codes of other than 8 or 4 bits, and blocks that are no multiple of two elements.
+    """Refuse codes of other than 8 or 4 bits, other levels, and blocks that are no multiple of two elements.
 
     Raises:
         FzeroError: with the number.
     """
     if coding.bits not in LARGEST:
         raise FzeroError(path, f"bits is {coding.bits!r}", "give 8 or 4")
+    if coding.levels not in LEVELS or (coding.levels == "nf4" and coding.bits != 4):
+        problem = f"levels is {coding.levels!r} with {coding.bits} bits"
+        raise FzeroError(path, problem, "give 'even', or 'nf4' with bits=4")
     if not isinstance(coding.block, int) or coding.block < 2 or coding.block % 2:
         raise FzeroError(path, f"block is {coding.block!r}", "give an even number of elements, such as 256 or 64")

@@ -33,6 +33,8 @@ class Quantized(Tensor):
     codes: Any
     scales: Any
     coding: Coding
+    is_read_first = True
+    """A function of a `Quantized` and of a `Sharded` is one of the dequantized value and the `Sharded`."""
 
     def __new__(cls, codes: Any, scales: Any, coding: Coding) -> Quantized:
         device = getattr(codes, "device", None) or "cpu"  # a tree may hold anything in the places of leaves
@@ -48,11 +50,19 @@ class Quantized(Tensor):
         """The dotted path of a value that was partitioned; empty for another."""
         return getattr(self.codes, "path", "").removesuffix(".codes")
 
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        """None: it is frozen."""
+
     def full_tensor(self) -> Tensor:
         """The dequantized value, a plain tensor. A step dequantizes at each use, and keeps nothing of it in between."""
         codes, scales = (x.full_tensor() if is_sharded(x) else x for x in (self.codes, self.scales))
-        shape, dtype, bits, block = self.coding
-        return dequantize(codes, scales, list(shape), dtype, bits, block, self.path)
+        shape, *rest = self.coding
+        return dequantize(codes, scales, list(shape), *rest, self.path)
+
+    def read_as(self, dtype: torch.dtype) -> Quantized:
+        """The value with the same codes and scales, whose elements are rounded to another dtype."""
+        return Quantized(self.codes, self.scales, self.coding._replace(dtype=dtype))
 
     @classmethod
     def __torch_function__(
@@ -88,9 +98,9 @@ class Quantized(Tensor):
         return Quantized, (self.codes, self.scales, self.coding)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        shape, dtype, bits, block = self.coding
-        name = str(dtype).removeprefix("torch.")
-        return f"Quantized({self.path or 'value'}: {name}{list(shape)} as {bits} bits in blocks of {block})"
+        shape, dtype, bits, block, levels = self.coding
+        name, of = str(dtype).removeprefix("torch."), "" if levels == "even" else f" of {levels}"
+        return f"Quantized({self.path or 'value'}: {name}{list(shape)} as {bits} bits{of} in blocks of {block})"
 
     __hash__ = object.__hash__  # by identity: __eq__ is elementwise, as a tensor's
 

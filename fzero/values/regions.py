@@ -115,18 +115,23 @@ class Region:
 
     def __init__(self, policy: Policy, in_backward: bool, kept: Collection[int] = (), by_budget: bool = False) -> None:
         self._policy, self.in_backward, self.kept, self.by_budget = policy, in_backward, kept, by_budget
+        self._answers: dict[str, bool] = {}
 
-    def keeps(self, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Whether the region's policy keeps the result of an operation, which the user called at `where`.
+    def keeps(self, name: str, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether the region's policy keeps the result of an operation, which the user called at `where`. A policy may
+        count, and a program may be built several times: so the policy is asked once about the node of a `name`.
 
         Raises:
             FzeroError: where the policy returns another thing than to keep or to compute again.
         """
+        if name in self._answers:
+            return self._answers[name]
         context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
         said = self._policy(context, operation, *args, **kwargs)
         if not isinstance(said, (bool, CheckpointPolicy)) or said not in _KEEPS:
             problem = f"the policy of a checkpoint returns {said!r} for {operation}"
             raise FzeroError(where, problem, "return CheckpointPolicy.MUST_SAVE or CheckpointPolicy.MUST_RECOMPUTE")
+        self._answers[name] = _KEEPS[said]
         return _KEEPS[said]
 
 

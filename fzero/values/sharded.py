@@ -175,15 +175,17 @@ class Sharded(Tensor):
         device = local.device if self.place is None else self.form.device
         return self.of_form(local, self.form._replace(dtype=local.dtype, device=device))
 
-    def at(self, place: Placement) -> Sharded:
-        """This value with its slice in a placement, copied where it lies elsewhere. A replicated value stays where it
-        is."""
-        if self.is_replicated:
-            return self
-        local = self.local.to("cpu")
-        if place.pin and torch.accelerator.is_available() and not local.is_pinned():
+    def at(self, place: Placement | None) -> Sharded:
+        """A copy of this value with its slice in a placement, None for the device. The value itself where its slice
+        lies there, or where it is replicated: replicated values are on the device."""
+        if self.is_replicated or self.local.is_meta:
+            return self if self.is_replicated else self.of_form(self.local, self.form._replace(place=place))
+        local = self.local
+        if place != self.place:
+            local = local.to(self.device if place is None else "cpu", copy=True)
+        if place is not None and place.pin and torch.accelerator.is_available() and not local.is_pinned():
             local = local.pin_memory()
-        return self.of_form(local, self.form._replace(place=place), self.origin)
+        return self if local is self.local else self.of_form(local, self.form._replace(place=place), self.origin)
 
     def slice_of(self, full: Tensor) -> Sharded:
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
@@ -218,6 +220,8 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(getattr(each, "is_read_first", False) for each in types):
+            return NotImplemented  # torch asks that class next, which calls `func` with plain tensors in its place
         return functions.apply(func, args, kwargs or {})
 
     @classmethod
@@ -248,6 +252,7 @@ class Sharded(Tensor):
         rank = "every rank" if self.on.rank is None else f"rank {self.on.rank}"
         where = f"{layout.bucket!r}, {rank} of {layout.world}"
         state = str(self.form.dtype).removeprefix("torch.") if self._local is not None else "donated"
+        where += f", {self.place}" if self.place is not None else ""
         return f"Sharded({self.path or 'value'}: {state}{list(self.leaf.shape)}, {held}, bucket {where})"
 
     __hash__ = object.__hash__  # by identity: __eq__ is elementwise, as a tensor's

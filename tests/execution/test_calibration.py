@@ -21,7 +21,7 @@ from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.live import live
 
-RATES = Rates(flops=3e6, memory=5e7, wire=2e5, launch=1e-4, latency=2e-3)
+RATES = Rates(flops=3e6, memory=5e7, wire=2e5, launch=1e-4, latency=2e-3, link=1e10, host=1e10)
 """With which products are bound by arithmetic."""
 
 

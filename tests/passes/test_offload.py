@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from processes import run
-from programs import dense, layers, loss, mlp, rows, tensors, training
+from programs import Case, assert_same, dense, layers, loss, mlp, rows, tensors, training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, VirtualMesh, optim, passes, tree
 from fzero.base.placement import Host
+from fzero.execution.outline import outline
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.places import find_places
 from fzero.program.program import Program
+from fzero.program.rates import GUESSES
 from fzero.program.records import find_bodies
 
 HOST = fzero.host()
@@ -216,6 +218,33 @@ def test_some_leaves_on_the_host_and_some_whole_on_every_rank() -> None:
     assert where(params) == [HOST, None, None]
 
 
+def test_a_streamed_leaf_is_copied_chunk_by_chunk() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    step, batch = fzero.simulate(training(ADAMW), mesh, chunk=256), rows(mesh, width=16)
+
+    def start(to: Host | None) -> Any:
+        params = fzero.partition(layers(width=16), mesh, layers=lambda path: path, to=to)
+        return params, ADAMW.init(params)
+
+    expected, losses = train(step, start(None), batch)
+    program = step.trace(*start(HOST), batch)
+    bodies = list(list_programs(program))[1:]
+    copied = [node for body in bodies for node in body.graph.find_nodes(op="call_function", target=ops.to_device)]
+    assert copied and all(node.args[0][0].meta["val"].nbytes <= 256 for node in copied)
+    got, others = train(step, start(HOST), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+    assert_equal(others, losses)
+
+
+def test_a_listing_shows_copies_and_bytes_of_the_host() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    program = fzero.simulate(training(ADAMW), mesh).trace(*begin(ADAMW, mesh, STATE), rows(mesh))
+    first, *lines = str(program).splitlines()
+    assert f"peak {program.memory().peak} B and {program.memory().host} B on the host" in first
+    assert "  to_host         2 values                       64 B" in lines
+    assert "  to_device       2 values                       64 B" in lines
+
+
 def test_state_is_updated_where_it_lies() -> None:
     mesh = VirtualMesh(fsdp=2)
     step = fzero.simulate(training(ADAMW), mesh)
@@ -225,6 +254,23 @@ def test_state_is_updated_where_it_lies() -> None:
     assert not program.graph.find_nodes(op="call_function", target=ops.to_device), "new parameters overwrite old ones"
     sliced = [argument for argument in program.arguments if argument.bucket is not None]
     assert all(argument.donated for argument in sliced if not program.layouts[argument.bucket].replicated)
+
+
+def test_a_parameter_that_is_read_late_is_not_overwritten_early() -> None:
+    """The norm of the old parameters is taken behind the update."""
+    mesh = VirtualMesh(fsdp=2)
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        new, state, value = training(ADAMW)(params, state, x)
+        return new, state, value + sum(leaf.square().sum() for leaf in tree.leaves(params))
+
+    simulated, batch = fzero.simulate(step, mesh), rows(mesh)
+    expected, losses = train(simulated, begin(ADAMW, mesh), batch)
+    program = simulated.trace(*begin(ADAMW, mesh, STATE), batch)
+    assert not program.graph.find_nodes(op="call_function", target=ops.to_device_)
+    got, others = train(simulated, begin(ADAMW, mesh, STATE), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+    assert_equal(others, losses)
 
 
 def test_gradients_leave_as_soon_as_they_are_there() -> None:
@@ -240,21 +286,50 @@ def test_gradients_leave_as_soon_as_they_are_there() -> None:
     assert len(sent) == len(scatters) == 3 and position[sent[0]] < position[scatters[-1]]
 
 
-def on_ranks(mesh: DeviceMesh) -> list[Any]:
-    """Training with state on the device and on the host, clipped and not: results of this rank."""
+def on_ranks(mesh: DeviceMesh) -> tuple[list[Any], Any, str]:
+    """Training with state on the device and on the host, clipped and not: results of this rank. Measured rates, and the
+    error of ranks that place state differently."""
     results = []
     for optimizer, places in ((ADAMW, (None, HOST)), (CLIPPED, (None, HOST)), (ADAMW, (HOST, HOST))):
         step = fzero.shard(training(optimizer), mesh)
         batch = rows(VirtualMesh(fsdp=mesh.size())).chunk(mesh.size())[mesh.get_rank()]
         runs = [train(step, begin(optimizer, mesh, each), batch) for each in ((None, None), places)]
         results.append([(tree.map(lambda x: x.local, state), losses) for state, losses in runs])
-    return results
+    rates = step.calibrate(*begin(ADAMW, mesh, (HOST, HOST)), batch)
+    try:
+        step(*begin(ADAMW, mesh, (HOST if mesh.get_rank() else None, None)), batch)
+    except FzeroError as error:
+        return results, rates, str(error)
+    return results, rates, ""
 
 
 def test_live_ranks_do_the_same() -> None:
-    for results in run(2, on_ranks):
+    """Ranks that place state differently are named."""
+    for results, rates, message in run(2, on_ranks):
         for resident, offloaded in results:
             assert_equal(offloaded, resident)
+        assert (rates.link, rates.host) == (GUESSES["cpu"].link, GUESSES["cpu"].host) and rates.memory > 0
+        assert "argument 0.layers.0.b: float32[5] of layers.0 in fzero.host(pin=True)" in message
+
+
+def test_a_step_that_keeps_its_arguments_is_the_resident_one() -> None:
+    mesh = VirtualMesh(fsdp=2)
+    step, batch = fzero.simulate(training(CLIPPED), mesh, donate=False), rows(mesh)
+    expected, _ = train(step, begin(CLIPPED, mesh), batch)
+    start = begin(CLIPPED, mesh, STATE)
+    got, _ = train(step, start, batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+    assert not any(leaf.is_donated for leaf in tree.leaves(start))
+
+
+def test_outlined_fragments_leave_the_host_alone() -> None:
+    """As `compile=True` calls them: what runs on the host is in no fragment."""
+    mesh = VirtualMesh(fsdp=2)
+    step, batch = fzero.simulate(training(CLIPPED), mesh), rows(mesh)
+    args = (*begin(CLIPPED, mesh, BOTH), batch)
+    program = step.trace(*args)
+    case = Case(training(CLIPPED), mesh, args)
+    assert_same(case.run(outline(program)), case.run(program))
 
 
 def test_passes_without_offload_are_named() -> None:

@@ -350,6 +350,20 @@ def test_a_policy_is_asked_once_for_each_operation_of_torch() -> None:
     assert all(operation.namespace == "aten" for operation, _ in asked)
 
 
+def test_a_policy_that_counts_is_asked_once_for_all_programs_of_a_trace() -> None:
+    asked: list[Any] = []
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        asked.append(operation)
+        return len(asked) % 2 == 0
+
+    program = on_blocks(fzero.value_and_grad(loss_of(fzero.remat(gelu, policy)))).trace()
+    first = names(apply(program, rematerialize))
+    count = len(asked)
+    assert names(apply(program, rematerialize)) == first
+    assert len(asked) == count > 0
+
+
 def test_another_policy_is_refused() -> None:
     with pytest.raises(FzeroError, match="policy: is 'all'; give None"):
         fzero.remat(gelu, "all")

@@ -143,3 +143,25 @@ def test_a_step_computes_or_waits(name: str, world: int, rates: Rates) -> None:
     assert timeline.seconds == pytest.approx(timeline.compute + timeline.exposed)
     assert all(-1e-12 <= each.exposed <= each.seconds + 1e-12 for each in timeline.transfers)
     assert all(before.end <= after.start for before, after in zip(timeline.transfers, timeline.transfers[1:]))
+
+
+def test_copies_and_the_host_have_lanes() -> None:
+    """A gradient leaves, the host updates, and the parameter comes back; all of it behind the last product."""
+    mesh, optimizer = VirtualMesh(fsdp=1), fzero.optim.sgd(0.5)
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        grads = fzero.grad(lambda p: (x @ p["w"]).square().sum())(params)
+        updates, state = optimizer.update(grads, state, params)
+        return fzero.optim.apply_updates(params, updates), state
+
+    params = fzero.partition({"w": torch.ones(4, 4)}, mesh, to=fzero.host())
+    traced = fzero.simulate(step, mesh).trace(params, optimizer.init(params), torch.ones(2, 4))
+    rates = Rates(flops=1e30, memory=1e30, wire=1e30, launch=0.0, latency=0.0, link=32.0, host=48.0)
+    timeline = traced.timeline(rates)
+    copies = [(each.name, each.start, each.end) for each in timeline.lanes["link"]]
+    assert copies == [("to_device link", 0, 2), ("to_host link", 2, 4)]  # 64 bytes each
+    assert [(span.name, span.start, span.end) for span in timeline.on_host] == [("sgd_", 4, 8)]  # reads 2, writes 1
+    assert timeline.seconds == timeline.exposed == 8 and timeline.compute == 0
+    assert timeline.hidden("to_host") == 0 and timeline.hidden() == 1
+    threads = [event["args"]["name"] for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "M"]
+    assert threads == ["compute", "communication", "link", "host"]

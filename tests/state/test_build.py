@@ -28,6 +28,7 @@ from fzero.state.build.build import build, build_stateful
 from fzero.state.build.deferred import SMALL
 from fzero.state.build.store import Allocation
 from fzero.state.partition import partition
+from fzero.state.quantize import quantize
 from fzero.values.lowering import lower, lower_stateful
 
 MESH = VirtualMesh(fsdp=3)
@@ -472,6 +473,15 @@ def check_layers(mesh: Any) -> None:
         check(LAYERS[name], mesh)
 
 
+def check_codes(mesh: Any) -> None:
+    """What ranks built is quantized where it lies, as whole leaves are."""
+    built, _ = build(Views, mesh, seed=0)
+    whole = unpartition(built)
+    held, expected = (quantize(each, bits=4, block=16, where="") for each in (built, whole))
+    for got, leaf in zip(tree.leaves(unpartition(held)), tree.leaves(expected), strict=True):
+        assert torch.equal(got, leaf)
+
+
 CASES: dict[str, Callable[[Any], Any]] = {
     "model": partial(check, Model),
     "views": partial(check, Views),
@@ -480,6 +490,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "grown": partial(grown, reset=False),
     "grown, reset": partial(grown, reset=True),
     "different": different,
+    "codes": check_codes,
 }
 
 
@@ -488,7 +499,7 @@ def outcomes() -> dict[str, Any]:
     return run_cases(2, CASES)
 
 
-@pytest.mark.parametrize("name", ["model", "views", "layers", "persist"])
+@pytest.mark.parametrize("name", ["model", "views", "layers", "persist", "codes"])
 def test_on_two_ranks(outcomes: dict[str, Any], name: str) -> None:
     values(outcomes[name])
 

@@ -15,8 +15,8 @@ import fzero.checkpoint
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.state import quantize as rounding
 from fzero.state.sources import TensorSource
+from fzero.values import blockwise
 from fzero.values.quantized import Quantized
 
 
@@ -29,6 +29,9 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
         self.requires_grad_(False)
         self.head = nn.Linear(20, 30)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers[1](torch.tanh(self.layers[0](self.embed(tokens)))))
 
 
 def frozen() -> Any:
@@ -72,12 +75,14 @@ def test_codes_do_not_depend_on_ranks_chunks_and_sources(
 ) -> None:
     params, mesh = {"a": {"w": torch.randn(37, 11)}, "b": [torch.randn(130)]}, fzero.VirtualMesh(fsdp=world)
     expected = fzero.quantize(params, bits=bits, block=16, where="")
-    monkeypatch.setattr(rounding, "CHUNK", 48)
+    monkeypatch.setattr(blockwise, "CHUNK", 48)
     assert_same(fzero.quantize(params, bits=bits, block=16, where=""), expected)
     held = fzero.partition(expected, mesh)
     assert_same(held, expected)
     sources = tree.map(TensorSource, params)
     assert_same(fzero.partition(fzero.quantize(sources, bits=bits, block=16, where=""), mesh, chunk=40), expected)
+    exact = fzero.partition(params, mesh)
+    assert_same(fzero.quantize(exact, bits=bits, block=16, where=""), expected)
     file = str(tmp_path / "exact.safetensors")
     fzero.save_safetensors(params, file)
     opened = fzero.quantize(fzero.open_safetensors(file), bits=bits, block=16, where="")
@@ -101,6 +106,39 @@ def test_codes_and_scales_are_saved_and_loaded(tmp_path: Path) -> None:
         weight = loaded["layers"][1]["weight"]
         assert isinstance(weight, Quantized) and is_frozen(weight.codes) and weight.path == "layers.1.weight"
         assert torch.equal(weight.full_tensor(), held["layers"][1]["weight"].full_tensor())
+
+
+def test_files_in_full_precision_are_quantized_while_they_are_read(tmp_path: Path) -> None:
+    file, mesh, exact = str(tmp_path / "exact.safetensors"), fzero.VirtualMesh(fsdp=3), frozen()
+    fzero.save_safetensors({"model": exact}, file)
+    with torch.device("meta"):
+        like = fzero.quantize(fzero.lower(Model())[0], bits=4, block=64)
+    held = fzero.load_safetensors(file, like, mesh, rename=lambda path: f"model.{path}")
+    assert_same(held, fzero.quantize(exact, bits=4, block=64))
+    assert torch.equal(fzero.unpartition(held)["head"]["bias"], exact["head"]["bias"])
+    narrow = fzero.load_safetensors(file, like, mesh, rename=lambda path: f"model.{path}", dtype=torch.bfloat16)
+    assert narrow["layers"][0]["weight"].full_tensor().dtype == torch.bfloat16 == narrow["head"]["weight"].dtype
+    assert_same(narrow, held)
+    with pytest.raises(FzeroError, match=r"layers\.0\.weight: has shape \[20, 20\] in .*, \[20, 10\] in the tree"):
+        like["layers"][0]["weight"] = fzero.quantize({"w": torch.ones(20, 10)}, block=64, where="w")["w"]
+        fzero.load_safetensors(file, like, mesh, rename=lambda path: f"model.{path}")
+    with pytest.raises(FzeroError, match=r"leaves without values \(9\): .*layers\.0\.weight\.codes"):
+        fzero.load_safetensors(file, like, mesh)
+
+
+def test_what_is_built_is_quantized_where_it_lies() -> None:
+    mesh = fzero.VirtualMesh(fsdp=3)
+    built, apply = fzero.build(Model, mesh, seed=0)
+    held = fzero.quantize(built, bits=4, block=64)
+    torch.manual_seed(0)
+    assert_same(held, fzero.quantize(fzero.lower(Model())[0], bits=4, block=64))
+    weight = held["layers"][1]["weight"]
+    assert weight.codes.form.layout.bucket == "layers.1" and is_frozen(weight.scales)
+    assert held["head"]["weight"] is built["head"]["weight"]
+    step = fzero.simulate(fzero.value_and_grad(lambda p, x: apply(p, x).square().mean()), mesh)
+    value, _ = step(held, torch.arange(6))
+    expected = fzero.simulate(apply, mesh)(fzero.partition(fzero.unpartition(held), mesh), torch.arange(6))
+    torch.testing.assert_close(value.mean(), expected.square().mean())
 
 
 def test_a_rank_holds_its_part_of_the_codes() -> None:
@@ -129,13 +167,13 @@ def test_the_page_runs_and_says_what_is(capsys: pytest.CaptureFixture[str]) -> N
     ("make", "error"),
     [
         (lambda p: fzero.quantize(p, bits=3), "bits is 3; give 8 or 4"),
+        (lambda p: fzero.quantize(p, levels="nf4"), "levels is 'nf4' with 8 bits; give 'even', or 'nf4' with bits=4"),
         (lambda p: fzero.quantize(p, block=63), "block is 63; give an even number"),
         (lambda p: fzero.quantize(p, dtype=torch.int8), "dtype is torch.int8; give a floating dtype"),
         (lambda p: fzero.quantize(p), r"chooses none of 3 leaves \(such as b, i, w\); call requires_grad_\(False\)"),
         (lambda p: fzero.quantize(p, where="i"), "i: is torch.int64, and codes stand for floating numbers"),
         (lambda p: fzero.quantize(p, where="b"), "b: has 7 elements, a block 256; leave it out"),
         (lambda p: fzero.quantize(fzero.quantize(p, where="w"), where="w"), "w: is quantized already, with 8 bits"),
-        (lambda p: fzero.quantize(fzero.partition(p, fzero.VirtualMesh(fsdp=2)), where="w"), "w: is partitioned"),
         (lambda p: fzero.quantize({"w": p["w"].log()}, where="w"), "w: element 0 is nan, and a block"),
     ],
 )  # fmt: skip

@@ -157,8 +157,8 @@ def sum_of_squares(context_fn: Callable[..., Any], w: Tensor, x: Tensor) -> Tens
     return x.square().sum()
 
 
-def count_in_torch(context_fn: Callable[..., Any]) -> Counter[str]:
-    """How often plain torch runs each operation for a gradient."""
+def run_in_torch(context_fn: Callable[..., Any], w: Tensor, x: Tensor) -> tuple[Counter[str], Tensor]:
+    """How often plain torch runs each operation for a gradient, and the gradient by `w`."""
     counted = Counter[str]()
 
     class Count(TorchDispatchMode):
@@ -166,19 +166,22 @@ def count_in_torch(context_fn: Callable[..., Any]) -> Counter[str]:
             counted[func.__name__.partition(".")[0]] += 1
             return func(*args, **(kwargs or {}))
 
-    w = torch.randn(8, 8, requires_grad=True)
+    w = w.clone().requires_grad_()
     with Count():
-        torch.autograd.grad(sum_of_squares(context_fn, w, torch.randn(8, 8)), w)
-    return counted
+        (gradient,) = torch.autograd.grad(sum_of_squares(context_fn, w, x), w)
+    return counted, gradient
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_selective_checkpoint_keeps_what_torch_keeps(name: str) -> None:
-    expected, chosen = count_in_torch(CONTEXTS[name]), CONTEXTS[name]
-    params = fzero.partition({"w": torch.randn(8, 8)}, MESH)
+    w, x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0)) / 4
+    expected, gradient = run_in_torch(CONTEXTS[name], w, x)
+    params, rows = fzero.partition({"w": w}, MESH), torch.cat([x, x])  # the same on both ranks
+    chosen = CONTEXTS[name]
     step = fzero.simulate(fzero.grad(lambda p, x: sum_of_squares(chosen, p["w"].full_tensor(), x)), MESH)
-    counted = Counter(names(step.trace(params, torch.randn(16, 8))))
+    counted = Counter(names(step.trace(params, rows)))
     assert {key: counted[key] for key in COMPUTED} == {key: expected[key] for key in COMPUTED}
+    torch.testing.assert_close(fzero.unpartition(step(params, rows))["w"], gradient)
 
 
 def test_a_policy_to_offload_is_refused_by_name() -> None:

@@ -17,8 +17,9 @@ from fzero.values import blockwise
 from fzero.values.blockwise import Coding, decode, encode
 from fzero.values.quantized import Quantized
 
-ERRORS = {8: 254, 4: 14}
-"""Bits -> by what part of the largest element of its block an element changes at most."""
+ERRORS = {(8, "even"): 254, (4, "even"): 14, (4, "nf4"): 6.5}
+"""Bits and levels -> by what part of the largest element of its block an element changes at most."""
+KINDS = pytest.mark.parametrize(("bits", "levels"), ERRORS)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -28,22 +29,24 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (drawn * torch.rand(shape, generator=draw).mul(20).sub(10).exp() * (drawn > -1.5)).to(dtype)
 
 
-def quantized(bits: int, *shape: int, block: int = 64, dtype: torch.dtype = torch.float32) -> Quantized:
-    made = fzero.quantize({"w": values(*shape, dtype=dtype)}, bits=bits, block=block, where="w")["w"]
+def quantized(bits: int, *shape: int, levels: str = "even", dtype: torch.dtype = torch.float32) -> Quantized:
+    made = fzero.quantize({"w": values(*shape, dtype=dtype)}, bits=bits, block=64, levels=levels, where="w")["w"]
     assert isinstance(made, Quantized)
     return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("bits", [8, 4])
+@KINDS
 @pytest.mark.parametrize("shape", [(64, 32), (3, 5, 7), (1001,), (64,)])
-def test_no_element_changes_by_more_than_is_said(bits: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    exact, read = values(*shape, dtype=dtype), quantized(bits, *shape, dtype=dtype).full_tensor()
+def test_no_element_changes_by_more_than_is_said(
+    bits: int, levels: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    exact, read = values(*shape, dtype=dtype), quantized(bits, *shape, levels=levels, dtype=dtype).full_tensor()
     assert (read.shape, read.dtype) == (exact.shape, dtype)
     change = nn.functional.pad((exact.double() - read.double()).view(-1), (0, -exact.numel() % 64)).view(-1, 64)
     largest = nn.functional.pad(exact.double().abs().view(-1), (0, -exact.numel() % 64)).view(-1, 64).amax(1)
     rounding = torch.finfo(dtype).eps if dtype != torch.float64 else torch.finfo(torch.float32).eps
-    assert bool((change.abs().amax(1) <= largest * (1 / ERRORS[bits] + 2 * rounding)).all())
+    assert bool((change.abs().amax(1) <= largest * (1 / ERRORS[bits, levels] + 2 * rounding)).all())
     assert torch.equal(read[exact == 0], exact[exact == 0])
     assert float(change.abs().max()) > 0, "codes of so few bits change something"
 
@@ -62,12 +65,25 @@ def test_codes_by_hand(bits: int) -> None:
     assert decode(codes, scales, coding)[[2, 4, 5]].tolist() == [0.0, 8.0, -8.0]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_chunk_changes_nothing(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = quantized(bits, 37, 29)
+@KINDS
+def test_a_chunk_changes_nothing(bits: int, levels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = quantized(bits, 37, 29, levels=levels)
     read = whole.full_tensor()
     monkeypatch.setattr(blockwise, "CHUNK", 128)
     assert torch.equal(whole.full_tensor(), read)
+
+
+def test_each_level_of_nf4_is_kept_and_normal_elements_change_less() -> None:
+    exact = torch.tensor(blockwise.NF4).repeat(4)
+    assert torch.equal(
+        fzero.quantize({"w": 3 * exact}, bits=4, block=64, levels="nf4", where="w")["w"].full_tensor(), 3 * exact
+    )
+    normal = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    even, nf4 = (
+        fzero.quantize({"w": normal}, bits=4, block=64, levels=levels, where="w")["w"].full_tensor()
+        for levels in ("even", "nf4")
+    )
+    assert (nf4 - normal).square().mean() < 0.9 * (even - normal).square().mean()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -126,3 +142,21 @@ def test_its_gradient_is_refused_or_none() -> None:
         torch.func.grad(loss)(held)
     with pytest.raises(FzeroError, match="each of the 2 leaves of its first argument is frozen"):
         fzero.grad(lambda w: w.sum())(params["w"])
+
+
+def test_what_a_step_captures_is_a_constant_or_refused() -> None:
+    mesh, plain = fzero.VirtualMesh(fsdp=2), quantized(8, 16, 32)
+    held = fzero.partition({"w": plain}, mesh)["w"]
+    params = fzero.partition({"t": torch.ones(16, 32)}, mesh)
+    gradient = fzero.simulate(fzero.grad(lambda p: (plain * p["t"]).sum()), mesh)(params)
+    assert torch.equal(fzero.unpartition(gradient)["t"], plain.full_tensor())
+    with pytest.raises(FzeroError, match=r"w\.codes is state that the step captured.*give it to the step"):
+        fzero.simulate(lambda p: (held * p["t"]).sum(), mesh)(params)
+
+
+def test_a_step_is_given_codes_of_their_own_shape() -> None:
+    """Plain leaves among the arguments of a simulated step are the batch of all ranks, and are cut."""
+    with pytest.raises(
+        FzeroError, match=r"has codes of shape \[256\], and \[512\] belong to it; give it .* partitioned"
+    ):
+        fzero.simulate(lambda q: q.sum(), fzero.VirtualMesh(fsdp=2))(quantized(8, 16, 32))

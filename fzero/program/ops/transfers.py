@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.program.kinds import Kind
+from fzero.program.listing import format_size
 from fzero.program.operation import NO_WORK, Node, Operation, nbytes, values_of
 from fzero.program.records import register
 
@@ -37,7 +38,8 @@ def to_device(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Start to copy these values over the values `into`, which lie on the device."""
+    """Start to copy these values over the values `into`, which lie on the device. What reads those has ended: they
+    were copied to the host since, and the copies have arrived."""
 
 
 def arrive(started: Any) -> Any:
@@ -73,6 +75,11 @@ def count_bytes(node: Node) -> int:
     return nbytes(values_of(node.args[0]))
 
 
+def _line(program: Program, node: Node) -> str:
+    values = f"{len(node.args[0])} values"
+    return f"{node.target.__name__.rstrip('_'):<15} {values:<24} {format_size(count_bytes(node)):>10}"
+
+
 def _define(target: Callable[..., Any], to: Any, perform: Any, **known: Any) -> Any:
     """Register an operation that starts copies to the host or to the device."""
     name = target.__name__
@@ -87,6 +94,7 @@ def _define(target: Callable[..., Any], to: Any, perform: Any, **known: Any) -> 
             memory=_place_copies,
             work=lambda node: NO_WORK,
             label=lambda program, node: f"{name} {len(node.args[0])} values",
+            line=_line,
             **known,
         )
     )

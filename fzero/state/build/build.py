@@ -24,7 +24,7 @@ from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
 from fzero.state.build.store import Store
-from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel
+from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, find_memory
 from fzero.state.partition import partition
 from fzero.state.sources import source_of
 from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
@@ -182,10 +182,12 @@ def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharde
     """Zeros in place of values that share one storage on the meta device. They share one storage on `device`."""
     first = planned[0].local
     numel = first.untyped_storage().nbytes() // first.dtype.itemsize
-    block = allocate(numel, first.dtype, torch.device(device), pin).zero_()
+    place, device = planned[0].place, torch.device(device)
+    block = allocate(numel, first.dtype, *find_memory(place, device, pin)).zero_()
     slices = [value.local for value in planned]
     views = [block.as_strided(x.shape, x.stride(), x.storage_offset()) for x in slices]
-    return [value.with_local(view) for value, view in zip(planned, views)]
+    forms = [value.form._replace(device=block.device if place is None else device) for value in planned]
+    return [Sharded.of_form(view, form) for form, view in zip(forms, views)]
 
 
 def _fill(value: Sharded, leaf: Tensor, chunk: int) -> None:

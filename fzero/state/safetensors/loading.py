@@ -15,8 +15,11 @@ from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.state.partition import partition
+from fzero.state.quantize import quantize_leaf
 from fzero.state.safetensors.reading import open_safetensors
 from fzero.state.sources import Source, TensorSource
+from fzero.values.blockwise import Coding
+from fzero.values.quantized import is_quantized, map_quantized_leaves
 from fzero.values.sharded import Sharded
 
 Files = str | os.PathLike[str] | Mapping[str, Source]
@@ -66,17 +69,49 @@ def load_sources(
     A source has the dtype of its leaf in `like`. `dtype` replaces the dtype of all floating-point leaves. With
     `strict=False`, keys without a leaf are skipped, and leaves without a key stay if they have values.
 
+    A quantized leaf of `like` is in the files as codes and scales, or in full precision at its own path: then it is
+    quantized while it is read.
+
     Raises:
         FzeroError: with every missing and every left-over key; for a leaf of another shape; for a leaf whose stored
             values would change their kind when cast, such as floating-point values to integers.
     """
+    if dtype is not None:
+        like = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), like)
+    where = "" if isinstance(files, Mapping) else str(files)
+    sources: Mapping[str, Source] = files if isinstance(files, Mapping) else open_safetensors(files)
+    leaves, treedef = tree.flatten(like, is_leaf=is_quantized)
+    paths = tree.paths(like, is_leaf=is_quantized)
+    exact = [is_quantized(x) and (rename(path) if rename else path) in sources for path, x in zip(paths, leaves)]
+    whole = [_make_meta(x.coding) if is_exact else x for x, is_exact in zip(leaves, exact)]
+    found = _find_sources(where, sources, tree.unflatten(treedef, whole), rename, strict, dtype)
+    opened = tree.flatten(found, is_leaf=is_quantized)[0]
+    rows = zip(paths, opened, leaves, exact)
+    return tree.unflatten(
+        treedef, [quantize_leaf(at, x, leaf.coding) if is_exact else x for at, x, leaf, is_exact in rows]
+    )
+
+
+def _make_meta(coding: Coding) -> Tensor:
+    """A frozen tensor without values, of the shape and dtype of a quantized leaf."""
+    empty = torch.empty(coding.shape, dtype=coding.dtype, device="meta")
+    return torch.nn.Parameter(empty, requires_grad=False)
+
+
+def _find_sources(
+    where: str,
+    sources: Mapping[str, Source],
+    like: tree.Tree,
+    rename: Rename | None,
+    strict: bool,
+    dtype: torch.dtype | None,
+) -> tree.Tree:
+    """`like` with each leaf replaced by a source among `sources`, which are in the files at `where`."""
     leaves, treedef = tree.flatten(like)
     paths = tree.paths(like)
     for path, leaf in zip(paths, leaves):
         if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
             raise FzeroError(path, f"is a {type(leaf).__name__}, not a tensor", "keep only tensors in the tree")
-    where = "" if isinstance(files, Mapping) else str(files)
-    sources: Mapping[str, Source] = files if isinstance(files, Mapping) else open_safetensors(files)
     keys = [rename(path) if rename else path for path in paths]
     kept = [_keeps_values(key, leaf, sources, strict) for key, leaf in zip(keys, leaves)]
     missing = {path: key for path, key, stays in zip(paths, keys, kept) if key not in sources and not stays}
