@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from fzero.program.operation import Node
@@ -33,6 +34,52 @@ _RESHAPES = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
 _SAME = frozenset({"alias", "detach", "clone", "_to_copy"})
 
 
+class Lookup(NamedTuple):
+    """A lookup of rows of a table by indices, or the gradient of one. Indices may count from the end where it `wraps`.
+
+    Of a gradient, `given` are the gradients of the rows that were looked up. Those of the row `padding` do not count.
+    Where it is `by_count`, each is divided by the number of lookups of its row.
+    """
+
+    given: Node
+    indices: Node
+    wraps: bool = False
+    padding: int = -1
+    by_count: bool = False
+
+
+def find_lookup(node: Node) -> Lookup | None:
+    """The lookup that a node is, if it is one: `embedding`, `index_select`, or an index in brackets."""
+    name = name_of(node)
+    if name == "embedding":
+        return Lookup(*node.args[:2])
+    if name == "index_select" and node.args[1] == 0:
+        return Lookup(node.args[0], node.args[2])
+    return Lookup(node.args[0], node.args[1][0], wraps=True) if name == "index" and _has_one_index(node) else None
+
+
+def find_lookup_gradient(node: Node) -> Lookup | None:
+    """The gradient of a lookup by its table that a node is, if it is one. The table has two dimensions."""
+    name = name_of(node)
+    if name == "embedding_dense_backward":
+        given, indices, _, padding, by_count = node.args
+        return Lookup(given, indices, False, padding, by_count)
+    if name not in ("index_add", "index_put") or node.kwargs or node.meta["val"].ndim != 2:
+        return None
+    if not isinstance(node.args[0], fx.Node) or name_of(node.args[0]) != "new_zeros":
+        return None
+    if name == "index_add":
+        return Lookup(node.args[3], node.args[2]) if node.args[1] == 0 else None
+    adds_up = len(node.args) > 3 and node.args[3]
+    return Lookup(node.args[2], node.args[1][0], wraps=True) if adds_up and _has_one_index(node) else None
+
+
+def _has_one_index(node: Node) -> bool:
+    """Whether a node is given the numbers of rows, and nothing else to choose elements by."""
+    indices = node.args[1]
+    return len(indices) == 1 and indices[0] is not None and indices[0].meta["val"].dtype in (torch.int32, torch.int64)
+
+
 def find_dims(node: Node, dim: int, rows: int) -> Dims | None:
     """What a node needs for some of the `rows` of its result along `dim`; None where this is not known."""
     name = name_of(node)
@@ -40,7 +87,7 @@ def find_dims(node: Node, dim: int, rows: int) -> Dims | None:
         return _PRODUCTS[name][dim]
     if name == "addmm":
         return None if node.kwargs else (_align(node, node.args[0], dim, rows), *_PRODUCTS["mm"][dim])
-    if name == "embedding_dense_backward":
+    if find_lookup_gradient(node) is not None:
         return (None, None) if dim == 0 else None
     if name in _REDUCTIONS:
         return _find_dims_of_reduction(node, dim)

@@ -13,7 +13,7 @@ from fzero.layout.layout import Layout
 from fzero.layout.streams import Stream, find_obstacle, plan_stream
 from fzero.passes.open_losses import open_loss
 from fzero.passes.order import erase_dead, find_changes
-from fzero.passes.rows import find_dims, find_sum_dims, follow_rows, is_carrier, list_reduction_dims
+from fzero.passes.rows import find_dims, find_lookup, find_sum_dims, follow_rows, is_carrier, list_reduction_dims
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
@@ -56,6 +56,9 @@ def stream(program: Program, *, chunk: int) -> Program:
     A leaf is streamed where its uses are matrix products, with a bias or without, and lookups of its rows; the leaf may
     be cast first, or seen in another shape. A leaf with another use, or whose slices do not begin at rows, is gathered
     whole, and a line of `Program.remarks` says so. A streamed leaf is streamed at every stage: each use gathers it.
+
+    Logits of more than `chunk` bytes that such a leaf gives, and that nothing but a cross entropy uses, are computed by
+    chunks too, once for the loss and once for its gradient.
 
     Results are the same up to the order of sums: a product that sums over the rows of the leaf adds up the chunks. The
     comm is that of gathering the leaf for each use, with padding of less than one chunk for each rank.
@@ -254,7 +257,7 @@ def _follow_gathers(
 def _list_whole(use: Use) -> list[Any]:
     """The operands that a use needs whole."""
     if use.how in ("lookup", "reduce"):
-        return list(use.node.args[1:2])
+        return use.node.all_input_nodes[1:]
     return [x for x, dim in zip(use.node.args, use.dims) if dim is None and isinstance(x, fx.Node)]
 
 
@@ -262,8 +265,9 @@ def _find_sum(node: Node, source: Node, dim: int) -> Use | None:
     """The use of a node that sums over the leaf's rows, reduces them, or looks rows up."""
     if node.op != "call_function" or source not in node.args:
         return None
-    if name_of(node) == "embedding":
-        return Use(node, "lookup") if node.args[0] is source and dim == 0 and node.args[1] is not source else None
+    lookup = find_lookup(node)
+    if lookup is not None:
+        return Use(node, "lookup") if lookup.given is source and dim == 0 else None
     if name_of(node) in ("sum", "mean", "logsumexp"):
         return Use(node, "reduce") if dim in list_reduction_dims(node) and node.args.index(source) == 0 else None
     dims = find_sum_dims(node, node.args.index(source), dim)
@@ -287,7 +291,7 @@ def _follow_scatters(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[
             return node
         inner[node] = dim
         given = list(zip(node.args, dims))
-        if any(at is None and x in gathered for x, at in given):
+        if any(x in gathered for x in node.all_input_nodes if not any(x is y and at is not None for y, at in given)):
             return node
         if is_carrier(node) or list_reduction_dims(node):
             waiting += [(x, at) for x, at in given if at is not None]

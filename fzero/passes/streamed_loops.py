@@ -19,7 +19,17 @@ from fzero.base.dtypes import accumulator
 from fzero.base.torch_private import find_root
 from fzero.layout.streams import Stream
 from fzero.passes.order import is_cast
-from fzero.passes.rows import Dims, find_dims, is_transposed, keeps_zeros, list_reduction_dims, resize
+from fzero.passes.rows import (
+    Dims,
+    Lookup,
+    find_dims,
+    find_lookup,
+    find_lookup_gradient,
+    is_transposed,
+    keeps_zeros,
+    list_reduction_dims,
+    resize,
+)
 from fzero.program import ops
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import Node
@@ -196,8 +206,10 @@ class _Emitter:
     def _look_up(self, node: Node) -> Node:
         """The rows found so far, and those that a turn has. In the first turn the kernel refuses indices outside of the
         leaf."""
-        table, indices = node.args[:2]
-        turn, place, wrong = self._find_places(indices)
+        lookup = find_lookup(node)
+        assert lookup is not None  # the stream pass has looked
+        table, indices = lookup.given, lookup.indices
+        turn, place, wrong = self._find_places(lookup)
         turn, place = (
             self.program.emit(_aten.masked_fill.Scalar, x, wrong, value) for x, value in ((turn, 0), (place, -1))
         )
@@ -239,29 +251,33 @@ class _Emitter:
 
     def _compute(self, node: Node, dims: Dims, dim: int) -> Node:
         """What a node computes, for the rows of a turn along a dimension of its result."""
-        if name_of(node) == "embedding_dense_backward":
-            return self._add_up_rows(node)
+        lookup = find_lookup_gradient(node)
+        if lookup is not None:
+            return self._add_up_rows(lookup)
         every = (*dims, *[None] * len(node.args))
         args = [self._rows(x, at) if at is not None else self._share(x) for x, at in zip(node.args, every)]
         made = self.body.emit(node.target, *resize(node, args, dim, self.plan.rows_of_chunk), **node.kwargs)
         made.stack_trace = node.stack_trace
         return made
 
-    def _add_up_rows(self, node: Node) -> Node:
+    def _add_up_rows(self, lookup: Lookup) -> Node:
         """The gradient of the rows of a turn that lookups read. A row more takes what belongs to other turns."""
-        gradient, indices, _, padding, by_count = node.args
-        emit, rows = self.program.emit, self.plan.rows_of_chunk
-        turn, place, wrong = self._find_places(indices)
-        if padding >= 0:
-            wrong = emit(_aten.logical_or.default, wrong, emit(_aten.eq.Scalar, indices, padding))
+        emit, rows, indices = self.program.emit, self.plan.rows_of_chunk, lookup.indices
+        turn, place, wrong = self._find_places(lookup)
+        if lookup.padding >= 0:
+            wrong = emit(_aten.logical_or.default, wrong, emit(_aten.eq.Scalar, indices, lookup.padding))
         turn = emit(_aten.masked_fill.Scalar, turn, wrong, -1)
         _, local = self._look_inside(indices, turn, place, outside=rows)
-        sums = self.body.emit(node.target, self._share(gradient), local, rows + 1, rows, by_count)
+        given = self._share(lookup.given), local, rows + 1, rows, lookup.by_count
+        sums = self.body.emit(_aten.embedding_dense_backward.default, *given)
         return self.body.emit(_aten.slice.Tensor, sums, 0, 0, rows)
 
-    def _find_places(self, indices: Node) -> tuple[Node, Node, Node]:
+    def _find_places(self, lookup: Lookup) -> tuple[Node, Node, Node]:
         """Of each index: the turn that has its row, the place of the row in the chunk, and whether no turn has it."""
-        emit, held, height = self.program.emit, self.plan.held, self.plan.height
+        emit, held, height, indices = self.program.emit, self.plan.held, self.plan.height, lookup.indices
+        if lookup.wraps:
+            from_end = emit(_aten.add.Tensor, indices, self.plan.rows)
+            indices = emit(_aten.where.self, emit(_aten.lt.Scalar, indices, 0), from_end, indices)
         rank = emit(_aten.div.Tensor_mode, indices, held, rounding_mode="floor")
         row = emit(_aten.remainder.Scalar, indices, held)
         turn = emit(_aten.div.Tensor_mode, row, height, rounding_mode="floor")

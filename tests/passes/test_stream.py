@@ -198,7 +198,13 @@ def multiplies_what_is_infinite_where_there_is_no_row(p: Any, batch: Any) -> Ten
     return (x @ weigh(p["head"], batch).abs().log()).square().mean()
 
 
-USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum, reduces]
+def looks_up_in_brackets(p: Any, batch: Any) -> Tensor:
+    """Indices in brackets may count from the end."""
+    rows = p["embedding"][batch["x"] - (batch["x"] > 20) * len(p["embedding"])]
+    return (rows * p["head"].index_select(0, batch["y"].flatten()).view_as(rows)).square().mean()
+
+
+USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum, reduces, looks_up_in_brackets]
 
 
 @pytest.mark.parametrize("loss", USES)
@@ -341,8 +347,8 @@ def test_chunks_beside_a_budget_and_state_on_the_host() -> None:
 # what is gathered whole, and bad input
 
 
-def takes_rows_by_index(p: Any, batch: Any) -> Tensor:
-    return (p["embedding"][batch["x"]] @ p["head"].T).square().mean()
+def adds_up_bags(p: Any, batch: Any) -> Tensor:
+    return (functional.embedding_bag(batch["x"], p["embedding"]) @ p["head"].T).square().mean()
 
 
 def has_tiles(p: Any, batch: Any) -> Tensor:
@@ -366,7 +372,7 @@ def sorts_the_gradient(p: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "leaf", "operation"),
     [
-        (takes_rows_by_index, "embedding", "index"),
+        (adds_up_bags, "embedding", "_embedding_bag"),
         (has_tiles, "head", "loop"),
         (multiplies_the_leaf_by_itself, "head", "mm"),
         (multiplies_two_leaves, "embedding", "mm"),
