@@ -22,6 +22,7 @@ import flags
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
+from measure import growth
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy, dropout
@@ -137,6 +138,43 @@ def repeats(mesh: DeviceMesh) -> Found:
     return require(train(mesh, Training(drop=0.1, is_remat=True)), train(mesh, Training(drop=0.1)), FP32)
 
 
+def fits(mesh: DeviceMesh) -> Found:
+    """A step with two thirds of the memory of stage 3 has its loss. Beside the budget what the allocator of the device
+    handed out: it rounds up."""
+    tokens = torch.randint(CONFIG.vocab, (512, CONFIG.seq + 1), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(mesh.device_type)  # so many that activations are most of the memory
+    params, state, step = place(mesh, Training(), stage=3, donate=False)
+    expected = step(params, state, tokens)[2]
+    budget = step.trace(params, state, tokens).memory().peak * 2 // 3
+    params, state, step = place(mesh, Training(), memory=budget, donate=False)
+    found = require([step(params, state, tokens)[2].item()], [expected.item()], FP32)
+    given = sum(x.local.nbytes for x in tree.leaves((params, state))) + tokens.nbytes
+    grown = growth(lambda: step(params, state, tokens), tokens.device)
+    return found | {"budget": budget, "arguments": given, "grown": grown}
+
+
+def dequantizes(mesh: DeviceMesh) -> Found:
+    """Codes stand for the same numbers on the device, and a step computes with these."""
+    torch.manual_seed(0)
+    params, apply = fzero.lower(GPT(CONFIG))
+    tokens, found = next(batches()), dict[str, Any]()
+
+    def loss(params: Any, tokens: Tensor) -> Tensor:
+        return cross_entropy(apply(params, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def read(params: Any) -> list[Tensor]:
+        leaves, _ = tree.flatten(params, is_leaf=lambda x: hasattr(x, "full_tensor"))
+        return [leaf.full_tensor() for leaf in leaves if hasattr(leaf, "coding")]
+
+    for how in ({"bits": 8}, {"bits": 4, "block": 64}, {"bits": 4, "block": 64, "levels": "nf4"}):
+        held = fzero.quantize(params, where=lambda path, leaf: leaf.ndim == 2, **how)
+        there = fzero.partition(held, mesh)
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(read(held), read(there), strict=True))
+        got = fzero.shard(loss, mesh)(there, tokens.to(mesh.device_type))
+        found[str(how)] = require([got.item()], [loss(held, tokens).item()], FP32)["apart"]
+    return found
+
+
 def calibrates(mesh: DeviceMesh) -> Found:
     params, state, step = place(mesh, Training())
     tokens = next(batches()).to(mesh.device_type)
@@ -215,6 +253,9 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "clipping and schedule": partial(equals_cpu, Training(is_clipped=True), FP32),
     "optimizer on the host": partial(equals_cpu, Training(is_clipped=True, state_to=fzero.host()), FP32),
     "all on the host": partial(equals_cpu, Training(params_to=fzero.host(), state_to=fzero.host()), FP32),
+    "budget": fits,
+    "streamed": partial(equals_cpu, Training(), FP32, chunk="64KiB"),
+    "quantized": dequantizes,
     "calibrate": calibrates,
     "save and load": saves,
     "checkpoint meanwhile": saves_meanwhile,

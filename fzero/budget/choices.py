@@ -98,12 +98,12 @@ def list_bucket_choices(
     for first in uses:
         if first in done:
             continue
-        names = _close({first}, uses)
-        done |= names
-        own = list(dict.fromkeys(use for name in sorted(names) for use in uses[name]))
+        names = sorted(_close({first}, uses))  # sums of seconds round alike on all ranks
+        done.update(names)
+        own = list(dict.fromkeys(use for name in names for use in uses[name]))
         once, again = (sum(column) for column in zip(*(gathers[name] for name in names)))
-        shown = (1 - weights.wire) * once if any(line[use.start].loops for use in own) else 0.0
-        seconds = weights.wire * again - shown
+        exposed = (1 - weights.wire) * once if any(line[use.start].loops for use in own) else 0.0
+        seconds = weights.wire * again - exposed
         if seconds > 0:
             yield _describe_bucket(program, own, seconds), frozenset(names)
 

@@ -47,7 +47,7 @@ def fit(traced: Program, limit: int, rewrite: Rewrite) -> Program:
 
     It chooses from the program that keeps all saved values and gathers every bucket again: which buckets stay gathered,
     and which saved values are computed again. Seconds are those of `program.rates`. Where that does not suffice,
-    collectives do not start ahead of their use.
+    collectives start less far ahead of their use, or not at all.
 
     Raises:
         FzeroError: where the least peak is above the limit, with the largest values that are alive there.

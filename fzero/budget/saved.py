@@ -224,9 +224,9 @@ class _Part:
         )
 
     def _time(self, nodes: set[Node]) -> float:
-        """Seconds of these nodes, in all turns."""
+        """Seconds of these nodes, in all turns. The sum is exact, and so the same on all ranks in any order."""
         turns = _count_turns(get_mark(self.members[0]).turns)
-        return turns * sum(self.rates.compute(work(node)) for node in nodes)
+        return turns * math.fsum(self.rates.compute(work(node)) for node in nodes)
 
     def describe(self, levels: Sequence[tuple[set[int], int, float]]) -> Segment:
         """The segment with these levels, in the numbers of the trace."""

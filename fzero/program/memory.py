@@ -234,7 +234,7 @@ class Allocator:
         if node.op == "get_attr":
             return (self.new(("constant", node.target), value),)
         if node.op != "call_function":
-            return (self._allocate(node, value, None),)
+            return (self._place_batch(node, value),)
         operation = record(node)
         if operation.memory is not None:
             return operation.memory(self, node)
@@ -249,6 +249,14 @@ class Allocator:
     def where(self, key: Key) -> Where:
         """Where a storage lies."""
         return "host" if key in self.on_host else "device"
+
+    def _place_batch(self, node: Node, value: Any) -> Any:
+        """The location of an argument that is no state. Memory in front of its first element is left out: a rank's part
+        may be a view of all parts, and ranks count alike."""
+        at = self._allocate(node, value, None)
+        if isinstance(at, Location):
+            self.nbytes[node] -= value.storage_offset() * value.element_size()
+        return at
 
     # for the rules of operations
 

@@ -59,9 +59,16 @@ def allocate_slices(
 
 
 def find_memory(place: Placement | None, device: torch.device, pin: bool) -> tuple[torch.device, bool]:
-    """`(device, pin)` of the memory of a placement; those given for the device."""
+    """`(device, pin)` of the memory of a placement; those given for the device.
+
+    Raises:
+        FzeroError: for a placement beside a device that is neither a CPU nor a CUDA device.
+    """
     if place is None or device.type == "meta":
         return device, pin
+    if device.type not in ("cpu", "cuda"):
+        way_out = "leave it out: copies run between the host and CPU or CUDA devices"
+        raise FzeroError("to", f"is {place}, beside slices for {device}", way_out)
     return torch.device("cpu"), place.pin and torch.accelerator.is_available()
 
 

@@ -85,6 +85,8 @@ def quantize(
         raise FzeroError("fzero.quantize", problem, way_out)
     held = {paths[i]: leaves[i] for i in chosen if is_sharded(leaves[i])}
     for i in chosen:
+        if not isinstance(leaves[i], Tensor):
+            leaves[i] = source_of(leaves[i], paths[i])  # of an array
         _check_leaf(paths[i], leaves[i], block)
         coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block, levels)
         leaves[i] = quantize_leaf(paths[i], leaves[i], coding)
@@ -97,7 +99,11 @@ def quantize(
 def _make_choice(where: Where | None, block: int) -> Callable[[str, Any], bool]:
     """The predicate of path and leaf that `where` stands for."""
     if isinstance(where, str):
-        pattern = re.compile(where)
+        try:
+            pattern = re.compile(where)
+        except re.error as error:
+            way_out = "give one such as r'proj\\.weight$', or a function of path and leaf"
+            raise FzeroError("where", f"{where!r} is no regular expression: {error}", way_out) from error
         return lambda path, leaf: pattern.search(path) is not None
     if where is not None:
         return where
@@ -194,13 +200,13 @@ class _Stored:
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out`, 1-d and uint8, with the bytes [start, start + out.numel())."""
-        self._fill(Stretch(start, out), check_range(self, start, out))
+        self._fill(Stretch(start, out), check_range(self, start, out), self._coding.chunk // self._coding.block)
 
-    def _fill(self, room: Stretch, wanted: range) -> None:
-        """Compute the bytes `wanted`, and copy those that a stretch of memory has room for."""
+    def _fill(self, room: Stretch, wanted: range, many: int) -> None:
+        """Compute the bytes `wanted`, so `many` blocks at a time, and copy those that a stretch of memory has room
+        for."""
         width, coding = self._width, self._coding
         blocks = range(wanted.start // width, -(-wanted.stop // width))
-        many = coding.chunk // coding.block
         for first in blocks[::many]:
             elements = range(first * coding.block, min(min(first + many, blocks.stop) * coding.block, coding.numel))
             values = _check_finite(self._where, elements.start, self._read(elements))
@@ -225,7 +231,8 @@ class _StoredOnRanks(_Stored):
 
     def fill(self, on: Home, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of the codes or scales, 1-d. All ranks of the leaf's mesh call together."""
-        self._fill(Stretch(layout.part(leaf, on.rank).start, out), range(self.shape.numel()))
+        room, many = Stretch(layout.part(leaf, on.rank).start, out), max(chunk // (4 * self._coding.block), 1)
+        self._fill(room, range(self.shape.numel()), many)
 
     def _read(self, elements: range) -> Tensor:
         return assemble_piece(self.value, elements).float()

@@ -1,8 +1,8 @@
 """Quantized: a value that is stored as codes and scales, and reads as an ordinary floating tensor.
 
 A `Quantized` is a tree of two leaves, `codes` and `scales`. So it is partitioned, saved, loaded and given to a step as
-any two leaves are: a gather moves the codes as they are stored. Both are frozen.
-To torch a `Quantized` is a tensor: each function of it is that of the dequantized value.
+any two leaves are: a gather moves the codes as they are stored. Both are frozen. To torch a `Quantized` is a tensor:
+each function of it is that of the dequantized value.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class Quantized(Tensor):
                 f"is quantized: {name} would differentiate it or change it in place",
                 _WAY_OUT,
             )
-        read = torch_private.map_pytree(_read, (args, kwargs), is_leaf=is_quantized)
-        return func(*read[0], **read[1])
+        args, kwargs = _read_all((args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """A kernel of torch that was called past `__torch_function__`, on the dequantized value."""
-        read = torch_private.map_pytree(_read, (args, kwargs or {}), is_leaf=is_quantized)
-        return func(*read[0], **read[1])
+        args, kwargs = _read_all((args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantized:
         return Quantized(copy.deepcopy(self.codes, memo), copy.deepcopy(self.scales, memo), self.coding)
@@ -118,8 +118,12 @@ def map_quantized_leaves(fn: Callable[[Quantized], Any], values: tree.Tree) -> t
     return tree.unflatten(treedef, [fn(x) if is_quantized(x) else x for x in leaves])
 
 
-def _read(x: Any) -> Any:
-    return x.full_tensor() if is_quantized(x) else x
+def _read_all(given: Any) -> Any:
+    """A structure with each `Quantized` of it dequantized. A `Sharded` stays the same object, which remembers that it
+    was gathered."""
+    return torch_private.map_pytree(
+        lambda x: x.full_tensor() if is_quantized(x) else x, given, is_leaf=lambda x: isinstance(x, Tensor)
+    )
 
 
 def _flatten(value: Quantized) -> tuple[list[Any], Coding]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import fzero
 from fzero import tree
+from fzero.values.quantized import is_quantized
 from property_tests.laws import slow
 from property_tests.steps import WIDE
 
@@ -81,11 +82,10 @@ def one_by_one(body: Any, carry: Any, xs: Any, *, layers: Any) -> Any:
     return carry, torch.stack(ys)
 
 
-@given(loops())
-@slow
-def test_a_loop_over_layers_is_its_layers(case: Any) -> None:
-    pieces, count, ranks, options = case
-    generator, mesh = torch.Generator().manual_seed(len(pieces)), fzero.VirtualMesh(fsdp=ranks)
+def make_arguments(case: Any) -> tuple[Any, Tensor]:
+    """Parameters and a batch."""
+    pieces, count, ranks, _ = case
+    generator = torch.Generator().manual_seed(len(pieces))
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=WIDE) * 0.6
@@ -95,7 +95,12 @@ def test_a_loop_over_layers_is_its_layers(case: Any) -> None:
         "blocks": [{name: numbers(*shape) for name, shape in shapes.items()} for _ in range(count)],
         "first": {"w": numbers(WIDTH, WIDTH)},
     }
-    x = numbers(4 * ranks, WIDTH)
+    return params, numbers(4 * ranks, WIDTH)
+
+
+def make_loss(case: Any) -> Callable[[Any, Any, Tensor], Tensor]:
+    """`loss(scan, params, x)`."""
+    pieces, count, _, options = case
 
     def layer(h: Tensor, q: Any) -> Tensor:
         for piece in pieces:
@@ -114,6 +119,16 @@ def test_a_loop_over_layers_is_its_layers(case: Any) -> None:
         h, ys = scan(body, start, xs, layers=p["blocks"])
         return h.square().sum() + ys.sum()
 
+    return loss
+
+
+@given(loops())
+@slow
+def test_a_loop_over_layers_is_its_layers(case: Any) -> None:
+    _, _, ranks, options = case
+    params, x = make_arguments(case)
+    loss, mesh = make_loss(case), fzero.VirtualMesh(fsdp=ranks)
+
     def run(scan: Any) -> Any:
         def step(p: Any, x: Tensor) -> Any:
             if options["microbatches"] is not None:
@@ -125,3 +140,27 @@ def test_a_loop_over_layers_is_its_layers(case: Any) -> None:
         return fzero.unpartition(sharded(fzero.partition(params, mesh), x))
 
     torch.testing.assert_close(run(fzero.scan), run(one_by_one), rtol=1e-9, atol=1e-9)
+
+
+@given(loops(), st.booleans(), st.sampled_from([8, 4]))
+@slow
+def test_quantized_layers_are_their_dequantized_values(case: Any, is_loop: bool, bits: int) -> None:
+    _, _, ranks, options = case
+    params, x = make_arguments(case)
+    loss, mesh, scan = make_loss(case), fzero.VirtualMesh(fsdp=ranks), fzero.scan if is_loop else one_by_one
+    held = fzero.quantize(params, bits=bits, block=6, where=r"blocks\.\d+\.w")
+    leaves, treedef = tree.flatten(held, is_leaf=is_quantized)
+    dense = [nn.Parameter(x.full_tensor(), requires_grad=False) if is_quantized(x) else x for x in leaves]
+
+    def step(p: Any, x: Tensor) -> Any:
+        if options["microbatches"] is not None:
+            return fzero.accumulate(lambda p, x: (loss(scan, p, x), len(x)), options["microbatches"])(p, x)
+        return fzero.value_and_grad(lambda p: loss(scan, p, x))(p)
+
+    sharded = fzero.simulate(step, mesh, stage=options["stage"])
+    got, expected = (
+        tree.leaves(fzero.unpartition(sharded(fzero.partition(each, mesh), x)))
+        for each in (held, tree.unflatten(treedef, dense))
+    )
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from processes import run
 from programs import measure_peak
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import fzero
@@ -162,6 +164,28 @@ def test_the_measured_peak_is_the_predicted_one(name: str, donate: bool) -> None
         else:
             assert most <= program.memory().peak <= budget
             assert program.memory().peak <= 1.05 * most
+
+
+def train_on_a_rank(mesh: DeviceMesh, name: str, budget: int) -> tuple[list[str], list[Tensor]]:
+    """The lines of the program, and the results of two steps on real ranks."""
+    given = case(name, mesh.size())
+    step = fzero.shard(given.step, mesh, memory=budget)
+    params = fzero.partition(given.params, mesh)
+    x = given.x.chunk(mesh.size())[mesh.get_local_rank()]
+    lines = step.trace(params, OPTIMIZER.init(params), x).lines()
+    params, state, _ = step(params, OPTIMIZER.init(params), x)
+    return lines, whole(step(params, state, x))
+
+
+def test_real_ranks_choose_alike() -> None:
+    """Each process hashes names and nodes in its own way."""
+    given = case("unrolled")
+    budget = list_budgets(given.least(), given.trace(stage=3).memory().peak)[1]
+    (lines, first), (others, second) = run(2, train_on_a_rank, "unrolled", budget)
+    virtual = fzero.simulate(given.step, given.mesh, memory=budget)
+    expected = whole(virtual(*virtual(*given.args)[:2], given.x))
+    assert lines == others and lines == given.trace(memory=budget).lines()
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, first, second, strict=True))
 
 
 def test_a_region_by_budget_keeps_everything_where_there_is_no_budget() -> None:

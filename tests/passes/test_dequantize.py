@@ -185,6 +185,19 @@ def test_a_quantized_leaf_meets_a_sharded_one(combine: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def test_a_trained_leaf_beside_a_quantized_one_is_scattered_once() -> None:
+    """Although two functions use both."""
+    mesh = fzero.VirtualMesh(fsdp=2)
+    params = {"w": torch.randn(16, 16), "b": torch.randn(16)}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.tanh(nn.functional.linear(x, p["w"], p["b"])), p["w"], p["b"]).square().mean()
+
+    held = fzero.partition(fzero.quantize(params, block=64, where="w"), mesh)
+    program = fzero.simulate(fzero.grad(loss), mesh).trace(held, torch.ones(4, 16))
+    assert len(calls(program, ops.reduce_scatter)) == 1
+
+
 def program_of(given: Any, loss: Loss, **how: Any) -> Any:
     mesh = fzero.VirtualMesh(fsdp=2)
     return fzero.simulate(fzero.grad(loss), mesh, **how).trace(fzero.partition(given, mesh), tokens())

@@ -102,6 +102,11 @@ def test_leaves_that_are_whole_on_every_rank_stay_on_the_device() -> None:
     assert [leaf.place for leaf in tree.leaves(params)] == [None, HOST] * 3
 
 
+def test_a_placement_beside_another_device_is_named() -> None:
+    with pytest.raises(FzeroError, match="beside slices for mps.*CPU or CUDA"):
+        fzero.partition(layers(), VirtualMesh(fsdp=2), device="mps", to=HOST)
+
+
 def test_a_placement_of_another_kind_is_named() -> None:
     with pytest.raises(FzeroError, match="to.*is 'cpu'.*fzero.host()"):
         fzero.partition(layers(), VirtualMesh(fsdp=2), to="cpu")

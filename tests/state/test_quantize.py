@@ -15,6 +15,7 @@ import fzero.checkpoint
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.state import quantize as rounding
 from fzero.state.sources import TensorSource
 from fzero.values import blockwise
 from fzero.values.quantized import Quantized
@@ -76,6 +77,7 @@ def test_codes_do_not_depend_on_ranks_chunks_and_sources(
     params, mesh = {"a": {"w": torch.randn(37, 11)}, "b": [torch.randn(130)]}, fzero.VirtualMesh(fsdp=world)
     expected = fzero.quantize(params, bits=bits, block=16, where="")
     monkeypatch.setattr(blockwise, "CHUNK", 48)
+    monkeypatch.setattr(rounding, "CHUNK_NBYTES", 300)
     assert_same(fzero.quantize(params, bits=bits, block=16, where=""), expected)
     held = fzero.partition(expected, mesh)
     assert_same(held, expected)
@@ -141,6 +143,14 @@ def test_what_is_built_is_quantized_where_it_lies() -> None:
     torch.testing.assert_close(value.mean(), expected.square().mean())
 
 
+def test_an_array_is_quantized() -> None:
+    numpy = pytest.importorskip("numpy")
+    array = numpy.linspace(-1, 1, 300, dtype=numpy.float32)
+    mesh = fzero.VirtualMesh(fsdp=2)
+    held = fzero.partition(fzero.quantize({"w": array}, block=16, where="w"), mesh)
+    assert_same(held, fzero.quantize({"w": torch.from_numpy(array)}, block=16, where="w"))
+
+
 def test_a_rank_holds_its_part_of_the_codes() -> None:
     params = {"w": torch.randn(64, 64)}
     held = fzero.partition(fzero.quantize(params, bits=4, block=64, where="w"), fzero.VirtualMesh(fsdp=4))
@@ -168,6 +178,8 @@ def test_the_page_runs_and_says_what_is(capsys: pytest.CaptureFixture[str]) -> N
     [
         (lambda p: fzero.quantize(p, bits=3), "bits is 3; give 8 or 4"),
         (lambda p: fzero.quantize(p, levels="nf4"), "levels is 'nf4' with 8 bits; give 'even', or 'nf4' with bits=4"),
+        (lambda p: fzero.quantize(p, where="*.w"), r"where: '\*\.w' is no regular expression: nothing to repeat"),
+        (lambda p: fzero.quantize(p | {"n": 3}, where="n"), "n: is a int, not a tensor"),
         (lambda p: fzero.quantize(p, block=63), "block is 63; give an even number"),
         (lambda p: fzero.quantize(p, dtype=torch.int8), "dtype is torch.int8; give a floating dtype"),
         (lambda p: fzero.quantize(p), r"chooses none of 3 leaves \(such as b, i, w\); call requires_grad_\(False\)"),
