@@ -52,7 +52,7 @@ def find_obstacle(layout: Layout, leaf: int) -> str:
     width = math.prod(layout.leaves[leaf].shape[1:])
     if len(layout.leaves) > 1:
         return f"shares the bucket {layout.bucket!r} with other leaves; give it one of its own with partition(layers=)"
-    if layout.shard % width:
+    if layout.shard % width or layout.leaf_ranges[leaf].start:
         return f"is cut within rows of {width} elements; cut it between rows with partition(granularity=)"
     return ""
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from fzero.base.errors import FzeroError
@@ -165,12 +166,18 @@ def _find_uses(
     uses: list[Use] = []
     refused = _follow_gathers(leaf, rows, inner, uses, opened or ()) or _follow_scatters(leaf, rows, inner, uses)
     refused = refused or next((node for node in inner if storage(node) in changed), None)
+    refused = refused or next((use.node for use in uses if _gets_another_shape(use.node)), None)
     plan = _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
     refused = refused or next((node for node in _list_nodes(plan) if node in taken), None)
     if refused is not None:
         return f"{name_of(refused)} uses it{line_of(refused)}"
     _check_chunk(layout, leaf, chunk)
     return plan
+
+
+def _gets_another_shape(node: Node) -> bool:
+    """Whether a user gives a value another shape in place, as `squeeze_` does: the value's own shape is not known."""
+    return any(torch.Tag.inplace_view in getattr(user.target, "tags", ()) for user in node.users)
 
 
 def _list_nodes(plan: _Plan) -> list[Node]:

@@ -359,6 +359,11 @@ def multiplies_the_leaf_by_itself(p: Any, batch: Any) -> Tensor:
     return (p["head"] @ p["head"].T).square().mean() + look_up(p, batch).square().mean()
 
 
+def squeezes_in_place(p: Any, batch: Any) -> Tensor:
+    """torch multiplies a vector by a matrix as a matrix of one row, and gives the product another shape in place."""
+    return (look_up(p, batch)[0, 0] @ p["head"].T).square().mean()
+
+
 def multiplies_two_leaves(p: Any, batch: Any) -> Tensor:
     """One loop cannot take both by rows."""
     return (p["embedding"] @ p["head"].T).square().mean() + look_up(p, batch).square().mean()
@@ -375,6 +380,7 @@ def sorts_the_gradient(p: Any, batch: Any) -> Tensor:
         (adds_up_bags, "embedding", "_embedding_bag"),
         (has_tiles, "head", "loop"),
         (multiplies_the_leaf_by_itself, "head", "mm"),
+        (squeezes_in_place, "head", "mm"),
         (multiplies_two_leaves, "embedding", "mm"),
         (sorts_the_gradient, "head", "sort"),
     ],
