@@ -169,6 +169,7 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
         if not row.is_budget:
             axes.plot(row.peak, row.milliseconds, "x" if row.name.startswith("fzero") else "s", color="black")
             axes.annotate(row.name, (row.peak, row.milliseconds), textcoords="offset points", xytext=(4, 4))
+    axes.margins(x=0.15)
     axes.legend()
     figure.savefig(path, dpi=120)
 
