@@ -93,8 +93,8 @@ def _list_members(trace: _Trace) -> Iterator[list[Node]]:
         mark = get_mark(node)
         if node.op != "call_function" or mark.in_backward or mark.port is not None or node in trace.layer:
             continue
-        if not all(region.by_budget for region in mark.regions):
-            continue
+        if mark.regions and not mark.regions[0].by_budget:
+            continue  # the policy of the outermost region decides
         used = [trace.layer[source] for source in node.all_input_nodes if source in trace.layer]
         layer = layer if layer in used or not used else used[0]
         here = mark.turns, mark.regions[:1] or layer
