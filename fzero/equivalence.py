@@ -32,7 +32,8 @@ def check_equivalence(
     batch: tuple[tree.Tree, ...],
     *,
     ranks: int | VirtualMesh = 8,
-    stage: int = 3,
+    stage: int | None = None,
+    memory: int | str | None = None,
     steps: int = 1,
     rtol: float = 1e-4,
     atol: float = 1e-5,
@@ -45,7 +46,7 @@ def check_equivalence(
     `state` and `batch` are tuples of trees of full tensors, which stay as they are. `train_step(*state, *batch)`
     returns the new state, tree by tree, and then its other results. Every step gets the same batch. The trees of
     `state` are partitioned by `fzero.partition`, each `like` the trees before it. Every tensor of `batch` is cut along
-    dim 0, one part for each rank. `stage`, `reduce_dtype`, `passes` and `data` are as in `fzero.simulate`.
+    dim 0, one part for each rank. `stage`, `memory`, `reduce_dtype`, `passes` and `data` are as in `fzero.simulate`.
 
     Returns:
         Path of each result -> its largest difference over all steps.
@@ -55,7 +56,7 @@ def check_equivalence(
             where shapes or dtypes differ; as `fzero.simulate` does.
     """
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
-    step = simulate(train_step, mesh, stage=stage, reduce_dtype=reduce_dtype, passes=passes, data=data)
+    step = simulate(train_step, mesh, stage=stage, memory=memory, reduce_dtype=reduce_dtype, passes=passes, data=data)
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:
         sharded = (*sharded, partition(part, mesh, like=sharded))

@@ -170,3 +170,9 @@ def test_different_values_that_are_no_numbers_differ(ours: float, theirs: float)
 def test_integers_that_float64_has_not_are_compared() -> None:
     with pytest.raises(FzeroError, match="element 0 is"):
         _compare("x", torch.tensor([2**53 + 1]), torch.tensor([2**53]), (1e-4, 1e-5))
+
+
+def test_a_budget_is_compared_too() -> None:
+    fzero.check_equivalence(training(ADAM), state(), (examples(),), ranks=2, memory="1GiB", steps=2)
+    with pytest.raises(fzero.FzeroError, match="memory: is 1 B"):
+        fzero.check_equivalence(training(ADAM), state(), (examples(),), ranks=2, memory=1)

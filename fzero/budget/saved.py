@@ -93,8 +93,8 @@ def _list_members(trace: _Trace) -> Iterator[list[Node]]:
         mark = get_mark(node)
         if node.op != "call_function" or mark.in_backward or mark.port is not None or node in trace.layer:
             continue
-        if not all(region.by_budget for region in mark.regions):
-            continue
+        if mark.regions and not mark.regions[0].by_budget:
+            continue  # the policy of the outermost region decides
         used = [trace.layer[source] for source in node.all_input_nodes if source in trace.layer]
         layer = layer if layer in used or not used else used[0]
         here = mark.turns, mark.regions[:1] or layer
@@ -129,6 +129,22 @@ class _Trace:
                 (source,) = node.all_input_nodes
                 if source in self.layer:
                     self.layer[node] = self.layer[source]
+
+
+class _Chain(NamedTuple):
+    """The nodes that compute a value again, the memory that has to live until then and would not otherwise, all memory
+    that the nodes begin from, the bytes that are not kept then, and the seconds of the nodes."""
+
+    nodes: set[Node]
+    needs: set[Any]
+    ends: set[Any]
+    gain: int
+    seconds: float
+
+    def changes_with(self, memory: Any, other: _Chain) -> bool:
+        """Whether this chain is another one once the value in `memory` is computed again by the `other` chain."""
+        is_apart = self.nodes.isdisjoint(other.nodes) and self.needs.isdisjoint(other.needs)
+        return memory in self.ends or not is_apart
 
 
 class _Part:
@@ -181,37 +197,39 @@ class _Part:
         the value goes whose bytes save most for the time that it takes to compute it again."""
         kept, again, held = set(self.values), set[Node](), set[Any]()
         lost, total, seconds = set[int](), 0, 0.0
+        found: dict[Any, _Chain] = {}  # in order, so that equal layers are cut alike
+        changed = list(self.values)
         while kept:
-            left = [memory for memory in self.values if memory in kept]  # in order, so that equal layers are cut alike
-            found = {memory: self._find_chain(memory, kept - {memory}, again) for memory in left}
-            gains = {
-                memory: (self._count(memory) - sum(self._count(x) for x in needs - held), self._time(chain))
-                for memory, (chain, needs) in found.items()
-            }
-            best = max(gains, key=lambda memory: gains[memory][0] / max(gains[memory][1], LEAST_SECONDS))
+            found |= {memory: self._find_chain(memory, kept, again, held) for memory in changed}
+            best = max(found, key=lambda memory: found[memory].gain / max(found[memory].seconds, LEAST_SECONDS))
+            chosen = found.pop(best)
             kept.remove(best)
-            again |= found[best][0]
-            held |= found[best][1]
+            again |= chosen.nodes
+            held |= chosen.needs
             lost |= {self.position[node] for node in self.groups[best]}
-            total, seconds = total + gains[best][0], seconds + gains[best][1]
+            total, seconds = total + chosen.gain, seconds + chosen.seconds
             yield set(lost), total, seconds
+            changed = [memory for memory, chain in found.items() if chain.changes_with(best, chosen)]
 
-    def _find_chain(self, memory: Any, kept: set[Any], again: set[Node]) -> tuple[set[Node], set[Any]]:
-        """The nodes to compute a value again, beside those that are computed `again` anyway, and the memory that has to
-        live until then and would not otherwise."""
-        chain, needs = set[Node](), set[Any]()
+    def _find_chain(self, memory: Any, kept: set[Any], again: set[Node], held: set[Any]) -> _Chain:
+        """What it takes to compute a value again, where the nodes `again` are computed again anyway and the memory
+        `held` is alive until then anyway."""
+        chain, needs, ends = set[Node](), set[Any](), set[Any]()
         stack = [node for node in self.groups[memory] if any(get_mark(user).in_backward for user in node.users)]
         while stack:
             node = stack.pop()
             own = storage(node)
             if node in chain or node in again or node in self.trace.layer:
                 continue
-            if node in self.position and own not in kept and own not in self.stays:
+            if node in self.position and (own == memory or own not in kept) and own not in self.stays:
                 chain.add(node)
                 stack += node.all_input_nodes
-            elif own not in self.trace.alive and isinstance(node.meta.get("val"), Tensor):
+                continue
+            ends.add(own)
+            if own not in self.trace.alive and isinstance(node.meta.get("val"), Tensor):
                 needs.add(own)
-        return chain, needs
+        gain = self._count(memory) - sum(self._count(x) for x in needs - held)
+        return _Chain(chain, needs, ends, gain, self._time(chain))
 
     def _count(self, memory: Any) -> int:
         """Bytes of a value, in all turns that keep it."""

@@ -206,6 +206,17 @@ def test_a_region_by_budget_is_computed_again_as_a_whole_or_in_part() -> None:
     assert [str(node.target) for node in least.graph.nodes].count("aten.gelu.default") == 2 * LAYERS
 
 
+def test_a_region_by_budget_decides_about_the_regions_inside_it() -> None:
+    """The budget computes the values of an inner region again too."""
+    outer = fzero.remat(fzero.remat(block), "budget")
+    nested = case("remat by budget")._replace(step=partial(train, partial(unroll, block=outer)))
+    least = nested.least()
+    assert least == case("remat by budget").least()
+    plain, step = (fzero.simulate(nested.step, nested.mesh, **how) for how in ({"stage": 3}, {"memory": least}))
+    for a, b in zip(whole(plain(*nested.args)), whole(step(*nested.args)), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_report_says_what_was_chosen_and_what_more_would_buy() -> None:
     given, least = case("unrolled"), least_of("unrolled")
     report = fzero.simulate(given.step, given.mesh, memory=least).report(*given.args)
