@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fzero.base.errors import FzeroError
@@ -19,6 +20,16 @@ class Host:
 
     def __repr__(self) -> str:
         return f"fzero.host(pin={self.pin})"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Files in a folder: `fzero.disk(path)` makes one."""
+
+    path: Path
+
+    def __repr__(self) -> str:
+        return f"fzero.disk({str(self.path)!r})"
 
 
 Placement = Host

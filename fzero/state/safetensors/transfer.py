@@ -20,13 +20,6 @@ SYNC_FILE_RANGE_WRITE = 2
 """A number of Linux."""
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor. The view is valid while the tensor lives."""
-    nbytes = tensor.numel() * tensor.itemsize
-    # Not `tensor.numpy()`: numpy is optional, and has no bfloat16. ctypes refuses an array of no bytes.
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
-
-
 def read_into(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill `buffer` from byte `offset` of a file on. Returns the bytes read: fewer than asked for only at the file's
     end."""
