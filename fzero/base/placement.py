@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from fzero.base.errors import FzeroError
 
@@ -17,6 +17,7 @@ class Host:
     """The memory of the host, pinned with `pin` where there is an accelerator: `fzero.host()` makes one."""
 
     pin: bool = True
+    where: ClassVar[Literal["host"]] = "host"
 
     def __repr__(self) -> str:
         return f"fzero.host(pin={self.pin})"
@@ -27,17 +28,18 @@ class Disk:
     """Files in a folder: `fzero.disk(path)` makes one."""
 
     path: Path
+    where: ClassVar[Literal["disk"]] = "disk"
 
     def __repr__(self) -> str:
         return f"fzero.disk({str(self.path)!r})"
 
 
-Placement = Host
+Placement = Host | Disk
 
 
 def check_placement(to: Any) -> None:
     """Refuse what is neither a placement nor None."""
-    if to is not None and not isinstance(to, Host):
+    if to is not None and not isinstance(to, Placement):
         raise FzeroError("to", f"is {to!r}", "give a placement, such as fzero.host(), or None for the device")
 
 
