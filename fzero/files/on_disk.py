@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,9 +23,10 @@ aten = torch.ops.aten
 class OnDisk(Tensor):
     """[n] a tensor of the CPU whose elements are bytes of an extent.
 
-    Functions of torch that read it get its elements in memory. `copy_`, `fill_` and `zero_` write it. A slice of it is
-    an `OnDisk` of a part of the extent, and so are `detach()`, `view(-1)` and `view(dtype)`. Other views of it, and
-    other functions that write into it, are refused, because they would write into a copy.
+    Functions of torch that read it get its elements in memory. `copy_`, `fill_` and `zero_` write it, and `empty_like`,
+    `zeros_like` and `full_like` make another one beside it. A slice of it is an `OnDisk` of a part of the extent, and
+    so are `detach()`, `view(-1)` and `view(dtype)`. Other views of it, and other functions that write into it, are
+    refused, because they would write into a copy.
     """
 
     extent: Extent
@@ -37,6 +39,11 @@ class OnDisk(Tensor):
 
     def __init__(self, *of: Any) -> None:
         pass  # `__new__` did it; the constructor of Tensor takes no arguments
+
+    @property
+    def place(self) -> Disk:
+        """The placement that the file belongs to."""
+        return Disk(self.extent.store.path)
 
     __torch_function__ = torch_private.disabled_torch_function
 
@@ -101,7 +108,9 @@ def allocate(place: Disk, dtype: torch.dtype, numel: int, rank: int | None, buck
     Raises:
         FzeroError: for a path that is no folder or cannot be written to; where the disk has no room.
     """
-    return OnDisk(open_store(place.path).allocate(numel * dtype.itemsize, rank, bucket, leaf), 0, numel, dtype)
+    store = open_store(place.path)
+    extent = store.allocate(numel * dtype.itemsize, store.open_file(rank, bucket), leaf)
+    return OnDisk(extent, 0, numel, dtype)
 
 
 def read(values: Sequence[OnDisk], into: Sequence[Tensor] | None = None) -> Started:
@@ -119,6 +128,16 @@ def write(values: Sequence[Tensor], into: Sequence[OnDisk]) -> Started:
     return Started(list(into), [
         future for x, memory in zip(into, values) for future in x.extent.store.write([_move(x, memory)])
     ])  # fmt: skip
+
+
+def load(x: Tensor) -> Tensor:
+    """A tensor itself, or the copy in host memory of a tensor on disk."""
+    return x.clone() if isinstance(x, OnDisk) else x
+
+
+def address_of(x: Tensor) -> tuple[str, int]:
+    """The place of a tensor's first byte: a file, "" for memory, and a number of bytes from its start."""
+    return (str(x.extent.file.path), x.extent.start + x.start) if isinstance(x, OnDisk) else ("", x.data_ptr())
 
 
 def _move(x: OnDisk, memory: Tensor) -> Move:
@@ -196,6 +215,15 @@ def _zero_(x: OnDisk) -> OnDisk:
     return _fill_(x, 0)
 
 
+def _make_like(func: Any, value: Any, x: OnDisk, *args: Any, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
+    """Another tensor on disk, filled with `value` unless it is None. On a device that is named a tensor there."""
+    if how.get("device") is not None or how.get("pin_memory"):
+        return _run_on_copies(func, (x, *args), {"dtype": dtype, **how})
+    extent = x.extent.store.allocate(x.numel() * (dtype or x.dtype).itemsize, x.extent.file, x.extent.leaf)
+    made = OnDisk(extent, 0, x.numel(), dtype or x.dtype)
+    return made if value is None else made.fill_(value)
+
+
 def _copy_to_memory(
     x: OnDisk,
     *,
@@ -227,6 +255,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _copy_to_memory,
     aten._to_copy.default: _copy_to_memory,
     aten.is_pinned.default: lambda x, device=None: False,
+    aten.empty_like.default: partial(_make_like, aten.empty_like.default, None),
+    aten.zeros_like.default: partial(_make_like, aten.zeros_like.default, 0),
+    aten.ones_like.default: partial(_make_like, aten.ones_like.default, 1),
+    aten.full_like.default: lambda x, value, **how: _make_like(aten.full_like.default, value, x, value, **how),
 }
 _READS_NO_ELEMENTS = {
     getattr(aten, name).default

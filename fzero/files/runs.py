@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from fzero.base.errors import FzeroError
+from fzero.base.placement import check_folder
 
 PREFIX = "run-"
 LOCK = "lock"
@@ -35,16 +36,6 @@ class Run:
         if os.getpid() == self._owner:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._lock)
-
-
-def check_folder(path: Path) -> None:
-    """Refuse a path that is no folder, or that this process cannot write to."""
-    if not path.is_dir():
-        problem = "is there, and is no folder" if path.exists() else "is no folder"
-        raise FzeroError(f"disk {str(path)!r}", problem, "give the path of a folder that is there")
-    if not os.access(path, os.W_OK | os.X_OK):
-        problem = f"cannot be written to by user {os.getuid()}"
-        raise FzeroError(f"disk {str(path)!r}", problem, "give a folder of your own, or change its mode")
 
 
 def remove_dead(path: Path) -> None:

@@ -70,7 +70,7 @@ class Store:
     """The files of one process below a path: one for each rank and bucket."""
 
     def __init__(self, path: Path) -> None:
-        self._run = Run(path)
+        self.path, self._run = path, Run(path)
         self.counts = Counts()
         self._owner = os.getpid()
         self._files: dict[str, File] = {}
@@ -81,20 +81,25 @@ class Store:
             self._blocks.put(Blocks(DEPTH // THREADS))
         weakref.finalize(self, self._run.end)
 
-    def allocate(self, nbytes: int, rank: int | None, bucket: str, leaf: str) -> Extent:
-        """Room in the file of a rank and bucket. `rank` None stands for all virtual ranks together.
-
-        Raises:
-            FzeroError: naming the leaf, where the disk has no room.
-        """
-        self._check_process(leaf)
+    def open_file(self, rank: int | None, bucket: str) -> File:
+        """The file of a rank and bucket. `rank` None stands for all virtual ranks together."""
         owner = "all-ranks" if rank is None else f"rank-{rank}"
         # A name of a file is short: buckets with long names that begin alike share a file.
         name = f"{owner}.{quote(bucket, safe='')[:MAX_NAME]}"
         with self._lock:
             if name not in self._files:
                 self._files[name] = File(self._run.folder / name)
-            return Extent(self, self._files[name], nbytes, leaf)
+            return self._files[name]
+
+    def allocate(self, nbytes: int, file: File, leaf: str) -> Extent:
+        """Room in a file of this store.
+
+        Raises:
+            FzeroError: naming the leaf, where the disk has no room.
+        """
+        self._check_process(leaf)
+        with self._lock:
+            return Extent(self, file, nbytes, leaf)
 
     def read(self, moves: Sequence[Move]) -> list[Future[None]]:
         """Start to copy bytes of files to memory."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fzero.files import OnDisk
 from fzero.state.fill import chunk_numel
 from fzero.state.sources import Source, TensorSource
 
@@ -67,7 +68,7 @@ def iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
 def _is_plain(values: TensorSource) -> bool:
     """Whether the tensor's memory on the CPU holds its values in order."""
     tensor = values.tensor
-    lazy = tensor.is_conj() or tensor.is_neg()
+    lazy = tensor.is_conj() or tensor.is_neg() or isinstance(tensor, OnDisk)
     return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
 
 
