@@ -179,7 +179,7 @@ class Step:
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
         data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
-        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args)
+        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args, self._on.rank)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
