@@ -22,6 +22,7 @@ from fzero.base.torch_private_functions import copy_graph
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
+from fzero.program.copies import count_copies
 from fzero.program.kinds import Kind
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
@@ -190,6 +191,11 @@ class Program:
     def comm(self) -> list[Comm]:
         """All collectives, in the order in which every rank starts them."""
         return list_comm(self)
+
+    def copies(self, rank: int = RANK) -> dict[str, int]:
+        """Operation -> the bytes that a rank copies by it in a step: "read" from files and "write" into files, "to_host"
+        and "to_device". `rank` is a position along the shard axis."""
+        return dict(count_copies(self, rank))
 
     def memory(self) -> Memory:
         """Bytes of live tensors after each node, arguments included, on the rank whose peak is largest."""
