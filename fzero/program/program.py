@@ -18,6 +18,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement
+from fzero.base.torch_private_functions import copy_graph
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
@@ -125,11 +126,7 @@ class Program:
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""
-        graph = fx.Graph()
-        output = graph.graph_copy(self.graph, {}, return_output_node=True)
-        assert output is not None  # every traced graph has an output
-        graph.output(output[0]).meta = dict(output[1].meta)
-        return replace(self, graph=graph)
+        return replace(self, graph=copy_graph(self.graph))
 
     def __repr__(self) -> str:
         return f"Program({self.name} on {self.mesh}: {len(self.graph.nodes)} nodes, {len(self.arguments)} arguments)"
