@@ -36,15 +36,17 @@ def offload(program: Program) -> Program:
     * Numbers that follow from arguments alone, such as a step count, are computed and copied first, so that no update
       waits for them.
 
-    A list operation is cut into one for the host and one for the device, and an update on the host into one for each
-    bucket. Same results, bit for bit, where the device is a CPU. A program without state on the host stays as it is.
+    A list operation is cut into one for the device and, on the host, one for each bucket. Same results, bit for bit,
+    where the device is a CPU. A program without state on the host stays as it is.
     """
     if not is_placed(program):
         return program
     program = program.copy()
     _place_bodies(program)
     kinds = _cut_updates(program)
-    _Transfers(program, _find_host(program, kinds), kinds).insert()
+    on_host = _find_host(program, kinds)
+    _cut_followers(program, on_host, kinds)
+    _Transfers(program, on_host, kinds).insert()
     return program
 
 
@@ -69,8 +71,8 @@ def _place_bodies(program: Program) -> None:
 
 
 def _cut_updates(program: Program) -> dict[Node, Kind]:
-    """Cut list operations, so that all leaves of a call are in one place, and all leaves that an update takes from the
-    host in one bucket. Returns the kinds of the nodes."""
+    """Cut list operations, so that all leaves of a call are in one place, and on the host in one bucket. Returns the
+    kinds of the nodes."""
     kinds, on_host = infer(program), _list_arguments(program)
     node = next(iter(program.graph.nodes))
     while node.op != "output":  # over what a cut inserts, too
@@ -84,21 +86,40 @@ def _cut_updates(program: Program) -> dict[Node, Kind]:
 
 
 def _group_rows(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> list[list[int]]:
-    """The leaves of a list operation by place, those of an update on the host by bucket as well, in the order in which
-    gradients are there."""
+    """The leaves of a list operation by place, those on the host by bucket as well. Those of an update are in the order
+    in which gradients are there."""
     groups: dict[Any, list[int]] = {}
     columns = [arg for arg in node.args if isinstance(arg, (list, tuple)) and len(arg) == len(node.args[0])]
     for row in range(len(node.args[0])):
         key: Any = any(column[row] in on_host for column in columns if isinstance(column[row], fx.Node))
-        if key and record(node).gradients is not None:
-            kind = kinds.get(node.args[0][row])
-            key = kind.bucket if isinstance(kind, Slice) else key
+        if key:
+            key = _find_bucket(node.args[0][row], kinds) or key
         groups.setdefault(key, []).append(row)
     position = record(node).gradients
     if position is None:
         return list(groups.values())
     grads = node.args[position]
     return sorted(groups.values(), key=lambda rows: max(grads[row] for row in rows))
+
+
+def _cut_followers(program: Program, on_host: set[Node], kinds: dict[Node, Kind]) -> None:
+    """Cut the other list operations on the host by bucket as well, the last first: `kinds` does not know what a cut
+    inserts."""
+    for call in reversed(list(program.graph.nodes)):
+        if call in on_host and has_rows(call):
+            groups: dict[str | None, list[int]] = {}
+            for row, x in enumerate(call.args[0]):
+                groups.setdefault(_find_bucket(x, kinds), []).append(row)
+            if len(groups) > 1:
+                new = cut_rows(program, call, list(groups.values()))
+                items = [item for part in new for item in part.users]
+                on_host.update(new, items, *(item.users for item in items if is_call(item.args[0], call.target)))
+
+
+def _find_bucket(node: Node, kinds: dict[Node, Kind]) -> str | None:
+    """The bucket whose slice a value is; None for any other value."""
+    kind = kinds.get(node)
+    return kind.bucket if isinstance(kind, Slice) else None
 
 
 def _find_host(program: Program, kinds: dict[Node, Kind]) -> set[Node]:
@@ -207,9 +228,8 @@ class _Transfers:
         """Values that are copied at once: slices that a collective made together, and otherwise slices of a bucket."""
         groups: dict[Any, list[Node]] = {}
         for x in dict.fromkeys(values):
-            kind = self.kinds.get(x)
-            bucket = kind.bucket if isinstance(kind, Slice) else None
-            groups.setdefault((self._origins.get(x), x.op, bucket, is_wide(x), x in self._early), []).append(x)
+            key = self._origins.get(x), x.op, _find_bucket(x, self.kinds), is_wide(x), x in self._early
+            groups.setdefault(key, []).append(x)
         return list(groups.values())
 
     def _return(self) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from torch import fx
 
+from fzero.passes.host_updates import order_updates
 from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
@@ -24,7 +25,7 @@ SLACK = 2.0
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
     the device in front of that in the same way. Wait for each reduce-scatter where its result is used, or where another
-    one starts and it is done.
+    one starts and it is done. Update state on the host as gradients arrive there.
 
     A loop over layers gathers the layer of the next turn while it computes.
 
@@ -41,6 +42,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     copies = {node: [node] for node in program.graph.nodes if _is_copy_of_state(node)}
     reorder(program.graph, _start_early(program.graph, copies, costs, limit))
     reorder(program.graph, _wait_late(program, costs, limit))
+    reorder(program.graph, order_updates(program, costs))
     for node in program.graph.nodes:
         if body_of(node) is not None:
             node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
