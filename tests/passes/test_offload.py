@@ -308,7 +308,7 @@ def test_live_ranks_do_the_same() -> None:
     for results, rates, message in run(2, on_ranks):
         for resident, offloaded in results:
             assert_equal(offloaded, resident)
-        assert (rates.link, rates.host) == (GUESSES["cpu"].link, GUESSES["cpu"].host) and rates.memory > 0
+        assert all(rate > 0 for rate in rates) and rates.link != GUESSES["cpu"].link
         assert "argument 0.layers.0.b: float32[5] of layers.0 in fzero.host(pin=True)" in message
 
 
