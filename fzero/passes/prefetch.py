@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
@@ -14,6 +13,7 @@ from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
+from fzero.program.ops.transfers import copy_of
 from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
@@ -27,7 +27,8 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     the device in front of that in the same way. Wait for each reduce-scatter where its result is used, or where another
     one starts and it is done. Update state on the host as gradients arrive there.
 
-    A loop over layers gathers the layer of the next turn while it computes.
+    A loop over layers gathers the layer of the next turn while it computes, and copies that of the turn behind it from
+    the host.
 
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
@@ -50,11 +51,11 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
 
 
 def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:
-    """A loop that gathers the layer of the next turn during each turn, where that takes time and fits."""
+    """A loop that gathers the layer of the next turn during each turn, where that or its copies take time and fit."""
     early = loop.find_early()
-    seconds = sum(costs[node].comms[0][1] for node in early)
+    seconds = sum(costs[node].seconds + sum(each for _, each in costs[node].comms) for node in early)
     limit = 2 * _find_largest(loop.body) if memory is None else memory
-    fits = sum(nbytes(node.meta["val"]) for node in early) <= limit
+    fits = sum(nbytes(node.meta["val"]) for node in early if starts(node)) <= limit
     return loop._replace(is_early=loop.length > 1 and seconds > 0 and fits)
 
 
@@ -71,7 +72,7 @@ def _find_largest(program: Program) -> int:
 
 def _list_with_copies(gather: Node) -> list[Node]:
     """An all-gather behind the copies from the host that it reads."""
-    items = [x for x in gather.all_input_nodes if is_call(x, operator.getitem) and is_call(x.args[0], ops.arrive)]
+    items = [x for x in gather.all_input_nodes if copy_of(x) is not None]
     arrived = [x.args[0] for x in items]
     return list(dict.fromkeys([*(x.args[0] for x in arrived), *arrived, *items, gather]))
 
