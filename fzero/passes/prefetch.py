@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
 
 from torch import fx
 
+from fzero.passes.host_updates import order_updates
 from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
-from fzero.program.ops.transfers import count_bytes
+from fzero.program.ops.transfers import copy_of, count_bytes
 from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
@@ -25,14 +25,16 @@ SLACK = 2.0
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
     the device in front of that in the same way, and reads of state from a disk in front of these. Wait for each
-    reduce-scatter where its result is used, or where another one starts and it is done.
+    reduce-scatter where its result is used, or where another one starts and it is done. Update state on the host as
+    gradients arrive there.
 
-    A loop over layers gathers the layer of the next turn while it computes.
+    A loop over layers gathers the layer of the next turn while it computes, and copies that of the turn behind it from
+    the host.
 
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
     bucket. The peak grows by at most the sum of these. On the host at most `memory` bytes of what was read await their
-    use, and at most as many are being written; by default twice the largest read. Same results, bit for bit.
+    use in front of an all-gather, and at most as many are being written; by default twice the largest read. Same results, bit for bit.
     All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
     """
     program = program.copy()
@@ -47,6 +49,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
     reorder(program.graph, _start_early(program.graph, {node: [node] for node in reads}, costs, staged))
     reorder(program.graph, _wait_late(program, costs, limit))
+    reorder(program.graph, order_updates(program, costs))
     reorder(program.graph, _wait_for_writes(program.graph, staged))
     for node in program.graph.nodes:
         if body_of(node) is not None:
@@ -55,11 +58,11 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
 
 
 def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:
-    """A loop that gathers the layer of the next turn during each turn, where that takes time and fits."""
+    """A loop that gathers the layer of the next turn during each turn, where that or its copies take time and fit."""
     early = loop.find_early()
-    seconds = sum(costs[node].comms[0][1] for node in early)
+    seconds = sum(costs[node].seconds + sum(each for _, each in costs[node].comms) for node in early)
     limit = 2 * _find_largest(loop.body) if memory is None else memory
-    fits = sum(nbytes(node.meta["val"]) for node in early) <= limit
+    fits = sum(nbytes(node.meta["val"]) for node in early if starts(node)) <= limit
     return loop._replace(is_early=loop.length > 1 and seconds > 0 and fits)
 
 
@@ -80,8 +83,7 @@ def _list_with_copies(start: Node, costs: Costs) -> list[Node]:
 
     def visit(node: Node) -> None:
         for x in node.all_input_nodes:
-            is_item = is_call(x, operator.getitem) and is_call(x.args[0], ops.arrive)
-            if x.op == "call_function" and (is_item or is_call(x, ops.arrive) or costs[x].lane != COMPUTE):
+            if x.op == "call_function" and (copy_of(x) is not None or is_call(x, ops.arrive) or costs[x].lane != COMPUTE):
                 visit(x)
         found[node] = None
 
