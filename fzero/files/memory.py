@@ -30,7 +30,15 @@ def new_buffer(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes < BUFFER_NBYTES:
         return torch.empty(numel, dtype=dtype, device="cpu")
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=numel)  # anonymous: no file lies behind it
+    return torch.frombuffer(_map_pages(nbytes), dtype=dtype, count=numel)
+
+
+def _map_pages(nbytes: int) -> mmap.mmap:
+    """New memory on a border of pages. No file lies behind it, and a child process gets a copy."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the host cannot allocate {nbytes} bytes: {error.strerror}") from error
 
 
 class Blocks:
@@ -41,7 +49,7 @@ class Blocks:
 
     def __init__(self, count: int) -> None:
         self.nbytes = count * BLOCK_NBYTES
-        memory = mmap.mmap(-1, self.nbytes)
+        memory = _map_pages(self.nbytes)
         self.view = memoryview(memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 

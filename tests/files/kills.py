@@ -91,6 +91,8 @@ def fork(path: Path, steps: int) -> tuple[int, int]:
 def kill_rounds(path: Path, kills: int, seed: int) -> None:
     draw = random.Random(seed)
     (path / "disk").mkdir()
+    checkpoint.save(path / "warm", start_state(None), step=0)  # what torch and fzero do once, children need not do
+    checkpoint.load(path / "warm", start_state(None))
     steps = list[int]()
     for _ in range(kills):
         child, pipe = fork(path, 10**6)
