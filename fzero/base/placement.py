@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from fzero.base.errors import FzeroError
 
@@ -18,6 +18,7 @@ class Host:
     """The memory of the host, pinned with `pin` where there is an accelerator: `fzero.host()` makes one."""
 
     pin: bool = True
+    where: ClassVar[Literal["host"]] = "host"
 
     def __repr__(self) -> str:
         return f"fzero.host(pin={self.pin})"
@@ -28,6 +29,7 @@ class Disk:
     """Files in a folder: `fzero.disk(path)` makes one."""
 
     path: Path
+    where: ClassVar[Literal["disk"]] = "disk"
 
     def __repr__(self) -> str:
         return f"fzero.disk({str(self.path)!r})"

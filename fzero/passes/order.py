@@ -113,6 +113,12 @@ def _drop_rows_of(call: Node, columns: list[Node]) -> None:
             call.graph.erase_node(node)
 
 
+def _has_effect(node: Node, read: set[Any]) -> bool:
+    """Whether a node does more than to compute its value: it writes into memory that is read later, or is no call."""
+    written = find_writes(node)
+    return any(storage(x) in read for x in written) if written else bool(node.is_impure(impure_random=False))
+
+
 def erase_dead(graph: fx.Graph) -> None:
     """Erase the nodes whose value no result needs, and which write into no memory that a later node reads or the caller
     holds."""
@@ -120,9 +126,7 @@ def erase_dead(graph: fx.Graph) -> None:
     needed: set[Node] = set()
     read = {storage(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")} & changed
     for node in reversed(list(graph.nodes)):
-        written = find_writes(node)
-        has_effect = any(storage(x) in read for x in written) if written else node.is_impure(impure_random=False)
-        if has_effect or node in needed:
+        if node in needed or _has_effect(node, read):
             needed.update(node.all_input_nodes)
             if changed:
                 read.update(storage(x) for x in node.all_input_nodes)
@@ -137,7 +141,7 @@ def reorder(graph: fx.Graph, wanted: Iterable[Node]) -> None:
     """Put the nodes into the order `wanted`, in which each stands behind its inputs. A node that would pass a read or
     write of memory that it depends on waits for it. The output stays last."""
     dependences = find_dependences(graph)
-    _rearrange(graph, _sort(wanted, dependences) if dependences else wanted)
+    _rearrange(graph, sort(wanted, dependences) if dependences else wanted)
 
 
 def restore_order(graph: fx.Graph) -> None:
@@ -145,11 +149,11 @@ def restore_order(graph: fx.Graph) -> None:
 
     Nodes that stand behind their inputs keep their order.
     """
-    _rearrange(graph, _sort(graph.nodes, find_dependences(graph)))
+    _rearrange(graph, sort(graph.nodes, find_dependences(graph)))
     erase_dead(graph)
 
 
-def _sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list[Node]:
+def sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list[Node]:
     """The nodes behind their inputs and dependences. Among the nodes that are ready, the first of `wanted` is next."""
     position = {node: index for index, node in enumerate(wanted)}
     followers: dict[Node, list[Node]] = {}
