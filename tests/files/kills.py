@@ -1,10 +1,10 @@
-"""Kills: processes that are killed while their state is on a disk, and what the next process finds.
+"""Kills: processes that are killed while they train state on a disk, and what the next process finds.
 
     python tests/files/kills.py --kills 100 --seed 0
 
-A process loads the last checkpoint to a disk, compares it with what is known of its step, and goes on: each step makes
-new state on the disk and writes over other state in place. Now and then it saves. It is killed after a random time. The
-next process has to find a checkpoint that is whole, and no folder of a dead run once it has made its own.
+A process loads the last checkpoint to a disk, compares it with the same training in memory, goes on, and saves every
+third step. It is killed after a random time. The next process has to find a checkpoint that is whole, and no folder of
+a dead run once it has made its own.
 """
 
 from __future__ import annotations
@@ -23,64 +23,70 @@ from typing import Any
 import torch
 
 import fzero
-from fzero import checkpoint, tree
+from fzero import checkpoint, optim, tree
 
 MESH = fzero.VirtualMesh(fsdp=2)
-SHAPES = {"up": (70, 41), "down": (3000,), "head": (513, 7)}
+OPTIMIZER = optim.adamw(0.1)
+BATCH = torch.linspace(-1, 1, 4 * 7).view(4, 7)
 ERROR = 3
 
 
-def start_state(to: Any) -> Any:
-    """The state before the first step."""
-    whole = {name: torch.arange(float(torch.Size(shape).numel())).view(shape) for name, shape in SHAPES.items()}
+def train_step(params: Any, state: Any, x: Any) -> Any:
+    grads = fzero.grad(lambda p: (torch.tanh(x @ p["up"]) @ p["down"]).square().mean())(params)
+    updates, state = OPTIMIZER.update(grads, state, params)
+    return optim.apply_updates(params, updates), state
+
+
+STEP = fzero.simulate(train_step, MESH)
+
+
+def start_training(to: Any) -> Any:
+    """Parameters and Adam's state before the first step."""
+    whole = {"up": torch.linspace(-1, 1, 7 * 600).view(7, 600), "down": torch.linspace(1, 2, 600 * 5).view(600, 5)}
     params = fzero.partition(whole, MESH, to=to)
-    return {"params": params, "sums": tree.map(torch.zeros_like, params), "step": 0}
+    return params, OPTIMIZER.init(params, to=to)
 
 
-def advance(state: Any) -> Any:
-    """The state behind one more step: new parameters, and sums that are written in place."""
-    step = state["step"] + 1
-    params = tree.map(lambda x: x * 0.75 + step, state["params"])
-    tree.map(lambda total, x: total.local.copy_(total.local + x.local), state["sums"], params)
-    return {"params": params, "sums": state["sums"], "step": step}
+def train(params: Any, state: Any, steps: int) -> Any:
+    for _ in range(steps):
+        params, state = STEP(params, state, BATCH)
+    return params, state
 
 
-def check(state: Any, to: Any) -> None:
-    """Assert that a state is what its step leaves, bit for bit. Nothing of `to` is read for what is expected."""
-    expected = start_state(None)
-    for _ in range(state["step"]):
-        expected = advance(expected)
-    names = tree.paths(state)
-    pairs = zip(names, tree.leaves(fzero.unpartition(state)), tree.leaves(fzero.unpartition(expected)), strict=True)
-    for path, got, known in pairs:
-        assert torch.equal(torch.as_tensor(got), torch.as_tensor(known)), f"{path} of step {state['step']}"
+def check(got: Any, expected: Any) -> None:
+    """Assert that two trees hold the same values, bit for bit."""
+    pairs = zip(tree.paths(got), tree.leaves(fzero.unpartition(got)), tree.leaves(fzero.unpartition(expected)))
+    for path, x, known in pairs:
+        assert torch.equal(x, known), path
 
 
-def run(path: Path, steps: int, begun: Callable[[], Any]) -> None:
-    """Go on from the last checkpoint for some steps."""
+def run(path: Path, known: Any, steps: int, begun: Callable[[], Any]) -> None:
+    """Go on for some steps from the last checkpoint, which has to hold what is `known`."""
     place = fzero.disk(path / "disk")
-    state = start_state(place)
+    params, state = start_training(place)
     found = os.listdir(place.path)
     assert len(found) == 1, f"folders of dead runs: {found}"
-    if checkpoint.latest(path / "run") is not None:
-        state = checkpoint.load(path / "run", state, donate=True)
-    begun()
-    check(state, place)
-    for _ in range(steps):
-        state = advance(state)
-        if state["step"] % 3 == 0:
-            checkpoint.save(path / "run", state, step=state["step"], keep=2, wait=state["step"] % 2 == 0)
+    done = checkpoint.latest(path / "run") or 0
+    if done:
+        params, state = checkpoint.load(path / "run", (params, state), donate=True)
+    check((params, state), known)
+    for number in range(done + 1, done + steps + 1):
+        params, state = train(params, state, 1)
+        if number == done + 1:
+            begun()  # the first step traces
+        if number % 3 == 0:
+            checkpoint.save(path / "run", (params, state), step=number, keep=2, wait=number % 2 == 0)
 
 
-def fork(path: Path, steps: int) -> tuple[int, int]:
-    """`(process, pipe)` of a child that runs. The pipe says when its state is on the disk."""
+def fork(path: Path, known: Any, steps: int) -> tuple[int, int]:
+    """`(process, pipe)` of a child that runs. The pipe says when the first step is done."""
     receive, send = os.pipe()
     child = os.fork()
     if child:
         os.close(send)
         return child, receive
     try:
-        run(path, steps, lambda: os.write(send, b"."))
+        run(path, known, steps, lambda: os.write(send, b"."))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -91,23 +97,25 @@ def fork(path: Path, steps: int) -> tuple[int, int]:
 def kill_rounds(path: Path, kills: int, seed: int) -> None:
     draw = random.Random(seed)
     (path / "disk").mkdir()
-    checkpoint.save(path / "warm", start_state(None), step=0)  # what torch and fzero do once, children need not do
-    checkpoint.load(path / "warm", start_state(None))
-    steps = list[int]()
+    known, found = start_training(None), [0]
+    checkpoint.save(path / "warm", known, step=0)  # what torch and fzero do once, children need not do
+    checkpoint.load(path / "warm", known)
     for _ in range(kills):
-        child, pipe = fork(path, 10**6)
-        assert os.read(pipe, 1), "a run failed before its first step"
-        time.sleep(draw.uniform(0, 0.15))
+        child, pipe = fork(path, known, 10**6)
+        assert os.read(pipe, 1), "a run failed in its first step"
+        time.sleep(draw.uniform(0, 0.3))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         os.close(pipe)
         assert os.WIFSIGNALED(status), f"a run ended by itself, with status {status}"
-        steps.append(checkpoint.latest(path / "run") or 0)
-    child, pipe = fork(path, 3)
+        done = checkpoint.latest(path / "run") or 0
+        assert done >= found[-1], f"the checkpoint of step {found[-1]} was lost"
+        known = train(*known, done - found[-1])
+        found.append(done)
+    child, pipe = fork(path, known, 3)
     _, status = os.waitpid(child, 0)
-    assert status == 0, status
-    assert steps == sorted(steps) and steps[-1] > 0, steps
-    print(f"{kills} kills: {len(set(steps))} different checkpoints went on, the last of step {steps[-1]}")
+    assert status == 0, f"the last run ended with status {status}"
+    print(f"{kills} kills: {len(set(found))} checkpoints went on, the last of step {found[-1]}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from programs import layers, rows, training
 
+import fzero
+from fzero import checkpoint, optim, tree
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
 from fzero.files import allocate, file, write
@@ -136,6 +139,34 @@ def test_a_child_process_is_told_whose_values_these_are(made: Any) -> None:
     expected = f"blocks.0.up: lies in a file of process {os.getpid()}, and this is its child {child}; use the value in"
     assert os.read(receive, 1000).decode().startswith(expected)
     assert torch.equal(made.clone(), VALUES)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_the_last_checkpoint_goes_on_when_the_disk_failed_in_a_step(
+    tmp_path: Path, donate: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, place, adamw = fzero.VirtualMesh(fsdp=2), fzero.disk(tmp_path), optim.adamw(0.1)
+    step, batch = fzero.simulate(training(adamw), mesh, donate=donate), rows(mesh)
+
+    def start(to: Any) -> Any:
+        params = fzero.partition(layers(), mesh, to=to)
+        return params, adamw.init(params, to=to)
+
+    resident = start(None)
+    for _ in range(3):
+        *resident, _ = step(*resident, batch)
+    params, state, _ = step(*start(place), batch)
+    checkpoint.save(tmp_path / "run", (params, state), step=1)
+    with monkeypatch.context() as patch:
+        fail(patch, name, errno.EIO, times=1000)
+        with pytest.raises(FzeroError, match=r"^layers\.\d.* in .*-\w+\.layers\.\d: bytes .*Input/output error, twice"):
+            step(params, state, batch)
+    state = checkpoint.load(tmp_path / "run", (params, state))
+    for _ in range(2):
+        *state, _ = step(*state, batch)
+    pairs = zip(tree.leaves(fzero.unpartition(state)), tree.leaves(fzero.unpartition(resident)), strict=True)
+    assert all(torch.equal(got, expected) for got, expected in pairs)
 
 
 def test_three_kills() -> None:
