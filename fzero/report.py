@@ -48,8 +48,8 @@ class Report(NamedTuple):
     peak: int
     comm: dict[tuple[str, str], int]
     nodes: int
+    copies: dict[str, int]
     remarks: tuple[str, ...] = ()
-    copies: dict[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -74,7 +74,7 @@ def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
     leaves, copies = _list_leaves(args), program.copies(rank)
-    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, program.remarks, copies)
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, program.remarks)
 
 
 class _Value(NamedTuple):

@@ -198,9 +198,8 @@ class _Transfers:
                 sources = list_sources(node, self._find_where(node))
                 for there in CHAIN:
                     missing = [x for x, where in sources if where == there != self._find_where(x)]
-                    if missing:
-                        copies = self._bring(missing, node, there)
-                        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
+                    for x, copy in self._bring(missing, node, there).items():
+                        node.replace_input_with(x, copy)
                 is_sized_by_disk = record(node).takes_shape and "disk" in map(self._find_where, node.all_input_nodes)
                 if self._find_where(node) == "host" and (node.kwargs.get("device") is not None or is_sized_by_disk):
                     node.kwargs = {**node.kwargs, "device": torch.device("cpu")}

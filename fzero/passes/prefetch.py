@@ -33,9 +33,9 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
 
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
-    bucket. The peak grows by at most the sum of these. On the host at most `memory` bytes of what was read await their
-    use in front of an all-gather, and at most as many are being written; by default twice the largest read. Same results, bit for bit.
-    All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
+    bucket. The peak grows by at most the sum of these. On the host at most `memory` bytes that were read in front of
+    all-gathers await their use, and at most as many are being written; by default twice the largest read. Same results,
+    bit for bit. All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
     """
     program = program.copy()
     costs = program.costs()
@@ -83,7 +83,8 @@ def _list_with_copies(start: Node, costs: Costs) -> list[Node]:
 
     def visit(node: Node) -> None:
         for x in node.all_input_nodes:
-            if x.op == "call_function" and (copy_of(x) is not None or is_call(x, ops.arrive) or costs[x].lane != COMPUTE):
+            is_of_copy = copy_of(x) is not None or is_call(x, ops.arrive)
+            if x.op == "call_function" and (is_of_copy or costs[x].lane != COMPUTE):
                 visit(x)
         found[node] = None
 

@@ -111,7 +111,7 @@ class Operation:
       arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
     * `takes_where`: the operation takes the keyword `where`, a 0-d bool, the same on all ranks. Where that is false,
       the results are the operands that `replaces` names.
-    * `source`, `to`: the operation starts to copy the values of its first argument from one place to another: places
+    * `source`, `to`: the operation starts to copy the values of its first argument from one place to another. Places
       are the "device", the "host" and the "disk".
     * `arrives`: the operation waits for the copies that its operand started.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
