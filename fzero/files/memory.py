@@ -8,6 +8,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
+
 BLOCK_NBYTES = 1 << 20
 BUFFER_NBYTES = 1 << 18
 """Buffers of so many bytes have pages of their own."""
@@ -31,6 +33,20 @@ def new_buffer(numel: int, dtype: torch.dtype) -> Tensor:
     if nbytes < BUFFER_NBYTES:
         return torch.empty(numel, dtype=dtype, device="cpu")
     return torch.frombuffer(_map_pages(nbytes), dtype=dtype, count=numel)
+
+
+def new_pinned(numel: int, dtype: torch.dtype, where: str, *, is_asked: bool = True) -> Tensor:
+    """[numel] elements of the host without values, in pinned memory.
+
+    Raises:
+        FzeroError: naming `where`, for memory that cannot be pinned. `is_asked` says whether a user asked for it.
+    """
+    try:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        problem = f"{numel * dtype.itemsize} bytes of the host cannot be pinned: {error}"
+        way_out = "raise the limit of locked memory (ulimit -l)" + (", or give pin=False" if is_asked else "")
+        raise FzeroError(where, problem, way_out) from error
 
 
 def _map_pages(nbytes: int) -> mmap.mmap:

@@ -16,6 +16,7 @@ from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
 from fzero.files import OnDisk, allocate
+from fzero.files.memory import new_pinned
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
@@ -189,16 +190,8 @@ class Sharded(Tensor):
         elif place != self.place:
             local = local.to(self.device if place is None else "cpu", copy=True)
         if isinstance(place, Host) and place.pin and torch.accelerator.is_available() and not local.is_pinned():
-            local = self._pin(local)
+            local = new_pinned(local.numel(), local.dtype, self.path).copy_(local)
         return self if local is self.local else self.of_form(local, self.form._replace(place=place), self.origin)
-
-    def _pin(self, local: Tensor) -> Tensor:
-        try:
-            return local.pin_memory()
-        except RuntimeError as error:
-            problem = f"{local.nbytes} bytes of the host cannot be pinned: {error}"
-            way_out = "raise the limit of locked memory (ulimit -l), or give fzero.host(pin=False)"
-            raise FzeroError(self.path, problem, way_out) from error
 
     def _write(self, local: Tensor, place: Disk) -> Tensor:
         """A slice of this value's leaf in a file below a path. A slice that is in a file there stays where it is."""
