@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fzero.files.memory import new_pinned
+
 
 class Link(Protocol):
     """The way between the memory of one device and that of the host."""
@@ -60,7 +62,7 @@ class Cuda:
 
     def to_host(self, values: Sequence[Tensor]) -> list[Tensor]:
         self._out.wait_stream(torch.cuda.current_stream(self.device))  # which computes the values
-        made = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in values]
+        made = [new_pinned(x.numel(), x.dtype, "to_host", is_asked=False).view(x.shape) for x in values]
         for x in values:
             x.record_stream(self._out)  # the allocator reuses the memory once it is copied
         return self._copy(self._out, values, made)
