@@ -58,7 +58,7 @@ class _Piece:
 
 def _find_pieces(program: Program) -> tuple[list[_Piece], set[Node]]:
     """The pieces of a program, in order, and the nodes on the host that compute and copy numbers. Pieces share these
-    and are none."""
+    and are none. Copies alone are no piece either, nor is what follows from arguments alone."""
     places, numbers = find_places(program), set[Node]()
     joined: dict[Node, list[Node]] = {}  # node of a piece -> the nodes of the piece
     for node in program.graph.nodes:
@@ -70,11 +70,9 @@ def _find_pieces(program: Program) -> tuple[list[_Piece], set[Node]]:
         groups = {id(joined[x]): joined[x] for x in node.all_input_nodes if x in joined}
         nodes = [*(x for group in groups.values() for x in group), node]
         joined |= dict.fromkeys(nodes, nodes)
-    reads = _find_reads(program, joined)
-    pieces = [
-        _Piece(sorted(nodes), *_find_neighbours(nodes, reads, numbers))
-        for nodes in {id(nodes): nodes for nodes in joined.values()}.values()
-    ]
+    updates = list(filter(_is_update, {id(nodes): nodes for nodes in joined.values()}.values()))
+    reads = _find_reads(program, {node for nodes in updates for node in nodes})
+    pieces = [_Piece(sorted(nodes), *_find_neighbours(nodes, reads, numbers)) for nodes in updates]
     return sorted(pieces, key=lambda piece: piece.nodes[-1]), numbers
 
 
@@ -84,6 +82,13 @@ def _is_late(node: Node, is_on_host: bool, late: Collection[Node]) -> bool:
     if _is_copy_to_host(node):
         return _has_dimensions(node) and all(x.op == "placeholder" for x in node.all_input_nodes)
     return is_on_host if record(node).to is None else all(x in late for x in node.args[0])
+
+
+def _is_update(nodes: list[Node]) -> bool:
+    """Whether nodes do more than copy, and take more than arguments, numbers and each other's values."""
+    inside, computes = {*nodes}, any(record(x).to is None and not record(x).is_quiet for x in nodes)
+    given = {x for node in nodes for x in node.all_input_nodes} - inside
+    return computes and any(x.op != "placeholder" and _has_dimensions(x) for x in given)
 
 
 def _find_neighbours(
