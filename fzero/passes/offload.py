@@ -130,6 +130,10 @@ def _runs_on_host(node: Node, on_host: set[Node]) -> bool:
     operand that it writes into."""
     if node.op != "call_function" or runs_on_device(node):
         return False
+    if record(node).to is not None:  # a saved value
+        return record(node).to == "host"
+    if record(node).arrives:
+        return node.args[0] in on_host
     body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
     if body is not None:
         return where_of(body.results[node.args[1]]) == "host"
@@ -144,6 +148,8 @@ def _may_follow(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> bool
     is_list = has_rows(node)
     items = list(node.users) if is_list else [node]
     users = {user for item in items for user in item.users}
+    if any(record(user).to is not None for user in users):
+        return False
     if not users or not users <= on_host or not (is_list or record(node).is_pointwise):
         return False
     wide = [x for x in node.all_input_nodes if is_wide(x)]

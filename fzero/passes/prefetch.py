@@ -28,6 +28,10 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
 
     A loop over layers gathers the layer of the next turn while it computes.
 
+    Saved values that move to the host (`remat`) leave the device where their copies are done, and start to come back
+    early in the same way. At most `memory` bytes of them wait to leave at once, and as many come back ahead of their
+    use; by default twice the largest of them.
+
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
     bucket. The peak grows by at most the sum of these. Same results, bit for bit. All-gathers keep their order, and so
@@ -41,10 +45,52 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     copies = {node: [node] for node in program.graph.nodes if _is_copy_of_state(node)}
     reorder(program.graph, _start_early(program.graph, copies, costs, limit))
     reorder(program.graph, _wait_late(program, costs, limit))
+    _schedule_values(program.graph, costs, memory)
     for node in program.graph.nodes:
         if body_of(node) is not None:
             node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
     return program
+
+
+def _schedule_values(graph: fx.Graph, costs: Costs, memory: int | None) -> None:
+    """Let saved values of the forward pass go late, and bring them back early."""
+    waits = [node for node in graph.nodes if is_call(node, ops.arrive) and len(node.args) > 1]  # lists what it sends
+    sizes = [nbytes(wait.meta["val"]) for wait in waits]
+    limit = 2 * max(sizes, default=0) if memory is None else memory
+    away = {wait: [wait, *wait.users] for wait in waits if is_call(wait.args[0], ops.to_host)}
+    reorder(graph, _let_go_late(graph, away, costs, limit))
+    back = {wait.args[0]: [wait.args[0]] for wait in waits if wait not in away}
+    reorder(graph, _start_early(graph, back, costs, limit))
+
+
+def _let_go_late(graph: fx.Graph, away: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:
+    """The nodes in their new order: waits for copies to the host move back, each with the nodes that its list has, to
+    where the copy is done. They come earlier where the copy is used, or more than `memory` bytes would wait."""
+    lanes, order = Lanes(costs), list[Node]()
+    waiting: dict[Node, int] = {}  # oldest first
+    copied = {node: wait for wait, nodes in away.items() for node in nodes}
+
+    def perform(nodes: list[Node]) -> None:
+        lanes.run(nodes)
+        order.extend(nodes)
+
+    def finish(wait: Node) -> None:
+        del waiting[wait]
+        perform(away[wait])
+
+    for node in graph.nodes:
+        if node in away:
+            waiting[node] = nbytes(node.meta["val"])
+            while sum(waiting.values()) > memory:
+                finish(next(iter(waiting)))
+        elif node not in copied:
+            for wait in {copied[x]: None for x in node.all_input_nodes if x in copied}:
+                if wait in waiting:
+                    finish(wait)
+            perform([node])
+        for wait in [wait for wait in waiting if lanes.done_at[wait.args[0]] <= lanes.now]:
+            finish(wait)
+    return order
 
 
 def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:
@@ -76,7 +122,8 @@ def _list_with_copies(gather: Node) -> list[Node]:
 
 def _is_copy_of_state(node: Node) -> bool:
     """Whether a node starts to copy arguments to the device."""
-    return is_call(node, ops.to_device) and all(x.op == "placeholder" for x in node.all_input_nodes)
+    is_of_arguments = is_call(node, ops.to_device) and all(x.op == "placeholder" for x in node.all_input_nodes)
+    return is_of_arguments and not any(len(wait.args) > 1 for wait in node.users)  # but no saved values
 
 
 def _start_early(graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.program.operation import Node
-from fzero.program.records import body_of, is_call, record
+from fzero.program.records import body_of, find_bodies, is_call, record
 from fzero.program.refusals import refuse_node
 
 if TYPE_CHECKING:
@@ -24,8 +24,13 @@ Where = Literal["device", "host"]
 
 
 def is_placed(program: Program) -> bool:
-    """Whether some argument lies elsewhere than on the device."""
-    return any(argument.place is not None for argument in program.arguments)
+    """Whether some value lies elsewhere than on the device: an argument, what is copied there, or what a loop returns
+    there."""
+    bodies = list(find_bodies(program.graph))
+    if any(argument.place is not None for each in (program, *bodies) for argument in each.arguments):
+        return True
+    copies = (record(node).to is not None for node in program.graph.nodes if node.op == "call_function")
+    return any(copies) or any(result.place is not None for body in bodies for result in body.results)
 
 
 def where_of(value: Argument | Result) -> Where:
@@ -50,6 +55,8 @@ def _find_place(node: Node, places: dict[Node, Where]) -> Where:
     body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
     if body is not None:
         return where_of(body.results[node.args[1]])
+    if record(node).arrives:
+        return places[node.args[0]]
     is_away = any(places[x] == "host" for x in node.all_input_nodes) and not runs_on_device(node)
     return record(node).to or ("host" if is_away else "device")
 
@@ -79,6 +86,8 @@ def list_sources(node: Node, here: Where) -> list[tuple[Node, Where]]:
     loop, elsewhere. A list is expected where its items are."""
     if record(node).to is not None:
         return [(x, "device" if here == "host" else "host") for x in node.args[0]]
+    if record(node).arrives:
+        return [(node.args[0], here)]
     body = body_of(node)
     if body is None:
         is_item = is_call(node, operator.getitem) and body_of(node.args[0]) is not None

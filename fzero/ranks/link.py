@@ -1,7 +1,7 @@
 """Link: copies between the memory of a device and that of the host.
 
-A start returns the copies, as a list of tensors, and `arrive` returns them once they are there. Where the device is the
-host, a start copies at once.
+A start returns the copies, as a list of tensors with the strides of what is copied, and `arrive` returns them once they
+are there. Where the device is the host, a start copies at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AtOnce:
     """The link of a device that is the host."""
 
     def to_host(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [x.clone(memory_format=torch.contiguous_format) for x in values]
+        return [x.clone(memory_format=torch.preserve_format) for x in values]
 
     def to_device(self, values: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         if into is None:
@@ -60,7 +60,7 @@ class Cuda:
 
     def to_host(self, values: Sequence[Tensor]) -> list[Tensor]:
         self._out.wait_stream(torch.cuda.current_stream(self.device))  # which computes the values
-        made = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in values]
+        made = [torch.empty_like(x, device="cpu", pin_memory=True) for x in values]
         for x in values:
             x.record_stream(self._out)  # the allocator reuses the memory once it is copied
         return self._copy(self._out, values, made)
@@ -69,7 +69,7 @@ class Cuda:
         if into is not None:
             return self._copy(self._in, values, list(into))
         with torch.cuda.stream(self._in):  # memory of this stream need not wait for what computes now
-            made = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in values]
+            made = [torch.empty_like(x, device=self.device) for x in values]
         for x in made:
             x.record_stream(torch.cuda.current_stream(self.device))
         return self._copy(self._in, values, made)

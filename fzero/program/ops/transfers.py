@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 def to_host(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the host."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
 
 
 def to_device(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the device."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
 
 
 def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -42,8 +42,9 @@ def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     were copied to the host since, and the copies have arrived."""
 
 
-def arrive(started: Any) -> Any:
-    """The copies, once they are there."""
+def arrive(started: Any, sending: Sequence[Tensor] = ()) -> Any:
+    """The copies, once they are there. What is `sending` lives until then: without it the values that are copied may
+    die as soon as the copies have started."""
     return started
 
 
@@ -67,7 +68,7 @@ def _to_device(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
 
 
 def _arrive(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
-    return rank.link.arrive
+    return lambda started, sending=(): rank.link.arrive(started)
 
 
 def count_bytes(node: Node) -> int:
