@@ -108,19 +108,19 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with pause_garbage_collection():
             with forget_casts():
-                traced = dequantize(trace(self.fn, args, self.on.mesh))
+                traced = replace(dequantize(trace(self.fn, args, self.on.mesh)), measured=self._measured)
                 rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
             check_seeds(rolled)
             check_mistakes(rolled, self.fn, warn=not self._cache)
             with disable_autocast():
                 if isinstance(self.passes, Budget):
-                    return fit(traced, self.passes.limit, self._rewrite)
-                return run_passes(replace(resolve(rolled), measured=self._measured), self.passes)
+                    return fit(traced, self.passes.limit, self._rewrite, self.passes.to)
+                return run_passes(resolve(rolled), self.passes)
 
     def _rewrite(self, traced: Program, **choice: Any) -> Program:
         """The program of a choice of a budget, of a trace that may be changed."""
         assert isinstance(self.passes, Budget)
-        return run_passes(replace(resolve(roll(traced)), measured=self._measured), self.passes.passes(**choice))
+        return run_passes(resolve(roll(traced)), self.passes.passes(**choice))
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""

@@ -179,8 +179,8 @@ def list_segment_choices(
         places = _find_spans(line, max(ends), min(begins))
         options = [
             Option(
-                weights.compute * level.seconds,
-                tuple(Span(start, stop, -int(part * level.nbytes)) for start, stop, part in places),
+                weights.compute * level.seconds + level.exposed,
+                tuple(Span(start, stop, -int(part * level.freed)) for start, stop, part in places),
             )
             for level in reversed(segment.levels)
         ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from fzero.base.errors import FzeroError
+from fzero.base.placement import Host, Placement
 from fzero.budget.choices import flatten, list_bucket_choices, list_segment_choices, weigh
 from fzero.budget.frontier import Choice, Point, find_frontier
 from fzero.budget.saved import Level, Segment, find_segments, number_nodes
@@ -29,10 +30,11 @@ GIB = 1 << 30
 
 class Budget(NamedTuple):
     """The most bytes that are alive at once, and the passes of a choice, by the keywords `keep` and `ahead` of
-    `fzero.passes.defaults`."""
+    `fzero.passes.defaults`. Saved values may also lie in the placement `to`, unless that is None."""
 
     limit: int
     passes: Callable[..., Sequence[Pass]]
+    to: Placement | None = None
 
 
 class Rewrite(Protocol):
@@ -42,25 +44,26 @@ class Rewrite(Protocol):
     def __call__(self, traced: Program, *, keep: Collection[str], ahead: int | None) -> Program: ...
 
 
-def fit(traced: Program, limit: int, rewrite: Rewrite) -> Program:
+def fit(traced: Program, limit: int, rewrite: Rewrite, to: Placement | None = None) -> Program:
     """The fastest program of a trace whose peak, arguments included, is at most `limit` bytes on every rank.
 
     It chooses from the program that keeps all saved values and gathers every bucket again: which buckets stay gathered,
-    and which saved values are computed again. Seconds are those of `program.rates`. Where that does not suffice,
-    collectives start less far ahead of their use, or not at all.
+    and which saved values are computed again or, where `to` is the host, move there and back. Seconds are those of
+    `program.rates`. Where that does not suffice, collectives and copies start less far ahead of their use, or not at
+    all.
 
     Raises:
         FzeroError: where the least peak is above the limit, with the largest values that are alive there.
     """
-    space = Space(traced, rewrite, None)
+    space = Space(traced, rewrite, None, to)
     program = space.find(limit)
     if program is not None:
         return program
-    last = Space(traced, rewrite, 0)
+    last = Space(traced, rewrite, 0, to)
     least = last.find(limit)
     if least is None:
         raise _refuse(last.least(), limit)
-    further = (Space(traced, rewrite, ahead).find(limit) for ahead in space.list_ahead())
+    further = (Space(traced, rewrite, ahead, to).find(limit) for ahead in space.list_ahead())
     return next((program for program in further if program is not None), least)
 
 
@@ -83,12 +86,14 @@ class _Picked(NamedTuple):
 class Space:
     """The programs of a trace, by what is kept and what is computed again."""
 
-    def __init__(self, traced: Program, rewrite: Rewrite, ahead: int | None) -> None:
+    def __init__(self, traced: Program, rewrite: Rewrite, ahead: int | None, to: Placement | None = None) -> None:
         self.traced, self.rewrite, self.ahead = traced, rewrite, ahead
         base = rewrite(number_nodes(traced), keep=(), ahead=ahead)
         line, weights = list(flatten(base)), weigh(base)
         self.buckets = list(list_bucket_choices(base, line, weights))
-        self.segments = list(list_segment_choices(find_segments(traced, base.rates), line, weights))
+        self.segments = list(
+            list_segment_choices(find_segments(traced, base.rates, isinstance(to, Host)), line, weights)
+        )
         self.choices: list[Choice] = [choice for choice, _ in (*self.buckets, *self.segments)]
         self.frontier = find_frontier([place.nbytes for place in line], self.choices)
         picks = [0] * len(self.buckets) + [len(choice.options) - 1 for choice, _ in self.segments]
@@ -165,9 +170,7 @@ class Space:
             rest = f"gathering the others again costs {_format(seconds)}"
             yield f"  keeps {names} of {all_names} buckets gathered: {rest}"
         if self.segments:
-            freed, seconds = (sum(column) for column in zip((0, 0.0), *(level[1:] for _, level in again)))
-            where = f"{len(again)} of {len(self.segments)} segments"
-            yield f"  computes saved values of {where} again: {format_size(int(freed))} less, {_format(seconds)} more"
+            yield from _explain_segments([level for _, level in again], [segment for _, segment in self.segments])
         if self.ahead is not None:
             yield f"  collectives have {format_size(self.ahead)} to start ahead of their use"
         error = peak - point.peak
@@ -176,6 +179,18 @@ class Space:
             yield f"  1 GiB more would save {_format(point.seconds - more.seconds)}"
         elif point.seconds:
             yield "  1 GiB more would save nothing"
+
+
+def _explain_segments(levels: Sequence[Level], segments: Sequence[Segment]) -> Iterator[str]:
+    """Lines that say what becomes of saved values at these levels."""
+    freed, seconds = sum(level.nbytes for level in levels), sum(level.seconds for level in levels)
+    where = (
+        f"{sum(bool(level.lost) for level in levels)} of {sum(bool(segment.saved) for segment in segments)} segments"
+    )
+    yield f"  computes saved values of {where} again: {format_size(freed)} less, {_format(seconds)} more"
+    if any(level.moved for level in levels):
+        freed, seconds = sum(level.away for level in levels), sum(level.exposed for level in levels)
+        yield f"  moves saved values to the host: {format_size(freed)} less, {_format(seconds)} more"
 
 
 def _format(seconds: float) -> str:

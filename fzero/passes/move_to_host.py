@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -34,9 +34,9 @@ def move_to_host(program: Program, values: Sequence[Node], again: Collection[Nod
     could have gone and come back, by `program.rates`. The carry of a loop moves where its next value is among `values`.
     """
     if values:
-        moves = _Moves(program, again, least)
+        saved = Saved(program, again, least)
         for value in (*values, *_find_carries(program.graph, values)):
-            moves.insert(value)
+            saved.move(value)
 
 
 def _find_carries(graph: fx.Graph, values: Sequence[Node]) -> Iterator[Node]:
@@ -47,10 +47,19 @@ def _find_carries(graph: fx.Graph, values: Sequence[Node]) -> Iterator[Node]:
         yield from (carry for carry, end in pairs if end.args[0] in values)
 
 
-class _Moves:
-    """Copies of the values of a graph."""
+class Uses(NamedTuple):
+    """Where a saved value is used. `here` are its node and its views in the forward pass, `last` is its last use there,
+    and `late` are its users in the backward pass, in order."""
 
-    def __init__(self, program: Program, again: Collection[Node], least: int) -> None:
+    here: list[Node]
+    last: Node
+    late: list[Node]
+
+
+class Saved:
+    """The values of a graph that may move to the host. The arguments are as in `move_to_host`."""
+
+    def __init__(self, program: Program, again: Collection[Node] = (), least: int = LEAST_BYTES) -> None:
         self.program, self.graph, self.again, self.least = program, program.graph, again, least
         nodes = list(program.graph.nodes)
         self._changed = find_changes(program.graph)
@@ -61,24 +70,29 @@ class _Moves:
         seconds = [program.rates.compute(work(node)) for node in nodes]
         self._clock = dict(zip(nodes, accumulate(seconds)))  # behind each node
 
-    def insert(self, value: Node) -> None:
-        """Insert the copies of a value."""
+    def move(self, value: Node) -> None:
+        """Move a value to the host and back, where that is possible."""
+        uses = self.find_uses(value)
+        if uses is None:
+            return
+        away, turns = self._send(value, uses.last), _turns_of(value)
+        groups: dict[Any, list[Node]] = {}
+        for user in uses.late:
+            groups.setdefault(get_mark(user).turns[: len(turns)], []).append(user)
+        for around, of_turn in groups.items():
+            self._bring_back(away, uses.here, of_turn, around)
+
+    def find_uses(self, value: Node) -> Uses | None:
+        """The uses of a value; None where it may not move."""
         sharing, turns = self._sharing[self._memory[value]], _turns_of(value)
         if value is not sharing[0] or not self._may_move(value):
-            return
-        here = [node for node in sharing if not self._is_backward(node)]  # the value and its views in the forward pass
+            return None
+        here = [node for node in sharing if not self._is_backward(node)]
         users = dict.fromkeys(user for node in here for user in node.users)
         early = [user for user in users if not self._is_backward(user) and not _is_border(user, turns)]
         last = max([value, *early])
         late = sorted(user for user in users if self._is_backward(user) and user > last)
-        if not late or not self._has_time(value, late[0]):
-            return
-        away = self._send(value, last)
-        groups: dict[Any, list[Node]] = {}
-        for user in late:
-            groups.setdefault(get_mark(user).turns[: len(turns)], []).append(user)
-        for around, of_turn in groups.items():
-            self._bring_back(away, here, of_turn, around)
+        return Uses(here, last, late) if late and self._has_time(value, late[0]) else None
 
     def _is_backward(self, node: Node) -> bool:
         return get_mark(node).in_backward or node in self.again

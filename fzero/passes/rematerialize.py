@@ -136,8 +136,10 @@ def _choose_results(members: list[Node], region: Region) -> tuple[set[Node], set
     """
     chosen, on_host = set[Node](), set[Node]()
     for node in members:
-        if node.op != "call_function" or record(node).moves is not None or get_mark(node).number in region.kept:
+        number = get_mark(node).number
+        if node.op != "call_function" or record(node).moves is not None or number in region.kept | region.moved:
             chosen.add(node)
+            on_host.update([node] if number in region.moved else [])
         elif node.target is operator.getitem:
             chosen.update([node] if node.args[0] in chosen else [])
             on_host.update([node] if node.args[0] in on_host else [])

@@ -4,7 +4,7 @@ turns of loops."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
@@ -67,9 +67,8 @@ def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None
     * a list of operations, such as `[torch.ops.aten.mm.default]`: their results.
     * a function `policy(context, operation, *args, **kwargs)`: the results for which it returns True or a
       `CheckpointPolicy` to save; those to offload go to the host; MUST and PREFER are alike. The list and the function
-      are what
-      `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. `fzero` calls the function once for each
-      operation of torch in `fn`, in order, with tensors without data; `context.op_output` is the result.
+      are what `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. `fzero` calls the function once for
+      each operation of torch in `fn`, in order, with tensors without data; `context.op_output` is the result.
 
     Results are the same bit for bit: random draws repeat. Collectives do not repeat, except that parameters are
     gathered again where the step's stage says so.
@@ -120,12 +119,20 @@ def _find_policy(policy: Any) -> Policy:
 class Region:
     """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call.
 
-    The region also keeps the values of the nodes with the numbers `kept`. With `by_budget` a memory budget may make
-    another region of its nodes.
+    The region also keeps the values of the nodes with the numbers `kept`, and moves those with the numbers `moved` to
+    the host. With `by_budget` a memory budget may make another region of its nodes.
     """
 
-    def __init__(self, policy: Policy, in_backward: bool, kept: Collection[int] = (), by_budget: bool = False) -> None:
-        self._policy, self.in_backward, self.kept, self.by_budget = policy, in_backward, kept, by_budget
+    def __init__(
+        self,
+        policy: Policy,
+        in_backward: bool,
+        kept: frozenset[int] = frozenset(),
+        moved: frozenset[int] = frozenset(),
+        by_budget: bool = False,
+    ) -> None:
+        self._policy, self.in_backward, self.by_budget = policy, in_backward, by_budget
+        self.kept, self.moved = kept, moved
         self._answers: dict[str, Fate] = {}
 
     def decide(self, name: str, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> Fate:
