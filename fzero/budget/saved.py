@@ -99,7 +99,7 @@ def find_segments(traced: Program, rates: Rates, has_host: bool = False) -> list
     Equal segments are looked at once."""
     trace = _Trace(traced, has_host)
     known: dict[Any, list[Level]] = {}
-    segments = []
+    segments = list[Segment]()
     for members in _list_members(trace):
         part = _Part(trace, members, rates)
         segments += part.describe_others()

@@ -7,6 +7,7 @@ one to the other.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +19,7 @@ from fzero.program.records import body_of, find_bodies, is_call, record
 from fzero.program.refusals import refuse_node
 
 if TYPE_CHECKING:
+    from fzero.base.placement import Placement
     from fzero.program.program import Argument, Program, Result
 
 Where = Literal["device", "host"]
@@ -134,6 +136,14 @@ def place_results(program: Program) -> Program:
         return replace(result, place=max(same, key=lambda x: _count_common(x.path, result.path)).place)
 
     return replace(program, results=tuple(map(place, program.results)))
+
+
+def place_arguments(program: Program, places: Mapping[int, Placement | None]) -> Program:
+    """A traced program, the arguments of which at these positions lie in these places, and the results that replace
+    them too."""
+    arguments = [replace(x, place=places.get(i, x.place)) for i, x in enumerate(program.arguments)]
+    results = tuple(replace(result, place=None) for result in program.results)
+    return place_results(replace(program, arguments=tuple(arguments), results=results))
 
 
 def _count_common(path: str, other: str) -> int:

@@ -187,6 +187,11 @@ class Sharded(Tensor):
             local = local.pin_memory()
         return self if local is self.local else self.of_form(local, self.form._replace(place=place), self.origin)
 
+    def lie_in(self, place: Placement | None, local: Tensor) -> None:
+        """Turn into the value whose slice is `local`, a copy of this slice in a placement. The object stays the
+        same."""
+        self._local, self.form = local, self.form._replace(place=place)
+
     def slice_of(self, full: Tensor) -> Sharded:
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
         if self.is_replicated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ CPU = GUESSES["cpu"]
 
 def make_step(given: Case, memory: int, rates: Rates = CPU) -> Any:
     """The step with a budget for the device and the host beside it."""
-    step = fzero.simulate(given.step, given.mesh, memory=memory)
-    step._pipeline.passes = step._pipeline.passes._replace(to=fzero.host())
+    step = fzero.simulate(given.step, given.mesh, memory=memory, to=fzero.host())
     step._pipeline.reschedule(rates)
     return step
 
@@ -72,7 +72,7 @@ def test_a_slow_link_moves_nothing() -> None:
 def test_a_report_says_how_much_moves() -> None:
     given = case("unrolled")
     report = "\n".join(make_step(given, find_least(given)).trace(*given.args).remarks)
-    assert re.search(r"  moves saved values to the host: \S+ KiB less, 0\.00 ms more", report)
+    assert re.search(r"  has \S+ KiB of saved values on the host, 0\.00 ms more", report)
     assert re.search(r"  computes saved values of \d of 3 segments again: ", report)
 
 
@@ -87,7 +87,7 @@ def test_values_move_as_far_as_compute_hides_their_copies() -> None:
         segments = find_segments(replace(traced, measured=rates), rates, has_host=True)
         first = next(segment for segment in segments if segment.saved)
         levels = [Level(), *first.levels]
-        slopes = [(b.cost - a.cost) / (b.freed - a.freed) for a, b in zip(levels, levels[1:])]
+        slopes = [(b.cost - a.cost) / (b.freed - a.freed) for a, b in pairwise(levels)]
         assert slopes == sorted(slopes)
         last = levels[-1]
         assert not last.lost & last.moved and last.lost | last.moved <= first.saved
