@@ -5,9 +5,9 @@
     python benchmarks/saved_values.py --budgets 24 32    # GiB of a rank, with and without the host
 
 The first table is measured: the most bytes of live tensors that a rank of a small GPT has on the device and on the host
-in a simulated step, beside the bytes that were predicted. The second table is a plan of a model of 7 billion parameters:
-parameters are on the meta device, rates are those that fzero guesses for a GPU (`fzero.program.rates`), with a link of
-25 GB/s in each direction between device and host. Nothing of it has run.
+in a simulated step, beside the bytes that were predicted. The second table plans a model of 7 billion parameters: these
+are on the meta device, rates are those that fzero guesses for a GPU (`fzero.program.rates`), with a link of 25 GB/s in
+each direction between device and host. Nothing of it has run.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class Report(NamedTuple):
     * `leaves`: path of each parameter -> its `LeafReport`.
     * `peak`: bytes of live tensors at most, on the rank with most.
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
+    * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of rank 0, as `program.copies()`.
     * `nodes`: of the program.
     * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
       gathered whole though they are larger than `chunk`.
@@ -51,6 +52,7 @@ class Report(NamedTuple):
     comm: dict[tuple[str, str], int]
     nodes: int
     remarks: tuple[str, ...] = ()
+    copies: dict[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -74,8 +76,9 @@ def report_step(program: Program, args: Sequence[Any]) -> Report:
     for entry in program.comm():
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
+    leaves, copies = _list_leaves(args), program.copies()
     remarks = (*program.remarks, *_list_moves(program, args))
-    return Report(summarize_program(program), _list_leaves(args), peak, dict(comm), nodes, remarks)
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, remarks, copies)
 
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:

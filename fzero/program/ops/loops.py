@@ -35,7 +35,7 @@ from fzero.program.comm import Comm, comm_of
 from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import measure_beside
 from fzero.program.operation import Node, Operation, Work
-from fzero.program.places import Where, is_placed, where_of
+from fzero.program.places import CHAIN, Where, is_placed, where_of
 from fzero.program.records import body_of, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
@@ -200,7 +200,7 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     given = Loop(*node.args)
     body, carry, single = given.body, given.carry, len(given.body.results) - given.kept
     places, zeros = list[Any](), torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
-    grown: dict[Where, Any] = {"device": zeros, "host": zeros}
+    grown: dict[Where, Any] = dict.fromkeys(CHAIN, zeros)
     for i, (value, result) in enumerate(zip(node.meta["val"], body.results)):
         if i < len(carry) and body.arguments[i].donated:
             places.append(allocator.at(carry[i]))
@@ -216,9 +216,9 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     if given.length > 1:
         scratch = scratch + sum(each.meta["val"].nbytes for each in _list_early(node))
     allocator.scratch[node] = scratch - _count_absent(allocator, given, grown["device"], "device")
-    if is_placed(body):
-        on_host = measure_beside(body, allocator.ranks.tolist(), "host")
-        allocator.scratch_on_host[node] = on_host - _count_absent(allocator, given, grown["host"], "host")
+    for where in CHAIN[:-1] if is_placed(body) else ():  # beside the device
+        beside = measure_beside(body, allocator.ranks.tolist(), where)
+        allocator.scratch_at[where][node] = beside - _count_absent(allocator, given, grown[where], where)
     return (places,)
 
 
