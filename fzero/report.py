@@ -40,7 +40,7 @@ class Report(NamedTuple):
     * `leaves`: path of each parameter -> its `LeafReport`.
     * `peak`: bytes of live tensors at most, on the rank with most.
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
-    * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of rank 0, as `program.copies()`.
+    * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of this rank, of virtual ranks the first.
     * `nodes`: of the program.
     * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
       gathered whole though they are larger than `chunk`.
@@ -51,8 +51,8 @@ class Report(NamedTuple):
     peak: int
     comm: dict[tuple[str, str], int]
     nodes: int
+    copies: dict[str, int]
     remarks: tuple[str, ...] = ()
-    copies: dict[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -66,8 +66,8 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def report_step(program: Program, args: Sequence[Any]) -> Report:
-    """The report of a step with these arguments.
+def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
+    """The report of a step with these arguments on a rank along the shard axis.
 
     The first value of a path, in the order of the arguments, is the parameter. Later values of the path are its state,
     of the stage whose NamedTuple they stand in.
@@ -76,9 +76,9 @@ def report_step(program: Program, args: Sequence[Any]) -> Report:
     for entry in program.comm():
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
-    leaves, copies = _list_leaves(args), program.copies()
+    leaves, copies = _list_leaves(args), program.copies(rank)
     remarks = (*program.remarks, *_list_moves(program, args))
-    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, remarks, copies)
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks)
 
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:

@@ -188,7 +188,8 @@ class Simulation:
         if layout is not None and not layout.replicated:
             columns = [[x for x, seat in zip(values, self._seats) if seat.rank == r] for r in range(layout.world)]
             slices = [self._require_equal(program, result, column) for column in columns]
-            return _join_files(slices, layout.bucket) if isinstance(slices[0], OnDisk) else torch.cat(slices)
+            on_disk = [x for x in slices if isinstance(x, OnDisk)]
+            return _join_files(on_disk, layout.bucket) if on_disk else torch.cat(slices)
         if not result.varies:
             return self._require_equal(program, result, values)
         return torch.cat(values) if values[0].ndim else torch.stack(values)
@@ -210,7 +211,7 @@ def _is_batch(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, Sharded)
 
 
-def _join_files(slices: Sequence[Tensor], bucket: str) -> Tensor:
+def _join_files(slices: Sequence[OnDisk], bucket: str) -> Tensor:
     """The tensor on disk of which these are the slices, in order: where they lie side by side the very one."""
     first, numel = slices[0], sum(x.numel() for x in slices)
     starts = accumulate((x.nbytes for x in slices), initial=first.start)

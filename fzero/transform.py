@@ -184,7 +184,7 @@ class Step:
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
         data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
-        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args)
+        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args, self._on.rank)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
@@ -269,7 +269,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     return _Compiled(program, runner, Returned(program, on), donated, lines)
 
 
-def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
+def _copy_aliases(values: Sequence[Any], donated: Sequence[int]) -> list[Tensor]:
     """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
     memory of another argument, or an inference tensor outside of inference mode."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import torch
 from torch import Tensor
 
 BLOCK_NBYTES = 1 << 20
+BUFFER_NBYTES = 1 << 18
+"""Buffers of so many bytes have pages of their own."""
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -15,6 +18,19 @@ def memory_of(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.itemsize
     # Not `tensor.numpy()`: numpy is optional, and has no bfloat16. ctypes refuses an array of no bytes.
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
+
+
+def new_buffer(numel: int, dtype: torch.dtype) -> Tensor:
+    """[numel] elements of the host without values, in pages of their own where they are many: the pages go back to the
+    system with the tensor.
+
+    Memory of `torch.empty` stays with the process where a small object is put into it meanwhile: a birth on a disk that
+    allocated a chunk for each leaf so ended with all leaves in memory.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes < BUFFER_NBYTES:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=numel)  # anonymous: no file lies behind it
 
 
 class Blocks:
@@ -25,7 +41,7 @@ class Blocks:
 
     def __init__(self, count: int) -> None:
         self.nbytes = count * BLOCK_NBYTES
-        memory = mmap.mmap(-1, self.nbytes)  # anonymous: no file lies behind it
+        memory = mmap.mmap(-1, self.nbytes)
         self.view = memoryview(memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 

@@ -18,6 +18,7 @@ from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.ops import loops
+from fzero.program.ops.transfers import copy_of
 from fzero.program.program import Argument, Program, Result
 from fzero.program.records import body_of, is_call, record, storage
 from fzero.values.regions import Mark, Turn, get_mark, set_mark
@@ -291,8 +292,8 @@ def _is_on_host(rows: Any) -> bool:
     if not isinstance(rows, fx.Node):
         return False
     if is_call(rows, loops.collect):
-        arrived = rows.args[0].args[0] if is_call(rows.args[0], operator.getitem) else rows
-        return is_call(arrived, ops.arrive) and is_call(arrived.args[0], ops.to_host)
+        start = copy_of(rows.args[0])
+        return start is not None and is_call(start, ops.to_host)
     body = body_of(rows.args[0]) if is_call(rows, operator.getitem) else None
     return body is not None and body.results[rows.args[1]].place is not None
 

@@ -68,10 +68,10 @@ class Cuda:
     def to_device(self, values: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         if into is not None:
             return self._copy(self._in, values, list(into))
-        with torch.cuda.stream(self._in):  # memory of this stream need not wait for what computes now
-            made = [torch.empty_like(x, device=self.device) for x in values]
+        made = [torch.empty_like(x, device=self.device) for x in values]
+        self._in.wait_stream(torch.cuda.current_stream(self.device))  # which may still compute in this memory
         for x in made:
-            x.record_stream(torch.cuda.current_stream(self.device))
+            x.record_stream(self._in)
         return self._copy(self._in, values, made)
 
     def _copy(self, stream: torch.cuda.Stream, values: Sequence[Tensor], made: list[Tensor]) -> Started:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero import files
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
+from fzero.files.memory import new_buffer
 from fzero.layout.chunks import rank_overlaps
 from fzero.layout.layout import Layout, wire
 from fzero.state.sources import Source, TensorSource
@@ -21,6 +22,9 @@ CHUNK_NBYTES = 32 << 20
 BUILD_CHUNK_NBYTES = 4 << 20
 """Default bytes of a chunk in `fzero.build`. Smaller, because it adds to the peak: a chunk is gathered from all ranks
 and held beside the shards and this rank's shard of a bucket, together no more than the shards and a whole parameter."""
+
+
+HOST = torch.device("cpu")
 
 
 def copy_slices(leaves: Mapping[int, Any], layout: Layout, rank: int | None) -> dict[int, Tensor]:
@@ -82,7 +86,7 @@ def find_memory(place: Placement | None, device: torch.device, pin: bool) -> tup
     if device.type not in ("cpu", "cuda"):
         way_out = "leave it out: copies run between the host and CPU or CUDA devices"
         raise FzeroError("to", f"is {place}, beside slices for {device}", way_out)
-    return torch.device("cpu"), isinstance(place, Host) and place.pin and torch.accelerator.is_available()
+    return HOST, isinstance(place, Host) and place.pin and torch.accelerator.is_available()
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
@@ -117,7 +121,8 @@ def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | Non
         if not is_on_disk and (out.device.type == "cpu" or isinstance(source, TensorSource)):
             source.read(piece.source.start, here)
         else:
-            staged = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=out.is_cuda)
+            numel, dtype = here.numel(), here.dtype
+            staged = allocate(numel, dtype, HOST, True) if out.is_cuda else new_buffer(numel, dtype)
             source.read(piece.source.start, staged)
             here.copy_(staged)
 

@@ -301,11 +301,13 @@ def on_ranks(mesh: DeviceMesh) -> tuple[list[Any], Any, str]:
     """Training with state on the device and on the host, clipped and not: results of this rank. Measured rates, and the
     error of ranks that place state differently."""
     results = []
-    for optimizer, places in ((ADAMW, (None, HOST)), (CLIPPED, (None, HOST)), (ADAMW, (HOST, HOST))):
-        step = fzero.shard(training(optimizer), mesh)
+    steps = training(ADAMW), training(CLIPPED), scan_layers
+    for train_step, optimizer, places in zip(steps, (ADAMW, CLIPPED, ADAMW), (STATE, STATE, BOTH)):
+        step = fzero.shard(train_step, mesh)
         batch = rows(VirtualMesh(fsdp=mesh.size())).chunk(mesh.size())[mesh.get_rank()]
         runs = [train(step, begin(optimizer, mesh, each), batch) for each in ((None, None), places)]
         results.append([(tree.map(lambda x: x.local, state), losses) for state, losses in runs])
+    assert ", copies two turns early, gathers one turn early:" in str(step.trace(*begin(ADAMW, mesh, BOTH), batch))
     rates = step.calibrate(*begin(ADAMW, mesh, (HOST, HOST)), batch)
     try:
         step(*begin(ADAMW, mesh, (HOST if mesh.get_rank() else None, None)), batch)
@@ -319,7 +321,7 @@ def test_live_ranks_do_the_same() -> None:
     for results, rates, message in run(2, on_ranks):
         for resident, offloaded in results:
             assert_equal(offloaded, resident)
-        assert (rates.link, rates.host) == (GUESSES["cpu"].link, GUESSES["cpu"].host) and rates.memory > 0
+        assert all(rate > 0 for rate in rates) and rates.link != GUESSES["cpu"].link
         assert "argument 0.layers.0.b: float32[5] of layers.0 in fzero.host(pin=True)" in message
 
 
