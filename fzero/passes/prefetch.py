@@ -13,7 +13,7 @@ from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
-from fzero.program.ops.transfers import copy_of, count_bytes, moves_saved
+from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
 from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
@@ -47,7 +47,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     gathers = {node: _list_with_copies(node, costs) for node in program.graph.nodes if starts(node) == "gathered"}
     reorder(program.graph, _start_early(program.graph, gathers, costs, limit))
     to_device = program.graph.find_nodes(op="call_function", target=ops.to_device)
-    of_state = (node for node in to_device if not moves_saved(node))
+    of_state = (node for node in to_device if not is_of_saved_value(node))
     copies = {node: moving for node in of_state if _takes_state(moving := _list_with_copies(node, costs))}
     reorder(program.graph, _start_early(program.graph, copies, costs, limit))
     reads = program.graph.find_nodes(op="call_function", target=ops.read)
@@ -65,7 +65,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
 
 def _schedule_values(graph: fx.Graph, costs: Costs, memory: int | None) -> None:
     """Let saved values of the forward pass go late, and bring them back early."""
-    waits = [node for node in graph.nodes if is_call(node, ops.arrive) and moves_saved(node)]
+    waits = [node for node in graph.nodes if is_call(node, ops.arrive) and is_of_saved_value(node)]
     sizes = [nbytes(wait.meta["val"]) for wait in waits]
     limit = 2 * max(sizes, default=0) if memory is None else memory
     away = {wait: [wait, *wait.users] for wait in waits if is_call(wait.args[0], ops.to_host)}

@@ -23,8 +23,9 @@ class Link(Protocol):
         """Start to copy values of the host into new memory of the device, or over the values `into`, which nothing
         reads any more."""
 
-    def arrive(self, started: list[Tensor]) -> list[Tensor]:
-        """The copies of a start, once they are there."""
+    def arrive(self, started: list[Tensor], is_read: bool = True) -> list[Tensor]:
+        """The copies of a start, once they are there. Copies on the host that are not read there, but copied back, may
+        be there later: the device waits for them, and the calling thread does not."""
 
 
 class AtOnce:
@@ -40,7 +41,7 @@ class AtOnce:
             target.copy_(x)
         return list(into)
 
-    def arrive(self, started: list[Tensor]) -> list[Tensor]:
+    def arrive(self, started: list[Tensor], is_read: bool = True) -> list[Tensor]:
         return started
 
 
@@ -82,9 +83,9 @@ class Cuda:
         started.event = stream.record_event()
         return started
 
-    def arrive(self, started: list[Tensor]) -> list[Tensor]:
+    def arrive(self, started: list[Tensor], is_read: bool = True) -> list[Tensor]:
         assert isinstance(started, Started)  # a start of this link made it
-        if started[0].is_cuda:
+        if started[0].is_cuda or not is_read:  # a copy back waits for the current stream
             torch.cuda.current_stream(self.device).wait_event(started.event)
         else:
             started.event.synchronize()  # the host reads the copies

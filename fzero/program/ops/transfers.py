@@ -115,8 +115,9 @@ def _write_over(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
 
 def _arrive(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     start = record(node.args[0])
-    wait = files.Started.wait if "disk" in (start.source, start.to) else rank.link.arrive
-    return lambda started, sending=(): wait(started)
+    if "disk" in (start.source, start.to):
+        return files.Started.wait
+    return lambda started, sending=(): rank.link.arrive(started, is_read=not sending)
 
 
 def count_bytes(node: Node) -> int:
@@ -130,7 +131,7 @@ def copy_of(node: Node) -> Node | None:
     return node.args[0].args[0] if is_item else None
 
 
-def moves_saved(node: Node) -> bool:
+def is_of_saved_value(node: Node) -> bool:
     """Whether a node starts to copy a saved value, waits for that, or is the copy. The wait keeps alive what is
     copied."""
     start = node if record(node).to is not None else node.args[0] if is_call(node, arrive) else copy_of(node)
