@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
+from fzero.base.placement import Disk
 from fzero.optim.report import name_stage
 from fzero.program.listing import format_size, summarize_program
 from fzero.program.operation import nbytes
@@ -40,6 +41,7 @@ class Report(NamedTuple):
     * `leaves`: path of each parameter -> its `LeafReport`.
     * `peak`: bytes of live tensors at most, on the rank with most.
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
+    * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of rank 0, as `program.copies()`.
     * `nodes`: of the program.
     * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
       gathered whole though they are larger than `chunk`.
@@ -51,6 +53,7 @@ class Report(NamedTuple):
     comm: dict[tuple[str, str], int]
     nodes: int
     remarks: tuple[str, ...] = ()
+    copies: dict[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -75,19 +78,23 @@ def report_step(program: Program, args: Sequence[Any]) -> Report:
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
     remarks = (*program.remarks, *_list_moves(program, args))
-    return Report(summarize_program(program), _list_leaves(args), peak, dict(comm), nodes, remarks)
+    leaves, copies = _list_leaves(args), program.copies()
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, remarks, copies)
 
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:
     """A line for each place to which the first call moves state that was given elsewhere."""
-    moved = Counter[str]()
+    moved: dict[str, tuple[int, float]] = {}
     given = (leaf for leaf in tree.leaves(args) if isinstance(leaf, Tensor))
     for leaf, argument, node in zip(given, program.arguments, program.placeholders):
         if isinstance(leaf, Sharded) and leaf.place != argument.place:
-            moved[str(argument.place or "the device")] += nbytes(node.meta["val"])
-    for where, size in moved.items():
-        seconds = 1000 * program.rates.copy(size)
-        yield f"  a call with this state first moves {format_size(size)} to {where}, once, in {seconds:.2f} ms"
+            size, rates = nbytes(node.meta["val"]), program.rates
+            has_disk = any(isinstance(place, Disk) for place in (leaf.place, argument.place))
+            where = str(argument.place or "the device")
+            total, seconds = moved.get(where, (0, 0.0))
+            moved[where] = total + size, seconds + (rates.copy_to_disk(size) if has_disk else rates.copy(size))
+    for where, (total, seconds) in moved.items():
+        yield f"  a call with this state first moves {format_size(total)} to {where}, once, in {1000 * seconds:.2f} ms"
 
 
 class _Value(NamedTuple):

@@ -54,11 +54,13 @@ class Movable:
     def __init__(self, traced: Program, to: Placement | None) -> None:
         self.to, gathered = to, _find_parameters(traced)
         found: dict[str, tuple[set[int], set[int]]] = {}
+        layer: dict[str, str] = {}  # of a leaf, by its path: state may lie in a bucket of its own
         self.nbytes: dict[int, int] = {}
         for i, (node, argument) in enumerate(zip(traced.placeholders, traced.arguments)):
             layout = None if argument.bucket is None else traced.layouts[argument.bucket]
             if to and layout is not None and not layout.replicated and argument.place in (None, to):
-                found.setdefault(layer_of(layout.bucket), (set(), set()))[node not in gathered].add(i)
+                name = layer.setdefault(layout.leaves[argument.leaf].path, layer_of(layout.bucket))
+                found.setdefault(name, (set(), set()))[node not in gathered].add(i)
                 self.nbytes[i] = nbytes(node.meta["val"])
         self.layers = [Layer(name, frozenset(own), frozenset(rest)) for name, (own, rest) in found.items()]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,9 +213,9 @@ def test_a_report_says_where_state_lies_and_what_is_moved() -> None:
     assert "  has no state in fzero.host(pin=True)" in plenty and "moves" not in plenty[-1]
 
 
-def test_one_value_in_two_arguments_is_moved_for_each() -> None:
-    """An average of parameters that begins as the parameters: the average goes to the host, the parameters stay."""
-    case, budget = Case(), int(0.8 * Case().trace(stage=3).memory().peak)
+def test_one_value_in_two_arguments_is_moved_for_each(tmp_path: Path) -> None:
+    """An average of parameters that begins as the parameters."""
+    case, budget = Case(), int(0.7 * Case().trace(stage=3).memory().peak)
 
     def step(params: tree.Tree, average: tree.Tree, x: Tensor) -> Any:
         value, grads = fzero.value_and_grad(unroll)(params, x)
@@ -222,10 +223,10 @@ def test_one_value_in_two_arguments_is_moved_for_each() -> None:
         return tree.map(lambda p, g: p - 0.1 * g, params, grads), average, value
 
     results = []
-    for how in ({"stage": 3, "donate": False}, {"memory": budget, "to": HOST, "donate": False}):
+    for how in ({"stage": 3}, {"memory": budget, "to": HOST}, {"memory": budget, "to": fzero.disk(tmp_path)}):
         params, _, x = case.begin()
         results.append(whole(fzero.simulate(step, case.mesh, **how)(params, params, x)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 
 def train_on_a_rank(mesh: DeviceMesh, budget: int) -> tuple[list[str], list[Tensor], list[Any], int]:
