@@ -63,15 +63,6 @@ def train(optimizer: Any, loss: Callable[..., Tensor], params: tree.Tree, state:
     return optim.apply_updates(params, updates), state, value
 
 
-def accumulate(optimizer: Any, params: tree.Tree, state: Any, x: Tensor) -> Any:
-    def sums(p: tree.Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        return unroll(p, x) * x.shape[0], torch.tensor(float(x.shape[0]))
-
-    value, grads = fzero.accumulate(sums, 2)(params, x)
-    updates, state = optimizer.update(grads, state, params)
-    return optim.apply_updates(params, updates), state, value
-
-
 class Case:
     """A training step on virtual ranks, and where its state is given."""
 
@@ -79,7 +70,7 @@ class Case:
         self, optimizer: Any = ADAMW, loss: Any = unroll, dtype: torch.dtype = torch.float32, rows: int = ROWS
     ) -> None:
         self.optimizer, self.dtype, self.mesh = optimizer, dtype, fzero.VirtualMesh(fsdp=2)
-        self.step = partial(accumulate, optimizer) if loss is accumulate else partial(train, optimizer, loss)
+        self.step = partial(train, optimizer, loss)
         self.x = make_batch(2, dtype, rows)
 
     def begin(self, params_to: Any = None, state_to: Any = None) -> tuple[Any, ...]:
@@ -129,10 +120,9 @@ def where(program: Program) -> list[Any]:
     [
         (Case(), True, (None, None)),
         (Case(CLIPPED, dtype=torch.bfloat16), True, (None, HOST)),
-        (Case(optim.lamb(1e-2)), False, (None, None)),
-        (Case(optim.sgd(0.1, momentum=0.9)), True, (HOST, HOST)),
+        (Case(optim.lamb(1e-2), scan), False, (HOST, HOST)),
     ],
-    ids=["adamw", "clipped bfloat16", "lamb, arguments kept", "momentum"],
+    ids=["adamw", "clipped bfloat16", "lamb in a loop, arguments kept"],
 )
 def test_results_are_those_of_stage_3(case: Case, donate: bool, given: Any) -> None:
     """Bit for bit, with state given anywhere. The device holds what is predicted. The second call moves nothing and
@@ -157,9 +147,9 @@ RATES = GUESSES["cuda"]._replace(launch=1e-7)
 SLOW_LINK = RATES._replace(link=1e7, host=1e8)
 
 
-@pytest.mark.parametrize(("loss", "rates"), [(unroll, SLOW_LINK), (scan, RATES)])
-def test_more_bytes_never_take_more_time(loss: Any, rates: Rates) -> None:
-    case, before = Case(loss=loss), float("inf")
+@pytest.mark.parametrize("rates", [RATES, SLOW_LINK])
+def test_more_bytes_never_take_more_time(rates: Rates) -> None:
+    case, before = Case(), float("inf")
     least, most = case.least(rates, to=HOST), case.trace(stage=2).memory().peak
     for budget in (least, (least + most) // 2, most):
         program = case.trace(rates, memory=budget, to=HOST)
@@ -199,7 +189,7 @@ def test_a_budget_that_a_placement_makes_possible_says_so() -> None:
 def test_a_report_says_where_state_lies_and_what_is_moved() -> None:
     case = Case()
     args = case.begin(None, HOST)
-    step = case.simulate(memory=case.least(to=HOST), to=HOST)
+    step = case.simulate(memory=int(0.5 * case.trace(stage=3).memory().peak), to=HOST)
     lines = step.report(*args).remarks
     text = "\n".join(lines)
     assert re.search(r"  has \S+ KiB of state in fzero.host\(pin=True\), \d+\.\d\d ms more", text)
