@@ -57,7 +57,22 @@ def scales_logits(p: Any, b: Any) -> Tensor:
 
 
 def smooths_labels(p: Any, b: Any) -> Tensor:
-    return is_mean(p, b, label_smoothing=0.1)
+    return is_mean(
+        p, {**b, "y": b["y"].masked_fill(b["y"] % 3 == 0, IGNORED)}, ignore_index=IGNORED, label_smoothing=0.1
+    )
+
+
+def weighs_classes(p: Any, b: Any) -> Tensor:
+    labels = b["y"].masked_fill(b["y"] % 3 == 0, IGNORED)
+    return is_mean(p, {**b, "y": labels}, ignore_index=IGNORED, weight=torch.linspace(0.5, 2, CLASSES))
+
+
+def recomputes(p: Any, b: Any) -> Tensor:
+    return fzero.remat(is_mean)(p, b)
+
+
+def smooths_and_weighs(p: Any, b: Any) -> Tensor:
+    return is_mean(p, b, label_smoothing=0.1, weight=torch.linspace(0.5, 2, CLASSES))
 
 
 def is_tiled(p: Any, b: Any, **how: Any) -> Tensor:
@@ -101,7 +116,9 @@ def list_sizes(program: Program) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("loss", [is_mean, is_sum, ignores_tokens, has_a_bias, scales_logits])
+@pytest.mark.parametrize(
+    "loss", [is_mean, is_sum, ignores_tokens, has_a_bias, scales_logits, smooths_labels, weighs_classes, recomputes]
+)
 def test_losses_and_gradients_are_those_of_all_logits(loss: Any, world: int) -> None:
     ours, program = run(loss, params(), batch(), CHUNK, world)
     theirs, _ = run(loss, params(), batch(), None, world)
@@ -153,7 +170,7 @@ def test_more_parts_of_tokens_are_more_parts_of_the_head() -> None:
         assert most <= program.memory().peak <= most + 2 * CHUNK
 
 
-@pytest.mark.parametrize("loss", [smooths_labels, uses_logits_twice])
+@pytest.mark.parametrize("loss", [smooths_and_weighs, uses_logits_twice])
 def test_other_losses_take_logits_whole(loss: Any) -> None:
     ours, program = run(loss, params(), batch(), CHUNK)
     theirs, _ = run(loss, params(), batch(), None)
