@@ -10,7 +10,7 @@ from fzero import optim, passes
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.placement import host
+from fzero.base.placement import disk, host
 from fzero.base.state import State
 from fzero.equivalence import check_equivalence
 from fzero.program import ops
@@ -47,6 +47,7 @@ __all__ = [
     "build",
     "build_stateful",
     "check_equivalence",
+    "disk",
     "grad",
     "host",
     "init",

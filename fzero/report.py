@@ -37,6 +37,7 @@ class Report(NamedTuple):
     * `leaves`: path of each parameter -> its `LeafReport`.
     * `peak`: bytes of live tensors at most, on the rank with most.
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
+    * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of rank 0, as `program.copies()`.
     * `nodes`: of the program.
     * `remarks`: lines about the program: what a memory budget chose, which leaves are gathered whole though they are
       larger than `chunk`.
@@ -48,6 +49,7 @@ class Report(NamedTuple):
     comm: dict[tuple[str, str], int]
     nodes: int
     remarks: tuple[str, ...] = ()
+    copies: dict[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -71,7 +73,8 @@ def report_step(program: Program, args: Sequence[Any]) -> Report:
     for entry in program.comm():
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
-    return Report(summarize_program(program), _list_leaves(args), peak, dict(comm), nodes, program.remarks)
+    leaves, copies = _list_leaves(args), program.copies()
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, program.remarks, copies)
 
 
 class _Value(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, check_data_axes
+
 from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
+from fzero.files import OnDisk, allocate
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
@@ -157,14 +160,20 @@ class Simulation:
 
     def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
         """The tensor arguments of each rank: copies of its slices, those of a bucket in one block, and its rows of each
-        batch. Rows are views and no copies: a copy would have other strides, and no memory around a cropped batch."""
-        places = {i: (leaf.form.layout, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)}
+        batch. Rows are views and no copies: a copy would have other strides, and no memory around a cropped batch. Nor
+        are slices on a disk: a step overwrites those of donated values alone."""
+        state = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
+        places = {i: (leaf.form.layout, leaf.index) for i, leaf in state if not isinstance(leaf.local, OnDisk)}
         groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
         return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
     def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
         parts = enumerate(self._select_rank(seat.number, treedef, leaves))
         values = {i: part if part.ndim else part.clone() for i, part in parts if _is_batch(part)}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Sharded) and isinstance(leaf.local, OnDisk):
+                part = leaf.form.layout.part(leaf.index, seat.rank)
+                values[i] = leaf.local[part.start : part.stop]
         for layout, members in groups:
             full = {index: leaves[i].local for i, index in members.items()}
             placed = copy_slices(full, layout, seat.rank)
@@ -176,7 +185,8 @@ class Simulation:
         layout = program.layouts[result.bucket] if result.bucket is not None else None
         if layout is not None and not layout.replicated:
             columns = [[x for x, seat in zip(values, self._seats) if seat.rank == r] for r in range(layout.world)]
-            return torch.cat([self._require_equal(program, result, column) for column in columns])
+            slices = [self._require_equal(program, result, column) for column in columns]
+            return _join_files(slices, layout.bucket) if isinstance(slices[0], OnDisk) else torch.cat(slices)
         if not result.varies:
             return self._require_equal(program, result, values)
         return torch.cat(values) if values[0].ndim else torch.stack(values)
@@ -196,6 +206,18 @@ class Simulation:
 
 def _is_batch(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, Sharded)
+
+
+def _join_files(slices: Sequence[Tensor], bucket: str) -> Tensor:
+    """The tensor on disk of which these are the slices, in order: where they lie side by side the very one."""
+    first, numel = slices[0], sum(x.numel() for x in slices)
+    starts = accumulate((x.nbytes for x in slices), initial=first.start)
+    if all(x.extent is first.extent and x.start == start for x, start in zip(slices, starts) if x.numel()):
+        return OnDisk(first.extent, first.start, numel, first.dtype)
+    whole = allocate(first.place, first.dtype, numel, None, bucket, first.extent.leaf)
+    for x, end in zip(slices, accumulate(x.numel() for x in slices)):
+        whole[end - x.numel() : end].copy_(x)
+    return whole
 
 
 def _has_equal_bits(a: Tensor, b: Tensor) -> bool:

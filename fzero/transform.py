@@ -21,6 +21,7 @@ from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
+from fzero.files import address_of
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
@@ -269,19 +270,25 @@ def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tens
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
     if not donated:
         return tensors
-    pointers = [tensor.data_ptr() for tensor in tensors]  # 0 for a tensor without elements
+    pointers = [address_of(tensor) if tensor.numel() else None for tensor in tensors]
     written = [pointers[i] for i in donated]
     # a batch may be a view of state
     storages = [x.untyped_storage() for x, value in zip(tensors, values) if x is value]
     batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
-    is_shared = len(set(pointers) - {0}) < len(pointers) - pointers.count(0)
-    is_batch = any(any(map(batch.__contains__, written)) for batch in batches)
+    is_shared = len({*pointers} - {None}) < len(pointers) - pointers.count(None)
+    is_batch = any(pointer is not None and _is_within(pointer, batches) for pointer in written)
     is_frozen = not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in donated)
     if is_shared or is_batch or is_frozen:
         taken = set(donated)
         kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
         for i, pointer in zip(donated, written):
-            if (pointer and (pointer in kept or any(pointer in batch for batch in batches))) or is_frozen:
-                tensors[i] = tensors[i].clone()
+            if (pointer is not None and (pointer in kept or _is_within(pointer, batches))) or is_frozen:
+                tensors[i] = values[i].with_local(tensors[i].clone()).local
             kept.add(pointer)
     return tensors
+
+
+def _is_within(address: tuple[str, int], batches: Sequence[range]) -> bool:
+    """Whether an address is one of memory that a batch lies in."""
+    file, start = address
+    return not file and any(start in batch for batch in batches)

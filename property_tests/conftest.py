@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-    settings.register_profile("quick", common, max_examples=50, derandomize=True)  # no law fails now and then
+    settings.register_profile("quick", common, max_examples=30, derandomize=True)  # no law fails now and then
     settings.register_profile("deep", common, max_examples=config.getoption("--examples"), print_blob=True)
     settings.load_profile("quick")
 

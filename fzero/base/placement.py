@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from fzero.base.errors import FzeroError
 
@@ -16,18 +18,31 @@ class Host:
     """The memory of the host, pinned with `pin` where there is an accelerator: `fzero.host()` makes one."""
 
     pin: bool = True
+    where: ClassVar[Literal["host"]] = "host"
 
     def __repr__(self) -> str:
         return f"fzero.host(pin={self.pin})"
 
 
-Placement = Host
+@dataclass(frozen=True)
+class Disk:
+    """Files in a folder: `fzero.disk(path)` makes one."""
+
+    path: Path
+    where: ClassVar[Literal["disk"]] = "disk"
+
+    def __repr__(self) -> str:
+        return f"fzero.disk({str(self.path)!r})"
+
+
+Placement = Host | Disk
 
 
 def check_placement(to: Any) -> None:
     """Refuse what is neither a placement nor None."""
-    if to is not None and not isinstance(to, Host):
-        raise FzeroError("to", f"is {to!r}", "give a placement, such as fzero.host(), or None for the device")
+    if to is not None and not isinstance(to, Placement):
+        way_out = "give a placement, fzero.host() or fzero.disk(path), or None for the device"
+        raise FzeroError("to", f"is {to!r}", way_out)
 
 
 def host(*, pin: bool = True) -> Host:
@@ -37,3 +52,27 @@ def host(*, pin: bool = True) -> Host:
     there is an accelerator, so that copies run beside compute.
     """
     return Host(pin)
+
+
+def disk(path: str | os.PathLike[str]) -> Disk:
+    """The placement of state in files, in a folder that is there.
+
+    Each process keeps its files in a folder of its own below `path`, and removes them when it ends. What a killed
+    process left is removed by the next one. Give a path of a local disk: state is read and written in each step.
+
+    Raises:
+        FzeroError: for a path that is no folder, or that cannot be written to.
+    """
+    place = Disk(Path(path).expanduser().absolute())
+    check_folder(place.path)
+    return place
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a path that is no folder, or that this process cannot write to."""
+    if not path.is_dir():
+        problem = "is there, and is no folder" if path.exists() else "is no folder"
+        raise FzeroError(f"disk {str(path)!r}", problem, "give the path of a folder that is there")
+    if not os.access(path, os.W_OK | os.X_OK):
+        problem = f"cannot be written to by user {os.getuid()}"
+        raise FzeroError(f"disk {str(path)!r}", problem, "give a folder of your own, or change its mode")

@@ -93,7 +93,7 @@ class Space:
         self.frontier = find_frontier([place.nbytes for place in line], self.choices)
         picks = [0] * len(self.buckets) + [len(choice.options) - 1 for choice, _ in self.segments]
         slower = sum(choice.options[0].seconds for choice, _ in self.buckets)
-        self.base, self.start = base, Point(base.memory().peak, slower, tuple(picks))
+        self.base, self.start = base, Point(max(place.nbytes for place in line), slower, tuple(picks))
         self.gathered = {nbytes(place.node.meta["val"]) for place in line if starts(place.node) == "gathered"}
 
     def list_ahead(self) -> list[int]:
@@ -132,14 +132,14 @@ class Space:
         least = self.frontier[0]
         if self.ahead != 0 and min(least.peak, self.start.peak) > (1 + LARGEST_ERROR) * limit:
             return None
-        built, bound = {self.start: self.base}, limit
+        built, peaks, bound = {self.start: self.base}, {self.start: self.start.peak}, limit
         found: Point | None = None
         for _ in range(TRIES):
             point = self.best(bound) or least
             if point in built or (found and point.seconds >= found.seconds):
                 break
             built[point] = self.build(point)
-            peak = built[point].memory().peak
+            peak = peaks[point] = built[point].memory().peak
             bound = limit - (peak - point.peak)
             if peak <= limit:
                 found = point
@@ -147,16 +147,16 @@ class Space:
                 bound = min(bound, point.peak - 1)
         if found is None and least not in built:
             built[least] = self.build(least)
-        within = [point for point, program in built.items() if program.memory().peak <= limit]
+            peaks[least] = built[least].memory().peak
+        within = [point for point, peak in peaks.items() if peak <= limit]
         if not within:
             return None
         best = min(within, key=lambda point: (point.seconds, point.peak))
         program = built[best]
-        return replace(program, remarks=(*program.remarks, *self._explain(best, program, limit)))
+        return replace(program, remarks=(*program.remarks, *self._explain(best, peaks[best], limit)))
 
-    def _explain(self, point: Point, program: Program, limit: int) -> Iterator[str]:
+    def _explain(self, point: Point, peak: int, limit: int) -> Iterator[str]:
         """Lines that say what was chosen, and what more bytes would buy."""
-        peak = program.memory().peak
         keep, again = self.pick(point)
         yield f"memory: {format_size(peak)} of {format_size(limit)}"
         names, all_names = len(keep), sum(len(names) for _, names in self.buckets)

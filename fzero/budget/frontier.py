@@ -133,9 +133,9 @@ def _climb(
     is_open &= allowed
     yield Point(int(alive.max()), seconds, tuple(picks))
     while is_open.any():
-        grown = (alive + steps).amax(1) - alive.max()
-        worth = torch.where(is_open, saves / grown.clamp(min=1), -1.0)
-        best = int(worth.argmax())
+        next_steps = is_open.nonzero().flatten()
+        grown = (alive + steps[next_steps]).amax(1) - alive.max()
+        best = int(next_steps[(saves[next_steps] / grown.clamp(min=1)).argmax()])
         alive, seconds, choice = alive + steps[best], seconds - float(saves[best]), owner[best]
         picks[choice] += 1
         is_open[best] = False

@@ -20,9 +20,10 @@ from torch import Tensor
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.dcp_metadata import DAMAGED, Piece, Stored, TensorEntry, measure_files, read_metadata
 from fzero.checkpoint.torch_files import Window, find_elements, load_torch_file
+from fzero.files.memory import memory_of
 from fzero.layout.boxes import Box, boxes
 from fzero.state.safetensors.reading import CAST_NBYTES
-from fzero.state.safetensors.transfer import memory_of, read_into
+from fzero.state.safetensors.transfer import read_into
 from fzero.state.sources import Source, TensorSource, check_range, describe
 
 

@@ -17,6 +17,7 @@ from fzero.base.frozen import freeze, is_frozen
 from fzero.base.state import State
 from fzero.checkpoint.manifest import KINDS
 from fzero.checkpoint.opening import Checkpoint, StoredLeaf, latest, open_checkpoint
+from fzero.files import address_of
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
@@ -144,10 +145,11 @@ def _take_memory(home: Home, leaves: Mapping[int, Sharded]) -> dict[int, Tensor]
         if not leaf.is_donated and not leaf.local.is_meta and leaf.local.is_contiguous():
             given[i] = leaf.local
             leaf.give_up()
-    taken, end = dict[int, Tensor](), 0
-    for i, x in sorted(given.items(), key=lambda item: item[1].data_ptr()):
-        if x.data_ptr() >= end or not x.numel():
-            taken[i], end = x, max(end, x.data_ptr() + x.nbytes)
+    taken, end = dict[int, Tensor](), ("", 0)
+    for i, x in sorted(given.items(), key=lambda item: address_of(item[1])):
+        where, start = address_of(x)
+        if (where, start) >= end or not x.numel():
+            taken[i], end = x, max(end, (where, start + x.nbytes))
     return taken
 
 

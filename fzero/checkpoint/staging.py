@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from fzero.files import OnDisk
 from fzero.layout.ranges import pad, tile
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
@@ -19,7 +20,8 @@ ALIGN = 64
 
 
 class Staging:
-    """One buffer on the host, which each save uses again: at most one copy of what a rank writes."""
+    """One buffer on the host, which each save uses again: at most one copy of what a rank writes. Values on a disk are
+    copied on that disk."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -35,7 +37,8 @@ class Staging:
         a step that overwrites a slice waits for them (`Live.settle`). `is_state(key)` says which values are slices:
         others, which a user may overwrite, are there when this returns.
         """
-        sizes = [pad(_nbytes(source), ALIGN) for values in files.values() for source in values.values()]
+        sources = [source for values in files.values() for source in values.values()]
+        sizes = [0 if _is_on_disk(source) else pad(_nbytes(source), ALIGN) for source in sources]
         self._reserve(sum(sizes))
         spans, copied = iter(tile(sizes)), dict[int, dict[str, Source]]()
         with self._beside(on) as copy_later:
@@ -43,6 +46,10 @@ class Staging:
                 copied[number] = {}
                 for key, source in values.items():
                     span = next(spans)
+                    if _is_on_disk(source):
+                        held = torch.empty_like(source.tensor).copy_(source.tensor)
+                        copied[number][key] = TensorSource(held, source.path)
+                        continue
                     held = self._buffer[span.start : span.start + _nbytes(source)].view(source.dtype)
                     is_later = isinstance(source, TensorSource) and source.tensor.is_cuda and is_state(key)
                     (copy_later if is_later else _copy_now)(source, held)
@@ -72,6 +79,10 @@ class Staging:
         copied = self._stream.record_event()
         self._wait = copied.synchronize
         on.readers.append(lambda: torch.cuda.current_stream(on.device).wait_event(copied))
+
+
+def _is_on_disk(source: Source) -> TypeGuard[TensorSource]:
+    return isinstance(source, TensorSource) and isinstance(source.tensor, OnDisk)
 
 
 def _copy_now(source: Source, held: torch.Tensor) -> None:

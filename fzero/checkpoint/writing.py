@@ -35,12 +35,13 @@ from fzero.checkpoint.folder import check_free, list_steps, open_partial, partia
 from fzero.checkpoint.manifest import MANIFEST, File, Manifest, name_file, render_crc, render_manifest
 from fzero.checkpoint.pieces import Plan, hash_lines, plan
 from fzero.checkpoint.staging import Staging
+from fzero.files.memory import memory_of
 from fzero.ranks.homes import Home
 from fzero.ranks.together import Gather, do_together
 from fzero.ranks.virtual import Virtual
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.safetensors.header import plan_header, render_header
-from fzero.state.safetensors.transfer import begin_writeback, iter_parts, memory_of, sync_directory
+from fzero.state.safetensors.transfer import begin_writeback, iter_parts, sync_directory
 from fzero.state.sources import Source
 from fzero.values.sharded import Sharded
 

@@ -146,7 +146,7 @@ class _Clock:
 
 def fit_rates(program: Program, seconds: Seconds) -> Rates:
     """The rates with which a program's nodes take as long, all together, as they did. A rate for which the program does
-    too little is that of `program.rates`, and so are those of the link and of the host.
+    too little is that of `program.rates`, and so are those of the link, of the host and of the disk.
 
     The launch of an operation is the median of small operations. The latency is the seconds of the shortest collective.
     """
@@ -168,6 +168,7 @@ def fit_rates(program: Program, seconds: Seconds) -> Rates:
         latency=latency,
         link=guess.link,
         host=guess.host,
+        disk=guess.disk,
     )
 
 

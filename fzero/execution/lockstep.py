@@ -18,6 +18,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import version_of
 from fzero.execution.loops import operands, run_turns
+from fzero.files import OnDisk
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
@@ -106,7 +107,7 @@ def _step(
     if node.op == "get_attr":
         results: Sequence[Any] = [program.constants[node.target] for _ in alive]
     elif node.op == "call_function":
-        written = [[values[x] for x in find_writes(node)] for values in alive]
+        written = [[x for x in map(values.__getitem__, find_writes(node)) if not isinstance(x, OnDisk)] for values in alive]
         ranks.check_writes(written)
         calls = [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive]
         if body is None:

@@ -224,14 +224,19 @@ The sums are 0-d, in float32, or all in float64 where a leaf is float64.
 """
 
 
-def _scale_each(leaves: List, factors: Tensor) -> List:
-    return [(leaf * factor).to(leaf.dtype) for leaf, factor in zip(leaves, factors.unbind())]
+def _scale_each(leaves: List, factors: Tensor, rows: Sequence[int]) -> List:
+    return [(leaf * factors[row]).to(leaf.dtype) for leaf, row in zip(leaves, rows)]
 
 
-scale_each = define(
-    "scale_each(Tensor[] leaves, Tensor factors) -> Tensor[]",
+_scale_rows = define(
+    "scale_each(Tensor[] leaves, Tensor factors, int[] rows) -> Tensor[]",
     _scale_each,
-    lambda leaves, factors: [torch.empty_like(leaf) for leaf in leaves],
+    lambda leaves, factors, rows: [torch.empty_like(leaf) for leaf in leaves],
     MAPS,
 )
-"""`scale_each(leaves, factors)`: each leaf times its element of `factors`, [leaves], in the leaf's dtype."""
+
+
+def scale_each(leaves: List, factors: Tensor) -> List:
+    """Each leaf times its element of `factors`, [leaves], in the leaf's dtype."""
+    scaled: List = _scale_rows(leaves, factors, list(range(len(leaves))))  # passes cut this list with the leaves
+    return scaled

@@ -13,22 +13,28 @@ from fzero.program.records import is_call, name_of, record
 
 
 def has_rows(node: Node) -> bool:
-    """Whether a node calls an operation on lists that computes each leaf on its own."""
+    """Whether a node calls an operation on lists that computes each leaf on its own, with one result for each."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], (list, tuple)):
         return False
     name = name_of(node)
-    return name.startswith("_foreach_") or record(node).gradients is not None or name in (STAGES | SUMS | MAPS)
+    if name in SUMS | MAPS:
+        return len(node.meta["val"]) == len(node.args[0])
+    return name.startswith("_foreach_") or record(node).gradients is not None or name in STAGES
 
 
 def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> list[Node]:
-    """Replace one call by several: one for each group of leaves, in order. Returns the new calls."""
+    """Replace one call by several: one for each group of leaves, in order. Returns the new calls.
+
+    An argument that is a list has one item for each leaf, or an equal number of them.
+    """
     count, items, calls = len(call.args[0]), dict[tuple[Node, int], Node](), list[Node]()
     is_each = all(isinstance(x, (list, tuple)) for x in call.meta["val"] or ())  # several lists of results
     columns = list(call.users) if is_each else [call]
 
     def cut(given: Any, rows: Sequence[int]) -> Any:
-        is_column = isinstance(given, (list, tuple)) and len(given) == count
-        return [given[row] for row in rows] if is_column else given
+        each, rest = divmod(len(given), count) if isinstance(given, (list, tuple)) else (0, 0)
+        is_column = each == 1 or (each > 1 and rest == 0 and name_of(call) in MAPS)
+        return [given[row * each + i] for row in rows for i in range(each)] if is_column else given
 
     with program.graph.inserting_before(call.next):
         for rows in groups:

@@ -14,6 +14,8 @@ from fzero.base.torch_private import overload_name
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
+from fzero.program.ops.transfers import OVERWRITING
+from fzero.program.places import where_of
 from fzero.program.program import Program
 from fzero.program.records import alias_of, body_of, is_call, name_of, record, starts, storage
 
@@ -41,7 +43,7 @@ def donate(program: Program) -> Program:
     is_update = is_body or _is_update(
         program, owners
     )  # before results become arguments, which have no operands to look at
-    donated = _work_in_place(program, owners)
+    donated = _work_in_place(program, owners, is_update)
     if is_update:
         donated |= _copy_back(program, owners, donated)
     arguments = tuple(
@@ -142,7 +144,7 @@ def _matches(owners: _Owners, placeholder: Node, result: Any, node: Node) -> boo
 def _is_update(program: Program, owners: _Owners) -> bool:
     """Whether some state result has the state argument of its leaf as first operand, as in `p + u`."""
     for _, result, node in _list_state_results(program):
-        call = node
+        call = _follow_copies(node)
         path: list[int] = []
         while is_call(call, operator.getitem):
             call, path = call.args[0], [call.args[1], *path]
@@ -150,12 +152,20 @@ def _is_update(program: Program, owners: _Owners) -> bool:
             return True
         is_list = bool(path) and bool(call.args) and isinstance(call.args[0], (list, tuple))
         first = dict(enumerate(call.args[0])).get(path[-1]) if is_list else (*call.args, None)[0]
-        if isinstance(first, fx.Node) and first.op == "placeholder" and _matches(owners, first, result, node):
+        first = _follow_copies(first) if isinstance(first, fx.Node) else None
+        if first is not None and first.op == "placeholder" and _matches(owners, first, result, node):
             return True
     return False
 
 
-def _work_in_place(program: Program, owners: _Owners) -> set[Node]:
+def _follow_copies(node: Node) -> Node:
+    """The value that a node is a copy of from another place, by way of any others; other nodes themselves."""
+    while (original := _find_original(node)) is not None:
+        node = original
+    return node
+
+
+def _work_in_place(program: Program, owners: _Owners, is_update: bool) -> set[Node]:
     """Turn operations whose results replace their operands into their in-place forms. Returns the donated arguments."""
     wanted = {node: result for _, result, node in _list_state_results(program)}
     donated: set[Node] = set()
@@ -168,7 +178,7 @@ def _work_in_place(program: Program, owners: _Owners) -> set[Node]:
             donated |= _replace_lists(program, owners, node, wanted)
         elif node in wanted:
             donated |= _replace_one(program, owners, node, wanted)
-    return donated | _copy_into_arguments(program, owners, wanted)
+    return donated | _copy_into_arguments(program, owners, wanted, is_update)
 
 
 def _replace_columns(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
@@ -198,7 +208,7 @@ def _replace_columns(program: Program, owners: _Owners, call: Node, wanted: dict
 
 
 def _find_original(node: Node) -> Node | None:
-    """The value that a node is a copy of from another place; None for any other node."""
+    """The value that a node is a copy of from the place before; None for any other node."""
     source = node.args[0] if is_call(node, operator.getitem) else None
     if source is None or not is_call(source, ops.arrive):  # None also for an erased node, which has no operands
         return None
@@ -206,19 +216,29 @@ def _find_original(node: Node) -> Node | None:
     return copied
 
 
-def _copy_into_arguments(program: Program, owners: _Owners, wanted: dict[Node, Any]) -> set[Node]:
+def _copy_into_arguments(program: Program, owners: _Owners, wanted: dict[Node, Any], is_update: bool) -> set[Node]:
     """Let copies of new state overwrite the arguments that it replaces, where all copies of a start do: the state was
-    computed in the memory of a copy of the argument, which nothing has read since. Returns the arguments."""
+    computed in the memory of a copy of the argument, which nothing has read since. On a disk the argument of the same
+    path serves too, in an update. Returns the arguments."""
     donated = set[Node]()
-    for start in program.graph.find_nodes(op="call_function", target=ops.to_device):
+    by_path = {argument.path: node for node, argument in owners.argument.items() if is_update}
+
+    def find(start: Node, new: Node, item: Node | None) -> Node | None:
+        if item not in wanted:
+            return None
+        old, result = _find_argument(owners, new), wanted[item]
+        if old is None and start.target is ops.write:
+            old = by_path.get(result.path)
+            old = old if old is not None and owners.dies_at(old, start) else None
+        is_there = old is not None and owners.argument[old].place == result.place
+        return old if is_there and _matches(owners, old, result, item) else None
+
+    for start in [node for node in program.graph.nodes if node.target in OVERWRITING]:
         (arrived,) = start.users
         items = {item.args[1]: item for item in arrived.users}
-        olds = [_find_argument(owners, new) for new in start.args[0]]
-        if all(
-            old is not None and items.get(i) in wanted and _matches(owners, old, wanted[items[i]], items[i])
-            for i, old in enumerate(olds)
-        ):
-            start.target, start.args, start.meta["val"] = ops.to_device_, (start.args[0], olds), None
+        olds = [find(start, new, items.get(i)) for i, new in enumerate(start.args[0])]
+        if None not in olds and len({*olds} - donated) == len(olds):
+            start.target, start.args, start.meta["val"] = OVERWRITING[start.target], (start.args[0], olds), None
             arrived.meta["val"] = None
             program.substitute_all({item: olds[i] for i, item in items.items()})
             donated.update(olds)
@@ -367,6 +387,7 @@ def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Nod
         if (argument.bucket is not None or argument.kind is not None)
         and node not in donated
         and owners.owner[node] not in kept
+        and where_of(argument) != "disk"
     }
     pairs: dict[bool, list[tuple[Node, Node]]] = {}
     for position, result, node in _list_state_results(program):

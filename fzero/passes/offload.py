@@ -1,4 +1,5 @@
-"""The offload pass: state that lies on the host is updated there, and copied to the device where the device uses it."""
+"""The offload pass: state that lies on the host or on a disk is updated on the host, and copied to the device where the
+device uses it."""
 
 from __future__ import annotations
 
@@ -10,56 +11,65 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.base.placement import Host
+from fzero.base.placement import Host, Placement
 from fzero.passes.cut_rows import cut_rows, has_rows
 from fzero.passes.order import find_changes, find_origins, reorder
+from fzero.passes.update_order import order_by_bucket
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
-from fzero.program.places import Where, is_placed, is_wide, list_sources, runs_on_device, where_of
-from fzero.program.program import Program
+from fzero.program.ops.transfers import COPIES
+from fzero.program.places import CHAIN, Where, is_placed, is_wide, list_sources, runs_on_device, step_towards, where_of
+from fzero.program.program import Program, Result
 from fzero.program.records import body_of, find_writes, is_call, record, shares_memory, storage
+
+Away = dict[Node, Placement]
+"""The nodes whose values lie elsewhere than on the device -> where."""
 
 
 def offload(program: Program) -> Program:
-    """Copy values between device and host, so that each operation finds its operands where it runs.
+    """Copy values between device, host and disk, so that each operation finds its operands where it runs.
 
-    * An operation with a slice on the host runs on the host: the update of the host's state. It takes its other
-      operands by `to_host`.
+    * An operation with a slice on the host or on a disk runs on the host: the update of that state. It takes its other
+      operands by `to_host`, and slices on a disk by `read`.
     * A pointwise operation of which only the host uses the result runs on the host too, where that copies no more: a
       gradient leaves as soon as it is there, and is multiplied by the factor of clipping on the host.
     * Anything else runs on the device, and takes operands from the host by `to_device`: a slice in front of each
-      all-gather, which is dropped behind it.
-    * A result is copied to where the state lies that it replaces.
+      all-gather, which is dropped behind it. A slice on a disk is read into the memory of the host first.
+    * A result is copied to where the state lies that it replaces: into a file by `write`.
     * Numbers that follow from arguments alone, such as a step count, are computed and copied first, so that no update
       waits for them.
 
     A list operation is cut into one for the host and one for the device, and an update on the host into one for each
-    bucket. Same results, bit for bit, where the device is a CPU. A program without state on the host stays as it is.
+    bucket. With state on a disk each operation on the host is cut so, and each bucket is read, updated and written as
+    soon as its gradients are there. Same results, bit for bit, where the device is a CPU. A program with all state on
+    the device stays as it is.
     """
     if not is_placed(program):
         return program
     program = program.copy()
     _place_bodies(program)
     kinds = _cut_updates(program)
-    _Transfers(program, _find_host(program, kinds), kinds).insert()
+    transfers = _Transfers(program, _find_away(program, kinds), kinds)
+    transfers.insert()
+    if _has_disk(transfers.away):
+        reorder(program.graph, order_by_bucket(program.graph, transfers.list_lazy(), transfers.sends))
     return program
 
 
 def _place_bodies(program: Program) -> None:
-    """Let the body of each loop take from the host what the loop is given there, and copy it in the turns that use it.
-    A list with items in several places is taken from the device."""
-    on_host = _list_arguments(program)
+    """Let the body of each loop take from the host or the disk what the loop is given there, and copy it in the turns
+    that use it. A list with items in several places is taken from the host, with an item on the device from there."""
+    away = _list_arguments(program)
     for node in program.graph.nodes:
-        if _runs_on_host(node, on_host):
-            on_host.add(node)
+        _note_place(node, away)
         if body_of(node) is None:
             continue
         given = Loop(*node.args)
         operands = (*given.carry, *given.xs, *given.lists, *given.constants)
-        places = [Host() if _is_on_host(x, on_host) else None for x in operands]
+        places = [_find_common_place(x, away) for x in operands]
         if any(places):
             body, count = given.body, len(given.carry)
             arguments = tuple(replace(x, place=place) for x, place in zip(body.arguments, places))
@@ -69,109 +79,129 @@ def _place_bodies(program: Program) -> None:
 
 
 def _cut_updates(program: Program) -> dict[Node, Kind]:
-    """Cut list operations, so that all leaves of a call are in one place, and all leaves that an update takes from the
-    host in one bucket. Returns the kinds of the nodes."""
-    kinds, on_host = infer(program), _list_arguments(program)
+    """Cut list operations, so that all leaves of a call are in one place, and all leaves that an update takes from
+    elsewhere in one bucket. Returns the kinds of the nodes."""
+    kinds, away = infer(program), _list_arguments(program)
+    cut = dict[Node, str]()  # a call that was cut -> the bucket of its leaves
     node = next(iter(program.graph.nodes))
     while node.op != "output":  # over what a cut inserts, too
-        groups = _group_rows(node, on_host, kinds) if has_rows(node) else []
+        groups = _group_rows(node, away, kinds, cut) if has_rows(node) else {}
         if len(groups) > 1:
-            node, *_ = cut_rows(program, node, groups)
-        if _runs_on_host(node, on_host):
-            on_host.add(node)
+            calls = cut_rows(program, node, list(groups.values()))
+            cut.update({call: key for call, key in zip(calls, groups) if isinstance(key, str)})
+            node = calls[0]
+        _note_place(node, away)
         node = node.next
     return infer(program)
 
 
-def _group_rows(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> list[list[int]]:
-    """The leaves of a list operation by place, those of an update on the host by bucket as well, in the order in which
-    gradients are there."""
+def _group_rows(node: Node, away: Away, kinds: dict[Node, Kind], cut: dict[Node, str]) -> dict[Any, list[int]]:
+    """The leaves of a list operation by place. Those of an update of state elsewhere, and with state on a disk those of
+    any operation on the host, by bucket, in the order in which gradients are there."""
     groups: dict[Any, list[int]] = {}
     columns = [arg for arg in node.args if isinstance(arg, (list, tuple)) and len(arg) == len(node.args[0])]
-    for row in range(len(node.args[0])):
-        key: Any = any(column[row] in on_host for column in columns if isinstance(column[row], fx.Node))
-        if key and record(node).gradients is not None:
-            kind = kinds.get(node.args[0][row])
-            key = kind.bucket if isinstance(kind, Slice) else key
-        groups.setdefault(key, []).append(row)
     position = record(node).gradients
+    by_bucket = position is not None or _has_disk(away)
+    for row in range(len(node.args[0])):
+        values = [column[row] for column in columns if isinstance(column[row], fx.Node)]
+        is_away = any(x in away for x in values)
+        bucket = next(filter(None, (_find_bucket(x, kinds, cut) for x in values)), None)
+        groups.setdefault(bucket or True if is_away and by_bucket else is_away, []).append(row)
     if position is None:
-        return list(groups.values())
+        return groups
     grads = node.args[position]
-    return sorted(groups.values(), key=lambda rows: max(grads[row] for row in rows))
+    return dict(sorted(groups.items(), key=lambda group: max(grads[row] for row in group[1])))
 
 
-def _find_host(program: Program, kinds: dict[Node, Kind]) -> set[Node]:
-    """The nodes that run on the host, and the arguments that lie there."""
-    on_host = _list_arguments(program)
+def _find_bucket(node: Node, kinds: dict[Node, Kind], cut: dict[Node, str]) -> str | None:
+    """The bucket of a slice; None for another value."""
+    kind = kinds.get(node)
+    return kind.bucket if isinstance(kind, Slice) else cut.get(_find_call(node))
+
+
+def _find_away(program: Program, kinds: dict[Node, Kind]) -> Away:
+    """The nodes that run on the host, and the arguments that lie elsewhere than on the device."""
+    away = _list_arguments(program)
     for node in program.graph.nodes:
-        if _runs_on_host(node, on_host):
-            on_host.add(node)
+        _note_place(node, away)
     for node in reversed(list(program.graph.nodes)):
-        if node not in on_host and _may_follow(node, on_host, kinds):
-            on_host.add(node)
-            on_host.update(user for user in node.users if is_call(user, operator.getitem))
-    return on_host
+        if node not in away and _may_follow(node, away, kinds):
+            away[node] = Host()
+            away.update((user, Host()) for user in node.users if is_call(user, operator.getitem))
+    return away
 
 
-def _list_arguments(program: Program) -> set[Node]:
-    """The arguments on the host."""
+def _list_arguments(program: Program) -> Away:
+    """The arguments that lie elsewhere than on the device."""
     pairs = zip(program.placeholders, program.arguments)
-    return {node for node, argument in pairs if where_of(argument) == "host"}
+    return {node: argument.place for node, argument in pairs if argument.place is not None}
 
 
-def _is_on_host(operand: Any, on_host: set[Node]) -> bool:
-    """Whether an operand of a loop, a node or a list of nodes, lies on the host."""
-    return all(x in on_host for x in (operand if isinstance(operand, (list, tuple)) else [operand]))
+def _find_common_place(operand: Any, away: Away) -> Placement | None:
+    """Where a loop takes an operand from, a node or a list of nodes."""
+    places = {away.get(x) for x in (operand if isinstance(operand, (list, tuple)) else [operand])}
+    return places.pop() if len(places) == 1 else None if None in places else Host()
 
 
-def _runs_on_host(node: Node, on_host: set[Node]) -> bool:
-    """Whether a node, whose operands have been looked at, runs on the host: some operand is a slice there, and each
-    operand that it writes into."""
+def _has_disk(away: Away) -> bool:
+    return any(place.where == "disk" for place in away.values())
+
+
+def _note_place(node: Node, away: Away) -> None:
+    """Note where the value of a node lies whose operands have been looked at. The node runs on the host where some
+    operand is a slice elsewhere than on the device, and so is each operand that it writes into."""
     if node.op != "call_function" or runs_on_device(node):
-        return False
+        return
     body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
     if body is not None:
-        return where_of(body.results[node.args[1]]) == "host"
-    takes = any(x in on_host and is_wide(x) for x in node.all_input_nodes)
-    return takes and all(x in on_host for x in find_writes(node))
+        place = body.results[node.args[1]].place
+    else:
+        takes = any(x in away and is_wide(x) for x in node.all_input_nodes)
+        place = Host() if takes and all(x in away for x in find_writes(node)) else None
+    if place is not None:
+        away[node] = place
 
 
-def _may_follow(node: Node, on_host: set[Node], kinds: dict[Node, Kind]) -> bool:
+def _may_follow(node: Node, away: Away, kinds: dict[Node, Kind]) -> bool:
     """Whether a node may run on the host because only the host uses what it computes from slices."""
     if node.op != "call_function" or find_writes(node) or shares_memory(node) or runs_on_device(node):
         return False
     is_list = has_rows(node)
     items = list(node.users) if is_list else [node]
     users = {user for item in items for user in item.users}
-    if not users or not users <= on_host or not (is_list or record(node).is_pointwise):
+    if not users or not users <= away.keys() or not (is_list or record(node).is_pointwise):
         return False
     wide = [x for x in node.all_input_nodes if is_wide(x)]
     own = [kinds[x] for x in (items if is_list else wide)]
     if not wide or not all(isinstance(kind, Slice) for kind in own):
         return False
-    return sum(nbytes(x.meta["val"]) for x in wide if x not in on_host) <= nbytes(node.meta["val"])
+    return sum(nbytes(x.meta["val"]) for x in wide if x not in away) <= nbytes(node.meta["val"])
 
 
 class _Transfers:
     """The copies of a program's values, which `insert` puts into its graph."""
 
-    def __init__(self, program: Program, on_host: set[Node], kinds: dict[Node, Kind]) -> None:
-        self.program, self.graph, self.on_host, self.kinds = program, program.graph, on_host, kinds
+    def __init__(self, program: Program, away: Away, kinds: dict[Node, Kind]) -> None:
+        self.program, self.graph, self.away, self.kinds = program, program.graph, away, kinds
         self._changed = find_changes(program.graph)
         self._origins = find_origins(program.graph, "scattered")
-        self._copies: dict[Node, Node] = {}  # of values that nothing writes into
+        self._copies: dict[tuple[Node, Where], Node] = {}  # of values that nothing writes into
         self._early = _find_early_numbers(program.graph)
+        self.sends = dict[Node, str]()
+        """Copies of results that leave the host, and their buckets."""
 
     def insert(self) -> None:
         """Insert all copies."""
         for node in list(self.graph.nodes):
             if node.op == "call_function":
-                here: Where = "host" if node in self.on_host else "device"
-                away = [x for x, where in list_sources(node, here) if (x in self.on_host) != (where == "host")]
-                if away:
-                    self._bring(away, node, here == "host")
-                if here == "host" and node.kwargs.get("device") is not None:
+                sources = list_sources(node, self._find_where(node))
+                for there in CHAIN:
+                    missing = [x for x, where in sources if where == there != self._find_where(x)]
+                    if missing:
+                        copies = self._bring(missing, node, there)
+                        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
+                is_sized_by_disk = record(node).takes_shape and "disk" in map(self._find_where, node.all_input_nodes)
+                if self._find_where(node) == "host" and (node.kwargs.get("device") is not None or is_sized_by_disk):
                     node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
         self._return()
         starts = self.graph.find_nodes(op="call_function", target=ops.to_host)
@@ -180,28 +210,51 @@ class _Transfers:
             nodes = [node for node in self.graph.nodes if node.op == "placeholder" or node in first]
             reorder(self.graph, dict.fromkeys([*nodes, *self.graph.nodes]))
 
-    def _bring(self, values: Sequence[Node], user: Node, to_host: bool) -> None:
-        """Give a user copies of these operands. Copies to the host, and of numbers, serve later users too."""
-        copies = {x: self._copies[x] for x in values if x in self._copies}
-        groups = self._group(x for x in values if x not in copies)
+    def list_lazy(self) -> set[Node]:
+        """The nodes that run on the host and may run as late as their results are used. Copies from the device start at
+        once, and so do numbers."""
+        nodes = {node for node in self.away if node.op == "call_function" and record(node).source in (None, "disk")}
+        return {node for node in nodes if self._find_where(node) == "host" and node not in self._early}
+
+    def _find_where(self, node: Node) -> Where:
+        return self.away[node].where if node in self.away else "device"
+
+    def _bring(self, values: Sequence[Node], user: Node, there: Where, *, is_on_the_way: bool = False) -> Any:
+        """Copies of these values at a place, for a user, by way of the places between. Copies on the host, and of
+        numbers, serve later users too, unless they are on the way to another place."""
+        copies = {x: self._copies[x, there] for x in values if (x, there) in self._copies and not is_on_the_way}
+        rest = [x for x in dict.fromkeys(values) if x not in copies]
+        between = {x: step_towards(self._find_where(x), there) for x in rest}
+        far = [x for x in rest if between[x] != there]
+        near = self._bring(far, user, between[far[0]], is_on_the_way=True) if far else {}
+        groups = self._group(near.get(x, x) for x in rest)
         computed = [x for group in groups for x in group if x.op == "call_function" and is_wide(x)]
+        made = dict[Node, Node]()
         for group in groups:
             is_kept = not any(storage(x) in self._changed for x in group)
+            leaves = self._find_where(group[0]) == "device" and is_kept
             behind = [x for x in group if x.op == "call_function"] or computed  # parameters leave with their gradients
-            at = max(behind).next if to_host and is_kept and behind else user
-            made = self._copy(group, at, user, to_host)
-            copies |= made
-            if is_kept:
-                self._copies |= {x: copy for x, copy in made.items() if to_host or not is_wide(x)}
-        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda x: copies.get(x, x))
+            new = self._copy(group, max(behind).next if leaves and behind else user, user, there)
+            made |= new
+            if is_kept and not is_on_the_way:
+                self._copies |= {(x, there): new[x] for x in group if there == "host" or not is_wide(x)}
+        return copies | {x: made[near.get(x, x)] for x in rest}
 
-    def _copy(self, values: Sequence[Node], at: Node, user: Node, to_host: bool) -> dict[Node, Node]:
-        """Start copies in front of `at`, and wait for them in front of `user`."""
+    def _copy(self, values: Sequence[Node], at: Node, user: Node, there: Where, *into: str) -> dict[Node, Node]:
+        """Start copies to the next place in front of `at`, and wait for them in front of `user`."""
+        here = self._find_where(values[0])
         with self.graph.inserting_before(at):
-            start = self.program.emit(ops.to_host if to_host else ops.to_device, list(values))
+            start = self.program.emit(COPIES[here, there], list(values), *into)
         with self.graph.inserting_before(user):
             arrived = self.program.emit(ops.arrive, start)
-            return {x: self.program.emit(operator.getitem, arrived, i) for i, x in enumerate(values)}
+            copies = {x: self.program.emit(operator.getitem, arrived, i) for i, x in enumerate(values)}
+        self.kinds.update({copy: self.kinds[x] for x, copy in copies.items() if x in self.kinds})
+        if there == "host":
+            self.away.update(dict.fromkeys([start, arrived, *copies.values()], Host()))
+        if here == "host" and user.op == "output":
+            kind = self.kinds.get(values[0])
+            self.sends[start] = kind.bucket if isinstance(kind, Slice) else ""
+        return copies
 
     def _group(self, values: Iterable[Node]) -> list[list[Node]]:
         """Values that are copied at once: slices that a collective made together, and otherwise slices of a bucket."""
@@ -209,26 +262,39 @@ class _Transfers:
         for x in dict.fromkeys(values):
             kind = self.kinds.get(x)
             bucket = kind.bucket if isinstance(kind, Slice) else None
-            groups.setdefault((self._origins.get(x), x.op, bucket, is_wide(x), x in self._early), []).append(x)
+            key = self._find_where(x), self._origins.get(x), x.op, bucket, is_wide(x), x in self._early
+            groups.setdefault(key, []).append(x)
         return list(groups.values())
 
     def _return(self) -> None:
         """Copy each result to where it belongs, right behind the operation that computes it."""
-        returned, moved = list(self.program.output.args[0]), dict[Any, dict[Node, Node]]()
+        returned, moved = list(self.program.output.args[0]), dict[Any, dict[Node, None]]()
         for result, node in zip(self.program.tensor_results, returned):
-            to_host = where_of(result) == "host"
-            if (node in self.on_host) != to_host:
-                moved.setdefault((to_host, _find_call(node)), {})[node] = node
-        copies: dict[tuple[Node, bool], Node] = {}
-        for (to_host, _), nodes in moved.items():
-            made = self._copy(list(nodes), max(nodes).next, self.program.output, to_host)
-            copies |= {(node, to_host): copy for node, copy in made.items()}
-        self.program.output.args = (
-            [
-                copies.get((node, where_of(result) == "host"), node)
-                for result, node in zip(self.program.tensor_results, returned)
-            ],
-        )
+            if self._find_where(node) != where_of(result):
+                moved.setdefault((result.place, *_name_files(result), _find_call(node)), {})[node] = None
+        copies: dict[tuple[Node, Placement | None], Node] = {}
+        for (place, *into, _), nodes in moved.items():
+            made = self._send(list(nodes), "device" if place is None else place.where, into)
+            copies |= {(node, place): copy for node, copy in made.items()}
+        pairs = zip(self.program.tensor_results, returned)
+        self.program.output.args = ([copies.get((node, result.place), node) for result, node in pairs],)
+
+    def _send(self, nodes: list[Node], there: Where, into: Sequence[str]) -> dict[Node, Node]:
+        """Copies of results at another place, by way of the places between."""
+        at, copies, here = max(nodes).next, dict(zip(nodes, nodes)), self._find_where(nodes[0])
+        while here != there:
+            here = step_towards(here, there)
+            made = self._copy(list(copies.values()), at, self.program.output, here, *(into if here == "disk" else ()))
+            copies, at = {node: made[x] for node, x in copies.items()}, self.program.output
+        return copies
+
+
+def _name_files(result: Result) -> tuple[str, ...]:
+    """The folder and the bucket of a result that is written into a file; nothing for another result."""
+    if result.place is None or result.place.where != "disk":
+        return ()
+    bucket = result.kind.bucket if isinstance(result.kind, Slice) else result.bucket
+    return (str(result.place.path), bucket or "")
 
 
 def _find_early_numbers(graph: fx.Graph) -> set[Node]:

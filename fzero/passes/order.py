@@ -113,6 +113,12 @@ def _drop_rows_of(call: Node, columns: list[Node]) -> None:
             call.graph.erase_node(node)
 
 
+def _has_effect(node: Node, read: set[Any]) -> bool:
+    """Whether a node does more than to compute its value: it writes into memory that is read later, or is no call."""
+    written = find_writes(node)
+    return any(storage(x) in read for x in written) if written else bool(node.is_impure(impure_random=False))
+
+
 def erase_dead(graph: fx.Graph) -> None:
     """Erase the nodes whose value no result needs, and which write into no memory that a later node reads or the caller
     holds."""
@@ -120,9 +126,7 @@ def erase_dead(graph: fx.Graph) -> None:
     needed: set[Node] = set()
     read = {storage(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")} & changed
     for node in reversed(list(graph.nodes)):
-        written = find_writes(node)
-        has_effect = any(storage(x) in read for x in written) if written else node.is_impure(impure_random=False)
-        if has_effect or node in needed:
+        if node in needed or _has_effect(node, read):
             needed.update(node.all_input_nodes)
             if changed:
                 read.update(storage(x) for x in node.all_input_nodes)

@@ -13,6 +13,7 @@ from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
+from fzero.program.ops.transfers import count_bytes
 from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
@@ -23,24 +24,30 @@ SLACK = 2.0
 
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
-    the device in front of that in the same way. Wait for each reduce-scatter where its result is used, or where another
-    one starts and it is done.
+    the device in front of that in the same way, and reads of state from a disk in front of these. Wait for each
+    reduce-scatter where its result is used, or where another one starts and it is done.
 
     A loop over layers gathers the layer of the next turn while it computes.
 
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
-    bucket. The peak grows by at most the sum of these. Same results, bit for bit. All-gathers keep their order, and so
-    do reduce-scatters and copies.
+    bucket. The peak grows by at most the sum of these. On the host at most `memory` bytes of what was read await their
+    use, and at most as many are being written; by default twice the largest read. Same results, bit for bit.
+    All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
     """
     program = program.copy()
     costs = program.costs()
     limit = 2 * _find_largest(program) if memory is None else memory
-    gathers = {node: _list_with_copies(node) for node in program.graph.nodes if starts(node) == "gathered"}
+    gathers = {node: _list_with_copies(node, costs) for node in program.graph.nodes if starts(node) == "gathered"}
     reorder(program.graph, _start_early(program.graph, gathers, costs, limit))
-    copies = {node: [node] for node in program.graph.nodes if _is_copy_of_state(node)}
+    to_device = program.graph.find_nodes(op="call_function", target=ops.to_device)
+    copies = {node: moving for node in to_device if _takes_state(moving := _list_with_copies(node, costs))}
     reorder(program.graph, _start_early(program.graph, copies, costs, limit))
+    reads = program.graph.find_nodes(op="call_function", target=ops.read)
+    staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
+    reorder(program.graph, _start_early(program.graph, {node: [node] for node in reads}, costs, staged))
     reorder(program.graph, _wait_late(program, costs, limit))
+    reorder(program.graph, _wait_for_writes(program.graph, staged))
     for node in program.graph.nodes:
         if body_of(node) is not None:
             node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
@@ -67,16 +74,43 @@ def _find_largest(program: Program) -> int:
     return sizes.get("gathered", sizes.get("scattered", 0))
 
 
-def _list_with_copies(gather: Node) -> list[Node]:
-    """An all-gather behind the copies from the host that it reads."""
-    items = [x for x in gather.all_input_nodes if is_call(x, operator.getitem) and is_call(x.args[0], ops.arrive)]
-    arrived = [x.args[0] for x in items]
-    return list(dict.fromkeys([*(x.args[0] for x in arrived), *arrived, *items, gather]))
+def _list_with_copies(start: Node, costs: Costs) -> list[Node]:
+    """A start behind the copies from elsewhere that it reads, and behind what the host computes for it."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        for x in node.all_input_nodes:
+            is_item = is_call(x, operator.getitem) and is_call(x.args[0], ops.arrive)
+            if x.op == "call_function" and (is_item or is_call(x, ops.arrive) or costs[x].lane != COMPUTE):
+                visit(x)
+        found[node] = None
+
+    visit(start)
+    return list(found)
 
 
-def _is_copy_of_state(node: Node) -> bool:
-    """Whether a node starts to copy arguments to the device."""
-    return is_call(node, ops.to_device) and all(x.op == "placeholder" for x in node.all_input_nodes)
+def _takes_state(moving: list[Node]) -> bool:
+    """Whether nodes take nothing but arguments and each other's values."""
+    return all(x.op == "placeholder" or x in moving for node in moving for x in node.all_input_nodes)
+
+
+def _wait_for_writes(graph: fx.Graph, memory: int) -> list[Node]:
+    """The nodes in their new order: waits for writes to a disk move forward, so that at most `memory` bytes, or one
+    write, are on their way."""
+    order: dict[Node, None] = {}
+    writing: dict[Node, int] = {}  # write that nothing has waited for -> its bytes, oldest first
+    for node in graph.nodes:
+        if is_call(node, ops.write):
+            size = count_bytes(node)
+            while writing and sum(writing.values()) + size > memory:
+                start = next(iter(writing))
+                order.update(dict.fromkeys(start.users))
+                del writing[start]
+            writing[node] = size
+        elif is_call(node, ops.arrive):
+            writing.pop(node.args[0], None)
+        order.setdefault(node)
+    return list(order)
 
 
 def _start_early(graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:

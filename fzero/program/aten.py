@@ -109,6 +109,7 @@ def describe(target: Any) -> Operation:
         is_quiet=name in _QUIET or target is operator.getitem,
         is_derived=_is_aten(target) and name in _VIEWS | _CHEAP_COPIES,
         is_pointwise=_is_pointwise(target, name),
+        takes_shape=_is_aten(target) and name in _SET | _UNSET,
         is_random=_draws if random else (lambda node: False),
     )
 

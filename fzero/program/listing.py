@@ -40,13 +40,17 @@ def list_program(program: Program) -> str:
 
 
 def summarize_program(program: Program) -> str:
-    """One line: the mesh, the number of nodes, the peak, and the bytes that each kind of collective moves."""
+    """One line: the mesh, the number of nodes, the peak, the bytes that each kind of collective moves, and those that
+    rank 0 reads from files and writes."""
     total = Counter[str]()
     for entry in list_comm(program):
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
     memory = program.memory()
-    peak = format_size(memory.peak) + (f" and {format_size(memory.host)} on the host" if memory.host else "")
+    beside = ((memory.host, "on the host"), (memory.disk, "on disk"))
+    peak = " and ".join([format_size(memory.peak), *(f"{format_size(nbytes)} {where}" for nbytes, where in beside if nbytes)])
+    files = {name: nbytes for name, nbytes in program.copies().items() if name in ("read", "write")}
+    moved += "".join(f", {name}s {format_size(nbytes)}" for name, nbytes in files.items())
     return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
 
 

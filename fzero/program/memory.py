@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Memory(NamedTuple):
     """Bytes of live tensors on the device of the rank whose peak is largest: the `peak`, the node `at` which it is
     reached, the bytes that are alive after each node (`timeline`), and those while it runs (`during`). `host` is the
-    peak of what that rank has on the host beside the device: state that lies there, and copies.
+    peak of what that rank has on the host beside the device: state that lies there, and copies. `disk` is the peak of
+    what it has in files.
 
     Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
@@ -34,6 +35,7 @@ class Memory(NamedTuple):
     timeline: list[int]
     during: list[int]
     host: int = 0
+    disk: int = 0
 
 
 def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memory:
@@ -50,10 +52,13 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     nodes, changes = list(program.graph.nodes), list(list_changes(program.graph, allocator.keys))
     rank = int(_find_peaks(program.graph, changes, allocator, "device").argmax())
     nbytes = select_rank(allocator.nbytes, rank)
-    during, behind = _add_changes(nodes, _select(changes, allocator, "device"), nbytes, allocator.scratch, rank)
-    on_host, _ = _add_changes(nodes, _select(changes, allocator, "host"), nbytes, allocator.scratch_on_host, rank)
+
+    def follow(where: Where) -> tuple[list[int], list[int]]:
+        return _add_changes(nodes, _select(changes, allocator, where), nbytes, allocator.scratch_at[where], rank)
+
+    during, behind = follow("device")
     at = max(range(len(nodes)), key=during.__getitem__)
-    return Memory(during[at], nodes[at].name, behind, during, max(on_host))
+    return Memory(during[at], nodes[at].name, behind, during, max(follow("host")[0]), max(follow("disk")[0]))
 
 
 def _add_changes(
@@ -78,7 +83,7 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
 
 
 def measure_beside(program: Program, ranks: Sequence[int], where: Where = "device") -> Tensor:
-    """[R] the peak of each rank, on the device or on the host, beside the arguments, which belong to the caller."""
+    """[R] the peak of each rank in a place, beside the arguments, which belong to the caller."""
     allocator = Allocator(program, ranks)
     peaks = _find_peaks(program.graph, list_changes(program.graph, allocator.keys), allocator, where)
     given = {key for node in program.placeholders for key in allocator.keys[node]}
@@ -93,9 +98,9 @@ def select_rank(sizes: Mapping[Key, Tensor | int], rank: int) -> dict[Key, int]:
 def _find_peaks(
     graph: fx.Graph, changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator, where: Where
 ) -> Tensor:
-    """[R] the peak of each rank on the device or on the host."""
+    """[R] the peak of each rank in a place."""
     live: Any = torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
-    peak, scratch = live, allocator.scratch if where == "device" else allocator.scratch_on_host
+    peak, scratch = live, allocator.scratch_at[where]
     for node, (made, freed) in zip(graph.nodes, _select(changes, allocator, where)):
         if made:
             live = live + sum(allocator.nbytes[key] for key in made)
@@ -109,8 +114,8 @@ def _find_peaks(
 def _select(
     changes: Iterable[tuple[list[Key], list[Key]]], allocator: Allocator, where: Where
 ) -> Iterable[tuple[list[Key], list[Key]]]:
-    """The changes of the storages on the device, or of those on the host."""
-    if not allocator.on_host and where == "device":
+    """The changes of the storages in a place."""
+    if not allocator.away and where == "device":
         return changes
     each = ([[key for key in keys if allocator.where(key) == where] for keys in change] for change in changes)
     return ((made, freed) for made, freed in each)
@@ -174,18 +179,20 @@ class Allocator:
         self._counts: dict[tuple[range, int], Tensor] = {}  # range of a leaf, elements of a shard -> counts
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.scratch: dict[Node, Tensor | int] = {}  # node -> bytes on each rank that are free again behind it
+        self.scratch_at: dict[Where, dict[Node, Tensor | int]] = {"device": self.scratch, "host": {}, "disk": {}}
         self.keys: dict[Node, tuple[Key, ...]] = {}  # node -> storages that its value keeps alive
-        self.scratch_on_host: dict[Node, Tensor | int] = {}
-        self.on_host: set[Key] = set()  # storages in the memory of the host
+        self.away: dict[Key, Where] = {}  # storages that lie elsewhere than on the device
         self._at: dict[Node, Any] = {}  # a Location, a list of them, or None
         self._place_arguments()
         for node in program.graph.nodes:
             if node not in self._at:
                 self._at[node], *beside = self._locate(node)
                 self.keys[node] = tuple(dict.fromkeys([*(at.key for at in _flatten(self._at[node])), *beside]))
-        if is_placed(program):
-            places = find_places(program)
-            self.on_host = {key for node, keys in self.keys.items() if places.get(node) == "host" for key in keys}
+        places = find_places(program) if is_placed(program) else {}
+        for node in program.graph.nodes:  # in order: a write keeps alive what lies on the host
+            where = places.get(node, "device")
+            for key in self.keys[node] if where != "device" else ():
+                self.away.setdefault(key, where)
 
     def _place_arguments(self) -> None:
         """Group state arguments as `partition` does: one block for each bucket, dtype and tree of state. A leaf that
@@ -197,16 +204,17 @@ class Allocator:
                 key = (argument.bucket, node.meta["val"].dtype, argument.place, argument.leaf)
                 groups.setdefault((*key[:3], seen[key]), {})[node] = argument.leaf
                 seen[key] += 1
-        for (bucket, dtype, *_), members in groups.items():
-            self._place_block(self.program.layouts[bucket], dtype, members)
+        for (bucket, dtype, place, _), members in groups.items():
+            has_padding = place is None or place.where != "disk"  # slices on a disk lie each by itself
+            self._place_block(self.program.layouts[bucket], dtype, members, has_padding)
 
-    def _place_block(self, layout: Layout, dtype: torch.dtype, members: dict[Node, int]) -> None:
+    def _place_block(self, layout: Layout, dtype: torch.dtype, members: dict[Node, int], has_padding: bool) -> None:
         """Place the slices of some leaves of a bucket one behind the other in one block, as `partition` does."""
         order = sorted(members, key=members.__getitem__)
         along, block = wire(layout, tuple(members[node] for node in order)), ("block", *members)
         for node, leaf, start in zip(order, along.leaves, self._find_starts(along)):
             self._at[node], self.keys[node] = Location(block, self.count(layout, leaf), start), (block,)
-        filled = layout.shard if along.is_complete else sum(self._at[node].counts for node in order)
+        filled = layout.shard if along.is_complete and has_padding else sum(self._at[node].counts for node in order)
         self.nbytes[block] = filled * dtype.itemsize
 
     def _find_starts(self, along: Wire) -> list[Tensor | int]:
@@ -248,7 +256,7 @@ class Allocator:
 
     def where(self, key: Key) -> Where:
         """Where a storage lies."""
-        return "host" if key in self.on_host else "device"
+        return self.away.get(key, "device")
 
     def _place_batch(self, node: Node, value: Any) -> Any:
         """The location of an argument that is no state. Memory in front of its first element is left out: a rank's part

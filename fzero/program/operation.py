@@ -99,6 +99,7 @@ class Operation:
     * `is_quiet`: a listing does not name the operation.
     * `is_derived`: passes repeat the operation rather than keep a gathered leaf alive for it, because it is so cheap.
     * `is_pointwise`: each element of the result depends only on the elements at its position.
+    * `takes_shape`: the operation takes the shapes of its operands, and reads none of their elements.
     * `is_random(node)`: whether the operation draws from a generator of torch.
     * `body(node)`: for a loop, the program that it runs once for each turn.
     * `early(node)`: for a loop, the nodes of its body that start one turn early.
@@ -109,7 +110,8 @@ class Operation:
       arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
     * `takes_where`: the operation takes the keyword `where`, a 0-d bool, the same on all ranks. Where that is false,
       the results are the operands that `replaces` names.
-    * `to`: the operation starts to copy the values of its first argument to the "host" or to the "device".
+    * `source`, `to`: the operation starts to copy the values of its first argument from one place to another: places
+      are the "device", the "host" and the "disk".
     * `arrives`: the operation waits for the copies that its operand started.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
     """
@@ -136,6 +138,7 @@ class Operation:
     is_quiet: bool = False
     is_derived: bool = False
     is_pointwise: bool = False
+    takes_shape: bool = False
     is_random: Callable[[Node], bool] = _never
     body: Callable[[Node], Program] | None = None
     early: Callable[[Node], list[Node]] = _no_operands
@@ -144,6 +147,7 @@ class Operation:
     replaces: tuple[int, ...] = ()
     gradients: int | None = None
     takes_where: bool = False
-    to: Literal["host", "device"] | None = None
+    source: Literal["device", "host", "disk"] | None = None
+    to: Literal["device", "host", "disk"] | None = None
     arrives: bool = False
     is_foreign: bool = False

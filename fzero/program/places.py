@@ -1,7 +1,7 @@
-"""Places: whether each value of a program lies on the device or on the host, by one walk over its graph.
+"""Places: whether each value of a program lies on the device, on the host or on a disk, by one walk over its graph.
 
-An operation with an operand on the host runs on the host. Transfers (`fzero.program.ops.transfers`) are what goes from
-one to the other.
+An operation with an operand on the host runs on the host. No operation computes on a disk. Copies
+(`fzero.program.ops.transfers`) are what goes from one place to the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from fzero.program.refusals import refuse_node
 if TYPE_CHECKING:
     from fzero.program.program import Argument, Program, Result
 
-Where = Literal["device", "host"]
+Where = Literal["device", "host", "disk"]
+CHAIN: tuple[Where, ...] = ("disk", "host", "device")
+"""The places in order: a copy goes from a place to the next or to the one before."""
+
+
+def step_towards(here: Where, there: Where) -> Where:
+    """The place that a copy from `here` reaches first on the way to another place."""
+    at, goal = CHAIN.index(here), CHAIN.index(there)
+    return CHAIN[at + 1 if goal > at else at - 1]
 
 
 def is_placed(program: Program) -> bool:
@@ -30,11 +38,11 @@ def is_placed(program: Program) -> bool:
 
 def where_of(value: Argument | Result) -> Where:
     """Where an argument or a result lies."""
-    return "device" if value.place is None else "host"
+    return "device" if value.place is None else value.place.where
 
 
 def find_places(program: Program) -> dict[Node, Where]:
-    """Node -> where its value lies, and where it is computed."""
+    """Node -> where its value lies. It is computed there, unless it is a copy."""
     places: dict[Node, Where] = {
         node: where_of(argument) for node, argument in zip(program.placeholders, program.arguments)
     }
@@ -50,8 +58,13 @@ def _find_place(node: Node, places: dict[Node, Where]) -> Where:
     body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
     if body is not None:
         return where_of(body.results[node.args[1]])
-    is_away = any(places[x] == "host" for x in node.all_input_nodes) and not runs_on_device(node)
-    return record(node).to or ("host" if is_away else "device")
+    operation = record(node)
+    if operation.to is not None:
+        return operation.to
+    if operation.arrives or is_call(node, operator.getitem):
+        return places[node.args[0]]
+    is_away = any(places[x] != "device" for x in node.all_input_nodes) and not runs_on_device(node)
+    return "host" if is_away else "device"
 
 
 def check_places(program: Program) -> None:
@@ -77,12 +90,14 @@ _WAY_OUT = "put the pass offload among the passes"
 def list_sources(node: Node, here: Where) -> list[tuple[Node, Where]]:
     """The operands of a node that runs `here`, and where each has to lie: those that a copy starts from, and those of a
     loop, elsewhere. A list is expected where its items are."""
-    if record(node).to is not None:
-        return [(x, "device" if here == "host" else "host") for x in node.args[0]]
+    operation = record(node)
+    if operation.source is not None:
+        written = [(x, operation.to) for x in operation.writes(node) if operation.to is not None]
+        return [*((x, operation.source) for x in node.args[0]), *written]
     body = body_of(node)
     if body is None:
-        is_item = is_call(node, operator.getitem) and body_of(node.args[0]) is not None
-        return [] if is_item else [(x, here) for x in node.all_input_nodes]
+        takes_any = is_call(node, operator.getitem) or operation.arrives or operation.takes_shape
+        return [] if takes_any else [(x, here) for x in node.all_input_nodes]
     _, _, carry, xs, lists, constants, *_ = node.args
     pairs = zip((*carry, *xs, *lists, *constants), map(where_of, body.arguments))
     return [

@@ -18,9 +18,11 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement
+from fzero.base.torch_private_functions import copy_graph
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
+from fzero.program.copies import count_copies
 from fzero.program.kinds import Kind
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
@@ -124,11 +126,7 @@ class Program:
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""
-        graph = fx.Graph()
-        output = graph.graph_copy(self.graph, {}, return_output_node=True)
-        assert output is not None  # every traced graph has an output
-        graph.output(output[0]).meta = dict(output[1].meta)
-        return replace(self, graph=graph)
+        return replace(self, graph=copy_graph(self.graph))
 
     def __repr__(self) -> str:
         return f"Program({self.name} on {self.mesh}: {len(self.graph.nodes)} nodes, {len(self.arguments)} arguments)"
@@ -193,6 +191,11 @@ class Program:
     def comm(self) -> list[Comm]:
         """All collectives, in the order in which every rank starts them."""
         return list_comm(self)
+
+    def copies(self, rank: int = RANK) -> dict[str, int]:
+        """Operation -> the bytes that a rank copies by it in a step: "read" from files and "write" into files, "to_host"
+        and "to_device". `rank` is a position along the shard axis."""
+        return dict(count_copies(self, rank))
 
     def memory(self) -> Memory:
         """Bytes of live tensors after each node, arguments included, on the rank whose peak is largest."""

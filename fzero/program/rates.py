@@ -19,6 +19,7 @@ class Rates(NamedTuple):
     latency: float  # seconds a collective
     link: float = 2.5e10  # bytes a second between the device and the host, in each direction
     host: float = 5e10  # bytes read or written a second by an operation on the host
+    disk: float = 3e9  # bytes read or written a second, of files
 
     def compute(self, work: Work) -> float:
         """Seconds of an operation, which arithmetic or memory bounds: the roofline model (Williams, Waterman and
@@ -32,6 +33,10 @@ class Rates(NamedTuple):
     def copy(self, nbytes: int) -> float:
         """Seconds of a copy between the device and the host."""
         return nbytes / self.link
+
+    def copy_to_disk(self, nbytes: int) -> float:
+        """Seconds of a copy between the host and a disk, either way."""
+        return nbytes / self.disk
 
     def communicate(self, comm: Comm, mesh: VirtualMesh) -> float:
         """Seconds of a collective that has the wire to itself. On one rank it takes no time."""

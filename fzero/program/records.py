@@ -192,7 +192,7 @@ def follow_memory(node: Node) -> Iterator[Node]:
             source = record(started).alias_at(started, made.args[3])
         elif known is not None and known.moves is not None and known.body is None:
             source = next(iter(made.all_input_nodes), None)
-        else:
+        elif known is None or not known.arrives:  # each copy has memory of its own
             source = alias_of(made)
 
 

@@ -1,7 +1,7 @@
 """Timeline: when a program computes, communicates and copies, simulated on lanes from the costs of its nodes.
 
 The lanes: the device computes; collectives use the wire; copies between the device and the host use the link; what
-updates state on the host runs there.
+updates state on the host runs there; the disk reads and writes files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fzero.program.program import Program
 
 
-COMPUTE, WIRE, LINK, HOST = "compute", "communication", "link", "host"
+COMPUTE, WIRE, LINK, HOST, DISK = "compute", "communication", "link", "host", "disk"
 """The lanes."""
 
 
@@ -38,8 +38,8 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective occupies the wire, or a copy the link, from `start` to `end`, in seconds. For `exposed` of these
-    seconds compute waits.
+    """A collective occupies the wire, or a copy the link or the disk, from `start` to `end`, in seconds. For `exposed`
+    of these seconds compute waits.
 
     `is_ahead`: the program starts the collective and waits for it later, as for all-gathers and reduce-scatters. The
     `comm` of a copy has the lane in the place of an axis.
@@ -58,8 +58,8 @@ class Transfer(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """What the transfer occupies: the wire, or the link."""
-        return LINK if self.comm.axis == LINK else WIRE
+        """What the transfer occupies: the wire, the link or the disk."""
+        return self.comm.axis if self.comm.axis in (LINK, DISK) else WIRE
 
     @property
     def seconds(self) -> float:
@@ -97,6 +97,7 @@ class Timeline:
     def lanes(self) -> dict[str, list[Span | Transfer]]:
         """Lane -> what occupies it, in order. The lanes of a program that does not use them are left out."""
         lanes: dict[str, list[Span | Transfer]] = {COMPUTE: [*self.spans], WIRE: [], LINK: [], HOST: [*self.on_host]}
+        lanes[DISK] = []
         for transfer in sorted(self.transfers, key=lambda transfer: transfer.start):
             lanes[transfer.lane].append(transfer)
         return {lane: entries for lane, entries in lanes.items() if entries or lane in (COMPUTE, WIRE)}
@@ -157,9 +158,12 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
     places = find_places(program) if is_placed(program) else {}
 
     def cost(node: Node) -> Cost:
-        if node.op == "call_function" and record(node).to is not None:
-            return Cost(rates.copy(count_bytes(node)), (), LINK)
-        if places.get(node) == "host":
+        operation = record(node) if node.op == "call_function" else None
+        if operation is not None and operation.to is not None:
+            is_of_disk = "disk" in (operation.source, operation.to)
+            copy, lane = (rates.copy_to_disk, DISK) if is_of_disk else (rates.copy, LINK)
+            return Cost(copy(count_bytes(node)), (), lane)
+        if places.get(node, "device") != "device":
             return Cost(rates.compute_on_host(work(node)), (), HOST)
         comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
         return Cost(rates.compute(work(node)), comms)
@@ -194,15 +198,15 @@ class Lanes:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.now = 0.0  # when compute has done the nodes so far
-        self.free = {WIRE: 0.0, "to_host": 0.0, "to_device": 0.0, HOST: 0.0}
-        """When a lane has done what it was given so far. The link works in both directions at once."""
+        self.free = {WIRE: 0.0, "to_host": 0.0, "to_device": 0.0, HOST: 0.0, DISK: 0.0}
+        """When a lane has done what it was given so far. The link works in both directions at once, the disk in one."""
         self.done_at: dict[Node, float] = {}
         """Node that starts a collective, or that is not of the compute lane -> when that is done."""
         self.waited: dict[Node, float] = {}
         """Node -> the seconds for which compute waited there."""
         self.spans: list[Span] = []
         self.on_host: list[Span] = []
-        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = {WIRE: [], "to_host": [], "to_device": []}
+        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = {lane: [] for lane in self.free}
         self._idle: list[tuple[float, float]] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -255,12 +259,13 @@ class Lanes:
         host did before."""
         seconds, _, lane = self.costs[node]
         ready = (self.done_at.get(x, 0.0 if x.op == "placeholder" else self.now) for x in node.all_input_nodes)
-        name = name_of(node).rstrip("_") if lane == LINK else HOST
-        start = max(self.free[name], self.free[HOST], *ready)
-        self.free[name] = self.done_at[node] = start + seconds
-        if lane == LINK:
-            comm = Comm(name, LINK, None, node.args[0][0].meta["val"].dtype, count_bytes(node))
-            self._sent[name].append((comm, start, start + seconds, True))
+        name = name_of(node).rstrip("_")
+        clock = name if lane == LINK else lane
+        start = max(self.free[clock], self.free[HOST], *ready)
+        self.free[clock] = self.done_at[node] = start + seconds
+        if lane != HOST:
+            comm = Comm(name, lane, None, node.args[0][0].meta["val"].dtype, count_bytes(node))
+            self._sent[clock].append((comm, start, start + seconds, True))
         elif seconds:
             self.on_host.append(Span(name_of(node), start, start + seconds))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.files import load
 from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
 from fzero.layout.owners import Places
@@ -123,7 +124,7 @@ class Live:
 
     def gather_agreed(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         """`gather`, once all ranks have agreed on it."""
-        along, x = wire(layout, (leaf,)), x.to(self.device)  # from the host where the value lies there
+        along, x = wire(layout, (leaf,)), load(x).to(self.device)  # from the host or disk where the value lies there
         buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
         self.settle()
         full = buffers.join_leaf(buffer, along, 0, layout.leaves[leaf].shape)

@@ -6,8 +6,8 @@
     messages           1 sends to 0, 1 copies
 
 `find_owners` and `plan` compute with integers only and return the same lists on every rank. `perform` sends and
-receives over the host process group of a mesh; tensors on other devices are staged in host memory. No rank receives an
-element that it does not want.
+receives over the host process group of a mesh; tensors on other devices, or on a disk, are staged in host memory. No
+rank receives an element that it does not want.
 
 A number precedes the values of each message: 0, or minus the length of an error's text, which then replaces the values.
 So a rank that waits for values raises with the text of the sender's error.
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.files import OnDisk, load
 from fzero.layout.chunks import overlaps
 from fzero.layout.layout import Layout
 from fzero.layout.ranges import intersect
@@ -125,7 +126,8 @@ def perform(on: Live, what: str, messages: Iterable[Message], have: Stretch = NO
                 errors.append(_receive_error(on, message.sender, -int(number)))
             elif message.elements:
                 here = room.at(message.elements)
-                stage = here if here.is_cpu else torch.empty(here.shape, dtype=here.dtype, device="cpu")
+                is_host = here.is_cpu and not isinstance(here, OnDisk)
+                stage = here if is_host else torch.empty(here.shape, dtype=here.dtype, device="cpu")
                 arrivals.append((dist.irecv(stage, message.sender, group, VALUES), stage, here))
         for work, stage, here in arrivals:
             work.wait(timeout)
@@ -155,7 +157,7 @@ def _send(on: Live, rank: int, number: int, values: Tensor) -> list[tuple[Any, T
     head, group = torch.tensor(number, device="cpu"), on.members.group
     sends = [(dist.isend(head, rank, group, NUMBERS), head)]
     if values.numel():
-        stage = values.detach().cpu().contiguous()
+        stage = load(values.detach()).cpu().contiguous()
         sends.append((dist.isend(stage, rank, group, VALUES), stage))
     return sends
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import files
 from fzero.base.errors import FzeroError
-from fzero.base.placement import Placement
+from fzero.base.placement import Disk, Host, Placement
 from fzero.layout.chunks import rank_overlaps
 from fzero.layout.layout import Layout, wire
 from fzero.state.sources import Source, TensorSource
@@ -42,11 +43,23 @@ def allocate_slices(
     dtype: torch.dtype,
     device: torch.device,
     pin: bool = False,
+    place: Placement | None = None,
 ) -> dict[int, Tensor]:
     """Memory in place of the slices that `copy_slices` returns: zeros as padding, and no values yet. Reads only the
-    shapes of leaves."""
+    shapes of leaves. On disk each slice lies by itself, without padding.
+
+    Raises:
+        FzeroError: as `find_memory` and `allocate`, of a device or of a disk.
+    """
     along = wire(layout, tuple(sorted(leaves)))
     block = along.block(rank)
+    device, pin = find_memory(place, device, pin)
+    if isinstance(place, Disk) and device.type != "meta":
+        paths = [layout.leaves[index].path for index in along.leaves]
+        return {
+            index: files.allocate(place, dtype, len(at), rank, layout.bucket, path)
+            for index, at, path in zip(along.leaves, block, paths)
+        }
     numel = len(layout.rank_range(rank)) if along.is_complete else sum(map(len, block))
     buffer = allocate(numel, dtype, device, pin)
     end = 0  # not zeros everywhere: they would take longer than to read the values from a file in the page cache
@@ -69,7 +82,7 @@ def find_memory(place: Placement | None, device: torch.device, pin: bool) -> tup
     if device.type not in ("cpu", "cuda"):
         way_out = "leave it out: copies run between the host and CPU or CUDA devices"
         raise FzeroError("to", f"is {place}, beside slices for {device}", way_out)
-    return torch.device("cpu"), place.pin and torch.accelerator.is_available()
+    return torch.device("cpu"), isinstance(place, Host) and place.pin and torch.accelerator.is_available()
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
@@ -98,8 +111,10 @@ def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | Non
     start = layout.part(leaf, rank).start
     for piece in rank_overlaps(layout, leaf, rank, chunk_numel(chunk, source.dtype, out.dtype)):
         here = out[piece.source.start - start : piece.source.stop - start]
-        # A tensor may be copied from any device to any other; every other source writes to host memory only.
-        if out.device.type == "cpu" or isinstance(source, TensorSource):
+        # A tensor may be copied from any device to any other; every other source writes to host memory only. Nothing
+        # is copied to a disk but what is 1-d.
+        is_on_disk = isinstance(out, files.OnDisk)
+        if not is_on_disk and (out.device.type == "cpu" or isinstance(source, TensorSource)):
             source.read(piece.source.start, here)
         else:
             staged = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=out.is_cuda)

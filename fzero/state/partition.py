@@ -19,7 +19,7 @@ from fzero.base.state import State
 from fzero.layout.layout import Layout
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live, describe_leaf
-from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill, find_memory
+from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
@@ -141,8 +141,7 @@ def fill_leaves(
         new = {i: index for i, index in members.items() if index not in slices}
         if new:
             given, first = {index: sources[i] for i, index in new.items()}, next(iter(new))
-            memory_of = find_memory(to, torch.device(devices[first]), pin)
-            slices |= allocate_slices(given, layout, on.rank, dtypes[first], *memory_of)
+            slices |= allocate_slices(given, layout, on.rank, dtypes[first], torch.device(devices[first]), pin, to)
         for i, index in members.items():
             _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
             values[i] = Sharded(slices[index], layout, index, on)

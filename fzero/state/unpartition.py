@@ -16,7 +16,7 @@ from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
-from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill, find_memory
+from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, fingerprint
 from fzero.values.functions import is_sharded
 from fzero.values.origin import follow
@@ -95,7 +95,7 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
         index: at[prefix + leaf.path] for index, leaf in enumerate(old.form.layout.leaves) if prefix + leaf.path in at
     }
     shapes = {index: new if i == at[path] else leaves[i] for index, i in family.items()}
-    slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, *find_memory(old.place, old.device, False))
+    slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device, place=old.place)
     for index, i in family.items():
         value = new if i == at[path] else leaves[i].full_tensor().detach()
         fill(slices[index].view(-1), TensorSource(value, paths[i]), layout, index, old.on.rank, CHUNK_NBYTES)

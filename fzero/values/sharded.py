@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.base.placement import Placement
+from fzero.base.placement import Disk, Host, Placement
+from fzero.files import OnDisk, allocate
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
@@ -173,6 +174,8 @@ class Sharded(Tensor):
     def with_local(self, local: Tensor) -> Sharded:
         """A value of the same leaf and layout with the slice `local`, which lies where this value's slice does."""
         device = local.device if self.place is None else self.form.device
+        if isinstance(self.place, Disk) and not self.on.is_tracing and not torch_private.depth():
+            local = self._write(local, self.place)
         return self.of_form(local, self.form._replace(dtype=local.dtype, device=device))
 
     def at(self, place: Placement | None) -> Sharded:
@@ -181,11 +184,20 @@ class Sharded(Tensor):
         if self.is_replicated or self.local.is_meta:
             return self if self.is_replicated else self.of_form(self.local, self.form._replace(place=place))
         local = self.local
-        if place != self.place:
+        if isinstance(place, Disk):
+            local = local if place == self.place else self._write(local, place)
+        elif place != self.place:
             local = local.to(self.device if place is None else "cpu", copy=True)
-        if place is not None and place.pin and torch.accelerator.is_available() and not local.is_pinned():
+        if isinstance(place, Host) and place.pin and torch.accelerator.is_available() and not local.is_pinned():
             local = local.pin_memory()
         return self if local is self.local else self.of_form(local, self.form._replace(place=place), self.origin)
+
+    def _write(self, local: Tensor, place: Disk) -> Tensor:
+        """A slice of this value's leaf in a file below a path. A slice that is in a file there stays where it is."""
+        if local.is_meta or (isinstance(local, OnDisk) and local.place == place):
+            return local
+        made = allocate(place, local.dtype, local.numel(), self.on.rank, self.form.layout.bucket, self.path)
+        return made.copy_(local)
 
     def slice_of(self, full: Tensor) -> Sharded:
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
@@ -237,7 +249,9 @@ class Sharded(Tensor):
         return self  # it is immutable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return self.of_form(self.local.clone(), self.form, self.origin)
+        value = self.with_local(self.local.clone())
+        value.origin = self.origin
+        return value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FzeroError(

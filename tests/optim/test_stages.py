@@ -233,7 +233,7 @@ def test_an_operation_on_whole_leaves_is_lawful(name: str) -> None:
     means = [torch.rand(n) for n in (3, 6, 0)], [torch.rand(n) for n in (4, 4, 2)]
     args: tuple[Any, ...] = {
         "sums_of_squares": (leaves, [1, 2, 1]),
-        "scale_each": (leaves, torch.rand(3)),
+        "scale_each": (leaves, torch.rand(3), [0, 1, 2]),
         "average_rows_and_columns": (leaves, sizes, [0] * 3, [0] * 3, 0),
         "scale_by_factors": (leaves, *means, [1e-3] * 3, sizes, [0] * 3, [0] * 3, 0),
     }[name]

@@ -18,7 +18,7 @@ from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
 from fzero.program.ops.quantized import dequantize, scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.streams import cut, join
-from fzero.program.ops.transfers import arrive, to_device, to_device_, to_host
+from fzero.program.ops.transfers import arrive, read, to_device, to_device_, to_host, write, write_
 from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
@@ -64,6 +64,7 @@ __all__ = [
     "pack_leaves",
     "pack_slices",
     "part",
+    "read",
     "record",
     "reduce_scatter",
     "scale_by_adam8bit",
@@ -78,4 +79,6 @@ __all__ = [
     "to_owners",
     "wait",
     "whole",
+    "write",
+    "write_",
 ]

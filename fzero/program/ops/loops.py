@@ -35,7 +35,7 @@ from fzero.program.comm import Comm, comm_of
 from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import measure_beside
 from fzero.program.operation import Node, Operation, Work
-from fzero.program.places import is_placed
+from fzero.program.places import CHAIN, is_placed
 from fzero.program.records import body_of, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
@@ -216,8 +216,8 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     if given.length > 1:
         scratch = scratch + sum(each.meta["val"].nbytes for each in _list_early(node))
     more = (grown - freed).clamp(min=0)
-    if is_placed(body):
-        allocator.scratch_on_host[node] = measure_beside(body, allocator.ranks.tolist(), "host")
+    for where in CHAIN[:-1] if is_placed(body) else ():  # beside the device
+        allocator.scratch_at[where][node] = measure_beside(body, allocator.ranks.tolist(), where)
     allocator.scratch[node] = scratch - given.length * grown + (given.length - 1) * more
     return (places,)
 

@@ -1,24 +1,31 @@
-"""Copies between the memory of the device and that of the host. The `offload` pass emits them.
+"""Copies between a disk, the memory of the host and that of the device. The `offload` pass emits them.
 
     to_host, arrive     device -> host   start copies, and wait for them
     to_device, arrive   host -> device   likewise
-    to_device_, arrive  host -> device   likewise, over values that lie on the device; the `donate` pass emits these
+    to_device_, arrive  host -> device   likewise, over values that lie on the device
+    read, arrive        disk -> host     likewise
+    write, arrive       host -> disk     likewise, into new extents of files
+    write_, arrive      host -> disk     likewise, over extents that lie on the disk
 
-A value that is on its way may be read where the copies start from, and not overwritten there.
+The `donate` pass emits what writes over values. A value that is on its way may be read where the copies start from, and
+not overwritten there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fzero import files
+from fzero.base.placement import Disk
 from fzero.program.kinds import Kind
 from fzero.program.listing import format_size
 from fzero.program.operation import NO_WORK, Node, Operation, nbytes, values_of
-from fzero.program.records import register
+from fzero.program.records import record, register
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -42,6 +49,21 @@ def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     were copied to the host since, and the copies have arrived."""
 
 
+def read(values: Sequence[Tensor]) -> list[Tensor]:
+    """Start to read these values from files into the memory of the host."""
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+
+
+def write(values: Sequence[Tensor], path: str, bucket: str) -> list[Tensor]:
+    """Start to write these values, of a bucket, into files below a folder."""
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+
+
+def write_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Start to write these values over the values `into`, which lie in files. Reads of those that started before get
+    what was there before."""
+
+
 def arrive(started: Any) -> Any:
     """The copies, once they are there."""
     return started
@@ -58,6 +80,11 @@ def _place_copies(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     return ([allocator.place((node, i), x.meta["val"], allocator.at(x).counts) for i, x in enumerate(node.args[0])],)
 
 
+def _write_to_files(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """New extents where the node makes some. What is written stays in memory until it has arrived."""
+    return (*_place_copies(allocator, node), *allocator.keys_of(node.args[0]))
+
+
 def _to_host(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     return rank.link.to_host
 
@@ -66,8 +93,27 @@ def _to_device(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     return rank.link.to_device
 
 
+def _read(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
+    return files.read
+
+
+def _write(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
+    place, bucket = Disk(Path(node.args[1])), node.args[2]
+
+    def start(values: Sequence[Tensor], *_: str) -> files.Started:
+        new = [files.allocate(place, x.dtype, x.numel(), rank.rank, bucket, bucket) for x in values]
+        return files.write([x.contiguous() for x in values], new)
+
+    return start
+
+
+def _write_over(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
+    return lambda values, into: files.write([x.contiguous() for x in values], into)
+
+
 def _arrive(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
-    return rank.link.arrive
+    start = record(node.args[0])
+    return files.Started.wait if "disk" in (start.source, start.to) else rank.link.arrive
 
 
 def count_bytes(node: Node) -> int:
@@ -80,18 +126,19 @@ def _line(program: Program, node: Node) -> str:
     return f"{node.target.__name__.rstrip('_'):<15} {values:<24} {format_size(count_bytes(node)):>10}"
 
 
-def _define(target: Callable[..., Any], to: Any, perform: Any, **known: Any) -> Any:
-    """Register an operation that starts copies to the host or to the device."""
+def _define(target: Callable[..., Any], source: Any, to: Any, perform: Any, **known: Any) -> Any:
+    """Register an operation that starts copies from a place to another."""
     name = target.__name__
+    known = {"memory": _place_copies} | known
     return register(
         Operation(
             name=name,
             target=target,
             fake=target,
             kind=_kinds,
+            source=source,
             to=to,
             perform=perform,
-            memory=_place_copies,
             work=lambda node: NO_WORK,
             label=lambda program, node: f"{name} {len(node.args[0])} values",
             line=_line,
@@ -100,9 +147,16 @@ def _define(target: Callable[..., Any], to: Any, perform: Any, **known: Any) -> 
     )
 
 
-_define(to_host, "host", _to_host, is_derived=True)
-_define(to_device, "device", _to_device)
-_define(to_device_, "device", _to_device, writes=lambda node: list(node.args[1]))
+_define(to_host, "device", "host", _to_host, is_derived=True)
+_define(to_device, "host", "device", _to_device)
+_define(to_device_, "host", "device", _to_device, writes=lambda node: list(node.args[1]))
+_define(read, "disk", "host", _read)
+_define(write, "host", "disk", _write, memory=_write_to_files)
+_define(write_, "host", "disk", _write_over, memory=_write_to_files, writes=lambda node: list(node.args[1]))
+COPIES = {(record(each).source, record(each).to): each for each in (to_host, to_device, read, write)}
+"""Where copies come from, and where they go -> the operation."""
+OVERWRITING = {to_device: to_device_, write: write_}
+"""An operation that makes new copies -> the one that writes over values."""
 register(
     Operation(
         name="arrive",

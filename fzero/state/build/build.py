@@ -18,7 +18,9 @@ from fzero.base import torch_private, tree
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
+from fzero.base.placement import Disk, Placement
 from fzero.base.tree import Tree
+from fzero.files import allocate as allocate_on_disk
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
@@ -60,7 +62,7 @@ def build(constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any) -> 
             different modules; as `fzero.lower` does.
     """
     _check(mesh, how)
-    with _construct(constructor, mesh, seed) as (module, store):
+    with _construct(constructor, mesh, seed, how.get("to")) as (module, store):
         params, apply = lower(module)
         return _partition(params, mesh, store, how), apply
 
@@ -71,7 +73,7 @@ def build_stateful(
     """`(params, buffers, apply)` of a module that changes its buffers: `build` for `fzero.lower_stateful`. Buffers are
     whole on every rank."""
     _check(mesh, how)
-    with _construct(constructor, mesh, seed) as (module, store):
+    with _construct(constructor, mesh, seed, how.get("to")) as (module, store):
         params, buffers, apply = lower_stateful(module)
         return _partition(params, mesh, store, how), buffers, apply
 
@@ -84,10 +86,12 @@ def _check(mesh: Any, how: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _construct(constructor: Constructor, mesh: Any, seed: int) -> Iterator[tuple[nn.Module, Store]]:
+def _construct(
+    constructor: Constructor, mesh: Any, seed: int, to: Placement | None
+) -> Iterator[tuple[nn.Module, Store]]:
     """The module, with deferred parameters and ordinary buffers. The parameters are freed at the end of the block."""
     on = find_home(mesh)
-    store = Store(on)
+    store = Store(on, to if isinstance(to, Disk) else None)
     try:
         with torch.random.fork_rng(_cuda_devices()):
             torch.manual_seed(seed)
@@ -181,13 +185,21 @@ def _group_by_storage(planned: Sequence[Sharded]) -> list[list[int]]:
 def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharded]:
     """Zeros in place of values that share one storage on the meta device. They share one storage on `device`."""
     first = planned[0].local
-    numel = first.untyped_storage().nbytes() // first.dtype.itemsize
     place, device = planned[0].place, torch.device(device)
+    if isinstance(place, Disk):
+        return [_allocate_on_disk(value, place, device) for value in planned]
+    numel = first.untyped_storage().nbytes() // first.dtype.itemsize
     block = allocate(numel, first.dtype, *find_memory(place, device, pin)).zero_()
     slices = [value.local for value in planned]
     views = [block.as_strided(x.shape, x.stride(), x.storage_offset()) for x in slices]
     forms = [value.form._replace(device=block.device if place is None else device) for value in planned]
     return [Sharded.of_form(view, form) for form, view in zip(forms, views)]
+
+
+def _allocate_on_disk(planned: Sharded, place: Disk, device: torch.device) -> Sharded:
+    layout, rank = planned.form.layout, planned.on.rank
+    local = allocate_on_disk(place, planned.dtype, len(planned.part), rank, layout.bucket, planned.path)
+    return Sharded.of_form(local, planned.form._replace(device=device))
 
 
 def _fill(value: Sharded, leaf: Tensor, chunk: int) -> None:

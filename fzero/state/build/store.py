@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.base.placement import Disk
+from fzero.files import allocate, load
 from fzero.layout.ranges import intersect, pad
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
@@ -47,10 +49,10 @@ class Allocation:
 
 
 class Store:
-    """The allocations of one construction on a mesh."""
+    """The allocations of one construction on a mesh. Pieces lie on the mesh's device, or on a disk with a `place`."""
 
-    def __init__(self, on: Live | Virtual) -> None:
-        self.on = on
+    def __init__(self, on: Live | Virtual, place: Disk | None = None) -> None:
+        self.on, self.place = on, place
         self.world: int = on.mesh.size(on.mesh.shard_axis)
         self.ranks = range(self.world) if on.rank is None else range(on.rank, on.rank + 1)
         self.allocations: weakref.WeakSet[Allocation] = weakref.WeakSet()
@@ -89,15 +91,15 @@ class Store:
                 allocation.flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def cut(self, allocation: Allocation) -> None:
-        """Keep only this process's pieces of a whole allocation, on the mesh's device."""
+        """Keep only this process's pieces of a whole allocation."""
         if allocation.flat is None:
             return
         device = self.on.device or allocation.device
-        if self.world == 1:
+        if self.world == 1 and self.place is None:
             allocation.pieces = [allocation.flat.to(device)]
         else:
             allocation.pieces = [
-                _cut_piece(allocation.flat, self._bytes_of(allocation, rank), allocation.stride, device)
+                self._cut_piece(allocation.flat, self._bytes_of(allocation, rank), allocation.stride, device)
                 for rank in self.ranks
             ]
         allocation.flat = None
@@ -110,7 +112,7 @@ class Store:
         self.cut(allocation)
         onto.flat = None
         self._whole.discard(onto)
-        onto.pieces = None if allocation.pieces is None else [piece.clone() for piece in allocation.pieces]
+        onto.pieces = None if allocation.pieces is None else list(map(_copy, allocation.pieces))
         return onto
 
     def spans(self, allocation: Allocation, wanted: range, chunk: int) -> Iterator[tuple[range, Tensor]]:
@@ -150,19 +152,27 @@ class Store:
     def _gather(self, pieces: list[Tensor]) -> Tensor:
         """[N * S] the pieces of all ranks, in rank order."""
         if not isinstance(self.on, Live):
-            return torch.cat(pieces)
+            return torch.cat(pieces)  # of a disk or not
         sharding = self.on.transports[self.on.mesh.shard_axis]
         attempt = self.on.members.begin("all_gather of a parameter in fzero.build")
-        gathered = sharding.all_gather(pieces[0], attempt).wait()
+        gathered = sharding.all_gather(load(pieces[0]), attempt).wait()
         sharding.settle()
         return gathered
 
+    def _cut_piece(self, flat: Tensor, part: range, stride: int, device: torch.device) -> Tensor:
+        # Not a view: a view would keep all of `flat` in memory.
+        if self.place is None:
+            piece = torch.zeros(stride, dtype=torch.uint8, device=device)
+        else:
+            piece = allocate(self.place, torch.uint8, stride, self.on.rank, "under-construction")
+            piece[len(part) :].zero_()
+        piece[: len(part)].copy_(flat[part.start : part.stop])
+        return piece
 
-def _cut_piece(flat: Tensor, part: range, stride: int, device: torch.device) -> Tensor:
-    # Not a view: a view would keep all of `flat` in memory.
-    piece = torch.zeros(stride, dtype=torch.uint8, device=device)
-    piece[: len(part)].copy_(flat[part.start : part.stop])
-    return piece
+
+def _copy(piece: Tensor) -> Tensor:
+    """A copy of a piece, on the same device or disk."""
+    return torch.empty_like(piece).copy_(piece)
 
 
 def _view_bytes(tensor: Tensor) -> Tensor:

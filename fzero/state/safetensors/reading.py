@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.files.memory import memory_of
 from fzero.state.safetensors.header import DAMAGED, PREFIX, Entry, Header, parse_header, parse_length
-from fzero.state.safetensors.transfer import memory_of, read_into
+from fzero.state.safetensors.transfer import read_into
 from fzero.state.sources import check_range, describe
 
 CAST_NBYTES = 2**20

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fzero.files import OnDisk
 from fzero.state.fill import chunk_numel
 from fzero.state.sources import Source, TensorSource
 
@@ -18,13 +19,6 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """Errors of a filesystem that cannot sync a directory, as some network filesystems."""
 SYNC_FILE_RANGE_WRITE = 2
 """A number of Linux."""
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor. The view is valid while the tensor lives."""
-    nbytes = tensor.numel() * tensor.itemsize
-    # Not `tensor.numpy()`: numpy is optional, and has no bfloat16. ctypes refuses an array of no bytes.
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> int:
@@ -74,7 +68,7 @@ def iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
 def _is_plain(values: TensorSource) -> bool:
     """Whether the tensor's memory on the CPU holds its values in order."""
     tensor = values.tensor
-    lazy = tensor.is_conj() or tensor.is_neg()
+    lazy = tensor.is_conj() or tensor.is_neg() or isinstance(tensor, OnDisk)
     return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from fzero.base.errors import FzeroError
+from fzero.files.memory import memory_of
 from fzero.layout.strides import Copy, Run, runs, within
 from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors.header import Header, render_header
-from fzero.state.safetensors.transfer import iter_parts, memory_of, sync_directory, write_from
+from fzero.state.safetensors.transfer import iter_parts, sync_directory, write_from
 from fzero.state.sources import Source
 
 T = TypeVar("T")
