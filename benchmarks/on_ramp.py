@@ -17,11 +17,12 @@ LIMIT = 1e-5
 
 
 def config(stage: int, fp16: bool) -> dict[str, Any]:
-    """A configuration with accumulation, a schedule, and the clipping that a missing key means."""
+    """A configuration with a schedule, and the clipping that a missing key means; in fp32 with accumulation. In fp16
+    DeepSpeed adds microbatches in float16, so that other batches overflow."""
     precision = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 15}} if fp16 else {}
     return {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": 1 if fp16 else 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
         "scheduler": {
             "type": "WarmupDecayLR",
@@ -35,7 +36,10 @@ def config(stage: int, fp16: bool) -> dict[str, Any]:
 
 
 CASES = {
-    f"stage {stage}, {'fp16' if fp16 else 'fp32'}": config(stage, fp16) for fp16 in (False, True) for stage in range(4)
+    f"stage {stage}, {'fp16' if fp16 else 'fp32'}": config(stage, fp16)
+    for fp16 in (False, True)
+    for stage in range(4)
+    if stage or not fp16  # at stage 0 engine.backward of DeepSpeed 0.19.8 does not multiply the loss by the scale
 }
 
 
@@ -57,14 +61,14 @@ def main() -> None:
         1200,
     )
     wrong = []
-    print("| case | rates | loss scales | largest difference of losses | skipped |\n|---|---|---|---|---|")
+    print("| case | rates | loss scales | largest difference of losses | falls of the scale |\n|---|---|---|---|---|")
     for name in cases:
         theirs, ours = (side[name] for side in found)
         same = [theirs[what] == ours[what] for what in ("rates", "scales")]
         rates = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(theirs["rates"], ours["rates"]))
         apart = max(abs(a - b) / abs(a) for a, b in zip(theirs["losses"], ours["losses"]))
         falls = sum(b < a for a, b in zip(ours["scales"], ours["scales"][1:]))
-        print(f"| {name} | {rates:.1e} | {'equal' if same[1] else 'differ'} | {apart:.1e} | {falls} falls |")
+        print(f"| {name} | {rates:.1e} | {'equal' if same[1] else 'differ'} | {apart:.1e} | {falls} |")
         if rates > 1e-6 or not same[1] or ("fp32" in name and apart > LIMIT):
             wrong.append(name)
     if wrong:

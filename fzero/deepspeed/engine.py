@@ -84,7 +84,8 @@ class Engine(Files):
     forward = __call__
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Take the gradients of the loss that the last call returned.
+        """Take the gradients of the loss that the last call returned. Returns the loss's share of the mean over
+        `gradient_accumulation_steps`, as DeepSpeed does.
 
         Raises:
             FzeroError: for any other loss, because gradients of what is computed outside of the model are unknown.
@@ -98,7 +99,7 @@ class Engine(Files):
             name = "retain_graph=True" if retain_graph else "scale_wrt_gas=False"
             raise FzeroError("engine.backward", f"got {name}, which is not supported", "leave it out")
         self._sums, self._pending, self._loss, self._may_step = self._pending, None, None, True
-        return loss
+        return loss / self.settings.accumulation_steps
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Count a batch, and update the state where it is the last of `gradient_accumulation_steps`.

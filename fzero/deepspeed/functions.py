@@ -26,11 +26,12 @@ ENDLESS = 2**31 - 1
 class Functions(NamedTuple):
     """The pure functions of an engine.
 
-    * `begin(params, scale, args, kwargs)` returns `(output, gradients)` of the first batch of an update.
+    * `begin(params, scale, args, kwargs)` returns `(output, gradients)` of the first batch of an update, each batch's
+      share of the mean over `gradient_accumulation_steps`.
     * `add(params, sums, scale, args, kwargs)` returns `(output, new sums)`: the sums of gradients with those of a
       further batch.
-    * `update(params, opt_state, scale, sums)` returns `(params, opt_state, scale, norm)`: after an update by the mean
-      of gradients, whose global norm is `norm`.
+    * `update(params, opt_state, scale, sums)` returns `(params, opt_state, scale, norm)`: after an update by the sums,
+      whose global norm is `norm`.
     * `evaluate(params, args, kwargs)` returns the output of the model.
     """
 
@@ -51,7 +52,7 @@ def make_functions(
     def begin(params: Any, scale: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def scaled(params: Any) -> tuple[Tensor, Any]:
             output = train(params, *args, **kwargs)
-            loss = find_loss(output)
+            loss = find_loss(output) / settings.accumulation_steps  # before the scale, as DeepSpeed: less overflows
             return (loss if scale is None else loss.to(torch.float32) * scale.scale), output
 
         grads, output = grad(scaled, has_aux=True)(params)
@@ -121,9 +122,6 @@ def _update(
     optimizer: GradientTransformation, settings: Settings, params: Any, opt_state: Any, scale: Any, sums: Any
 ) -> tuple[Any, Any, Any, Tensor]:
     grads = sums if scale is None else optim.loss_scale.unscale(sums, scale)
-    if settings.accumulation_steps > 1:
-        leaves, treedef = tree.flatten(grads)
-        grads = tree.unflatten(treedef, torch._foreach_div(leaves, float(settings.accumulation_steps)))
     norm = optim.global_norm(grads)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     if scale is not None and settings.scaler is not None:

@@ -104,7 +104,7 @@ PRECISION = (
         ("loss_scale", "float", 0.0, "0: `optim.loss_scale.dynamic`; any other: that scale throughout"),
         ("initial_scale_power", "int", 16, "the first dynamic scale is 2 to this power"),
         ("loss_scale_window", "int", 1000, "`window` of the dynamic scale"),
-        ("hysteresis", "int", 2, "`hysteresis` of the dynamic scale"),
+        ("hysteresis", "int", 2, "`hysteresis` of the dynamic scale; 1 at stage 0, as in DeepSpeed"),
         ("consecutive_hysteresis", "bool", False, "as in `optim.loss_scale.dynamic`"),
         ("min_loss_scale", "int", 1, "`min_scale` of the dynamic scale"),
     ),
@@ -190,7 +190,7 @@ _ZERO_IGNORED = (
     ("override_module_apply", "bool", True, "no method of a module is replaced"),
     ("log_trace_cache_warnings", "bool", False, 'a step that is traced again says why in the logger "fzero"'),
     ("enable_sanity_checks", "bool", False, "programs are verified in any case"),
-    ("save_muon_momentum_buffer_in_memory", "bool", False, "no state lies on NVMe"),
+    ("save_muon_momentum_buffer_in_memory", "bool", False, "DeepSpeed's Muon is not here"),
     ("leaf_module.*", "dict", None, "gathers follow uses, not modules"),
 )  # fmt: skip
 
@@ -203,10 +203,12 @@ ZERO = (
     *_keys(
         "zero_optimization.",
         "mapped",
-        ("offload_optimizer.device", "none|cpu|nvme", "none", '"cpu": `fzero.host()`; "nvme" is refused'),
+        ("offload_optimizer.device", "none|cpu|nvme", "none", '"cpu": `fzero.host()`; "nvme": `fzero.disk()`'),
         ("offload_optimizer.pin_memory", "bool", True, "`fzero.host(pin=)`"),
-        ("offload_param.device", "none|cpu|nvme", "none", '"cpu": `fzero.host()`, at stage 3; "nvme" is refused'),
+        ("offload_param.device", "none|cpu|nvme", "none", 'at stage 3, "cpu": `fzero.host()`; "nvme": `fzero.disk()`'),
         ("offload_param.pin_memory", "bool", True, "`fzero.host(pin=)`"),
+        ("offload_optimizer.nvme_path", "str", None, "the folder of `fzero.disk()`"),
+        ("offload_param.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("stage3_partition_stream_chunk_size", "int", None, "`chunk` of `fzero.shard`, in bytes"),
         ("cpu_offload", "bool", None, '`offload_optimizer.device` "cpu"'),
         ("cpu_offload_param", "bool", None, '`offload_param.device` "cpu"'),
@@ -216,13 +218,13 @@ ZERO = (
         "zero_optimization.offload_",
         "no meaning",
         *(
-            (f"{what}.{name}", kind, default, "it is about NVMe or DeepSpeed's own kernel")
+            (f"{what}.{name}", kind, default, "it is about DeepSpeed's own buffers and kernels")
             for what, name, kind, default in (
                 ("optimizer", "buffer_count", "int", 4), ("optimizer", "pipeline_read", "bool", False),
                 ("optimizer", "pipeline_write", "bool", False), ("optimizer", "fast_init", "bool", False),
-                ("optimizer", "cpuadam_cores_perc", "float", 0.8), ("optimizer", "nvme_path", "str", None),
+                ("optimizer", "cpuadam_cores_perc", "float", 0.8),
                 ("param", "buffer_count", "int", 5), ("param", "buffer_size", "int", 100_000_000),
-                ("param", "max_in_cpu", "int", 1_000_000_000), ("param", "nvme_path", "str", None),
+                ("param", "max_in_cpu", "int", 1_000_000_000),
             )
         ),
     ),
@@ -256,7 +258,7 @@ BLOCKS = (
                 ("profile", "bool", False), ("cpu_checkpointing", "bool", False),
             )
         ),
-        ("aio.*", "dict", None, "no state lies on NVMe"),
+        ("aio.*", "dict", None, "reads and writes go straight to the disk"),
         ("timers.*", "dict", None, "the line of `steps_per_print` has the seconds"),
         ("comms_logger.*", "dict", None, "`print(engine.report(batch))` lists the bytes of each collective"),
         ("pipeline.*", "dict", None, "it is about PipelineModule, which is refused"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base.errors import FzeroError
-from fzero.base.placement import Host
+from fzero.base.placement import Host, Placement, disk
 from fzero.deepspeed.keys import KEYS
 from fzero.deepspeed.reading import Values, look_up, render_table
 from fzero.optim import loss_scale
@@ -31,8 +31,8 @@ class Settings(NamedTuple):
     reduce_dtype: torch.dtype | None
     scaler: loss_scale.LossScale | None
     skips_nonfinite: bool
-    params_at: Host | None
-    optimizer_at: Host | None
+    params_at: Placement | None
+    optimizer_at: Placement | None
     chunk: int | None
     compile: bool
     optimizer: tuple[str, dict[str, Any]] | None  # type and params
@@ -52,7 +52,7 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
     given = resolve_auto(given, args)
     sizes = find_batch_sizes(given, world)
     stage = _find_stage(given)
-    compute, scaler = _find_precision(given)
+    compute, scaler = _find_precision(given, stage)
     clipping = _find_clipping(given, version, rank)
     reduce = look_up(given, "communication_data_type")
     if rank == 0:
@@ -171,7 +171,7 @@ def _find_stage(given: Values) -> int:
     return int(stage)
 
 
-def _find_precision(given: Values) -> tuple[torch.dtype | None, loss_scale.LossScale | None]:
+def _find_precision(given: Values, stage: int) -> tuple[torch.dtype | None, loss_scale.LossScale | None]:
     """The dtype of compute, and for float16 the loss scale."""
     half, brain = look_up(given, "fp16.enabled"), look_up(given, "bf16.enabled")
     if half and brain:
@@ -182,7 +182,6 @@ def _find_precision(given: Values) -> tuple[torch.dtype | None, loss_scale.LossS
     if fixed:  # a scale that neither falls nor grows
         never = 2**31 - 1
         return torch.float16, loss_scale.dynamic(fixed, window=never, min_scale=fixed, raise_at_min=False)
-    numbers = {name: look_up(given, f"fp16.{name}") for name in ("hysteresis", "consecutive_hysteresis")}
     for name in ("loss_scale_window", "min_loss_scale"):
         if look_up(given, f"fp16.{name}") < 1:
             raise FzeroError(f"fp16.{name}", f"is {look_up(given, f'fp16.{name}')}", "give at least 1")
@@ -190,7 +189,9 @@ def _find_precision(given: Values) -> tuple[torch.dtype | None, loss_scale.LossS
         init_scale=2.0 ** look_up(given, "fp16.initial_scale_power"),
         window=int(look_up(given, "fp16.loss_scale_window")),
         min_scale=float(look_up(given, "fp16.min_loss_scale")),
-        **numbers,
+        hysteresis=look_up(given, "fp16.hysteresis") if stage else 1,  # DeepSpeed has none at stage 0
+        consecutive_hysteresis=look_up(given, "fp16.consecutive_hysteresis"),
+        raise_at_min=stage > 0,
     )
 
 
@@ -210,18 +211,21 @@ def _find_clipping(given: Values, version: str, rank: int) -> float:
     return bound
 
 
-def _find_place(given: Values, what: str, stage: int) -> Host | None:
+def _find_place(given: Values, what: str, stage: int) -> Placement | None:
     """Where parameters, or optimizer state, lie."""
     path = f"zero_optimization.offload_{what}"
     device = look_up(given, f"{path}.device")
     if device == "none":
         return None
-    if device == "nvme":
-        raise FzeroError(f"{path}.device", 'is "nvme", which is not supported yet', 'give "cpu"')
     needed = 3 if what == "param" else 1
     if stage < needed:
-        problem = f'is "cpu" at stage {stage}, where DeepSpeed does not offload it'
+        problem = f'is "{device}" at stage {stage}, where DeepSpeed does not offload it'
         raise FzeroError(f"{path}.device", problem, f"give zero_optimization.stage {needed} or more")
+    if device == "nvme":
+        folder = look_up(given, f"{path}.nvme_path")
+        if folder is None:
+            raise FzeroError(f"{path}.nvme_path", 'is missing, and the device is "nvme"', "give a folder")
+        return disk(folder)
     pin = given.get(f"{path}.pin_memory", given.get("zero_optimization.cpu_offload_use_pin_memory"))
     return Host(pin=True if pin is None else pin)
 

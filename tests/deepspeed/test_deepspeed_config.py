@@ -84,7 +84,7 @@ BAD = [
     ({"zero_optimization": {"zero_hpz_partition_size": 2}}, r"zero_hpz_partition_size: is 2, which is not supported"),
     (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-        r'offload_param\.device: is "nvme", which is not supported yet; give "cpu"',
+        r'offload_param\.nvme_path: is missing, and the device is "nvme"; give a folder',
     ),
     (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
