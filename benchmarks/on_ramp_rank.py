@@ -1,4 +1,4 @@
-"""One rank of `on_ramp.py`, started by `launch.py`: DeepSpeed's loop, of DeepSpeed or of fzero. Only the import differs."""
+"""One rank of `on_ramp.py`, started by `launch.py`: one loop, of DeepSpeed or of fzero. Only the import differs."""
 
 from __future__ import annotations
 
