@@ -13,8 +13,8 @@ A step with a budget is calibrated first, so that its predicted seconds are thos
 
 The table ends with the contenders that no budget dominates: none needs at most as much memory and at most as much time.
 
-`--to-host` measures nothing: parameters are on the meta device, rates are those that fzero guesses for a GPU, a link has
-25 GB/s. It prints what budgets take with `to=fzero.host()` and without, on 8 ranks.
+`--to-host` measures nothing: parameters are on the meta device, rates are those that fzero guesses for a GPU, a link
+has 25 GB/s. It prints what budgets take with `to=fzero.host()` and without, on 8 ranks.
 """
 
 from __future__ import annotations
