@@ -13,11 +13,12 @@ from torch import fx
 from fzero.base.torch_private import overload_name
 from fzero.passes.owners import Owners
 from fzero.program import ops
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import OVERWRITING, copy_of
 from fzero.program.places import where_of
-from fzero.program.program import Program
+from fzero.program.program import Argument, Program
 from fzero.program.records import body_of, is_call, name_of, record, storage
 
 
@@ -244,7 +245,7 @@ def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[No
             memory in fixed or reads[memory] > 1 or not owners.dies_at(old, loop) or not old.meta["val"].is_contiguous()
         ):
             with program.graph.inserting_before(loop):
-                carry[i] = program.emit(torch.ops.aten.clone.default, old)
+                carry[i] = _clone(program, old, argument)
             owners.add(carry[i], loop)
         if new is not None:
             owners.join(carry[i], new)
@@ -254,6 +255,17 @@ def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[No
         program.refresh_with([loop])
         program.substitute_all(news)
     return donated
+
+
+def _clone(program: Program, old: Node, argument: Argument) -> Node:
+    """A copy of a loop's operand, which lies where the operand lies."""
+    if argument.place is None or argument.place.where != "disk":
+        return program.emit(torch.ops.aten.clone.default, old)
+    assert isinstance(argument.kind, Slice)  # nothing else lies on a disk
+    for start, *into in ((ops.read,), (ops.write, str(argument.place.path), argument.kind.bucket)):
+        arrived = program.emit(ops.arrive, program.emit(start, [old], *into))
+        old = program.emit(operator.getitem, arrived, 0)
+    return old
 
 
 def _replaces(

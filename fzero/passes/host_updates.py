@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fzero.passes.order import find_dependences, sort
 from fzero.program.operation import Node
+from fzero.program.ops.transfers import is_of_saved_value
 from fzero.program.places import find_places, is_placed
 from fzero.program.program import Program
 from fzero.program.records import follow_memory, record
@@ -62,7 +63,9 @@ def _find_pieces(program: Program) -> tuple[list[_Piece], set[Node]]:
     places, numbers = find_places(program), set[Node]()
     joined: dict[Node, list[Node]] = {}  # node of a piece -> the nodes of the piece
     for node in program.graph.nodes:
-        if node.op != "call_function" or not _is_late(node, places[node] == "host", numbers | joined.keys()):
+        if node.op != "call_function" or is_of_saved_value(node):
+            continue
+        if not _is_late(node, places[node] == "host", numbers | joined.keys()):
             continue
         if not _has_dimensions(node):
             numbers.add(node)
