@@ -33,7 +33,7 @@ from quartiles import quartiles
 from runs import Plan
 
 import fzero
-from fzero.optim.fused import fused_adamw_
+from fzero.optim.fused import make_update
 from fzero.program.timeline import DISK, HOST, LINK
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -99,15 +99,9 @@ def print_steps(times: dict[str, Any], peaks: dict[str, Any], title: str) -> Non
 
 def measure(mib: int) -> dict[str, float]:
     """GB read and written in a second, by an update and by a copy, each the median of nine."""
-    numel = mib * MIB // 4
-    params, grads, mu, nu = ([torch.rand(numel)] for _ in range(4))
-    count, source = torch.ones((), dtype=torch.int32), torch.rand(7 * numel // 2)
+    update, nbytes = make_update(mib * MIB // 4)
+    source = torch.rand(nbytes // 8)
     target = torch.empty_like(source)
-
-    def update() -> None:
-        fused_adamw_(params, grads, mu, nu, count, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-
-    nbytes = 7 * 4 * numel  # reads params, gradients and both means, writes all but gradients
     return {name: nbytes / clock(do) / 1e9 for name, do in (("update", update), ("copy", lambda: target.copy_(source)))}
 
 
