@@ -4,9 +4,10 @@
     python benchmarks/disk.py --layers 8 --width 256 --limit 0  # a quick try, without a limit
     python benchmarks/disk.py --path /mnt/nvme                  # the folder of the files
 
-The model is a chain of equal layers, `x + tanh(x @ w + b)`. Parameters and AdamW's state lie in files. Each rank sets `RLIMIT_AS` on itself once it has imported torch, before there
-is any state. The same steps then run in memory, without a limit. The table has the bytes that were read and written,
-beside those that the program predicts, and says whether all losses are equal to the bit.
+The model is a chain of equal layers, `x + tanh(x @ w + b)`. Parameters and AdamW's state lie in files. Each rank sets
+`RLIMIT_AS` on itself once it has imported torch, before there is any state. The same steps then run in memory, without
+a limit. The table has the bytes that were read and written, beside those that the program predicts, and says whether
+all losses are equal to the bit.
 """
 
 from __future__ import annotations

@@ -260,6 +260,7 @@ def _clone(program: Program, old: Node, argument: Argument) -> Node:
     """A copy of a loop's operand, which lies where the operand lies."""
     if argument.place is None or argument.place.where != "disk":
         return program.emit(torch.ops.aten.clone.default, old)
+    assert argument.kind is not None  # an argument of a loop's body
     for start, *into in ((ops.read,), (ops.write, str(argument.place.path), argument.kind.bucket)):
         arrived = program.emit(ops.arrive, program.emit(start, [old], *into))
         old = program.emit(operator.getitem, arrived, 0)
