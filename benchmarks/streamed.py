@@ -7,7 +7,7 @@ step, and at a small size the peak and the seconds of steps that run.
 A step takes a loss and the gradients of all parameters. Models:
 
     head    a matrix, a head of 256k classes, and their cross entropy
-    tiled   planned: the same with fzero.tiled_cross_entropy in 8 parts, which takes the head whole
+    tiled   planned: the same with fzero.tiled_cross_entropy in 8 parts, of tokens or of a streamed head
     mlp     x + down(gelu(up(x))), whose matrices are as large as the head
 
 The plan is that of one of 8 ranks at stage 3, in bfloat16, on tensors without data; its time is that of the program's
@@ -88,7 +88,7 @@ def plan() -> dict[str, Any]:
         tokens = PLANNED["ranks"] * PLANNED["tokens"]
         params, x, labels = arguments(name, PLANNED, tokens, dtype=torch.bfloat16, device="meta")
         params = fzero.partition(params, mesh)
-        for chunk in CHUNKS["planned"][: 1 if name == "tiled" else None]:
+        for chunk in CHUNKS["planned"]:
             program = fzero.simulate(step_of(loss), mesh, chunk=chunk).trace(params, x, labels)
             moved = Counter[str]()
             for each in program.comm():

@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
+from fzero.base.placement import Disk
 from fzero.optim.report import name_stage
-from fzero.program.listing import summarize_program
+from fzero.program.listing import format_size, summarize_program
+from fzero.program.operation import nbytes
 from fzero.program.program import Program
 from fzero.values.sharded import Sharded
 
@@ -39,8 +43,8 @@ class Report(NamedTuple):
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
     * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of this rank, of virtual ranks the first.
     * `nodes`: of the program.
-    * `remarks`: lines about the program: what a memory budget chose, which leaves are gathered whole though they are
-      larger than `chunk`.
+    * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
+      gathered whole though they are larger than `chunk`.
     """
 
     summary: str
@@ -74,7 +78,23 @@ def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
     leaves, copies = _list_leaves(args), program.copies(rank)
-    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, program.remarks)
+    remarks = (*program.remarks, *_list_moves(program, args))
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks)
+
+
+def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:
+    """A line for each place to which the first call moves state that was given elsewhere."""
+    moved: dict[str, tuple[int, float]] = {}
+    given = (leaf for leaf in tree.leaves(args) if isinstance(leaf, Tensor))
+    for leaf, argument, node in zip(given, program.arguments, program.placeholders):
+        if isinstance(leaf, Sharded) and leaf.place != argument.place:
+            size, rates = nbytes(node.meta["val"]), program.rates
+            has_disk = any(isinstance(place, Disk) for place in (leaf.place, argument.place))
+            where = str(argument.place or "the device")
+            total, seconds = moved.get(where, (0, 0.0))
+            moved[where] = total + size, seconds + (rates.copy_to_disk(size) if has_disk else rates.copy(size))
+    for where, (total, seconds) in moved.items():
+        yield f"  a call with this state first moves {format_size(total)} to {where}, once, in {1000 * seconds:.2f} ms"
 
 
 class _Value(NamedTuple):

@@ -13,6 +13,7 @@ from torch import fx
 from fzero.base.torch_private import overload_name
 from fzero.passes.owners import Owners
 from fzero.program import ops
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import OVERWRITING, copy_of
@@ -260,7 +261,7 @@ def _clone(program: Program, old: Node, argument: Argument) -> Node:
     """A copy of a loop's operand, which lies where the operand lies."""
     if argument.place is None or argument.place.where != "disk":
         return program.emit(torch.ops.aten.clone.default, old)
-    assert argument.kind is not None  # an argument of a loop's body
+    assert isinstance(argument.kind, Slice)  # nothing else lies on a disk
     for start, *into in ((ops.read,), (ops.write, str(argument.place.path), argument.kind.bucket)):
         arrived = program.emit(ops.arrive, program.emit(start, [old], *into))
         old = program.emit(operator.getitem, arrived, 0)

@@ -155,6 +155,10 @@ def _note_place(node: Node, away: Away) -> None:
     operand is a slice elsewhere than on the device, and so is each operand that it writes into."""
     if node.op != "call_function" or runs_on_device(node):
         return
+    if record(node).to is not None or record(node).arrives:  # a saved value
+        if record(node).to == "host" or (record(node).arrives and node.args[0] in away):
+            away[node] = Host()
+        return
     body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
     if body is not None:
         place = body.results[node.args[1]].place
@@ -172,6 +176,8 @@ def _may_follow(node: Node, away: Away, kinds: dict[Node, Kind]) -> bool:
     is_list = has_rows(node)
     items = list(node.users) if is_list else [node]
     users = {user for item in items for user in item.users}
+    if any(record(user).to is not None for user in users):
+        return False
     if not users or not users <= away.keys() or not (is_list or record(node).is_pointwise):
         return False
     wide = [x for x in node.all_input_nodes if is_wide(x)]

@@ -13,7 +13,7 @@ from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
-from fzero.program.ops.transfers import copy_of, count_bytes
+from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
 from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
@@ -31,6 +31,10 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     A loop over layers gathers the layer of the next turn while it computes, and copies that of the turn behind it from
     the host.
 
+    Saved values that move to the host (`remat`) leave the device where their copies are done, and start to come back
+    early in the same way. At most `memory` bytes of them wait to leave at once, and as many come back ahead of their
+    use; by default twice the largest of them.
+
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
     bucket. The peak grows by at most the sum of these. On the host at most `memory` bytes that were read in front of
@@ -43,7 +47,8 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     gathers = {node: _list_with_copies(node, costs) for node in program.graph.nodes if starts(node) == "gathered"}
     reorder(program.graph, _start_early(program.graph, gathers, costs, limit))
     to_device = program.graph.find_nodes(op="call_function", target=ops.to_device)
-    copies = {node: moving for node in to_device if _takes_state(moving := _list_with_copies(node, costs))}
+    of_state = (node for node in to_device if not is_of_saved_value(node))
+    copies = {node: moving for node in of_state if _takes_state(moving := _list_with_copies(node, costs))}
     reorder(program.graph, _start_early(program.graph, copies, costs, limit))
     reads = program.graph.find_nodes(op="call_function", target=ops.read)
     staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
@@ -51,10 +56,52 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     reorder(program.graph, _wait_late(program, costs, limit))
     reorder(program.graph, order_updates(program, costs))
     reorder(program.graph, _wait_for_writes(program.graph, staged))
+    _schedule_values(program.graph, costs, memory)
     for node in program.graph.nodes:
         if body_of(node) is not None:
             node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
     return program
+
+
+def _schedule_values(graph: fx.Graph, costs: Costs, memory: int | None) -> None:
+    """Let saved values of the forward pass go late, and bring them back early."""
+    waits = [node for node in graph.nodes if is_call(node, ops.arrive) and is_of_saved_value(node)]
+    sizes = [nbytes(wait.meta["val"]) for wait in waits]
+    limit = 2 * max(sizes, default=0) if memory is None else memory
+    away = {wait: [wait, *wait.users] for wait in waits if is_call(wait.args[0], ops.to_host)}
+    reorder(graph, _let_go_late(graph, away, costs, limit))
+    back = {wait.args[0]: [wait.args[0]] for wait in waits if wait not in away}
+    reorder(graph, _start_early(graph, back, costs, limit))
+
+
+def _let_go_late(graph: fx.Graph, away: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:
+    """The nodes in their new order: waits for copies to the host move back, each with the nodes that its list has, to
+    where the copy is done. They come earlier where the copy is used, or more than `memory` bytes would wait."""
+    lanes, order = Lanes(costs), list[Node]()
+    waiting: dict[Node, int] = {}  # oldest first
+    copied = {node: wait for wait, nodes in away.items() for node in nodes}
+
+    def perform(nodes: list[Node]) -> None:
+        lanes.run(nodes)
+        order.extend(nodes)
+
+    def finish(wait: Node) -> None:
+        del waiting[wait]
+        perform(away[wait])
+
+    for node in graph.nodes:
+        if node in away:
+            waiting[node] = nbytes(node.meta["val"])
+            while sum(waiting.values()) > memory:
+                finish(next(iter(waiting)))
+        elif node not in copied:
+            for wait in {copied[x]: None for x in node.all_input_nodes if x in copied}:
+                if wait in waiting:
+                    finish(wait)
+            perform([node])
+        for wait in [wait for wait in waiting if lanes.done_at[wait.args[0]] <= lanes.now]:
+            finish(wait)
+    return order
 
 
 def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:

@@ -193,6 +193,11 @@ class Sharded(Tensor):
             local = new_pinned(local.numel(), local.dtype, self.path).copy_(local)
         return self if local is self.local else self.of_form(local, self.form._replace(place=place), self.origin)
 
+    def lie_in(self, place: Placement | None, local: Tensor) -> None:
+        """Turn into the value whose slice is `local`, a copy of this slice in a placement. The object stays the
+        same."""
+        self._local, self.form = local, self.form._replace(place=place)
+
     def _write(self, local: Tensor, place: Disk) -> Tensor:
         """A slice of this value's leaf in a file below a path. A slice that is in a file there stays where it is."""
         if local.is_meta or (isinstance(local, OnDisk) and local.place == place):

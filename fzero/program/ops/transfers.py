@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 def to_host(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the host."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
 
 
 def to_device(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the device."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
 
 
 def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -65,8 +65,9 @@ def write_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     what was there before."""
 
 
-def arrive(started: Any) -> Any:
-    """The copies, once they are there."""
+def arrive(started: Any, sending: Sequence[Tensor] = ()) -> Any:
+    """The copies, once they are there. What is `sending` lives until then: without it the values that are copied may
+    die as soon as the copies have started."""
     return started
 
 
@@ -114,7 +115,9 @@ def _write_over(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
 
 def _arrive(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     start = record(node.args[0])
-    return files.Started.wait if "disk" in (start.source, start.to) else rank.link.arrive
+    if "disk" in (start.source, start.to):
+        return files.Started.wait
+    return lambda started, sending=(): rank.link.arrive(started, is_read=not sending)
 
 
 def count_bytes(node: Node) -> int:
@@ -126,6 +129,13 @@ def copy_of(node: Node) -> Node | None:
     """The start of the copies of which a node's value is one; None for any other node."""
     is_item = is_call(node, operator.getitem) and is_call(node.args[0], arrive)
     return node.args[0].args[0] if is_item else None
+
+
+def is_of_saved_value(node: Node) -> bool:
+    """Whether a node starts to copy a saved value, waits for that, or is the copy. The wait keeps alive what is
+    copied."""
+    start = node if record(node).to is not None else node.args[0] if is_call(node, arrive) else copy_of(node)
+    return start is not None and any(len(wait.args) > 1 for wait in start.users)
 
 
 def _line(program: Program, node: Node) -> str:
