@@ -1,5 +1,5 @@
-"""State on the host: how fast the host updates it, what a step of a 7B model is predicted to take with it, and steps
-that run beside DeepSpeed's.
+"""State on the host or a disk: how fast the host updates it, what a step of a 7B model is predicted to take with it,
+and steps that run beside DeepSpeed's.
 
     python benchmarks/offload.py                     # all three
     python benchmarks/offload.py --plan              # the prediction alone: nothing is timed
@@ -8,9 +8,9 @@ that run beside DeepSpeed's.
 
 The first table has the bytes that AdamW's fused kernel reads and writes in a second, beside a plain copy that moves as
 many. The second is a plan: parameters are on the meta device, rates are those that fzero guesses for a GPU
-(`fzero.program.rates`), with a link of 25 GB/s between device and host. Nothing of it has run. The third has steps of
-two gloo ranks, each contender in processes of its own. There the memory of the device and of the host are one, and the
-peak counts both.
+(`fzero.program.rates`), with a link of 25 GB/s between device and host and a disk of 3 GB/s for each rank. Nothing of
+it has run. The third has steps of two gloo ranks, each contender in processes of its own. There the memory of the
+device and of the host are one, and the peak counts both.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ from runs import Plan
 
 import fzero
 from fzero.optim.fused import fused_adamw_
-from fzero.program.timeline import HOST, LINK
+from fzero.program.timeline import DISK, HOST, LINK
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
 MIB, GIB = 1 << 20, 1 << 30
 CLIPPED = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), ADAMW)
+HOST_MEMORY, FILES = fzero.host(), fzero.disk("/tmp")  # a plan writes nothing
 PLACES: dict[str, tuple[Any, Any, Any]] = {
     "all on the device": (None, None, ADAMW),
-    "optimizer on the host": (None, fzero.host(), ADAMW),
-    "all on the host": (fzero.host(), fzero.host(), ADAMW),
+    "optimizer on the host": (None, HOST_MEMORY, ADAMW),
+    "all on the host": (HOST_MEMORY, HOST_MEMORY, ADAMW),
+    "optimizer on a disk": (None, FILES, ADAMW),
+    "all on a disk": (FILES, FILES, ADAMW),
     "all on the device, clipped": (None, None, CLIPPED),
-    "optimizer on the host, clipped": (None, fzero.host(), CLIPPED),
-    "all on the host, clipped": (fzero.host(), fzero.host(), CLIPPED),
+    "optimizer on the host, clipped": (None, HOST_MEMORY, CLIPPED),
+    "optimizer on a disk, clipped": (None, FILES, CLIPPED),
 }
 """Name -> where parameters and optimizer state lie, and the optimizer."""
 CONTENDERS = "fzero-2,fzero-2-offload,fzero-3,fzero-3-offload,deepspeed-2-offload,deepspeed-3-offload"
@@ -58,9 +61,7 @@ def main(given: argparse.Namespace) -> None:
     record: dict[str, Any] = {}
     if not given.plan:
         record["update"] = rates = measure(given.mib)
-        print(
-            f"AdamW on {given.mib} MiB of fp32 parameters: {rates['update']:.1f} GB/s, a copy {rates['copy']:.1f} GB/s"
-        )
+        print(f"AdamW on {given.mib} MiB of parameters: {rates['update']:.1f} GB/s, a copy {rates['copy']:.1f} GB/s")
     record["plan"] = [plan(name, batch, given) for batch in given.batch for name in PLACES]
     print_plan(
         record["plan"], f"{given.layers} layers of width {given.dim} on {given.ranks} ranks, stage 3, bf16 compute"
@@ -76,14 +77,15 @@ def main(given: argparse.Namespace) -> None:
 def print_plan(rows: list[dict[str, Any]], title: str) -> None:
     """The second table. `more` is what state elsewhere adds to the step."""
     print(f"\n{title}; predicted")
-    heads = ("batch", 5), ("where", 32), ("device GiB", 12), ("host GiB", 10), ("ms", 7), ("more", 6)
-    print("".join(f"{name:>{width}}" for name, width in (*heads, ("link ms", 9), ("hidden", 8), ("host ms", 9))))
+    heads = ("batch", 5), ("where", 32), ("device GiB", 12), ("host", 6), ("disk", 6), ("ms", 7), ("more", 6)
+    lanes = ("link ms", 9), ("host", 6), ("disk", 6), ("hidden", 8)
+    print("".join(f"{name:>{width}}" for name, width in (*heads, *lanes)))
     for row in rows:
         resident = next(x for x in rows if x["batch"] == row["batch"] and x["is_clipped"] == row["is_clipped"])
-        sizes = f"{row['peak'] / GIB:>12.1f}{row['on_host'] / GIB:>10.1f}"
+        sizes = f"{row['peak'] / GIB:>12.1f}{row['on_host'] / GIB:>6.1f}{row['on_disk'] / GIB:>6.1f}"
         times = f"{1000 * row['seconds']:>7.0f}{1000 * (row['seconds'] - resident['seconds']):>6.0f}"
-        lanes = f"{1000 * row['link']:>9.0f}{row['hidden']:>8.0%}{1000 * row['host']:>9.0f}" if row["host"] else ""
-        print(f"{row['batch']:>5}{row['where']:>32}{sizes}{times}{lanes}")
+        busy = f"{1000 * row['link']:>9.0f}{1000 * row['host']:>6.0f}{1000 * row['disk']:>6.0f}{row['hidden']:>8.0%}"
+        print(f"{row['batch']:>5}{row['where']:>32}{sizes}{times}{busy if row['link'] else ''}")
 
 
 def print_steps(found: dict[str, Any], title: str) -> None:
@@ -130,11 +132,11 @@ def plan(where: str, batch: int, given: argparse.Namespace) -> dict[str, Any]:
     args = params, optimizer.init(params, to=of_state), {"inputs": tokens, "targets": tokens}
     program = fzero.simulate(training_step(apply, optimizer, bf16=True), mesh).trace(*args)
     memory, timeline = program.memory(), program.timeline()
-    busy = {lane: sum(x.end - x.start for x in timeline.lanes.get(lane, ())) for lane in (LINK, HOST)}
+    busy = {lane: sum(x.end - x.start for x in timeline.lanes.get(lane, ())) for lane in (LINK, HOST, DISK)}
     return {
         "where": where, "batch": batch, "is_clipped": optimizer is CLIPPED, "peak": memory.peak, "on_host": memory.host,
         "seconds": timeline.seconds, "compute": timeline.compute, "link": busy[LINK], "host": busy[HOST],
-        "hidden": timeline.hidden("to_host", "to_device"),
+        "disk": busy[DISK], "hidden": timeline.hidden("to_host", "to_device", "read", "write"), "on_disk": memory.disk,
     }  # fmt: skip
 
 
