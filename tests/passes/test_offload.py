@@ -80,7 +80,8 @@ class Peaks:
             now: dict[str, dict[Any, int]] = {"device": {}, "host": {}, "disk": {}}
             for each, value in held.items():
                 place = self._graphs[each.graph].get(each.name, "device")
-                for here, item in zip(place, value) if isinstance(place, list) else [(place, value)]:
+                # while a loop runs, the last of its results are there
+                for here, item in zip(place[-len(value) :], value) if isinstance(place, list) else [(place, value)]:
                     for x in tensors(item):
                         if isinstance(x, OnDisk):
                             now["disk"][id(x.extent), x.start] = x.nbytes
