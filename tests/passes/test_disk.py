@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from passes.test_offload import (
     ADAMW,
     CLIPPED,
@@ -21,7 +22,7 @@ from passes.test_offload import (
     train,
     where,
 )  # fmt: skip
-from programs import rows, training
+from programs import loss, rows, training
 from torch import Tensor
 
 import fzero
@@ -58,6 +59,17 @@ def read_late(params: Any, state: Any, x: Tensor) -> Any:
     return new, state, value + sum(leaf.square().sum() for leaf in tree.leaves(params))
 
 
+def update_lists(params: Any, state: Any, x: Tensor) -> Any:
+    """An optimizer that writes over new state, which may leave the host no earlier."""
+    value, grads = fzero.value_and_grad(loss)(params, x)
+    means = [0.9 * mean for mean in tree.leaves(state.trace)]
+    torch._foreach_add_(means, tree.leaves(grads))
+    news = [param - 0.1 * mean for param, mean in zip(tree.leaves(params), means)]
+    torch._foreach_mul_(news, 0.9)
+    treedef = tree.flatten(params)[1]
+    return tree.unflatten(treedef, news), state._replace(trace=tree.unflatten(treedef, means)), value
+
+
 LAMB = optim.lamb(0.1)
 CASES: list[tuple[Callable[..., Any], Any, int, int, bool, str]] = [
     (training(ADAMW), ADAMW, 3, 2, True, "device disk"),
@@ -67,6 +79,7 @@ CASES: list[tuple[Callable[..., Any], Any, int, int, bool, str]] = [
     (LOOPS["accumulate"], ADAMW, 3, 2, True, "disk disk"),
     (LOOPS["layers"], ADAMW, 2, 2, False, "disk device"),
     (read_late, ADAMW, 3, 2, True, "disk disk"),
+    (update_lists, optim.trace(0.9), 3, 2, True, "device disk"),
 ]
 """Step, optimizer, stage, ranks, whether the step may write over its arguments, and where parameters and state lie."""
 
