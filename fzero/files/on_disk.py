@@ -139,6 +139,11 @@ def load(x: Tensor) -> Tensor:
     return x.clone() if isinstance(x, OnDisk) else x
 
 
+def duplicate(x: Tensor) -> Tensor:
+    """A copy of a tensor, in a file where the tensor lies in one."""
+    return torch.empty_like(x).copy_(x) if isinstance(x, OnDisk) else x.clone()
+
+
 def address_of(x: Tensor) -> tuple[str, int]:
     """The place of a tensor's first byte: a file, "" for memory, and a number of bytes from its start."""
     return (str(x.extent.file.path), x.extent.start + x.start) if isinstance(x, OnDisk) else ("", x.data_ptr())
