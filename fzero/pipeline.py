@@ -288,16 +288,21 @@ def _values(*nodes: Node) -> list[Any]:
 
 def place_state(program: Program, values: Sequence[Any], settle: Callable[[], None] = lambda: None) -> list[Any]:
     """The arguments `values` of a program's step, with state where the program has it. State that lies elsewhere is
-    moved, after `settle`: the objects stay the same, unless one stands for two arguments in different places."""
+    moved, after `settle`. The objects stay the same; one that stands for several arguments is moved for each."""
     places = {i: x.place for i, x in enumerate(program.arguments) if x.bucket is not None}
     away = [i for i, place in places.items() if values[i].place != place]
     if not away:
         return list(values)
+    moved, seen = list(values), {id(x) for i, x in enumerate(values) if i not in away}
+    for i in away:
+        if id(moved[i]) in seen:
+            moved[i] = Sharded.of_form(moved[i].local, moved[i].form, moved[i].origin)
+        seen.add(id(moved[i]))
     settle()
-    nbytes = sum(values[i].local.nbytes for i in away)
+    nbytes = sum(moved[i].local.nbytes for i in away)
     _log.info("%s moves %s of state to where its memory budget has it", program.name, format_size(nbytes))
-    move({i: values[i] for i in away}, places)
-    return [x.at(places[i]) if i in away else x for i, x in enumerate(values)]
+    move({i: moved[i] for i in away}, places)
+    return moved
 
 
 def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:

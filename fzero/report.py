@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
+from fzero.base.placement import Disk
 from fzero.optim.report import name_stage
 from fzero.program.listing import format_size, summarize_program
 from fzero.program.operation import nbytes
@@ -83,14 +84,17 @@ def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:
     """A line for each place to which the first call moves state that was given elsewhere."""
-    moved = Counter[str]()
+    moved: dict[str, tuple[int, float]] = {}
     given = (leaf for leaf in tree.leaves(args) if isinstance(leaf, Tensor))
     for leaf, argument, node in zip(given, program.arguments, program.placeholders):
         if isinstance(leaf, Sharded) and leaf.place != argument.place:
-            moved[str(argument.place or "the device")] += nbytes(node.meta["val"])
-    for where, size in moved.items():
-        seconds = 1000 * program.rates.copy(size)
-        yield f"  a call with this state first moves {format_size(size)} to {where}, once, in {seconds:.2f} ms"
+            size, rates = nbytes(node.meta["val"]), program.rates
+            has_disk = any(isinstance(place, Disk) for place in (leaf.place, argument.place))
+            where = str(argument.place or "the device")
+            total, seconds = moved.get(where, (0, 0.0))
+            moved[where] = total + size, seconds + (rates.copy_to_disk(size) if has_disk else rates.copy(size))
+    for where, (total, seconds) in moved.items():
+        yield f"  a call with this state first moves {format_size(total)} to {where}, once, in {1000 * seconds:.2f} ms"
 
 
 class _Value(NamedTuple):

@@ -127,6 +127,8 @@ class Simulation:
         program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = place_state(program, [x for x in leaves if isinstance(x, Tensor)])
+        placed = iter(given)
+        leaves = [next(placed) if isinstance(x, Tensor) else x for x in leaves]
         self._flags.read(list_flags(program, given))
         arguments = self._place_arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):

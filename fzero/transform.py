@@ -72,7 +72,8 @@ def shard(
     batch equals `fn` on the whole batch whenever the loss is a mean over examples.
 
     * `stage`: 3 (the default) gathers each layer's parameters for each use; 2 keeps them from the first to the last
-      use; 1 keeps full gradients too.
+      use; 1 keeps full gradients too; 0 is plain data parallel, for leaves that `partition(..., persist=sys.maxsize)`
+      keeps whole on each rank: gradients are averaged, and nothing is gathered.
     * `memory`, in the place of `stage`: a number of bytes, or a text such as "40GiB". On each rank the peak of live
       tensors, arguments included, stays under it, and the step is the fastest that a search finds: it chooses which
       parameters stay gathered, and which values the backward pass computes again (docs/budget.md). `report` says what

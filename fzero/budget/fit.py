@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Host, Placement, host
 from fzero.budget.choices import flatten, list_bucket_choices, list_segment_choices, weigh
-from fzero.budget.frontier import Choice, Point, find_frontier
+from fzero.budget.frontier import Choice, Point, find_frontier, keep_fastest
 from fzero.budget.placements import NOTHING, Costs, Movable, Positions, list_placement_choices, measure_costs
 from fzero.budget.saved import Level, Segment, find_segments, number_nodes
 from fzero.passes.run import Pass
@@ -147,12 +147,23 @@ class Space:
         )
         self.placements = list(list_placement_choices(base, line, self.movable, self.costs))
         self.choices: list[Choice] = [choice for choice, _ in (*self.buckets, *self.segments, *self.placements)]
-        self.frontier = find_frontier([place.nbytes for place in line], self.choices)
+        self.frontier = self._search([place.nbytes for place in line])
         picks = [0] * len(self.buckets)
         picks += [len(choice.options) - 1 for choice, _ in (*self.segments, *self.placements)]
         slower = sum(choice.options[0].seconds for choice, _ in self.buckets)
         self.base, self.start = base, Point(max(place.nbytes for place in line), slower, tuple(picks))
         self.gathered = {nbytes(place.node.meta["val"]) for place in line if starts(place.node) == "gathered"}
+
+    def _search(self, line: list[int]) -> list[Point]:
+        """The frontier. Greedy search is better at fewer choices, so those of programs with no state elsewhere, and
+        with all of it, are looked at once more."""
+        points, count = find_frontier(line, self.choices), len(self.choices) - len(self.placements)
+        for is_away in (False, True) if self.placements else ():
+            picks = tuple(0 if is_away else len(choice.options) - 1 for choice, _ in self.placements)
+            fixed = [choice._replace(options=(choice.options[i],)) for (choice, _), i in zip(self.placements, picks)]
+            found = find_frontier(line, [*self.choices[:count], *fixed])
+            points += [point._replace(picks=point.picks[:count] + picks) for point in found]
+        return keep_fastest(points)
 
     def _write(self, picked: _Picked) -> Program:
         """The program of these picks."""

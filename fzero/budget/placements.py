@@ -25,6 +25,8 @@ from fzero.program.records import is_call
 Positions = frozenset[int]
 """Arguments, by position."""
 NOTHING: Positions = frozenset()
+FREE = 1.01
+"""Parameters cost nothing beside optimizer state where both together cost at most so many times as much."""
 
 
 class Layer(NamedTuple):
@@ -46,6 +48,11 @@ class Costs(NamedTuple):
     state: float
     both: float
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether parameters cost something beside optimizer state."""
+        return self.both > FREE * self.state
+
 
 class Movable:
     """The arguments of a trace that may lie on the device or in the placement `to`, by layers. State that lies in a
@@ -54,11 +61,13 @@ class Movable:
     def __init__(self, traced: Program, to: Placement | None) -> None:
         self.to, gathered = to, _find_parameters(traced)
         found: dict[str, tuple[set[int], set[int]]] = {}
+        layer: dict[str, str] = {}  # of a leaf, by its path: state may lie in a bucket of its own
         self.nbytes: dict[int, int] = {}
         for i, (node, argument) in enumerate(zip(traced.placeholders, traced.arguments)):
             layout = None if argument.bucket is None else traced.layouts[argument.bucket]
             if to and layout is not None and not layout.replicated and argument.place in (None, to):
-                found.setdefault(layer_of(layout.bucket), (set(), set()))[node not in gathered].add(i)
+                name = layer.setdefault(layout.leaves[argument.leaf].path, layer_of(layout.bucket))
+                found.setdefault(name, (set(), set()))[node not in gathered].add(i)
                 self.nbytes[i] = nbytes(node.meta["val"])
         self.layers = [Layer(name, frozenset(own), frozenset(rest)) for name, (own, rest) in found.items()]
 
@@ -128,33 +137,48 @@ def list_placement_choices(
 ) -> Iterator[tuple[Choice, tuple[Positions, ...]]]:
     """What of each layer lies elsewhere, with the arguments of each option: from all of it to nothing.
 
-    Each layer has its share of the costs by bytes. Where parameters beside optimizer state cost nothing, both go
-    together.
+    Each layer has its share of the costs. Where parameters beside optimizer state cost nothing, both go together.
     """
     index = {place.node: i for i, place in enumerate(line)}
     uses = [(use, {layer_of(base.layouts[name].bucket) for name in use.names}) for use in find_uses(base, index)]
-    gradients = list(_find_gradients(base, index))
-    of_state, of_both = movable.count(movable.state), movable.count(movable.both)
-    is_apart, world = costs.both > costs.state, base.mesh.size(base.mesh.shard_axis)
+    gradients, world = list(_find_gradients(base, index)), base.mesh.size(base.mesh.shard_axis)
+    price = _share_costs(movable, costs, [name for name, _ in gradients])
 
     def describe(group: Sequence[Layer], away: Positions) -> Option:
-        state, both = movable.count(away & movable.state), movable.count(away)
-        spans = [Span(0, len(line), -both)]
+        spans = [Span(0, len(line), -movable.count(away))]
         for layer in group:
             if layer.state and layer.state <= away:
                 spans += [span for name, span in gradients if name == layer.name]
         own = {layer.name for layer in group if layer.parameters & away}
         spans += [Span(use.start, use.stop + 1, use.nbytes // world) for use, names in uses if names & own]
-        if is_apart:
-            seconds = costs.state * state / max(of_state, 1)
-            seconds += (costs.both - costs.state) * (both - state) / max(of_both - of_state, 1)
-        else:
-            seconds = costs.both * both / of_both
-        return Option(seconds, tuple(spans))
+        return Option(sum(price(layer, away) for layer in group), tuple(spans))
 
     for group in _join_loops(movable.layers, [names for _, names in uses]):
-        ladder = list(_list_ladder(group, is_apart))
+        ladder = list(_list_ladder(group, costs.is_apart))
         yield Choice(f"place {group[0].name}", tuple(describe(group, away) for away in ladder)), tuple(ladder)
+
+
+def _share_costs(movable: Movable, costs: Costs, arrivals: Sequence[str]) -> Callable[[Layer, Positions], float]:
+    """A function of a layer and of what lies elsewhere: the layer's share of the costs.
+
+    Shares go by bytes, and optimizer state costs the more the later gradients `arrive`: what the first ones do is
+    hidden behind the rest of the backward pass.
+    """
+    late = {name: number for number, name in enumerate(arrivals, 1)}
+    usual, is_apart = (len(late) + 1) / 2, costs.is_apart
+
+    def weigh_state(layer: Layer, away: Positions) -> float:
+        moved = layer.state if is_apart else layer.state | layer.parameters
+        return late.get(layer.name, usual) * movable.count(moved & away)
+
+    of_state = sum(weigh_state(layer, movable.both) for layer in movable.layers) or 1
+    of_parameters = movable.count(movable.both - movable.state) or 1
+
+    def price(layer: Layer, away: Positions) -> float:
+        state = (costs.state if is_apart else costs.both) * weigh_state(layer, away) / of_state
+        return state + (costs.both - costs.state) * is_apart * movable.count(layer.parameters & away) / of_parameters
+
+    return price
 
 
 def _list_ladder(group: Sequence[Layer], is_apart: bool) -> Iterator[Positions]:

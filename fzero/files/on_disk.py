@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
-from fzero.files.memory import new_buffer
+from fzero.files.memory import new_buffer, new_pinned
 from fzero.files.store import Extent, Move, open_store
 
 CHUNK_NBYTES = 4 << 20
@@ -115,8 +115,11 @@ def allocate(place: Disk, dtype: torch.dtype, numel: int, rank: int | None, buck
 
 
 def read(values: Sequence[OnDisk], into: Sequence[Tensor] | None = None) -> Started:
-    """Start to copy tensors from files into new memory of the host, or into contiguous tensors of equal dtypes."""
-    if into is None:
+    """Start to copy tensors from files into new memory of the host, pinned where there is an accelerator to copy to, or
+    into contiguous tensors of equal dtypes."""
+    if into is None and torch.accelerator.is_available():
+        into = [new_pinned(x.numel(), x.dtype, x.extent.leaf, is_asked=False) for x in values]
+    elif into is None:
         into = [new_buffer(x.numel(), x.dtype) for x in values]
     return Started(list(into), [
         future for x, memory in zip(values, into) for future in x.extent.store.read([_move(x, memory)])

@@ -13,11 +13,12 @@ from torch import fx
 from fzero.base.torch_private import overload_name
 from fzero.passes.owners import Owners
 from fzero.program import ops
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import OVERWRITING, copy_of
 from fzero.program.places import where_of
-from fzero.program.program import Program
+from fzero.program.program import Argument, Program
 from fzero.program.records import body_of, is_call, name_of, record, storage
 
 
@@ -244,7 +245,7 @@ def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[No
             memory in fixed or reads[memory] > 1 or not owners.dies_at(old, loop) or not old.meta["val"].is_contiguous()
         ):
             with program.graph.inserting_before(loop):
-                carry[i] = program.emit(torch.ops.aten.clone.default, old)
+                carry[i] = _clone(program, old, argument)
             owners.add(carry[i], loop)
         if new is not None:
             owners.join(carry[i], new)
@@ -254,6 +255,17 @@ def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[No
         program.refresh_with([loop])
         program.substitute_all(news)
     return donated
+
+
+def _clone(program: Program, old: Node, argument: Argument) -> Node:
+    """A copy of a loop's operand, which lies where the operand lies."""
+    if argument.place is None or argument.place.where != "disk":
+        return program.emit(torch.ops.aten.clone.default, old)
+    assert isinstance(argument.kind, Slice)  # nothing else lies on a disk
+    for start, *into in ((ops.read,), (ops.write, str(argument.place.path), argument.kind.bucket)):
+        arrived = program.emit(ops.arrive, program.emit(start, [old], *into))
+        old = program.emit(operator.getitem, arrived, 0)
+    return old
 
 
 def _replaces(
@@ -312,8 +324,8 @@ def _overwrite(program: Program, owners: Owners, call: Node, in_place: Any) -> N
 
 
 def _copy_back(program: Program, owners: Owners, donated: set[Node]) -> set[Node]:
-    """Copy the other state results of an update into the arguments of the same path, in one operation at the end, or in
-    one for the device and one for the host.
+    """Copy the other state results of an update into the arguments of the same path: on the device in one operation at
+    the end, on the host bucket by bucket, as soon as everything has been read.
 
     Returns the arguments that are written to.
     """
@@ -327,14 +339,22 @@ def _copy_back(program: Program, owners: Owners, donated: set[Node]) -> set[Node
         and owners.owner[node] not in kept
         and where_of(argument) != "disk"
     }
-    pairs: dict[bool, list[tuple[Node, Node]]] = {}
+    pairs: dict[Any, list[tuple[Node, Node]]] = {}
     for position, result, node in _list_state_results(program):
         into = free.get(result.path)
         if into is not None and node.op != "placeholder" and _matches(owners, into, result, node):
-            pairs.setdefault(owners.argument[into].place is None, []).append((into, node))
+            place = owners.argument[into].place
+            pairs.setdefault((place, place and result.bucket), []).append((into, node))
             returned[position] = into
-    for of_place in pairs.values():
-        with program.graph.inserting_before(program.output):
-            program.graph.call_function(torch.ops.aten._foreach_copy_.default, tuple(map(list, zip(*of_place))))
+    for (place, _), of_group in pairs.items():
+        end = program.output if place is None else _find_end(program, owners, of_group)
+        with program.graph.inserting_before(end):
+            program.graph.call_function(torch.ops.aten._foreach_copy_.default, tuple(map(list, zip(*of_group))))
     program.output.args = (returned,)
-    return {into for of_place in pairs.values() for into, _ in of_place}
+    return {into for of_group in pairs.values() for into, _ in of_group}
+
+
+def _find_end(program: Program, owners: Owners, pairs: list[tuple[Node, Node]]) -> Node:
+    """The first node behind the last read of these arguments and behind their new values."""
+    last = max(max(owners.last_read[owners.owner[into]], owners.position[node]) for into, node in pairs)
+    return next(node for node in program.graph.nodes if owners.position.get(node, 0) > last)

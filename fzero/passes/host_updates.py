@@ -59,7 +59,7 @@ class _Piece:
 
 def _find_pieces(program: Program) -> tuple[list[_Piece], set[Node]]:
     """The pieces of a program, in order, and the nodes on the host that compute and copy numbers. Pieces share these
-    and are none. What follows from arguments alone, such as a copy in front of an all-gather, is no piece either."""
+    and are none. Copies alone are no piece either, nor is what follows from arguments alone."""
     places, numbers = find_places(program), set[Node]()
     joined: dict[Node, list[Node]] = {}  # node of a piece -> the nodes of the piece
     for node in program.graph.nodes:
@@ -73,7 +73,7 @@ def _find_pieces(program: Program) -> tuple[list[_Piece], set[Node]]:
         groups = {id(joined[x]): joined[x] for x in node.all_input_nodes if x in joined}
         nodes = [*(x for group in groups.values() for x in group), node]
         joined |= dict.fromkeys(nodes, nodes)
-    updates = [nodes for nodes in {id(nodes): nodes for nodes in joined.values()}.values() if _takes_computed(nodes)]
+    updates = list(filter(_is_update, {id(nodes): nodes for nodes in joined.values()}.values()))
     reads = _find_reads(program, {node for nodes in updates for node in nodes})
     pieces = [_Piece(sorted(nodes), *_find_neighbours(nodes, reads, numbers)) for nodes in updates]
     return sorted(pieces, key=lambda piece: piece.nodes[-1]), numbers
@@ -87,11 +87,11 @@ def _is_late(node: Node, is_on_host: bool, late: Collection[Node]) -> bool:
     return is_on_host if record(node).to is None else all(x in late for x in node.args[0])
 
 
-def _takes_computed(nodes: list[Node]) -> bool:
-    """Whether nodes of a piece take more than arguments, numbers and each other's values."""
-    inside = {*nodes}
+def _is_update(nodes: list[Node]) -> bool:
+    """Whether nodes do more than copy, and take more than arguments, numbers and each other's values."""
+    inside, computes = {*nodes}, any(record(x).to is None and not record(x).is_quiet for x in nodes)
     given = {x for node in nodes for x in node.all_input_nodes} - inside
-    return any(x.op != "placeholder" and _has_dimensions(x) for x in given)
+    return computes and any(x.op != "placeholder" and _has_dimensions(x) for x in given)
 
 
 def _find_neighbours(

@@ -227,6 +227,7 @@ def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
         loop = loops.Loop(
             body, turn.length, carry, xs, items_of_turns, constants, turn.sync,
             is_reversed=turn.forward is not None, kept=len(lists), layers=turn.layers,
+            loss=turn.loss,
         )  # fmt: skip
         with program.graph.inserting_before(min(ends)):
             call = program.emit(ops.loop, *loop)

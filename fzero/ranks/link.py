@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fzero.files.memory import new_pinned
+
 
 class Link(Protocol):
     """The way between the memory of one device and that of the host."""
@@ -61,7 +63,7 @@ class Cuda:
 
     def to_host(self, values: Sequence[Tensor]) -> list[Tensor]:
         self._out.wait_stream(torch.cuda.current_stream(self.device))  # which computes the values
-        made = [torch.empty_like(x, device="cpu", pin_memory=True) for x in values]
+        made = list(map(_new_pinned_like, values))
         for x in values:
             x.record_stream(self._out)  # the allocator reuses the memory once it is copied
         return self._copy(self._out, values, made)
@@ -90,6 +92,12 @@ class Cuda:
         else:
             started.event.synchronize()  # the host reads the copies
         return list(started)
+
+
+def _new_pinned_like(x: Tensor) -> Tensor:
+    """Memory of the host for a copy of `x`, pinned, with the strides that torch gives a copy."""
+    strides = torch.empty_like(x, device="meta").stride()
+    return new_pinned(x.numel(), x.dtype, "to_host", is_asked=False).as_strided(x.shape, strides)
 
 
 def link_of(device: torch.device) -> Link:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import files
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
-from fzero.files.memory import new_buffer
+from fzero.files.memory import new_buffer, new_pinned
 from fzero.layout.chunks import rank_overlaps
 from fzero.layout.layout import Layout, wire
 from fzero.state.sources import Source, TensorSource
@@ -93,7 +93,8 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = F
     """[numel] elements without values on a device, in pinned memory with `pin`.
 
     Raises:
-        FzeroError: for `pin` on a device that is not the host, and where no accelerator is there to pin memory for.
+        FzeroError: for `pin` on a device that is not the host, and where no accelerator is there to pin memory for; for
+            memory that cannot be pinned.
     """
     if pin and device.type not in ("cpu", "meta"):
         way_out = 'give device="cpu" too: only memory of the host is pinned; or leave pin out'
@@ -101,13 +102,8 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = F
     if pin and device.type == "cpu" and not torch.accelerator.is_available():
         problem = "is True, and there is no accelerator: memory of the host is pinned for one"
         raise FzeroError("pin", problem, "leave pin out")
-    try:
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
-    except RuntimeError as error:
-        if not pin:
-            raise
-        problem = f"{numel * dtype.itemsize} bytes of the host cannot be pinned: {error}"
-        raise FzeroError("pin", problem, "raise the limit of locked memory (ulimit -l), or give pin=False") from error
+    is_pinned = pin and device.type == "cpu"
+    return new_pinned(numel, dtype, "pin") if is_pinned else torch.empty(numel, dtype=dtype, device=device)
 
 
 def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int) -> None:

@@ -168,6 +168,19 @@ def leave_regions() -> Iterator[None]:
         _open_regions.reset(token)
 
 
+class TiledLoss(NamedTuple):
+    """The cross entropy of a turn's tokens, and whether the turn returns its gradients by `hidden`, `head` and `bias`.
+
+    The carry of the turn is the loss and the gradients by the head and its bias. The turn takes rows of `hidden` and of
+    the labels, and returns the gradient by its rows of `hidden`.
+    """
+
+    ignore_index: int
+    z_loss: float
+    label_smoothing: float
+    wanted: tuple[bool, bool, bool]
+
+
 class Turn:
     """The turn of a loop that a trace records for all of them. The loop takes `length` turns, and has a `number`.
 
@@ -175,6 +188,7 @@ class Turn:
     * `forward` is the turn that this one is the backward pass of; None for any other turn.
     * `is_followed`: autograd follows the turn.
     * `layers`: a bucket of the first layer -> the bucket of each row.
+    * `loss` says which part of a cross entropy the turn computes; None for any other turn.
     """
 
     def __init__(
@@ -183,6 +197,7 @@ class Turn:
         self.length, self.number, self.sync, self.forward = length, number, sync, forward
         self.is_followed = is_followed
         self.layers: dict[str, tuple[str, ...]] = {} if forward is None else forward.layers
+        self.loss: TiledLoss | None = None
 
 
 _open_turns: ContextVar[tuple[Turn, ...]] = ContextVar("fzero_turns", default=())

@@ -92,6 +92,29 @@ def test_a_search_is_near_exhaustive_search(inner: list[int], rows: int, compute
 
 
 @given(
+    inner=st.lists(st.sampled_from([8, 16, 24, 40, 64]), min_size=3, max_size=4),
+    rows=st.sampled_from([8, 64, 512]),
+    link=st.sampled_from([0.1, 1]),
+    launch=st.sampled_from([0.01, 1]),
+)
+@settings(max_examples=3)
+def test_a_greedy_search_of_placements_is_near_exhaustive_search(
+    inner: list[int], rows: int, link: float, launch: float
+) -> None:
+    """Of state elsewhere too: each layer's optimizer state, and its parameters."""
+    guess = GUESSES["cuda"]
+    rates = guess._replace(link=guess.link * link, host=guess.host * link, launch=guess.launch * launch)
+    space = make_space(inner, rows, rates, fzero.host())
+    line = [place.nbytes for place in flatten(space.base)]
+    every, greedy = (find_frontier(line, space.choices, most_combinations=most) for most in (1 << 21, 0))
+    assert len(space.placements) == len(inner) and len(space.choices) <= MOST_CHOICES
+    fastest = space.base.timeline().seconds - space.start.seconds
+    least, most = every[0].peak, every[-1].peak
+    for limit in (least + (most - least) * i // LIMITS for i in range(LIMITS + 1)):
+        assert fastest + best(greedy, limit) <= NEAR * (fastest + best(every, limit))
+
+
+@given(
     sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=8),
     line=st.lists(st.integers(0, 20), min_size=10, max_size=10),
 )

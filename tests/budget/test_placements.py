@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,15 +63,6 @@ def train(optimizer: Any, loss: Callable[..., Tensor], params: tree.Tree, state:
     return optim.apply_updates(params, updates), state, value
 
 
-def accumulate(optimizer: Any, params: tree.Tree, state: Any, x: Tensor) -> Any:
-    def sums(p: tree.Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        return unroll(p, x) * x.shape[0], torch.tensor(float(x.shape[0]))
-
-    value, grads = fzero.accumulate(sums, 2)(params, x)
-    updates, state = optimizer.update(grads, state, params)
-    return optim.apply_updates(params, updates), state, value
-
-
 class Case:
     """A training step on virtual ranks, and where its state is given."""
 
@@ -78,7 +70,7 @@ class Case:
         self, optimizer: Any = ADAMW, loss: Any = unroll, dtype: torch.dtype = torch.float32, rows: int = ROWS
     ) -> None:
         self.optimizer, self.dtype, self.mesh = optimizer, dtype, fzero.VirtualMesh(fsdp=2)
-        self.step = partial(accumulate, optimizer) if loss is accumulate else partial(train, optimizer, loss)
+        self.step = partial(train, optimizer, loss)
         self.x = make_batch(2, dtype, rows)
 
     def begin(self, params_to: Any = None, state_to: Any = None) -> tuple[Any, ...]:
@@ -128,10 +120,9 @@ def where(program: Program) -> list[Any]:
     [
         (Case(), True, (None, None)),
         (Case(CLIPPED, dtype=torch.bfloat16), True, (None, HOST)),
-        (Case(optim.lamb(1e-2)), False, (None, None)),
-        (Case(optim.sgd(0.1, momentum=0.9)), True, (HOST, HOST)),
+        (Case(optim.lamb(1e-2), scan), False, (HOST, HOST)),
     ],
-    ids=["adamw", "clipped bfloat16", "lamb, arguments kept", "momentum"],
+    ids=["adamw", "clipped bfloat16", "lamb in a loop, arguments kept"],
 )
 def test_results_are_those_of_stage_3(case: Case, donate: bool, given: Any) -> None:
     """Bit for bit, with state given anywhere. The device holds what is predicted. The second call moves nothing and
@@ -156,9 +147,9 @@ RATES = GUESSES["cuda"]._replace(launch=1e-7)
 SLOW_LINK = RATES._replace(link=1e7, host=1e8)
 
 
-@pytest.mark.parametrize(("loss", "rates"), [(unroll, SLOW_LINK), (scan, RATES)])
-def test_more_bytes_never_take_more_time(loss: Any, rates: Rates) -> None:
-    case, before = Case(loss=loss), float("inf")
+@pytest.mark.parametrize("rates", [RATES, SLOW_LINK])
+def test_more_bytes_never_take_more_time(rates: Rates) -> None:
+    case, before = Case(), float("inf")
     least, most = case.least(rates, to=HOST), case.trace(stage=2).memory().peak
     for budget in (least, (least + most) // 2, most):
         program = case.trace(rates, memory=budget, to=HOST)
@@ -198,7 +189,7 @@ def test_a_budget_that_a_placement_makes_possible_says_so() -> None:
 def test_a_report_says_where_state_lies_and_what_is_moved() -> None:
     case = Case()
     args = case.begin(None, HOST)
-    step = case.simulate(memory=case.least(to=HOST), to=HOST)
+    step = case.simulate(memory=int(0.5 * case.trace(stage=3).memory().peak), to=HOST)
     lines = step.report(*args).remarks
     text = "\n".join(lines)
     assert re.search(r"  has \S+ KiB of state in fzero.host\(pin=True\), \d+\.\d\d ms more", text)
@@ -212,9 +203,9 @@ def test_a_report_says_where_state_lies_and_what_is_moved() -> None:
     assert "  has no state in fzero.host(pin=True)" in plenty and "moves" not in plenty[-1]
 
 
-def test_one_value_in_two_arguments_is_moved_for_each() -> None:
-    """An average of parameters that begins as the parameters: the average goes to the host, the parameters stay."""
-    case, budget = Case(), int(0.8 * Case().trace(stage=3).memory().peak)
+def test_one_value_in_two_arguments_is_moved_for_each(tmp_path: Path) -> None:
+    """An average of parameters that begins as the parameters."""
+    case, budget = Case(), int(0.7 * Case().trace(stage=3).memory().peak)
 
     def step(params: tree.Tree, average: tree.Tree, x: Tensor) -> Any:
         value, grads = fzero.value_and_grad(unroll)(params, x)
@@ -222,10 +213,10 @@ def test_one_value_in_two_arguments_is_moved_for_each() -> None:
         return tree.map(lambda p, g: p - 0.1 * g, params, grads), average, value
 
     results = []
-    for how in ({"stage": 3, "donate": False}, {"memory": budget, "to": HOST, "donate": False}):
+    for how in ({"stage": 3}, {"memory": budget, "to": HOST}, {"memory": budget, "to": fzero.disk(tmp_path)}):
         params, _, x = case.begin()
         results.append(whole(fzero.simulate(step, case.mesh, **how)(params, params, x)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 
 def train_on_a_rank(mesh: DeviceMesh, budget: int) -> tuple[list[str], list[Tensor], list[Any], int]:

@@ -91,6 +91,8 @@ def test_clipping_waits_for_all_gradients_and_copies_few_parameters() -> None:
 def test_lists_on_the_host_are_cut_by_bucket() -> None:
     """An optimizer without a fused kernel computes one bucket behind the other as well."""
     program = trace(optim.chain(optim.clip_by_global_norm(0.1), optim.lion(0.1)), BOTH)
+    state, temporaries = 2 * COUNT * LAYER, 4 * LAYER
+    assert program.memory().host <= state + COUNT * LAYER + temporaries + 9
     listed = [node for node in program.graph.nodes if node.op == "call_function" and name_of(node) == "_foreach_mul_"]
     assert len(listed) == 2 * COUNT
     assert all(nbytes(values_of(node.args[0])) == LAYER for node in listed)

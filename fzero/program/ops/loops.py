@@ -40,6 +40,7 @@ from fzero.program.places import CHAIN, Where, is_placed, where_of
 from fzero.program.records import body_of, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
+from fzero.values.regions import TiledLoss
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -58,6 +59,7 @@ class Loop(NamedTuple):
     * `layers`: a bucket that the body names -> the bucket of each row.
     * `is_early`: the all-gathers of a turn that read nothing but lists start one turn early, those of the first turn in
       front of the loop. The copies to the device that these all-gathers read start one turn earlier still.
+    * `loss`: what the turns compute of a cross entropy (`Turn.loss`).
     """
 
     body: Program
@@ -71,6 +73,7 @@ class Loop(NamedTuple):
     kept: int = 0
     layers: Mapping[str, Sequence[str]] = {}
     is_early: bool = False
+    loss: TiledLoss | None = None
 
     def rows(self) -> Sequence[int]:
         """The row that each turn takes, in order."""
