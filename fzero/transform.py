@@ -79,7 +79,8 @@ def shard(
       parameters stay gathered, and which values the backward pass computes again (docs/budget.md). `report` says what
       was chosen.
     * `to`, beside `memory`: a placement, such as `fzero.host()`, where the search may put optimizer state and
-      parameters, layer by layer. A step moves state that was given elsewhere to where the search wants it.
+      parameters, layer by layer, and on the host saved values. A step moves state that was given elsewhere to where the
+      search wants it.
     * `donate`: a step that updates state (`p + u`) writes the new state over the old. The `Sharded` values that the
       step was called with become unusable. Tensors and values that were computed from them do not change.
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
