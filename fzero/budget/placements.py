@@ -7,7 +7,7 @@ goes through one in each turn are one choice: their parameters go together.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from fzero.base.placement import Placement
@@ -25,8 +25,6 @@ from fzero.program.records import is_call
 Positions = frozenset[int]
 """Arguments, by position."""
 NOTHING: Positions = frozenset()
-FREE = 1.01
-"""Parameters cost nothing beside optimizer state where both together cost at most so many times as much."""
 
 
 class Layer(NamedTuple):
@@ -47,11 +45,6 @@ class Costs(NamedTuple):
 
     state: float
     both: float
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether parameters cost something beside optimizer state."""
-        return self.both > FREE * self.state
 
 
 class Movable:
@@ -137,7 +130,8 @@ def list_placement_choices(
 ) -> Iterator[tuple[Choice, tuple[Positions, ...]]]:
     """What of each layer lies elsewhere, with the arguments of each option: from all of it to nothing.
 
-    Each layer has its share of the costs. Where parameters beside optimizer state cost nothing, both go together.
+    Each layer has its share of the costs. An option that has more on the device than another and is no faster is left
+    out: optimizer state elsewhere may cost more where the parameters beside it have to come and go.
     """
     index = {place.node: i for i, place in enumerate(line)}
     uses = [(use, {layer_of(base.layouts[name].bucket) for name in use.names}) for use in find_uses(base, index)]
@@ -154,48 +148,47 @@ def list_placement_choices(
         return Option(sum(price(layer, away) for layer in group), tuple(spans))
 
     for group in _join_loops(movable.layers, [names for _, names in uses]):
-        ladder = list(_list_ladder(group, costs.is_apart))
-        yield Choice(f"place {group[0].name}", tuple(describe(group, away) for away in ladder)), tuple(ladder)
+        rungs = [(describe(group, away), away) for away in _list_ladder(group)]
+        least = accumulate((option.seconds for option, _ in rungs), min)
+        faster = [rung for rung, before in zip(rungs, (float("inf"), *least)) if 0 < rung[0].seconds < before]
+        options, ladder = zip(*faster, (Option(0.0, ()), NOTHING))
+        yield Choice(f"place {group[0].name}", options), ladder
 
 
 def _share_costs(movable: Movable, costs: Costs, arrivals: Sequence[str]) -> Callable[[Layer, Positions], float]:
     """A function of a layer and of what lies elsewhere: the layer's share of the costs.
 
-    Shares go by bytes, and optimizer state costs the more the later gradients `arrive`: what the first ones do is
-    hidden behind the rest of the backward pass.
+    Shares go by bytes, and are the larger the later gradients arrive: what the first ones do is hidden behind the rest
+    of the backward pass. `arrivals` are layers, in the order of their gradients.
     """
     late = {name: number for number, name in enumerate(arrivals, 1)}
-    usual, is_apart = (len(late) + 1) / 2, costs.is_apart
+    usual = (len(late) + 1) / 2
 
-    def weigh_state(layer: Layer, away: Positions) -> float:
-        moved = layer.state if is_apart else layer.state | layer.parameters
-        return late.get(layer.name, usual) * movable.count(moved & away)
+    def weigh(layer: Layer, away: Positions) -> float:
+        return late.get(layer.name, usual) * movable.count((layer.state | layer.parameters) & away)
 
-    of_state = sum(weigh_state(layer, movable.both) for layer in movable.layers) or 1
-    of_parameters = movable.count(movable.both - movable.state) or 1
+    of_state, of_both = (
+        sum(weigh(layer, away) for layer in movable.layers) or 1 for away in (movable.state, movable.both)
+    )
 
     def price(layer: Layer, away: Positions) -> float:
-        state = (costs.state if is_apart else costs.both) * weigh_state(layer, away) / of_state
-        return state + (costs.both - costs.state) * is_apart * movable.count(layer.parameters & away) / of_parameters
+        has_parameters = not layer.parameters.isdisjoint(away)
+        return weigh(layer, away) * (costs.both / of_both if has_parameters else costs.state / of_state)
 
     return price
 
 
-def _list_ladder(group: Sequence[Layer], is_apart: bool) -> Iterator[Positions]:
-    """What lies elsewhere of some layers, from all to nothing. The state of the first layer comes back first: its
-    gradients are the last ones to be there, and nothing hides their way."""
+def _list_ladder(group: Sequence[Layer]) -> Iterator[Positions]:
+    """What lies elsewhere of some layers, from all to the state of one. The state of the first layer comes back first:
+    its gradients are the last ones to be there."""
     state = NOTHING.union(*(layer.state for layer in group))
     parameters = NOTHING.union(*(layer.parameters for layer in group))
     if parameters:
         yield state | parameters
-    if state and (is_apart or not parameters):
-        yield state
-        for layer in group[:-1]:
-            if layer.state:
-                state -= layer.state
-                if state:
-                    yield state
-    yield NOTHING
+    for layer in group:
+        if state and layer.state:
+            yield state
+        state -= layer.state
 
 
 def _join_loops(layers: Sequence[Layer], together: Sequence[set[str]]) -> Iterator[list[Layer]]:
