@@ -27,7 +27,7 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
     of one.
 
     * A carry of a loop to which each turn adds a scattered gradient becomes a carry of full gradients, and is scattered
-      behind the loop. This holds for loops with `sync="once"`, and at stage 1 for loops without `sync`.
+      behind the loop. This holds for loops with `sync="once"`, and at stages 0 and 1 for loops without `sync`.
     * On a mesh with replicas other loops scatter in each turn, and take the mean over replicas behind the loop, of the
       sums of slices.
     * At stage 1 a sum or multiple of scattered gradients becomes the scatter of the sum or multiple.
@@ -54,7 +54,7 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
 
 def _is_once(loop: Node, stage: int) -> bool:
     sync = Loop(*loop.args).sync
-    return sync == "once" or (sync is None and stage == 1)
+    return sync == "once" or (sync is None and stage <= 1)
 
 
 def _scatter_sums(program: Program) -> None:

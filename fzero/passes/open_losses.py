@@ -122,9 +122,11 @@ def _find_spread(total: Node, backward: Node) -> Node | None:
     """The value [T, 1] for all classes of a token that is added to a gradient; None where another value is."""
     if name_of(total) != "add" or total.kwargs or backward not in total.args[:2] or len(total.users) > 1:
         return None
-    other = next((x for x in total.args[:2] if x is not backward), None)
-    is_spread = isinstance(other, fx.Node) and name_of(other) == "expand" and len(other.users) == 1
-    return other.args[0] if is_spread and list(other.args[0].meta["val"].shape[1:]) == [1] else None
+    other = next((x for x in total.args[:2] if isinstance(x, fx.Node) and x is not backward), None)
+    if other is None or name_of(other) != "expand" or len(other.users) > 1:
+        return None
+    spread = other.args[0]
+    return spread if list(spread.meta["val"].shape[1:]) == [1] else None
 
 
 def _emit_sums(program: Program, logits: Node, labels: Node, terms: TiledLoss) -> _Sums:

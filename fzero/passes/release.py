@@ -20,22 +20,35 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
       bucket for each dtype. The buckets that `keep` names stay, as at stage 2.
     * Stage 2: gather each bucket once, and keep it until its last use.
     * Stage 1: as 2; keep full gradients too, and scatter all of them at the end.
+    * Stage 0: there is nothing to gather and to scatter, because every leaf is whole on every rank.
 
     Same results, bit for bit. Of P bytes of parameters, stages 1 and 2 move 2P and gather up to P at once. Stage 3
     moves at most 3P, where the backward pass uses each bucket once more, and gathers the two largest neighbouring
     layers at once.
 
     Raises:
-        FzeroError: for a stage other than 1, 2 or 3.
+        FzeroError: for a stage other than 0, 1, 2 or 3; at stage 0 for a leaf of which ranks hold slices.
     """
-    if stage not in (1, 2, 3):
-        raise FzeroError("stage", f"is {stage!r}", "stages are 1, 2 and 3")
+    if stage not in (0, 1, 2, 3):
+        raise FzeroError("stage", f"is {stage!r}", "stages are 0, 1, 2 and 3")
+    if stage == 0:
+        _check_whole(program)
     program = program.copy()
     if stage == 3:
         _regather(program, keep)
     if stage == 1:
         _scatter_last(program)
     return program
+
+
+def _check_whole(program: Program) -> None:
+    """Refuse state of which ranks hold slices: plain data parallel has whole state on each rank."""
+    for layout in program.layouts.values():
+        if not layout.replicated and layout.world > 1:
+            leaf = layout.leaves[0]
+            problem = f"is cut into slices over {layout.world} ranks, and stage 0 keeps state whole on each rank"
+            way_out = f"partition with persist={leaf.numel} or more elements, or use stage 1, 2 or 3"
+            raise FzeroError(leaf.path, problem, way_out)
 
 
 def _regather(program: Program, keep: Collection[str]) -> None:

@@ -1,0 +1,243 @@
+"""Initialize: DeepSpeed's entry point. A model and a configuration become an engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fzero import lower, partition
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import SHARD_AXIS, mesh_shape
+from fzero.base.state import State
+from fzero.data import loader
+from fzero.deepspeed.engine import Engine
+from fzero.deepspeed.functions import Call, make_functions, make_optimizer
+from fzero.deepspeed.optimizers import Group, combine, convert_optimizer, list_groups, make_group
+from fzero.deepspeed.reading import read_config
+from fzero.deepspeed.schedulers import Scheduled, schedule_groups
+from fzero.deepspeed.settings import Settings, settle
+from fzero.optim.base import GradientTransformation
+from fzero.ranks.homes import find_home
+
+PORT = 29500
+"""DeepSpeed's, and torchrun's, port of rank 0."""
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns, in DeepSpeed's order."""
+
+    engine: Engine
+    optimizer: Any
+    training_dataloader: Any
+    lr_scheduler: Any
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    mesh: Any = None,
+    version: str = "0.19",
+) -> Initialized:
+    """An engine for a model, with DeepSpeed's arguments in DeepSpeed's order.
+
+        engine, optimizer, loader, scheduler = fzero.deepspeed.initialize(model=model, config="ds_config.json")
+        for batch in batches:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+
+    All ranks call `initialize` together, with equal models. Without a process group it makes one, from
+    `args.local_rank` and torchrun's variables; a process without these is alone. The model's parameters are copied:
+    those of `model` stay as they are.
+
+    * `optimizer`: an optimizer of torch, a function of parameters that makes one, or one of `fzero.optim`. It goes
+      before that of the configuration.
+    * `model_parameters`: the parameters that are updated, or dicts of them, groups with params of their own.
+    * `loss(model, *args, **kwargs)` returns the loss of a call `engine(*args, **kwargs)`, where `model` is a function
+      with the module's arguments. Without `loss` the loss is the model's output, its `.loss` or its first element.
+    * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process. By default all ranks lie along one
+      axis, "fsdp".
+    * `version`: which DeepSpeed a configuration was written for. It says what a missing `gradient_clipping` means.
+    * `args`: an object with `local_rank`, `deepspeed_config`, and TrainingArguments of transformers for "auto".
+
+    Raises:
+        FzeroError: for a configuration that contradicts itself, a key that is refused or unknown, an argument that is
+            not supported. docs/deepspeed.md lists all keys.
+    """
+    _refuse_arguments(model, mpu, mesh_param, lr_scheduler)
+    assert model is not None
+    given = read_config(_choose_config(args, config, config_params))
+    local_rank = _find_local_rank(args)
+    mesh = _make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh
+    home = find_home(mesh)
+    settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=getattr(home, "number", 0))
+    groups = _find_groups(optimizer, model_parameters, settings, model)
+    scheduled = _schedule(groups, settings)
+    engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
+    if training_data is not None:
+        options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
+        rows = settings.micro_batch_size * mesh_shape(mesh).size()
+        engine.training_dataloader = loader(training_data, rows, mesh, seed=0, drop_last=settings.drop_last, **options)
+    return Initialized(
+        engine,
+        engine.optimizer if groups is not None else None,
+        engine.training_dataloader,
+        engine.lr_scheduler if settings.scheduler is not None else None,
+    )
+
+
+def _build_engine(
+    model: nn.Module,
+    groups: list[Group] | GradientTransformation | None,
+    scheduled: Scheduled,
+    settings: Settings,
+    loss: Callable[..., Any] | None,
+    mesh: Any,
+    local_rank: int,
+) -> Engine:
+    """An engine with its first state."""
+    was_training = model.training
+    _, evaluate = lower(model.eval())
+    params, apply = lower(model.train())
+    model.train(was_training)
+    held = partition(
+        params,
+        mesh,
+        persist=sys.maxsize if settings.stage == 0 else 0,
+        dtype=None if settings.compute is None else torch.float32,
+        to=settings.params_at,
+    )
+    inner = combine(groups, scheduled) if isinstance(groups, list) else groups
+    chosen = None if inner is None else make_optimizer(inner, settings)
+    state = State(
+        params=held,
+        opt_state=None if chosen is None else chosen.init(held, to=settings.optimizer_at),
+        scale=None if settings.scaler is None else settings.scaler.init(held),
+        step=0,
+    )
+    functions = make_functions(_take_loss(apply, loss), _take_loss(evaluate, loss), chosen, settings)
+    return Engine(model, (apply, evaluate), state, functions, settings, scheduled, mesh, local_rank)
+
+
+def _take_loss(apply: Call, loss: Callable[..., Any] | None) -> Call:
+    """The function of a model, or of a loss that the user computes with the model."""
+    if loss is None:
+        return apply
+
+    def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return loss(lambda *inner, **named: apply(params, *inner, **named), *args, **kwargs)
+
+    return call
+
+
+def _find_groups(
+    optimizer: Any, model_parameters: Any, settings: Settings, model: nn.Module
+) -> list[Group] | GradientTransformation | None:
+    """The groups of parameters and their optimizers, by the arguments of `initialize` or by the configuration."""
+    if isinstance(optimizer, GradientTransformation):
+        return optimizer
+    if optimizer is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
+        if isinstance(optimizer, GradientTransformation):
+            return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return convert_optimizer(optimizer, model)
+    if optimizer is not None:
+        problem = f"is a {type(optimizer).__name__}"
+        raise FzeroError("optimizer", problem, "give an optimizer of torch.optim or fzero.optim, or a function")
+    if settings.optimizer is None:
+        return None
+    kind, params = settings.optimizer
+    if model_parameters is None:
+        return [make_group(kind, params, "optimizer.type")]
+    if isinstance(model_parameters, nn.Module):
+        model_parameters = model_parameters.parameters()
+    groups = list_groups(kind, params, model_parameters, model, "optimizer.type")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if len(groups) == 1 and groups[0].paths is not None and groups[0].paths >= trained:
+        return [groups[0]._replace(paths=None)]
+    return groups
+
+
+def _schedule(groups: list[Group] | GradientTransformation | None, settings: Settings) -> Scheduled:
+    if isinstance(groups, list):
+        return schedule_groups(groups, settings.scheduler)
+    if settings.scheduler is not None:
+        what = "there is no optimizer" if groups is None else "the optimizer is one of fzero.optim"
+        way_out = "give the config an optimizer, or the optimizer of fzero.optim a schedule (fzero.optim.deepspeed)"
+        raise FzeroError("scheduler.type", f"is {settings.scheduler[0]!r}, and {what}", way_out)
+    return []
+
+
+def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any, lr_scheduler: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise FzeroError("model", f"is {type(model).__name__}", "give a torch.nn.Module")
+    if any(each.__name__ == "PipelineModule" for each in type(model).__mro__):
+        raise FzeroError("model", "is a PipelineModule, and there is no pipeline parallelism", "give a plain module")
+    if mpu is not None:
+        raise FzeroError("mpu", "is given, and there is no model parallelism", "leave it out; give mesh=")
+    if mesh_param is not None:
+        raise FzeroError("mesh_param", f"is {mesh_param!r}, and there is no sequence parallelism", "give mesh=")
+    if lr_scheduler is not None:
+        problem = f"is a {type(lr_scheduler).__name__}, which is not converted yet"
+        way_out = 'give the config a "scheduler", or a fzero.optim optimizer with a schedule as optimizer='
+        raise FzeroError("lr_scheduler", problem, way_out)
+
+
+def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration that is given."""
+    named = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    found = {name: value for name, value in named.items() if value is not None}
+    if len(found) != 1:
+        problem = f"is given {len(found)} times: {', '.join(found)}" if found else "is missing"
+        raise FzeroError("config", problem, 'give one, a dict or a path: initialize(config="ds_config.json")')
+    return next(iter(found.values()))
+
+
+def _find_local_rank(args: Any) -> int:
+    """The number of this process on its host: that of `args`, or torchrun's."""
+    given = args.get("local_rank") if isinstance(args, Mapping) else getattr(args, "local_rank", None)
+    return int(os.environ.get("LOCAL_RANK", 0)) if given is None or given < 0 else int(given)
+
+
+def _make_mesh(local_rank: int, port: int, required: bool | None) -> Any:
+    """The mesh of all ranks. Makes the process group where there is none."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    if not dist.is_initialized():
+        if required is False:
+            problem = "is False, and there is no process group"
+            raise FzeroError("dist_init_required", problem, "call torch.distributed.init_process_group first")
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            host, at = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", port)
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, init_method=f"tcp://{host}:{at}", rank=rank, world_size=world)
+        else:
+            dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # a free port
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=(SHARD_AXIS,))

@@ -1,0 +1,214 @@
+"""Optimizers: a type and params of a configuration, or an optimizer of torch, as optimizers of `fzero.optim`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fzero import optim
+from fzero.base.errors import FzeroError
+from fzero.optim.base import GradientTransformation
+
+Make = Callable[..., GradientTransformation]
+
+
+class Group(NamedTuple):
+    """A group of parameters: which optimizer updates them, and at which rate."""
+
+    make: Make  # takes `learning_rate` beside `options`
+    rate: float
+    options: dict[str, Any]
+    paths: frozenset[str] | None = None  # None: all parameters
+
+
+def make_group(kind: str, params: Mapping[str, Any], where: str, *, torch_defaults: bool = False) -> Group:
+    """The group of all parameters, for an optimizer's type and params as a configuration names them. With
+    `torch_defaults` a param that is missing has torch's default, and else that of DeepSpeed's optimizer.
+
+    Raises:
+        FzeroError: for a type that there is not; for a param that the type does not have, or that is not supported.
+    """
+    name = kind.lower()
+    if name not in _KINDS:
+        known = "Adam, AdamW, Adagrad, Lion, SGD, RMSprop and NAdam"
+        way_out = f"there are {known}; give initialize(optimizer=) any optimizer of fzero.optim"
+        raise FzeroError(where, f"is {kind!r}, which is not supported", way_out)
+    options = _Options(dict(params), f"{where}: params")
+    group = _KINDS[name](options, torch_defaults or bool(options.take("torch_adam", False)))
+    options.check_empty()
+    return group
+
+
+def convert_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]:
+    """The groups of an optimizer of torch, by its exact type.
+
+    Raises:
+        FzeroError: for a type that is not converted, a parameter that is not the model's, and an optimizer that has
+            made steps already.
+    """
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] != "torch" or kind.__name__.lower() not in _KINDS:
+        problem = f"is a {kind.__module__}.{kind.__name__}, which is not converted"
+        raise FzeroError("optimizer", problem, "give an optimizer of torch.optim or of fzero.optim, or a configuration")
+    if optimizer.state:
+        raise FzeroError("optimizer", "has made steps already", "give a new one, and load its state from a checkpoint")
+    return list_groups(kind.__name__, {}, optimizer.param_groups, model, "optimizer", torch_defaults=True)
+
+
+def list_groups(
+    kind: str,
+    params: Mapping[str, Any],
+    groups: Iterable[Any],
+    model: nn.Module,
+    where: str,
+    *,
+    torch_defaults: bool = False,
+) -> list[Group]:
+    """One group for each dict of parameters, with the params of all groups and its own; parameters outside of dicts
+    are one more group.
+
+    Raises:
+        FzeroError: for a parameter that is not the model's, or that is in two groups.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: list[Group] = []
+    members = list(groups)
+    loose = [member for member in members if not isinstance(member, Mapping)]
+    dicts = [member for member in members if isinstance(member, Mapping)] + [{"params": loose}] * bool(loose)
+    seen: set[str] = set()
+    for number, member in enumerate(dicts):
+        given = member["params"]
+        paths = {_find_name(x, names, number) for x in ([given] if isinstance(given, torch.Tensor) else given)}
+        if paths & seen:
+            raise FzeroError(min(paths & seen), "is in two groups of parameters", "put it into one")
+        seen |= paths
+        own = {name: value for name, value in member.items() if name not in ("params", "param_names", "initial_lr")}
+        group = make_group(kind, {**params, **own}, where, torch_defaults=torch_defaults)
+        found.append(group._replace(paths=frozenset(paths)))
+    return found
+
+
+def _find_name(parameter: Any, names: Mapping[int, str], number: int) -> str:
+    parameter = parameter[1] if isinstance(parameter, tuple) else parameter  # of named_parameters()
+    if id(parameter) not in names:
+        shape = tuple(getattr(parameter, "shape", ()))
+        problem = f"group {number} has a {type(parameter).__name__} of shape {shape} that is no parameter of the model"
+        raise FzeroError("model_parameters", problem, "give parameters of the model that initialize gets")
+    return names[id(parameter)]
+
+
+def combine(groups: Sequence[Group], schedules: Sequence[Mapping[str, Any]]) -> GradientTransformation:
+    """One optimizer of all groups. `schedules` has for each group the hyperparameters that change, such as
+    `learning_rate`. A parameter outside of all groups is not updated."""
+    made = [
+        optim.inject_hyperparams(group.make)(**{**group.options, **changing})
+        for group, changing in zip(groups, schedules)
+    ]
+    if len(made) == 1 and groups[0].paths is None:
+        return made[0]
+    label = {path: str(number) for number, group in enumerate(groups) for path in group.paths or ()}
+    transforms = {str(number): each for number, each in enumerate(made)} | {"none": optim.set_to_zero()}
+    return optim.multi_transform(transforms, lambda path, leaf: label.get(path, "none"))
+
+
+class _Options:
+    """Params of an optimizer, taken one by one: a param that nobody takes is refused."""
+
+    def __init__(self, given: dict[str, Any], where: str) -> None:
+        self.given, self.where = given, where
+
+    def take(self, name: str, default: Any) -> Any:
+        value = self.given.pop(name, default)
+        return default if value is None else value
+
+    def take_betas(self, default: tuple[float, float]) -> dict[str, float]:
+        betas = self.take("betas", default)
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise FzeroError(f"{self.where}.betas", f"is {betas!r}", "give two numbers")
+        return {"b1": float(betas[0]), "b2": float(betas[1])}
+
+    def number(self, name: str, default: float) -> float:
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise FzeroError(f"{self.where}.{name}", f"is {value!r}, a {type(value).__name__}", "give a number")
+        return float(value)
+
+    def check_empty(self) -> None:
+        """Refuse what is left, but for options of speed, and for options whose value asks for nothing."""
+        speed = ("foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states", "set_grad_none")
+        for name, value in self.given.items():
+            if name in speed or (name == "bias_correction" and value is True):
+                continue
+            if name == "max_grad_norm":
+                raise FzeroError(f"{self.where}.{name}", f"is {value!r}", "give gradient_clipping, as DeepSpeed wants")
+            if value is not None and value is not False:
+                raise FzeroError(f"{self.where}.{name}", f"is {value!r}, which is not supported", "leave it out")
+
+
+def _adam(options: _Options, torch_defaults: bool, decoupled: bool) -> Group:
+    rate = options.number("lr", 1e-3)
+    decoupled = bool(options.take("decoupled_weight_decay", decoupled))
+    mine = {**options.take_betas((0.9, 0.999)), "eps": options.number("eps", 1e-8)}
+    mine["weight_decay"] = options.number("weight_decay", 1e-2 if torch_defaults and decoupled else 0.0)
+    if options.take("amsgrad", False):
+        return Group(optim.amsgrad, rate, {**mine, "decoupled": decoupled})
+    return Group(optim.adamw if decoupled else optim.adam, rate, mine)
+
+
+def _make_adam(options: _Options, torch_defaults: bool) -> Group:
+    """DeepSpeed's Adam decouples the decay, unless `adam_w_mode` is false; torch's does not."""
+    is_torch_object = torch_defaults and "decoupled_weight_decay" in options.given
+    return _adam(options, torch_defaults, bool(options.take("adam_w_mode", not is_torch_object)))
+
+
+def _make_adamw(options: _Options, torch_defaults: bool) -> Group:
+    options.take("adam_w_mode", True)
+    return _adam(options, torch_defaults, True)
+
+
+def _make_sgd(options: _Options, torch_defaults: bool) -> Group:
+    if options.number("dampening", 0.0):
+        raise FzeroError(f"{options.where}.dampening", "is not 0, which is not supported", "leave it out")
+    names = {"momentum": options.number("momentum", 0.0), "weight_decay": options.number("weight_decay", 0.0)}
+    return Group(optim.sgd, options.number("lr", 1e-3), {**names, "nesterov": bool(options.take("nesterov", False))})
+
+
+def _make_adagrad(options: _Options, torch_defaults: bool) -> Group:
+    names = ("lr_decay", "weight_decay", "initial_accumulator_value")
+    mine = {name: options.number(name, 0.0) for name in names}
+    return Group(optim.adagrad, options.number("lr", 1e-2), {**mine, "eps": options.number("eps", 1e-10)})
+
+
+def _make_rmsprop(options: _Options, torch_defaults: bool) -> Group:
+    mine = {"decay": options.number("alpha", 0.99), "eps": options.number("eps", 1e-8)}
+    mine |= {name: options.number(name, 0.0) for name in ("weight_decay", "momentum")}
+    centered = bool(options.take("centered", False))
+    return Group(optim.rmsprop, options.number("lr", 1e-2), {**mine, "centered": centered})
+
+
+def _make_nadam(options: _Options, torch_defaults: bool) -> Group:
+    mine = {**options.take_betas((0.9, 0.999)), "eps": options.number("eps", 1e-8)}
+    mine |= {"momentum_decay": options.number("momentum_decay", 4e-3)}
+    mine |= {"weight_decay": options.number("weight_decay", 0.0)}
+    decoupled = bool(options.take("decoupled_weight_decay", False))
+    return Group(optim.nadam, options.number("lr", 2e-3), {**mine, "decoupled": decoupled})
+
+
+def _make_lion(options: _Options, torch_defaults: bool) -> Group:
+    mine = {**options.take_betas((0.9, 0.999)), "weight_decay": options.number("weight_decay", 0.0)}
+    return Group(optim.lion, options.number("lr", 1e-3), mine)  # DeepSpeed's defaults, not the paper's
+
+
+_KINDS: dict[str, Callable[[_Options, bool], Group]] = {
+    "adam": _make_adam,
+    "adamw": _make_adamw,
+    "sgd": _make_sgd,
+    "adagrad": _make_adagrad,
+    "rmsprop": _make_rmsprop,
+    "nadam": _make_nadam,
+    "lion": _make_lion,
+}
+"""Type in lower case -> the function that makes a group of its params."""

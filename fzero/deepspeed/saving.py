@@ -1,0 +1,130 @@
+"""Saving: the checkpoints of an engine, by DeepSpeed's names of folders and tags."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import checkpoint
+from fzero.base.errors import FzeroError
+from fzero.base.state import State
+from fzero.ranks.homes import Home
+from fzero.ranks.live import Live
+from fzero.ranks.together import gather_words
+from fzero.state.unpartition import iter_full
+
+LATEST = "latest"
+"""The file that has the tag of the last checkpoint in a folder, as DeepSpeed writes it."""
+_log = logging.getLogger("fzero")
+
+
+class Files:
+    """The part of an engine that writes and reads files."""
+
+    state: State
+    micro_steps: int
+    settings: Any
+
+    @property
+    def _home(self) -> Home:
+        raise NotImplementedError
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the state to `save_dir/tag`, by default `global_step` and the count of updates. All ranks call it
+        together. `client_state`, values of JSON, is what `load_checkpoint` gives back. The files are those of
+        `fzero.checkpoint.save`, which any number of ranks load.
+
+        Raises:
+            FzeroError: between `backward` and an update, whose gradients no file would have; as
+                `fzero.checkpoint.save`.
+        """
+        self._check_between_updates("engine.save_checkpoint")
+        if exclude_frozen_parameters:
+            raise FzeroError("exclude_frozen_parameters", "is True, which is not supported", "leave it out")
+        step = int(self.state.step)
+        tag = f"global_step{step}" if tag is None else str(tag)
+        metadata = {"client_state": client_state or {}, "micro_steps": self.micro_steps}
+        checkpoint.save(Path(save_dir) / tag, self.state, step=step, overwrite=True, keep=1, metadata=metadata)
+        if save_latest and getattr(self._home, "number", 0) == 0:
+            (Path(save_dir) / LATEST).write_text(tag)
+        self._wait(f"save_checkpoint {tag}")
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """`(folder, client state)` of the checkpoint `tag`, by default the last one, after the state was read from it.
+        All ranks call it together. A folder without a checkpoint gives `(None, None)`, as in DeepSpeed.
+
+        Raises:
+            FzeroError: as `fzero.checkpoint.load`.
+        """
+        if custom_load_fn is not None:
+            raise FzeroError("custom_load_fn", "is not supported", "fzero.checkpoint.open_checkpoint gives the tensors")
+        self._check_between_updates("engine.load_checkpoint")
+        if tag is None:
+            latest = Path(load_dir) / LATEST
+            if not latest.is_file():
+                _log.warning("fzero.deepspeed: %s has no file %r: nothing is loaded", load_dir, LATEST)
+                return None, None
+            tag = latest.read_text().strip()
+        folder, is_whole = Path(load_dir) / str(tag), load_optimizer_states and not load_module_only
+        wanted = self.state if is_whole else State(params=self.state.params)
+        strict = load_module_strict if is_whole else False
+        loaded = checkpoint.load(folder, wanted, strict=strict)
+        self.state = loaded if is_whole else self.state._replace(params=loaded.params)
+        metadata = checkpoint.open_checkpoint(folder).metadata
+        if is_whole:
+            self.micro_steps = metadata["micro_steps"]
+        return str(folder), metadata["client_state"]
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the parameters as a state dict of torch, in the dtype of compute, to one file. All ranks call it
+        together; rank 0 holds all parameters meanwhile, and writes."""
+        if exclude_frozen_parameters:
+            raise FzeroError("exclude_frozen_parameters", "is True, which is not supported", "leave it out")
+        is_writer = getattr(self._home, "number", 0) == 0
+        values = {}
+        for path, leaf in iter_full(self.state.params):
+            if is_writer:
+                is_cast = self.settings.compute is not None and leaf.is_floating_point()
+                values[path] = leaf.detach().to("cpu", self.settings.compute if is_cast else leaf.dtype)
+        if is_writer:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(values, Path(save_dir) / save_filename)
+        self._wait(f"save_16bit_model {save_filename}")
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """All parameters, whole on every rank, by their names in the module. All ranks call it together."""
+        return {path: leaf.detach().clone() for path, leaf in iter_full(self.state.params)}
+
+    def _check_between_updates(self, where: str) -> None:
+        if getattr(self, "_sums", None) is not None or getattr(self, "_pending", None) is not None:
+            raise FzeroError(where, "gradients are waiting for an update", "call it behind the step that updates")
+
+    def _wait(self, what: str) -> None:
+        """Wait until all ranks are here."""
+        if isinstance(self._home, Live):
+            gather_words(self._home.members, what)(None)

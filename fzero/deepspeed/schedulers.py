@@ -1,0 +1,86 @@
+"""Schedulers: a type and params of a configuration as schedules of the rate, for each group of parameters."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base.errors import FzeroError
+from fzero.deepspeed.optimizers import Group
+from fzero.optim import deepspeed as schedules
+from fzero.optim.base import Schedule
+from fzero.optim.schedules import constant_schedule
+
+_log = logging.getLogger("fzero")
+Scheduled = list[dict[str, Any]]
+"""For each group the hyperparameters of a step: name -> schedule, or number. `learning_rate` is always there."""
+
+
+def schedule_groups(groups: Sequence[Group], scheduler: tuple[str, Mapping[str, Any]] | None) -> Scheduled:
+    """The hyperparameters of each group that a scheduler of a configuration moves; without one the rates stay.
+
+    Raises:
+        FzeroError: for a type that DeepSpeed does not have, or params that the type does not take.
+    """
+    if scheduler is None:
+        return [{"learning_rate": group.rate} for group in groups]
+    kind, params = scheduler
+    if kind not in _MAKERS:
+        raise FzeroError("scheduler.type", f"is {kind!r}", f"DeepSpeed has {', '.join(_MAKERS)}")
+    params = {name: value for name, value in params.items() if name != "last_batch_iteration"}
+    return [_MAKERS[kind](dict(params), group) for group in groups]
+
+
+def rate_at(scheduled: Mapping[str, Any], count: int) -> float:
+    """The rate of the update behind `count` updates."""
+    rate = scheduled["learning_rate"]
+    return float(rate(torch.tensor(count))) if callable(rate) else float(rate)
+
+
+def _call(maker: Callable[..., Any], params: dict[str, Any], kind: str) -> Any:
+    known = inspect.signature(maker).parameters
+    for name in params:
+        if name not in known:
+            raise FzeroError(f"scheduler.params.{name}", f"is no param of {kind}", f"it has {', '.join(known)}")
+    missing = [name for name, each in known.items() if each.default is each.empty and name not in params]
+    if missing:
+        raise FzeroError(f"scheduler.params.{missing[0]}", "is missing", f"{kind} needs it")
+    return maker(**params)
+
+
+def _only_rate(maker: Callable[..., Schedule], kind: str) -> Callable[[dict[str, Any], Group], dict[str, Any]]:
+    return lambda params, group: {"learning_rate": _call(maker, params, kind)}
+
+
+def _warm_up(params: dict[str, Any], group: Group) -> dict[str, Any]:
+    params.setdefault("warmup_max_lr", group.rate)  # DeepSpeed takes the optimizer's rate
+    return {"learning_rate": _call(schedules.warmup_lr, params, "WarmupLR")}
+
+
+def _cosine(params: dict[str, Any], group: Group) -> dict[str, Any]:
+    return {"learning_rate": _call(schedules.warmup_cosine_lr, {**params, "lr": group.rate}, "WarmupCosineLR")}
+
+
+def _one_cycle(params: dict[str, Any], group: Group) -> dict[str, Any]:
+    cycle = _call(schedules.one_cycle, params, "OneCycle")
+    moved = {"learning_rate": cycle.learning_rate}
+    if cycle.b1 is None:
+        return moved
+    if "b1" not in group.options:
+        _log.warning("fzero.deepspeed: OneCycle moves no momentum, because the optimizer has no betas")
+        return moved
+    return moved | {"b1": cycle.b1, "b2": cycle.b2 or constant_schedule(0.99)}
+
+
+_MAKERS: dict[str, Callable[[dict[str, Any], Group], dict[str, Any]]] = {
+    "LRRangeTest": _only_rate(schedules.lr_range_test, "LRRangeTest"),
+    "OneCycle": _one_cycle,
+    "WarmupLR": _warm_up,
+    "WarmupDecayLR": _only_rate(schedules.warmup_decay_lr, "WarmupDecayLR"),
+    "WarmupCosineLR": _cosine,
+}
+"""DeepSpeed's name of a scheduler -> the function that makes the hyperparameters of a group."""

@@ -1,0 +1,164 @@
+"""Configurations of DeepSpeed: every key has a meaning, and what contradicts itself is named with its way out."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fzero import FzeroError
+from fzero.deepspeed.keys import KEYS
+from fzero.deepspeed.reading import read_config
+from fzero.deepspeed.settings import Settings, find_batch_sizes, settle
+
+BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
+
+
+def settings(config: dict[str, Any], world: int = 2, **how: Any) -> Settings:
+    return settle(read_config(BATCH | config), world, **how)
+
+
+def test_every_key_has_a_meaning_and_a_note() -> None:
+    assert {key.meaning for key in KEYS.values()} == {"honoured", "mapped", "no meaning", "refused"}
+    assert all(key.note for key in KEYS.values()) and all(path == key.path for path, key in KEYS.items())
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if not path.endswith("*") and not key.alias_of])
+def test_every_key_may_have_its_default(path: str) -> None:
+    block: dict[str, Any] = {}
+    at = block
+    *heads, last = path.split(".")
+    for head in heads:
+        at = at.setdefault(head, {})
+    at[last] = KEYS[path].default
+    assert path in read_config(block) or "cpu_offload" in path
+
+
+SIZES = [
+    ((16, 2, 4), (16, 2, 4)), ((16, 2, None), (16, 2, 4)), ((16, None, 4), (16, 2, 4)), ((None, 2, 4), (16, 2, 4)),
+    ((16, None, None), (16, 8, 1)), ((None, 2, None), (4, 2, 1)), ((16, "auto", "auto"), (16, 8, 1)),
+]  # fmt: skip
+NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize(("given", "expected"), SIZES)
+def test_two_batch_sizes_give_the_third(given: Any, expected: Any) -> None:
+    assert find_batch_sizes({name: size for name, size in zip(NAMES, given) if size}, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((16, 2, 3), r"train_batch_size: is 16, and 2 a rank x 3 steps x 2 ranks are 12; leave one"),
+        ((15, 2, None), r"train_batch_size: is 15, and 2 a rank x 3 steps x 2 ranks are 12"),
+        ((None, None, 4), r"train_batch_size: and train_micro_batch_size_per_gpu are missing; give one"),
+        ((1, None, None), r"train_batch_size: is 1, and 0 a rank"),
+    ],
+)
+def test_batch_sizes_that_contradict_each_other_are_refused(given: Any, said: str) -> None:
+    with pytest.raises(FzeroError, match=said):
+        find_batch_sizes({name: size for name, size in zip(NAMES, given) if size}, 2)
+
+
+BAD = [
+    ({"train_batch": 3}, r"train_batch: is no key of DeepSpeed's configuration; the nearest one is train_batch_size"),
+    ({"zero_optimization": {"stge": 2}}, r"zero_optimization\.stge: .*the nearest one is zero_optimization\.stage"),
+    ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage: is 4; stages are 0, 1, 2 and 3"),
+    ({"zero_optimization": 3}, r"zero_optimization: is 3, a int; give a block of keys"),
+    ({"train_batch_size": "16"}, r"train_batch_size: is '16', a str; give a whole number from 0 on"),
+    ({"steps_per_print": True}, r"steps_per_print: is True, a bool; give a whole number"),
+    ({"fp16": {"enabled": 1}}, r"fp16\.enabled: is 1, a int; give true or false"),
+    ({"communication_data_type": "fp8"}, r'communication_data_type: is \'fp8\', a str; give "fp16" or "bf16"'),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"fp16\.enabled: is true, and bf16\.enabled is true"),
+    ({"fp16": {"enabled": True, "min_loss_scale": 0}}, r"fp16\.min_loss_scale: is 0; give at least 1"),
+    ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, r"bfloat16\.enabled: is False, and another name"),
+    ({"gradient_clipping": "auto"}, r'gradient_clipping: is "auto", and nothing tells the value; .*max_grad_norm'),
+    ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: is 'sum', which is not supported; multiply the loss"),
+    ({"wandb": {"enabled": True}}, r"wandb: is .*not supported; write engine\.get_lr"),
+    ({"zero_optimization": {"zero_hpz_partition_size": 2}}, r"zero_hpz_partition_size: is 2, which is not supported"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        r'offload_param\.nvme_path: is missing, and the device is "nvme"; give a folder',
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        r'offload_param\.device: is "cpu" at stage 2, .*give zero_optimization\.stage 3',
+    ),
+    ({"optimizer": {"params": {"lr": 1}}}, r"optimizer\.type: is missing, and optimizer\.params is given"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "said"), BAD)
+def test_what_contradicts_itself_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(FzeroError, match=said):
+        settings(config)
+
+
+def test_blocks_that_are_off_pass() -> None:
+    off = {name: {"enabled": False} for name in ("wandb", "tensorboard", "amp", "elasticity", "flops_profiler")}
+    assert settings(off | {"zero_optimization": {"zero_hpz_partition_size": 1}}).stage == 0
+
+
+def test_former_names_mean_the_present_ones() -> None:
+    zero = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False}
+    assert str(settings({"zero_optimization": zero}).optimizer_at) == "fzero.host(pin=False)"
+    assert settings({"bfloat16": {"enabled": True}}).compute is torch.bfloat16
+    assert settings({"zero_optimization": True}).stage == 1
+
+
+def test_the_version_decides_what_a_missing_clipping_means(caplog: pytest.LogCaptureFixture) -> None:
+    given = read_config({"train_batch_size": 2})
+    assert settle(given, 2).clipping == 1.0 and settle(given, 2, version="0.18.2").clipping == 0.0
+    assert "gradient_clipping is missing, which is 0.0 in DeepSpeed 0.18.2" in caplog.text
+    with pytest.raises(FzeroError, match=r"version: is 'new'"):
+        settle(given, 2, version="new")
+
+
+def test_the_table_of_given_keys_is_logged_at_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fzero")
+    settings({"prescale_gradients": True}, rank=1)
+    assert not caplog.text
+    settings({"prescale_gradients": True})
+    assert "prescale_gradients = True: no meaning, gradients are means in any case" in caplog.text
+
+
+def test_auto_is_what_training_arguments_say() -> None:
+    config = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+    }  # fmt: skip
+    args = SimpleNamespace(
+        per_device_train_batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5, bf16=True,
+        learning_rate=2e-4, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-6,
+    )  # fmt: skip
+    found = settings(config, args=args)
+    assert found[:3] == (24, 4, 3) and found.clipping == 0.5 and found.compute is torch.bfloat16
+    assert found.optimizer == ("AdamW", {"lr": 2e-4, "betas": [0.9, 0.95], "eps": 1e-6})
+    assert found.scheduler == ("WarmupLR", {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-4})
+
+
+def test_a_configuration_is_a_dict_a_file_or_base64(tmp_path: Path) -> None:
+    text = json.dumps({"train_batch_size": 8})
+    (tmp_path / "ds.json").write_text(text)
+    expected = {"train_batch_size": 8}
+    assert read_config(tmp_path / "ds.json") == read_config({"train_batch_size": 8}) == expected
+    assert read_config(base64.urlsafe_b64encode(text.encode()).decode()) == expected
+    (tmp_path / "bad.json").write_text('{"train_batch_size": 8,}')
+    with pytest.raises(FzeroError, match=r"bad\.json: line 1, column \d+: .*; write JSON"):
+        read_config(str(tmp_path / "bad.json"))
+    (tmp_path / "twice.json").write_text('{"train_batch_size": 8, "train_batch_size": 4}')
+    with pytest.raises(FzeroError, match=r"config: train_batch_size: stands twice"):
+        read_config(str(tmp_path / "twice.json"))
+    with pytest.raises(FzeroError, match=r"config no\.json: is neither a file nor"):
+        read_config("no.json")
+    with pytest.raises(FzeroError, match=r"config: is a int; give a dict"):
+        read_config(3)

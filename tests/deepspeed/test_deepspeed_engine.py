@@ -1,0 +1,240 @@
+"""The engine: equal to plain torch, equal to its own functional step, and misuse is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_models import MESH, Classifier, make_batches, make_engine, make_model, run_loop
+from torch import Tensor, nn
+
+import fzero
+import fzero.deepspeed
+from fzero import FzeroError, tree
+
+PLAIN = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.3}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+
+
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, clip: float = 0.3) -> list[float]:
+    """The losses of torch's own loop, two batches an update."""
+    losses = []
+    for number, batch in enumerate(batches):
+        loss = model(*batch)
+        (loss / 2).backward()
+        losses.append(loss.item())
+        if number % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_loop_equals_plain_torch(stage: int) -> None:
+    plain = make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    expected = train_plainly(plain, optimizer, make_batches(8))
+    engine = make_engine(PLAIN | ADAMW | {"zero_optimization": {"stage": stage}})
+    losses = run_loop(engine, make_batches(8))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)  # sums of halves
+    for path, value in plain.state_dict().items():
+        torch.testing.assert_close(engine.module_state_dict()[path], value, rtol=1e-4, atol=1e-5)
+    assert engine.global_steps == 4 and engine.micro_steps == 8 and engine.get_lr() == [1e-2]
+
+
+def test_groups_of_an_optimizer_of_torch_are_kept() -> None:
+    plain, model = make_model(), make_model()
+
+    def group(module: Classifier) -> list[dict[str, Any]]:
+        return [
+            {"params": module.blocks.parameters(), "lr": 2e-2, "weight_decay": 0.0},
+            {"params": [module.head.weight]},
+        ]
+
+    optimizer = torch.optim.AdamW(group(plain), lr=1e-2, weight_decay=0.1)
+    expected = train_plainly(plain, optimizer, make_batches(4))
+    engine = make_engine(PLAIN, model=model, optimizer=torch.optim.AdamW(group(model), lr=1e-2, weight_decay=0.1))
+    losses = run_loop(engine, make_batches(4))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+    assert engine.get_lr() == [2e-2, 1e-2]
+    torch.testing.assert_close(engine.module_state_dict()["head.bias"], model.head.bias.detach(), rtol=0, atol=0)
+
+
+def test_a_function_that_makes_an_optimizer_and_one_of_fzero_work() -> None:
+    by_torch = make_engine(PLAIN, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    by_fzero = make_engine(PLAIN, optimizer=fzero.optim.sgd(0.1, momentum=0.9))
+    assert run_loop(by_torch, make_batches(4)) == run_loop(by_fzero, make_batches(4))
+
+
+def test_train_batch_and_train_step_are_the_loop() -> None:
+    config = PLAIN | ADAMW | {"zero_optimization": {"stage": 2}}
+    losses = run_loop(make_engine(config), make_batches(4))
+    expected = [(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2]
+    engine, batches = make_engine(config), iter(make_batches(4))
+    found = [engine.train_batch(batches).item() for _ in range(2)]
+    assert found == pytest.approx(expected, rel=1e-6)  # sums of two float32 numbers
+    engine = make_engine(config)
+    state, a = engine.train_step(engine.state, *make_batches(4)[:2])
+    state, b = engine.train_step(state, *make_batches(4)[2:])
+    assert [a.item(), b.item()] == found and state.step == 2
+
+
+def test_a_loss_may_be_a_function_of_the_model() -> None:
+    class Scores(Classifier):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.scores(x)
+
+    torch.manual_seed(0)
+    engine = make_engine(
+        PLAIN | ADAMW, model=Scores(), loss=lambda model, x, y: nn.functional.cross_entropy(model(x), y)
+    )
+    assert run_loop(engine, make_batches(4)) == run_loop(make_engine(PLAIN | ADAMW), make_batches(4))
+
+
+def test_evaluation_returns_outputs_without_gradients() -> None:
+    class Dropping(Classifier):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            scores = self.scores(nn.functional.dropout(x, training=self.training))
+            return {"loss": nn.functional.cross_entropy(scores, y), "scores": scores}
+
+    torch.manual_seed(0)
+    model = Dropping()
+    engine = make_engine(PLAIN | ADAMW, model=model)
+    x, y = make_batches(1)[0]
+    torch.testing.assert_close(engine.eval()(x, y)["scores"], model.eval()(x, y)["scores"].detach())
+    output = engine.train()(x, y)
+    assert output["scores"].shape == (8, 4)
+    engine.backward(output["loss"])
+    engine.step()
+
+
+def test_a_checkpoint_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    config = PLAIN | ADAMW | {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}}
+    engine = make_engine(config)
+    run_loop(engine, make_batches(4))
+    assert engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
+    expected = run_loop(engine, make_batches(4, seed=1))
+    other = make_engine(config | {"zero_optimization": {"stage": 1}})
+    folder, client_state = other.load_checkpoint(str(tmp_path))
+    assert folder == str(tmp_path / "global_step2") and client_state == {"epoch": 3} and other.global_steps == 2
+    assert run_loop(other, make_batches(4, seed=1)) == pytest.approx(expected, rel=1e-3)  # stages sum in float16
+    assert make_engine(config).load_checkpoint(str(tmp_path / "none")) == (None, None)
+
+
+def test_the_model_is_saved_in_the_dtype_of_compute(tmp_path: Path) -> None:
+    engine = make_engine(PLAIN | ADAMW | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+    engine.save_16bit_model(str(tmp_path))
+    saved = torch.load(tmp_path / "pytorch_model.bin")
+    for path, value in make_model().state_dict().items():
+        torch.testing.assert_close(saved[path], value.to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_a_step_that_overflows_is_skipped_and_halves_the_scale() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    engine = make_engine(PLAIN | ADAMW | {"fp16": fp16, "zero_optimization": {"stage": 2}})
+    before = engine.module_state_dict()
+    run_loop(engine, make_batches(2))
+    assert engine.skipped_steps == 1 and engine.loss_scale == 2.0**23 and engine.global_steps == 1
+    for path, value in engine.module_state_dict().items():
+        assert torch.equal(value, before[path])
+
+
+MISUSES: dict[str, tuple[Any, str]] = {
+    "a foreign loss": (
+        lambda engine, batch: engine.backward(engine(*batch) * 2),
+        r"engine\.backward: a value of shape \(\) is not the loss that engine\(\.\.\.\) returned last; .*initialize",
+    ),
+    "no loss at all": (lambda engine, batch: engine.backward(None), r"engine\.backward: a value of type NoneType"),
+    "a step out of order": (lambda engine, batch: engine.step(), r"engine\.step: is called without a backward"),
+    "two calls": (
+        lambda engine, batch: [engine(*batch), engine(*batch)],
+        r"engine: is called again, and the loss before was not given to engine\.backward",
+    ),
+    "no step": (
+        lambda engine, batch: [engine.backward(engine(*batch)), engine(*batch)],
+        r"engine: is called again before engine\.step\(\)",
+    ),
+    "too few batches": (
+        lambda engine, batch: engine.train_step(engine.state, batch),
+        r"engine\.train_step: got 1 batches, gradient_accumulation_steps is 2",
+    ),
+    "no data": (lambda engine, batch: engine.train_batch(), r"engine\.train_batch: there is no training_data"),
+    "saved between": (
+        lambda engine, batch: [engine.backward(engine(*batch)), engine.save_checkpoint("nowhere")],
+        r"engine\.save_checkpoint: gradients are waiting for an update",
+    ),
+    "a rate by hand": (
+        lambda engine, batch: engine.optimizer.param_groups[0].__setitem__("lr", 1.0),
+        r"param_groups: lr: is set to 1\.0; give a scheduler",
+    ),
+    "the optimizer's step": (lambda engine, batch: engine.optimizer.step(), r"optimizer\.step: .*engine\.step\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_named(name: str) -> None:
+    misuse, said = MISUSES[name]
+    with pytest.raises(FzeroError, match=said):
+        misuse(make_engine(PLAIN | ADAMW), make_batches(1)[0])
+
+
+def test_outputs_without_a_loss_are_named() -> None:
+    class Text(nn.Module):
+        def __init__(self, output: Any) -> None:
+            super().__init__()
+            self.weight, self.output = nn.Parameter(torch.ones(2)), output
+
+        def forward(self, x: Tensor) -> Any:
+            return self.output(self.weight * x)
+
+    x = torch.ones(2, 2)
+    for output, said in (
+        (lambda x: x, r"loss: is torch\.float32 of shape \(1, 2\), not one floating number"),
+        (lambda x: {"logits": x}, r"output of the model: is a dict without a loss; return the loss"),
+    ):
+        with pytest.raises(FzeroError, match=said):
+            make_engine(PLAIN | ADAMW, model=Text(output))(x)
+
+
+ARGUMENTS = [
+    ({"model": None}, r"model: is NoneType; give a torch\.nn\.Module"),
+    ({"config": None}, r"config: is missing; give one, a dict or a path"),
+    ({"config_params": PLAIN}, r"config: is given 2 times: config, config_params"),
+    ({"mpu": 1}, r"mpu: is given, and there is no model parallelism"),
+    ({"optimizer": 3}, r"optimizer: is a int; give an optimizer"),
+    ({"config": PLAIN | {"optimizer": {"type": "Lamb"}}}, r"optimizer\.type: is 'Lamb', which is not supported"),
+    ({"config": PLAIN | {"optimizer": {"type": "Adam", "params": {"lrr": 1}}}}, r"params\.lrr: is 1, which is not"),
+    (
+        {"config": PLAIN | ADAMW | {"scheduler": {"type": "Linear"}}},
+        r"scheduler\.type: is 'Linear'; DeepSpeed has LRRangeTest",
+    ),
+    (
+        {"config": PLAIN | ADAMW | {"scheduler": {"type": "WarmupDecayLR"}}},
+        r"scheduler\.params\.total_num_steps: is missing; WarmupDecayLR needs it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), ARGUMENTS)
+def test_bad_arguments_are_named(given: dict[str, Any], said: str) -> None:
+    how = {"model": make_model(), "config": PLAIN | ADAMW, "mesh": MESH} | given
+    with pytest.raises(FzeroError, match=said):
+        fzero.deepspeed.initialize(**how)
+
+
+def test_an_engine_without_an_optimizer_evaluates_and_names_the_missing_one() -> None:
+    engine = make_engine(PLAIN)
+    x, y = make_batches(1)[0]
+    assert engine.eval()(x, y).ndim == 0
+    engine.train()
+    with pytest.raises(FzeroError, match=r"engine\.step: there is no optimizer; give the config"):
+        run_loop(engine, make_batches(2))
+
+
+def test_the_module_of_an_engine_has_no_values() -> None:
+    engine = make_engine(PLAIN | ADAMW)
+    assert all(x.is_meta for x in engine.module.parameters())
+    assert sorted(tree.paths(engine.params)) == sorted(name for name, _ in engine.module.named_parameters())

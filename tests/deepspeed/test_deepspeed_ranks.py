@@ -1,0 +1,157 @@
+"""The engine on two processes: five public configurations as they are, with both loops, and data of `initialize`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_models import ROWS, make_batches, make_model
+from processes import run
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero.deepspeed
+
+STEPS = 20
+SCHEDULED = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-3, "warmup_num_steps": 10}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ZeRO-2 with CPU offload and fp16": {
+        "fp16": {
+            "enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+        "optimizer": {
+            "type": "AdamW", "params": {"lr": 3e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}
+        },
+        "scheduler": SCHEDULED,
+        "zero_optimization": {
+            "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "allgather_partitions": True,
+            "allgather_bucket_size": 2e8, "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 2e8,
+            "contiguous_gradients": True,
+        },
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+    },
+    "ZeRO-3 with both offloads": {
+        "optimizer": {
+            "type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}
+        },
+        "scheduler": SCHEDULED,
+        "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True,
+            "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": 1e6,
+            "stage3_prefetch_bucket_size": 1e6, "stage3_param_persistence_threshold": 1e5,
+            "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
+    },
+    'bf16 with "auto"': {
+        "bf16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"
+            },
+        },
+        "zero_optimization": {
+            "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        },
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+    },
+    "ZeRO-1 with OneCycle": {
+        "train_batch_size": 8, "steps_per_print": 1,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "torch_adam": True},
+        },
+        "gradient_clipping": 1.0,
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {
+                "cycle_first_step_size": 5, "cycle_first_stair_count": 2, "cycle_second_step_size": 5,
+                "cycle_second_stair_count": 2, "decay_step_size": 5, "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2,
+                "decay_lr_rate": 0.1, "cycle_min_mom": 0.85, "cycle_max_mom": 0.99, "decay_mom_rate": 0.0,
+            },
+        },
+    },
+    "the tutorial's accumulation of 4": {
+        "train_batch_size": 32, "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.0015}},
+        "fp16": {"enabled": True}, "zero_optimization": True,
+    },
+}  # fmt: skip
+ARGS = SimpleNamespace(
+    per_device_train_batch_size=4, gradient_accumulation_steps=1, max_grad_norm=1.0, bf16=True, learning_rate=5e-3,
+    adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.01, warmup_steps=4, max_steps=20,
+)  # fmt: skip
+
+
+def take_part(batch: tuple[torch.Tensor, torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    half = ROWS // 2
+    return batch[0][rank * half : (rank + 1) * half], batch[1][rank * half : (rank + 1) * half]
+
+
+def train(config: dict[str, Any], mesh: Any, rank: int | None) -> tuple[list[float], list[float], list[float]]:
+    """The mean losses of 20 updates by both loops, and the rate and the loss scale behind the last."""
+    batches = make_batches(4) * 20
+    parts = batches if rank is None else [take_part(batch, rank) for batch in batches]
+
+    def start() -> Any:
+        return fzero.deepspeed.initialize(ARGS, make_model(), config=config, mesh=mesh).engine
+
+    engine, by_engine = start(), []
+    steps = engine.gradient_accumulation_steps()
+    for number in range(STEPS):
+        losses = []
+        for batch in parts[number * steps : (number + 1) * steps]:
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss)
+        by_engine.append(torch.stack(losses).mean().item())
+    last = [*engine.get_lr(), engine.loss_scale, engine.skipped_steps]
+    state, by_function = start().state, []
+    for number in range(STEPS):
+        state, loss = engine.train_step(state, *parts[number * steps : (number + 1) * steps])
+        by_function.append(loss.item())
+    return by_engine, by_function, last
+
+
+def train_each(mesh: DeviceMesh) -> dict[str, Any]:
+    return {name: train(config, mesh, mesh.get_local_rank()) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, Any]]:
+    return run(2, train_each)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_public_configuration_trains_alike_in_both_loops(name: str, on_ranks: list[dict[str, Any]]) -> None:
+    (engine, function, last), (others, _, others_last) = (each[name] for each in on_ranks)
+    assert engine == function == others and last == others_last
+    assert engine[-1] < engine[0] and all(map(torch.isfinite, torch.tensor(engine)))
+
+
+def go_on_data(mesh: DeviceMesh) -> list[float]:
+    data = [(x, y) for batch in make_batches(4) for x, y in zip(*batch)]
+    config = CONFIGS["ZeRO-1 with OneCycle"]
+    engine, _, loader, scheduler = fzero.deepspeed.initialize(
+        model=make_model(), training_data=data, config=config, mesh=mesh
+    )
+    rows = {len(y) for _, y in loader}
+    return [*rows, *[engine.train_batch().item() for _ in range(6)], *scheduler.get_last_lr()]
+
+
+def test_training_data_is_cut_over_ranks() -> None:
+    first, second = run(2, go_on_data)
+    assert first == second and first[0] == 4 and len(first) == 8
