@@ -105,7 +105,9 @@ def _find_loss(product: Node, dim: int, rows: int) -> _Loss | None:
     every, forward = by_name.pop("sum", None), by_name.pop("nll_loss_forward", None)
     backward, gradient = by_name.pop("nll_loss_backward", None), by_name.pop("_log_softmax_backward_data", None)
     is_known = forward is not None and not by_name and (backward is None) == (gradient is None)
-    if not is_known or user.args[1] not in (1, -1) or (every is not None and list_reduction_dims(every) != [1]):
+    if not is_known or user.args[1] not in (1, -1):
+        return None
+    if every is not None and (list_reduction_dims(every) != [1] or every < forward):  # it takes logsumexp from there
         return None
     if forward.args[1].meta["val"].ndim != 1 or forward.args[3] not in (MEAN, 2):
         return None

@@ -20,7 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import find_root
 from fzero.layout.layout import layer_of
 from fzero.optim.operations import STAGES
-from fzero.program.operation import Node
+from fzero.program.operation import Node, no_operands
 from fzero.program.program import Program
 from fzero.program.records import find_writes, is_call, name_of, record, starts, storage
 from fzero.program.refusals import PASS_BUG
@@ -30,7 +30,9 @@ from fzero.program.refusals import PASS_BUG
 
 def find_changes(graph: fx.Graph) -> set[Any]:
     """The memory that some node writes into. Nothing reads it earlier or later than the trace does."""
-    return {storage(written) for node in graph.nodes for written in find_writes(node)}
+    targets = {id(node.target): node.target for node in graph.nodes if node.op == "call_function"}
+    writing = {key for key, target in targets.items() if record(target).writes is not no_operands}
+    return {storage(written) for node in graph.nodes if id(node.target) in writing for written in find_writes(node)}
 
 
 def find_accesses(node: Node) -> list[Node]:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fzero.base.torch_private import overload_name, schema_of
 from fzero.program.kinds import RAGGED, UNIFORM, Kind, Slice
-from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
+from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, no_operands, values_of
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -101,8 +101,8 @@ def describe(target: Any) -> Operation:
         fake=target,
         kind=infer_item if target is operator.getitem else infer,
         shares=(lambda node: True) if views else (lambda node: False),
-        writes=partial(_find_writes, name) if writes else (lambda node: []),
-        overwrites=partial(_find_overwritten, overwritten) if overwritten else (lambda node: []),
+        writes=partial(_find_writes, name) if writes else no_operands,
+        overwrites=partial(_find_overwritten, overwritten) if overwritten else no_operands,
         work=(lambda node: NO_WORK)
         if name in _UNSET or (views and not writes)
         else partial(_estimate_work, name, views, writes),

@@ -47,7 +47,8 @@ def values_of(given: Any) -> Any:
     return fx.map_arg(given, lambda node: node.meta.get("val"))
 
 
-def _no_operands(node: Node) -> list[Node]:
+def no_operands(node: Node) -> list[Node]:
+    """No operands: the rule of an operation that writes into none."""
     return []
 
 
@@ -129,8 +130,8 @@ class Operation:
     waits: bool = False
     shares: Callable[[Node], bool] = _never
     alias_at: Callable[[Node, int], Node | None] = _no_alias
-    writes: Callable[[Node], list[Node]] = _no_operands
-    overwrites: Callable[[Node], list[Node]] = _no_operands
+    writes: Callable[[Node], list[Node]] = no_operands
+    overwrites: Callable[[Node], list[Node]] = no_operands
     memory: Callable[[Allocator, Node], tuple[Any, ...]] | None = None
     work: Callable[[Node], Work] = read_and_write
     line: Callable[[Program, Node], str] | None = None
@@ -142,7 +143,7 @@ class Operation:
     takes_shape: bool = False
     is_random: Callable[[Node], bool] = _never
     body: Callable[[Node], Program] | None = None
-    early: Callable[[Node], list[Node]] = _no_operands
+    early: Callable[[Node], list[Node]] = no_operands
     draws: bool = False
     in_place: Any = None
     replaces: tuple[int, ...] = ()
