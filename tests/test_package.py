@@ -290,7 +290,8 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
     "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
-    "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
+    "data.loader", "data.padding", "data.parts", "deepspeed.born", "deepspeed.engine", "deepspeed.initialize",
+    "deepspeed.zero",
     "ranks.homes", "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",

@@ -297,7 +297,10 @@ def _compile(function: Callable[..., Any], engine: Engine) -> Any:
 
 def _copy_without_values(module: nn.Module) -> nn.Module:
     """The module with parameters on the meta device: the values are the engine's, and old ones would mislead."""
-    absent = {id(x): nn.Parameter(torch.empty_like(x, device="meta"), x.requires_grad) for x in module.parameters()}
+    absent = {
+        id(x): nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
+        for x in module.parameters()
+    }
     return copy.deepcopy(module, absent)
 
 
