@@ -24,6 +24,7 @@ from fzero.deepspeed.optimizers import Group, combine, convert_optimizer, list_g
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, settle
+from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
@@ -71,6 +72,8 @@ def initialize(
 
     * `optimizer`: an optimizer of torch, a function of parameters that makes one, or one of `fzero.optim`. It goes
       before that of the configuration.
+    * `lr_scheduler`: a scheduler of torch that counts steps, or a function of an optimizer that makes one. Its rates
+      become a table. It goes before that of the configuration.
     * `model_parameters`: the parameters that are updated, or dicts of them, groups with params of their own.
     * `loss(model, *args, **kwargs)` returns the loss of a call `engine(*args, **kwargs)`, where `model` is a function
       with the module's arguments. Without `loss` the loss is the model's output, its `.loss` or its first element.
@@ -83,7 +86,7 @@ def initialize(
         FzeroError: for a configuration that contradicts itself, a key that is refused or unknown, an argument that is
             not supported. docs/deepspeed.md lists all keys.
     """
-    _refuse_arguments(model, mpu, mesh_param, lr_scheduler)
+    _refuse_arguments(model, mpu, mesh_param)
     assert model is not None
     given = read_config(_choose_config(args, config, config_params))
     local_rank = find_local_rank(args)
@@ -91,8 +94,10 @@ def initialize(
         mesh = make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh
         rank = getattr(find_home(mesh), "number", 0)
         settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=rank)
+        if _is_function(optimizer):
+            optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
         groups = _find_groups(optimizer, model_parameters, settings, model)
-        scheduled = _schedule(groups, settings)
+        scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
         engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
@@ -102,7 +107,7 @@ def initialize(
         engine,
         engine.optimizer if groups is not None else None,
         engine.training_dataloader,
-        engine.lr_scheduler if settings.scheduler is not None else None,
+        None if settings.scheduler is None and lr_scheduler is None else engine.lr_scheduler,
     )
 
 
@@ -159,10 +164,6 @@ def _find_groups(
     """The groups of parameters and their optimizers, by the arguments of `initialize` or by the configuration."""
     if isinstance(optimizer, GradientTransformation):
         return optimizer
-    if optimizer is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
-        if isinstance(optimizer, GradientTransformation):
-            return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         return convert_optimizer(optimizer, model)
     if optimizer is not None:
@@ -182,17 +183,28 @@ def _find_groups(
     return groups
 
 
-def _schedule(groups: list[Group] | GradientTransformation | None, settings: Settings) -> Scheduled:
+def _is_function(optimizer: Any) -> bool:
+    """Whether an argument is a function that makes an optimizer."""
+    return callable(optimizer) and not isinstance(optimizer, (torch.optim.Optimizer, GradientTransformation))
+
+
+def _schedule(
+    groups: list[Group] | GradientTransformation | None, settings: Settings, lr_scheduler: Any, optimizer: Any
+) -> Scheduled:
+    """What changes from update to update. `lr_scheduler` goes before that of the configuration, as in DeepSpeed."""
     if isinstance(groups, list):
+        if lr_scheduler is not None:
+            return convert_scheduler(lr_scheduler, optimizer, groups)
         return schedule_groups(groups, settings.scheduler)
-    if settings.scheduler is not None:
+    given = settings.scheduler[0] if lr_scheduler is None and settings.scheduler is not None else lr_scheduler
+    if given is not None:
         what = "there is no optimizer" if groups is None else "the optimizer is one of fzero.optim"
         way_out = "give the config an optimizer, or the optimizer of fzero.optim a schedule (fzero.optim.deepspeed)"
-        raise FzeroError("scheduler.type", f"is {settings.scheduler[0]!r}, and {what}", way_out)
+        raise FzeroError("scheduler", f"is {given!r:.80}, and {what}", way_out)
     return []
 
 
-def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any, lr_scheduler: Any) -> None:
+def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
         raise FzeroError("model", f"is {type(model).__name__}", "give a torch.nn.Module")
     if any(each.__name__ == "PipelineModule" for each in type(model).__mro__):
@@ -201,10 +213,6 @@ def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any, lr_scheduler: Any) 
         raise FzeroError("mpu", "is given, and there is no model parallelism", "leave it out; give mesh=")
     if mesh_param is not None:
         raise FzeroError("mesh_param", f"is {mesh_param!r}, and there is no sequence parallelism", "give mesh=")
-    if lr_scheduler is not None:
-        problem = f"is a {type(lr_scheduler).__name__}, which is not converted yet"
-        way_out = 'give the config a "scheduler", or a fzero.optim optimizer with a schedule as optimizer='
-        raise FzeroError("lr_scheduler", problem, way_out)
 
 
 def _choose_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fzero
 import fzero.deepspeed
 from fzero import FzeroError, tree
+from fzero.deepspeed import tables
 
 PLAIN = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.3}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
@@ -238,3 +239,45 @@ def test_the_module_of_an_engine_has_no_values() -> None:
     engine = make_engine(PLAIN | ADAMW)
     assert all(x.is_meta for x in engine.module.parameters())
     assert sorted(tree.paths(engine.params)) == sorted(name for name, _ in engine.module.named_parameters())
+
+
+SCHEDULERS: dict[str, Any] = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, total_steps=6),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_moves_rates_and_betas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "LENGTH", 50)  # a table of as many rates as the test needs
+    plain = make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    scheduler, rates = SCHEDULERS[name](optimizer), []
+    optimizer.register_step_post_hook(lambda *_: (scheduler.step(), rates.append(optimizer.param_groups[0]["lr"])))
+    expected = train_plainly(plain, optimizer, make_batches(8))
+    model = make_model()
+    mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = make_engine(PLAIN, model=model, optimizer=mine, lr_scheduler=SCHEDULERS[name](mine))
+    losses, found = [], []
+    for batch in make_batches(8):
+        losses += run_loop(engine, [batch])
+        found += engine.lr_scheduler.get_last_lr()
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+    assert found[1::2] == pytest.approx(rates, rel=1e-6)  # a table is float32
+    if name == "OneCycleLR":
+        with pytest.raises(FzeroError, match=r"lr_scheduler: has rates for 7 updates, and 7 are done"):
+            run_loop(engine, make_batches(8))
+    config = PLAIN | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}}
+    by_function = make_engine(config, lr_scheduler=SCHEDULERS[name])
+    assert run_loop(by_function, make_batches(8)) == losses
+
+
+def test_schedulers_that_are_not_converted_are_named() -> None:
+    for make, said in (
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, r"lr_scheduler: is a torch\S*\.ReduceLROnPlateau, which is not"),
+        (lambda optimizer: 3, r"lr_scheduler: is a builtins\.int, which is not converted; give a scheduler"),
+    ):
+        with pytest.raises(FzeroError, match=said):
+            make_engine(PLAIN | ADAMW, lr_scheduler=make)
+    with pytest.raises(FzeroError, match=r"scheduler: is .*, and there is no optimizer"):
+        make_engine(PLAIN, lr_scheduler=SCHEDULERS["LambdaLR"])
