@@ -5,12 +5,16 @@ and DeepSpeed.
     python benchmarks/budget.py --size M --json benchmarks/results/budget-m.json --png benchmarks/results/budget-m.png
     python benchmarks/budget.py --budgets 4 --contenders fsdp2           # fewer points
     python benchmarks/budget.py --plan 80                                # seconds to choose for 80 layers on 8 ranks
+    python benchmarks/budget.py --to-host 32                             # 7B planned, state on the host or not
 
 Each contender has processes of its own, one after the other; `worker.py` and `examples/measure.py` say what is counted.
 A step with a budget is calibrated first, so that its predicted seconds are those of this machine. The least budget is 2
 % above the least peak that fzero plans, and the most is the peak of stage 2.
 
 The table ends with the contenders that no budget dominates: none needs at most as much memory and at most as much time.
+
+`--to-host` measures nothing: parameters are on the meta device, rates are those that fzero guesses for a GPU, a link
+has 25 GB/s. It prints what budgets take with `to=fzero.host()` and without, on 8 ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
 OTHERS = "fzero-1,fzero-2,fzero-3,fsdp2,fsdp2-keep,deepspeed-2,deepspeed-3,deepspeed-2-offload,deepspeed-3-offload"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 ABOVE_LEAST = 1.02
 STEPS = {"tiny": 3, "S": 10}  # 4 for larger sizes
 
@@ -57,6 +61,13 @@ def main(given: argparse.Namespace) -> None:
     """Measures, prints the table, writes the record and the picture."""
     if given.plan:
         print(time_choices(given.plan))
+        return
+    if given.to_host:
+        plans = plan_to_host(given.to_host, given.budgets)
+        print(table_of_plans(plans))
+        flags.write(given.json, {"layers": given.to_host, "plans": [plan._asdict() for plan in plans]} | machine())
+        if given.png:
+            draw_plans(given.png, plans, f"{given.to_host} layers of width 4096 on 8 ranks, planned")
         return
     budgets = list_budgets(SIZES[given.size], given.ranks, given.budgets)
     names = [*(f"{BUDGET}{budget}" for budget in budgets), *filter(None, given.contenders.split(","))]
@@ -79,7 +90,7 @@ def list_budgets(size: Size, ranks: int, count: int) -> list[int]:
     return [int(least + (most - least) * i / max(count - 1, 1)) for i in range(count)]
 
 
-def make_step(size: Size, ranks: int) -> tuple[Any, fzero.VirtualMesh, tuple[Any, ...]]:
+def make_step(size: Size, ranks: int, bf16: bool = False) -> tuple[Any, fzero.VirtualMesh, tuple[Any, ...]]:
     """A training step of a GPT, a mesh of virtual ranks, and arguments without data."""
     mesh = fzero.VirtualMesh(fsdp=ranks)
     config = GPTConfig(vocab=size.vocab, seq=size.seq, dim=size.dim, layers=size.layers, heads=size.dim // 64)
@@ -87,13 +98,13 @@ def make_step(size: Size, ranks: int) -> tuple[Any, fzero.VirtualMesh, tuple[Any
         params, apply = fzero.lower(GPT(config))
         tokens = torch.zeros(ranks * size.batch, size.seq, dtype=torch.int64)
     params = fzero.partition(params, mesh)
-    return training_step(apply), mesh, (params, ADAMW.init(params), {"inputs": tokens, "targets": tokens})
+    return training_step(apply, bf16=bf16), mesh, (params, ADAMW.init(params), {"inputs": tokens, "targets": tokens})
 
 
-def find_least(step: Any, mesh: fzero.VirtualMesh, args: tuple[Any, ...]) -> int:
+def find_least(step: Any, mesh: fzero.VirtualMesh, args: tuple[Any, ...], **how: Any) -> int:
     """The least peak of a step, which the error of a budget of one byte names."""
     try:
-        fzero.simulate(step, mesh, memory=1).trace(*args)
+        fzero.simulate(step, mesh, memory=1, **how).trace(*args)
     except fzero.FzeroError as error:
         return int(re.findall(r"at least (\d+) bytes", str(error))[0])
     raise AssertionError("a step fits into one byte")
@@ -116,6 +127,58 @@ def time_choices(layers: int) -> str:
         said = "\n".join(f"    {remark.strip()}" for remark in program.remarks)
         lines.append(f"  {part} of its peak: {seconds:.1f} s, {seconds - plain:.1f} more\n{said}")
     return "\n".join(lines)
+
+
+class Planned(NamedTuple):
+    """What a step takes within a budget, planned: with state on the host, and without where that fits. GiB, and ms."""
+
+    budget: float
+    resident: float | None
+    with_host: float
+    on_host: float
+    remarks: tuple[str, ...]
+
+
+def plan_to_host(layers: int, count: int) -> list[Planned]:
+    """Budgets from the least with state on the host to the peak of stage 2."""
+    size = Size(layers=layers, dim=4096, seq=2048, batch=1, vocab=32000)
+    step, mesh, args = make_step(size, 8, bf16=True)
+    least = ABOVE_LEAST * find_least(step, mesh, args, to=fzero.host())
+    most = fzero.simulate(step, mesh, stage=2).trace(*args).memory().peak
+    plans = []
+    for i in range(count):
+        budget = int(least + (most - least) * i / max(count - 1, 1))
+        program = fzero.simulate(step, mesh, memory=budget, to=fzero.host()).trace(*args)
+        try:
+            resident = 1000 * fzero.simulate(step, mesh, memory=budget).trace(*args).timeline().seconds
+        except fzero.FzeroError:
+            resident = None
+        seconds, on_host = program.timeline().seconds, program.memory().host / GIB
+        plans.append(Planned(budget / GIB, resident, 1000 * seconds, on_host, program.remarks))
+    return plans
+
+
+def table_of_plans(plans: list[Planned]) -> str:
+    """A line for each budget, and below it what was chosen."""
+    lines = [f"{'budget GiB':>10}{'ms, on the device':>20}{'ms, to=host':>14}{'host GiB':>10}"]
+    for plan in plans:
+        resident = "impossible" if plan.resident is None else f"{plan.resident:.0f}"
+        lines.append(f"{plan.budget:>10.1f}{resident:>20}{plan.with_host:>14.0f}{plan.on_host:>10.1f}")
+        lines += [f"      {remark.strip()}" for remark in plan.remarks if " of " in remark and "layers" in remark]
+    return "\n".join(lines)
+
+
+def draw_plans(path: Path, plans: list[Planned], title: str) -> None:
+    """Writes a picture of time over memory, planned: with state on the host, and without."""
+    from matplotlib.figure import Figure  # here: no other part needs it
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="budget of a rank, GiB", ylabel="milliseconds a step, planned", title=title)
+    possible = [(plan.budget, plan.resident) for plan in plans if plan.resident is not None]
+    axes.plot([plan.budget for plan in plans], [plan.with_host for plan in plans], "o-", label="to=fzero.host()")
+    axes.plot([x for x, _ in possible], [y for _, y in possible], "s--", label="state on the device")
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def describe(name: str, result: dict[str, Any]) -> Row:
@@ -182,6 +245,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each contender")
     parser.add_argument("--steps", type=int, help="steps a turn (10 for S, 4 for larger ones)")
     parser.add_argument("--plan", type=int, help="time the choice for so many layers, and measure nothing else")
+    parser.add_argument("--to-host", type=int, help="plan so many layers of width 4096, and measure nothing")
     parser.add_argument("--png", type=Path, help="a file for a picture; needs matplotlib")
     return flags.parsed(parser)
 

@@ -1,4 +1,4 @@
-"""fzero's ways to train: stages 1 to 3, run as they are or compiled, and stage 3 as a CUDA graph."""
+"""fzero's ways to train: stages 1 to 3, as they are, compiled, or with state on the host; stage 3 as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ def training_step(apply: Any, optimizer: Any = ADAMW, bf16: bool = False) -> Cal
 
 
 def sharded(
-    build: Callable[[], nn.Module], mesh: DeviceMesh, bf16: bool, calibrate: bool = False, **how: Any
+    build: Callable[[], nn.Module],
+    mesh: DeviceMesh,
+    bf16: bool,
+    calibrate: bool = False,
+    places: tuple[Any, Any] = (None, None),
+    **how: Any,
 ) -> Contender:
-    """`fzero.shard(train_step, mesh, **how)`, calibrated in front of its first step or not."""
+    """`fzero.shard(train_step, mesh, **how)`, calibrated in front of its first step or not. Parameters and optimizer
+    state lie in these places."""
     params, apply = fzero.lower(build())
-    params = fzero.partition(params, mesh)
-    opt_state = ADAMW.init(params)
+    params = fzero.partition(params, mesh, to=places[0])
+    opt_state = ADAMW.init(params, to=places[1])
     sharded_step = fzero.shard(training_step(apply, bf16=bf16), mesh, **how)
 
     def step(batch: Batch) -> Tensor:
@@ -54,5 +60,7 @@ def sharded(
 CONTENDERS: dict[str, Setup] = {
     **{f"fzero-{stage}": partial(sharded, stage=stage) for stage in (1, 2, 3)},
     **{f"fzero-{stage}-compiled": partial(sharded, stage=stage, compile=True) for stage in (1, 2, 3)},
+    "fzero-2-offload": partial(sharded, stage=2, places=(None, fzero.host())),
+    "fzero-3-offload": partial(sharded, stage=3, places=(fzero.host(), fzero.host())),
     "fzero-3-graph": partial(sharded, stage=3, compile="graph"),
 }

@@ -1,12 +1,16 @@
-"""State on the host: how fast the host updates it, and what a step of a 7B model is predicted to take with it.
+"""State on the host: how fast the host updates it, what a step of a 7B model is predicted to take with it, and steps
+that run beside DeepSpeed's.
 
-    python benchmarks/offload.py                     # both
-    python benchmarks/offload.py --mib 256           # updates of so many MiB of parameters
+    python benchmarks/offload.py                     # all three
+    python benchmarks/offload.py --plan              # the prediction alone: nothing is timed
     python benchmarks/offload.py --batch 1 4 16      # sequences of 2,048 tokens a rank
+    python benchmarks/offload.py --size M --steps 4  # of the steps that run
 
 The first table has the bytes that AdamW's fused kernel reads and writes in a second, beside a plain copy that moves as
-many. The second table is a plan: parameters are on the meta device, rates are those that fzero guesses for a GPU
-(`fzero.program.rates`), with a link of 25 GB/s between device and host. Nothing of it has run.
+many. The second is a plan: parameters are on the meta device, rates are those that fzero guesses for a GPU
+(`fzero.program.rates`), with a link of 25 GB/s between device and host. Nothing of it has run. The third has steps of
+two gloo ranks, each contender in processes of its own. There the memory of the device and of the host are one, and the
+peak counts both.
 """
 
 from __future__ import annotations
@@ -21,8 +25,12 @@ from typing import Any
 
 import flags
 import torch
+from contenders import able
 from fzero_steps import ADAMW, training_step
+from launch import run_each
 from machine import machine
+from quartiles import quartiles
+from runs import Plan
 
 import fzero
 from fzero.optim.fused import fused_adamw_
@@ -32,26 +40,58 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
 MIB, GIB = 1 << 20, 1 << 30
-PLACES = {
-    "all on the device": (None, None),
-    "optimizer on the host": (None, fzero.host()),
-    "parameters and optimizer on the host": (fzero.host(), fzero.host()),
+CLIPPED = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), ADAMW)
+PLACES: dict[str, tuple[Any, Any, Any]] = {
+    "all on the device": (None, None, ADAMW),
+    "optimizer on the host": (None, fzero.host(), ADAMW),
+    "all on the host": (fzero.host(), fzero.host(), ADAMW),
+    "all on the device, clipped": (None, None, CLIPPED),
+    "optimizer on the host, clipped": (None, fzero.host(), CLIPPED),
+    "all on the host, clipped": (fzero.host(), fzero.host(), CLIPPED),
 }
+"""Name -> where parameters and optimizer state lie, and the optimizer."""
+CONTENDERS = "fzero-2,fzero-2-offload,fzero-3,fzero-3-offload,deepspeed-2-offload,deepspeed-3-offload"
 
 
 def main(given: argparse.Namespace) -> None:
-    """Measures, plans, prints both tables and writes the record."""
-    rates = measure(given.mib)
-    print(f"AdamW on {given.mib} MiB of fp32 parameters: {rates['update']:.1f} GB/s, a copy {rates['copy']:.1f} GB/s")
-    rows = [plan(name, batch, given) for batch in given.batch for name in PLACES]
-    print(f"\n{given.layers} layers of width {given.dim} on {given.ranks} ranks, stage 3, bf16 compute; predicted")
-    heads = ("batch", 5), ("where", 40), ("device GiB", 12), ("host GiB", 10), ("ms", 8), ("link ms", 9), ("host ms", 9)
-    print("".join(f"{name:>{width}}" for name, width in heads))
+    """Measures, plans, prints the tables and writes the record."""
+    record: dict[str, Any] = {}
+    if not given.plan:
+        record["update"] = rates = measure(given.mib)
+        print(
+            f"AdamW on {given.mib} MiB of fp32 parameters: {rates['update']:.1f} GB/s, a copy {rates['copy']:.1f} GB/s"
+        )
+    record["plan"] = [plan(name, batch, given) for batch in given.batch for name in PLACES]
+    print_plan(
+        record["plan"], f"{given.layers} layers of width {given.dim} on {given.ranks} ranks, stage 3, bf16 compute"
+    )
+    if not given.plan:
+        chosen = able(tuple(filter(None, given.contenders.split(","))), "cpu")
+        steps = Plan(chosen, given.size, "budget", rounds=2, steps=given.steps)
+        record["steps"] = run_each(steps, 2, given.timeout)
+        print_steps(record["steps"], f"size {given.size}, two ranks")
+    flags.write(given.json, record | machine())
+
+
+def print_plan(rows: list[dict[str, Any]], title: str) -> None:
+    """The second table. `more` is what state elsewhere adds to the step."""
+    print(f"\n{title}; predicted")
+    heads = ("batch", 5), ("where", 32), ("device GiB", 12), ("host GiB", 10), ("ms", 7), ("more", 6)
+    print("".join(f"{name:>{width}}" for name, width in (*heads, ("link ms", 9), ("hidden", 8), ("host ms", 9))))
     for row in rows:
+        resident = next(x for x in rows if x["batch"] == row["batch"] and x["is_clipped"] == row["is_clipped"])
         sizes = f"{row['peak'] / GIB:>12.1f}{row['on_host'] / GIB:>10.1f}"
-        times = f"{1000 * row['seconds']:>8.0f}{1000 * row['link']:>9.0f}{1000 * row['host']:>9.0f}"
-        print(f"{row['batch']:>5}{row['where']:>40}{sizes}{times}")
-    flags.write(given.json, {"update": rates, "plan": rows} | machine())
+        times = f"{1000 * row['seconds']:>7.0f}{1000 * (row['seconds'] - resident['seconds']):>6.0f}"
+        lanes = f"{1000 * row['link']:>9.0f}{row['hidden']:>8.0%}{1000 * row['host']:>9.0f}" if row["host"] else ""
+        print(f"{row['batch']:>5}{row['where']:>32}{sizes}{times}{lanes}")
+
+
+def print_steps(found: dict[str, Any], title: str) -> None:
+    """The third table."""
+    print(f"\n{title}; measured\n{'':<24}{'peak MiB':>10}{'ms a step':>11}")
+    for name, result in found.items():
+        seconds = quartiles([each for turn in result["seconds"] for each in turn]).median
+        print(f"{name:<24}{result['peak'] / MIB:>10.1f}{1000 * seconds:>11.1f}")
 
 
 def measure(mib: int) -> dict[str, float]:
@@ -79,32 +119,38 @@ def clock(do: Callable[[], Any]) -> float:
 
 
 def plan(where: str, batch: int, given: argparse.Namespace) -> dict[str, Any]:
-    """What a step needs and takes, as predicted."""
-    mesh, (of_params, of_state) = fzero.VirtualMesh(fsdp=given.ranks), PLACES[where]
+    """What a step needs and takes, as predicted. `hidden`: the part of the copies during which the device computes."""
+    mesh, (of_params, of_state, optimizer) = fzero.VirtualMesh(fsdp=given.ranks), PLACES[where]
     config = GPTConfig(vocab=32000, seq=2048, dim=given.dim, layers=given.layers, heads=given.dim // 128)
     with torch.device("meta"):
         whole, apply = fzero.lower(GPT(config))
         tokens = torch.zeros(batch * given.ranks, config.seq, dtype=torch.int64)
 
     params = fzero.partition(whole, mesh, to=of_params)
-    args = params, ADAMW.init(params, to=of_state), {"inputs": tokens, "targets": tokens}
-    program = fzero.simulate(training_step(apply, bf16=True), mesh).trace(*args)
+    args = params, optimizer.init(params, to=of_state), {"inputs": tokens, "targets": tokens}
+    program = fzero.simulate(training_step(apply, optimizer, bf16=True), mesh).trace(*args)
     memory, timeline = program.memory(), program.timeline()
     busy = {lane: sum(x.end - x.start for x in timeline.lanes.get(lane, ())) for lane in (LINK, HOST)}
     return {
-        "where": where, "batch": batch, "peak": memory.peak, "on_host": memory.host, "seconds": timeline.seconds,
-        "compute": timeline.compute, "link": busy[LINK], "host": busy[HOST],
+        "where": where, "batch": batch, "is_clipped": optimizer is CLIPPED, "peak": memory.peak, "on_host": memory.host,
+        "seconds": timeline.seconds, "compute": timeline.compute, "link": busy[LINK], "host": busy[HOST],
+        "hidden": timeline.hidden("to_host", "to_device"),
     }  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
     """The flags of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--plan", action="store_true", help="nothing is timed")
     parser.add_argument("--mib", type=int, default=128, help="of parameters, for the updates")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--dim", type=int, default=4096)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences a rank")
+    parser.add_argument("--ranks", type=int, default=8, help="of the plan")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences a rank, of the plan")
+    parser.add_argument("--contenders", default=CONTENDERS, help="of the steps that run")
+    parser.add_argument("--size", default="S", help="of the steps that run")
+    parser.add_argument("--steps", type=int, default=10, help="steps a turn, of which each contender has two")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for a contender")
     parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
     return parser.parse_args()
 

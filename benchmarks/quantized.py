@@ -11,19 +11,14 @@ again.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rounds
 import torch
-import torch.distributed as dist
-from machine import machine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -99,35 +94,24 @@ def plan() -> dict[str, Any]:
     return found
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(count: int) -> dict[str, Any]:
     """Form -> the loss, and the seconds of each step."""
-    torch.set_num_threads(1)
     found, steps = dict[str, Any](), dict[str, Callable[[], Any]]()
-    params, apply = make(MEASURED, "cpu")
-    tokens = torch.randint(MEASURED.vocab, (ROWS, MEASURED.seq))
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    with rounds.one_rank() as mesh:
+        params, apply = make(MEASURED, "cpu")
+        tokens = torch.randint(MEASURED.vocab, (ROWS, MEASURED.seq))
         for name, how in FORMS.items():
             held, step = hold(params, how, mesh), fzero.shard(step_of(apply), mesh)
             steps[name] = lambda held=held, step=step: step(held, tokens)
-            found[name] = {"loss": steps[name]()[0].item(), "seconds": []}
-        for _ in range(rounds):
-            for name, run in steps.items():
-                start = time.perf_counter()
-                run()
-                found[name]["seconds"].append(time.perf_counter() - start)
-        dist.destroy_process_group()
+            found[name] = {"loss": steps[name]()[0].item()}
+        for name, seconds in rounds.time_rounds(steps, count).items():
+            found[name]["seconds"] = seconds
     return found
 
 
 def main() -> None:
     """Prints the tables, and writes the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--plan", action="store_true", help="nothing is timed, and nothing written")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    flags = parser.parse_args()
+    flags = rounds.parse(__doc__, RESULTS)
     planned = plan()
     print(f"planned, {PLANNED}, {RANKS} ranks, a row each")
     print(f"{'':<12}{'held GiB':>10}{'gathered GiB':>14}{'peak GiB':>10}")
@@ -142,7 +126,7 @@ def main() -> None:
     for name, row in measured.items():
         seconds = statistics.median(row["seconds"])
         print(f"{name:<12}{row['loss']:>10.4f}{1000 * seconds:>14.1f}{seconds / first:>10.2f}")
-    flags.json.write_text(json.dumps({"planned": planned, "measured": measured, **machine()}) + "\n")
+    rounds.write(flags.json, {"planned": planned, "measured": measured})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ step, and at a small size the peak and the seconds of steps that run.
 A step takes a loss and the gradients of all parameters. Models:
 
     head    a matrix, a head of 256k classes, and their cross entropy
-    tiled   planned: the same with fzero.tiled_cross_entropy in 8 parts, which takes the head whole
+    tiled   planned: the same with fzero.tiled_cross_entropy in 8 parts, of tokens or of a streamed head
     mlp     x + down(gelu(up(x))), whose matrices are as large as the head
 
 The plan is that of one of 8 ranks at stage 3, in bfloat16, on tensors without data; its time is that of the program's
@@ -18,21 +18,18 @@ rank with more, beside what `program.memory()` predicts without the arguments.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rounds
 import torch
 import torch.distributed as dist
-from machine import machine
 from torch import Tensor
 from torch.nn import functional
 
@@ -91,7 +88,7 @@ def plan() -> dict[str, Any]:
         tokens = PLANNED["ranks"] * PLANNED["tokens"]
         params, x, labels = arguments(name, PLANNED, tokens, dtype=torch.bfloat16, device="meta")
         params = fzero.partition(params, mesh)
-        for chunk in CHUNKS["planned"][: 1 if name == "tiled" else None]:
+        for chunk in CHUNKS["planned"]:
             program = fzero.simulate(step_of(loss), mesh, chunk=chunk).trace(params, x, labels)
             moved = Counter[str]()
             for each in program.comm():
@@ -103,7 +100,7 @@ def plan() -> dict[str, Any]:
     return found
 
 
-def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
+def run_rank(rank: int, store: str, count: int, results: Any) -> None:
     """Run all steps on one rank, and put what was found into the queue `results`."""
     torch.set_num_threads(1)
     world = MEASURED["ranks"]
@@ -128,26 +125,21 @@ def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
             found.setdefault(name, {})[key] = {
                 "predicted": step.trace(p, x, labels).memory().peak - given,
                 "measured": growth(steps[key], device),
-                "seconds": [],
             }
-        for _ in range(rounds):
-            for key, run in steps.items():
-                dist.barrier()
-                start = time.perf_counter()
-                run()
-                found[name][key]["seconds"].append(time.perf_counter() - start)
+        for key, seconds in rounds.time_rounds(steps, count, align=dist.barrier).items():
+            found[name][key]["seconds"] = seconds
     results.put(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(count: int) -> dict[str, Any]:
     """Model -> chunk -> the predicted and the measured peak beside the arguments, and the seconds of each step."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=run_rank, args=(rank, f"{folder}/store", rounds, results), daemon=True)
+            context.Process(target=run_rank, args=(rank, f"{folder}/store", count, results), daemon=True)
             for rank in range(MEASURED["ranks"])
         ]
         for each in ranks:
@@ -163,11 +155,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Prints the tables, and writes the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--plan", action="store_true", help="nothing runs, and nothing is written")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    flags = parser.parse_args()
+    flags = rounds.parse(__doc__, RESULTS)
     planned = plan()
     print(f"planned, {PLANNED}, bf16")
     print(f"{'':<8}{'chunk':<10}{'peak GiB':>10}{'gathered GiB':>14}{'scattered GiB':>15}{'ms':>8}")
@@ -188,8 +176,8 @@ def main() -> None:
             seconds = statistics.median(row["seconds"])
             peaks = f"{row['predicted'] / MIB:>14.1f}{row['measured'] / MIB:>10.1f}"
             print(f"{name:<8}{key:<10}{peaks}{1000 * seconds:>8.1f}{seconds / first:>7.2f}")
-    record = {"planned": {**PLANNED, "steps": planned}, "measured": {**MEASURED, "steps": measured}, **machine()}
-    flags.json.write_text(json.dumps(record) + "\n")
+    record = {"planned": {**PLANNED, "steps": planned}, "measured": {**MEASURED, "steps": measured}}
+    rounds.write(flags.json, record)
 
 
 if __name__ == "__main__":

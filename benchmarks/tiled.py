@@ -17,19 +17,14 @@ They take turns. Their peak is the growth of the bytes in use of the allocator (
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rounds
 import torch
-import torch.distributed as dist
-from machine import machine
 from torch import Tensor
 from torch.nn import functional
 
@@ -110,14 +105,11 @@ def plan() -> dict[str, Any]:
     return found
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(count: int) -> dict[str, Any]:
     """Name -> the predicted and the measured peak beside the arguments, and the seconds of each step."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     device, found, steps = torch.device("cpu"), dict[str, Any](), dict[str, Callable[[], Any]]()
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    with rounds.one_rank() as mesh:
         p, x, labels = arguments(**MEASURED)
         p = fzero.partition(p, mesh)
         given = sum(leaf.local.nbytes for leaf in p.values()) + x.nbytes + labels.nbytes
@@ -127,24 +119,16 @@ def measure(rounds: int) -> dict[str, Any]:
             predicted = step.trace(p, x, labels).memory().peak - given
             steps[name] = lambda step=step: step(p, x, labels)
             losses.append(steps[name]()[0].item())
-            found[name] = {"predicted": predicted, "measured": growth(steps[name], device), "seconds": []}
-        for _ in range(rounds):
-            for name, run in steps.items():
-                start = time.perf_counter()
-                run()
-                found[name]["seconds"].append(time.perf_counter() - start)
-        dist.destroy_process_group()
+            found[name] = {"predicted": predicted, "measured": growth(steps[name], device)}
+        for name, seconds in rounds.time_rounds(steps, count).items():
+            found[name]["seconds"] = seconds
     assert max(losses) - min(losses) < 1e-5 * losses[0], losses
     return found
 
 
 def main() -> None:
     """Prints the tables, and writes the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--plan", action="store_true", help="nothing is timed, and nothing written")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    flags = parser.parse_args()
+    flags = rounds.parse(__doc__, RESULTS)
     planned = plan()
     print(f"planned, {PLANNED}, bf16")
     print(f"{'':<16}{'peak GiB':>10}{'gathers':>9}{'scatters':>10}{'moved GiB':>11}")
@@ -161,8 +145,8 @@ def main() -> None:
         seconds = statistics.median(row["seconds"])
         peaks = f"{row['predicted'] / MIB:>14.1f}{(row['measured'] or 0) / MIB:>10.1f}"
         print(f"{name:<16}{peaks}{1000 * seconds:>8.1f}{seconds / first:>7.2f}")
-    record = {"planned": {**PLANNED, "steps": planned}, "measured": {**MEASURED, "steps": measured}, **machine()}
-    flags.json.write_text(json.dumps(record) + "\n")
+    record = {"planned": {**PLANNED, "steps": planned}, "measured": {**MEASURED, "steps": measured}}
+    rounds.write(flags.json, record)
 
 
 if __name__ == "__main__":

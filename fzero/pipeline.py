@@ -16,18 +16,22 @@ from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
+from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.budget.fit import Budget, fit
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
 from fzero.passes.run import Pass
+from fzero.program.listing import format_size
 from fzero.program.operation import Node
+from fzero.program.places import place_arguments
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.program.records import follow_memory
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
+from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
@@ -47,14 +51,19 @@ _log = logging.getLogger("fzero")
 
 
 def choose_rewrite(
-    passes: Sequence[Pass] | None, *, stage: int | None, memory: int | str | None, **how: Any
+    passes: Sequence[Pass] | None, *, stage: int | None, memory: int | str | None, to: Placement | None, **how: Any
 ) -> Sequence[Pass] | Budget:
     """How `shard` and `simulate` rewrite a trace, by their options: with the passes that are given, else with those of
     a stage or of a budget. `how` are the other keywords of `fzero.passes.choose_passes`.
 
     Raises:
-        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; as `choose_passes`.
+        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; for a `to` without a
+            budget, or that is no placement; as `choose_passes`.
     """
+    check_placement(to)
+    if memory is None and to is not None:
+        way_out = "give memory too, or place state by partition(..., to=) and optimizer.init(..., to=)"
+        raise FzeroError("to", f"is {to}, where a memory budget may put state, and there is none", way_out)
     if memory is None:
         return choose_passes(passes, stage=3 if stage is None else stage, **how)
     other = "stage" if stage is not None else "passes" if passes is not None else None
@@ -62,7 +71,7 @@ def choose_rewrite(
         problem = f"is {memory!r}, and {other} is given too: both say which buckets stay gathered"
         raise FzeroError("memory", problem, f"give memory or {other}")
     choose_passes(None, stage=3, **how)  # refuses what is no value of these options
-    return Budget(parse_size("memory", memory), partial(defaults, stage=3, **how))
+    return Budget(parse_size("memory", memory), partial(defaults, stage=3, **how), to)
 
 
 class _Traced(NamedTuple):
@@ -108,19 +117,19 @@ class Pipeline(Generic[T]):
         self._check(*tree.flatten(args))
         with pause_garbage_collection():
             with forget_casts():
-                traced = dequantize(trace(self.fn, args, self.on.mesh))
+                traced = replace(dequantize(trace(self.fn, args, self.on.mesh)), measured=self._measured)
                 rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
             check_seeds(rolled)
             check_mistakes(rolled, self.fn, warn=not self._cache)
             with disable_autocast():
                 if isinstance(self.passes, Budget):
-                    return fit(traced, self.passes.limit, self._rewrite)
-                return run_passes(replace(resolve(rolled), measured=self._measured), self.passes)
+                    return fit(traced, self.passes.limit, self._rewrite, self.passes.to)
+                return run_passes(resolve(rolled), self.passes)
 
-    def _rewrite(self, traced: Program, **choice: Any) -> Program:
+    def _rewrite(self, traced: Program, *, places: Mapping[int, Placement | None], **choice: Any) -> Program:
         """The program of a choice of a budget, of a trace that may be changed."""
         assert isinstance(self.passes, Budget)
-        return run_passes(replace(resolve(roll(traced)), measured=self._measured), self.passes.passes(**choice))
+        return run_passes(resolve(roll(place_arguments(traced, places))), self.passes.passes(**choice))
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
@@ -134,7 +143,7 @@ class Pipeline(Generic[T]):
         which Python compares by identity first.
         """
         try:
-            described = [sign_leaf(leaf) for leaf in leaves]
+            described = [self._sign(leaf) for leaf in leaves]
         except Exception:  # a tensor without strides
             self._check(leaves, treedef)
             raise
@@ -153,6 +162,13 @@ class Pipeline(Generic[T]):
         self._cache.insert(0, _Traced(signature, watches + watch_elements(program, watches), finished))
         del self._cache[self.limit :]
         return finished
+
+    def _sign(self, leaf: Any) -> Any:
+        """The properties of a leaf on which the program depends. Where a budget decides where state lies, it does not
+        matter whether it was given on the device or in the budget's placement."""
+        signed = sign_leaf(leaf)
+        to = self.passes.to if isinstance(self.passes, Budget) else None
+        return signed._replace(place=None) if to and isinstance(signed, Form) and signed.place == to else signed
 
     def _report(self, signature: Any) -> None:
         """Say why the step is traced again. The first time that a program has to go, say which argument keeps changing;
@@ -268,6 +284,25 @@ def _has_distinct_elements(node: Node) -> bool:
 
 def _values(*nodes: Node) -> list[Any]:
     return [node.meta["val"] for node in nodes]
+
+
+def place_state(program: Program, values: Sequence[Any], settle: Callable[[], None] = lambda: None) -> list[Any]:
+    """The arguments `values` of a program's step, with state where the program has it. State that lies elsewhere is
+    moved, after `settle`. The objects stay the same; one that stands for several arguments is moved for each."""
+    places = {i: x.place for i, x in enumerate(program.arguments) if x.bucket is not None}
+    away = [i for i, place in places.items() if values[i].place != place]
+    if not away:
+        return list(values)
+    moved, seen = list(values), {id(x) for i, x in enumerate(values) if i not in away}
+    for i in away:
+        if id(moved[i]) in seen:
+            moved[i] = Sharded.of_form(moved[i].local, moved[i].form, moved[i].origin)
+        seen.add(id(moved[i]))
+    settle()
+    nbytes = sum(moved[i].local.nbytes for i in away)
+    _log.info("%s moves %s of state to where its memory budget has it", program.name, format_size(nbytes))
+    move({i: moved[i] for i in away}, places)
+    return moved
 
 
 def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:

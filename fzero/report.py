@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
+from fzero.base.placement import Disk
 from fzero.optim.report import name_stage
-from fzero.program.listing import summarize_program
+from fzero.program.listing import format_size, summarize_program
+from fzero.program.operation import nbytes
 from fzero.program.program import Program
 from fzero.values.sharded import Sharded
 
@@ -37,10 +41,10 @@ class Report(NamedTuple):
     * `leaves`: path of each parameter -> its `LeafReport`.
     * `peak`: bytes of live tensors at most, on the rank with most.
     * `comm`: (collective, mesh axis) -> bytes a step; `program.comm()` lists them one by one.
-    * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of rank 0, as `program.copies()`.
+    * `copies`: "read", "write", "to_host", "to_device" -> bytes a step of this rank, of virtual ranks the first.
     * `nodes`: of the program.
-    * `remarks`: lines about the program: what a memory budget chose, which leaves are gathered whole though they are
-      larger than `chunk`.
+    * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
+      gathered whole though they are larger than `chunk`.
     """
 
     summary: str
@@ -48,8 +52,8 @@ class Report(NamedTuple):
     peak: int
     comm: dict[tuple[str, str], int]
     nodes: int
+    copies: dict[str, int]
     remarks: tuple[str, ...] = ()
-    copies: dict[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -63,8 +67,8 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def report_step(program: Program, args: Sequence[Any]) -> Report:
-    """The report of a step with these arguments.
+def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
+    """The report of a step with these arguments on a rank along the shard axis.
 
     The first value of a path, in the order of the arguments, is the parameter. Later values of the path are its state,
     of the stage whose NamedTuple they stand in.
@@ -73,8 +77,24 @@ def report_step(program: Program, args: Sequence[Any]) -> Report:
     for entry in program.comm():
         comm[entry.op, entry.axis] += entry.nbytes
     peak, nodes = program.memory().peak, len(program.graph.nodes)
-    leaves, copies = _list_leaves(args), program.copies()
-    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, program.remarks, copies)
+    leaves, copies = _list_leaves(args), program.copies(rank)
+    remarks = (*program.remarks, *_list_moves(program, args))
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks)
+
+
+def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:
+    """A line for each place to which the first call moves state that was given elsewhere."""
+    moved: dict[str, tuple[int, float]] = {}
+    given = (leaf for leaf in tree.leaves(args) if isinstance(leaf, Tensor))
+    for leaf, argument, node in zip(given, program.arguments, program.placeholders):
+        if isinstance(leaf, Sharded) and leaf.place != argument.place:
+            size, rates = nbytes(node.meta["val"]), program.rates
+            has_disk = any(isinstance(place, Disk) for place in (leaf.place, argument.place))
+            where = str(argument.place or "the device")
+            total, seconds = moved.get(where, (0, 0.0))
+            moved[where] = total + size, seconds + (rates.copy_to_disk(size) if has_disk else rates.copy(size))
+    for where, (total, seconds) in moved.items():
+        yield f"  a call with this state first moves {format_size(total)} to {where}, once, in {1000 * seconds:.2f} ms"
 
 
 class _Value(NamedTuple):

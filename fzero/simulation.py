@@ -17,7 +17,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, check_data_axes
-
+from fzero.base.placement import Placement
 from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, allocate
@@ -30,6 +30,7 @@ from fzero.pipeline import (
     create_pass_state,
     list_flags,
     order_pass_state,
+    place_state,
 )
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
@@ -45,6 +46,7 @@ def simulate(
     *,
     stage: int | None = None,
     memory: int | str | None = None,
+    to: Placement | None = None,
     donate: bool = True,
     reduce_dtype: torch.dtype | None = None,
     chunk: int | str | None = None,
@@ -64,8 +66,8 @@ def simulate(
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
     each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `donate`, `reduce_dtype`, `chunk`, `passes`,
-    `data` and `max_programs` are as in `shard`.
+    joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`,
+    `passes`, `data` and `max_programs` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
@@ -73,7 +75,7 @@ def simulate(
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     check_data_axes(mesh, data)
     rewrites = choose_rewrite(
-        passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+        passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
     )
     return Simulation(fn, mesh, rewrites, max_programs)
 
@@ -124,7 +126,9 @@ class Simulation:
         leaves, treedef = tree.flatten(args)
         program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
-        given = [x for x in leaves if isinstance(x, Tensor)]
+        given = place_state(program, [x for x in leaves if isinstance(x, Tensor)])
+        placed = iter(given)
+        leaves = [next(placed) if isinstance(x, Tensor) else x for x in leaves]
         self._flags.read(list_flags(program, given))
         arguments = self._place_arguments(treedef, leaves)
         for argument, value in zip(program.arguments, given):
@@ -186,7 +190,8 @@ class Simulation:
         if layout is not None and not layout.replicated:
             columns = [[x for x, seat in zip(values, self._seats) if seat.rank == r] for r in range(layout.world)]
             slices = [self._require_equal(program, result, column) for column in columns]
-            return _join_files(slices, layout.bucket) if isinstance(slices[0], OnDisk) else torch.cat(slices)
+            on_disk = [x for x in slices if isinstance(x, OnDisk)]
+            return _join_files(on_disk, layout.bucket) if on_disk else torch.cat(slices)
         if not result.varies:
             return self._require_equal(program, result, values)
         return torch.cat(values) if values[0].ndim else torch.stack(values)
@@ -208,7 +213,7 @@ def _is_batch(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, Sharded)
 
 
-def _join_files(slices: Sequence[Tensor], bucket: str) -> Tensor:
+def _join_files(slices: Sequence[OnDisk], bucket: str) -> Tensor:
     """The tensor on disk of which these are the slices, in order: where they lie side by side the very one."""
     first, numel = slices[0], sum(x.numel() for x in slices)
     starts = accumulate((x.nbytes for x in slices), initial=first.start)

@@ -14,6 +14,7 @@ from fzero.base.ambient import find_ambient
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.mesh import check_data_axes, mesh_shape
+from fzero.base.placement import Placement
 from fzero.base.torch_private import version_of
 from fzero.budget.fit import Budget
 from fzero.execution.calibration import calibrate
@@ -31,6 +32,7 @@ from fzero.pipeline import (
     create_pass_state,
     list_flags,
     order_pass_state,
+    place_state,
 )
 from fzero.program.program import Program
 from fzero.program.rates import Rates
@@ -53,6 +55,7 @@ def shard(
     *,
     stage: int | None = None,
     memory: int | str | None = None,
+    to: Placement | None = None,
     donate: bool = True,
     compile: Mode = False,
     reduce_dtype: torch.dtype | None = None,
@@ -75,6 +78,8 @@ def shard(
       tensors, arguments included, stays under it, and the step is the fastest that a search finds: it chooses which
       parameters stay gathered, and which values the backward pass computes again (docs/budget.md). `report` says what
       was chosen.
+    * `to`, beside `memory`: a placement, such as `fzero.host()`, where the search may put optimizer state and
+      parameters, layer by layer. A step moves state that was given elsewhere to where the search wants it.
     * `donate`: a step that updates state (`p + u`) writes the new state over the old. The `Sharded` values that the
       step was called with become unusable. Tensors and values that were computed from them do not change.
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
@@ -108,7 +113,7 @@ def shard(
         raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
     rewrites = choose_rewrite(
-        passes, stage=stage, memory=memory, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+        passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
     )
     return Step(fn, live(mesh), rewrites, compile, max_programs)
 
@@ -180,7 +185,7 @@ class Step:
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
         data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
-        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args)
+        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args, self._on.rank)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
@@ -238,6 +243,7 @@ class Step:
             if pass_state is not None or compiled.program.pass_state:
                 values += order_pass_state(compiled.program, pass_state, self._on)
             self._flags.read(list_flags(compiled.program, values))
+            values = place_state(compiled.program, values, self._on.settle)
             return compiled, values, _copy_aliases(values, compiled.donated)
         except Exception as error:
             agree(self._on.members, 0, list, error)
@@ -264,7 +270,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     return _Compiled(program, runner, Returned(program, on), donated, lines)
 
 
-def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
+def _copy_aliases(values: Sequence[Any], donated: Sequence[int]) -> list[Tensor]:
     """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
     memory of another argument, or an inference tensor outside of inference mode."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]

@@ -211,14 +211,17 @@ def test_the_example_of_budgets_says_what_the_page_says() -> None:
     assert said[0].startswith("memory: ") and all(f"    {line}\n" in page for line in said)
 
 
-def test_the_example_of_offload_runs() -> None:
-    (example,) = blocks((ROOT / "docs" / "offload.md").read_text(), "python")
+def test_the_examples_of_offload_run() -> None:
     names, printed = dict[str, Any](), io.StringIO()
     with contextlib.redirect_stdout(printed), torch.random.fork_rng():
-        exec(compile(example, "docs/offload.md", "exec"), names)
+        for example in blocks((ROOT / "docs" / "offload.md").read_text(), "python"):
+            exec(compile(example, "docs/offload.md", "exec"), names)
+    state, *of_saved = printed.getvalue().splitlines()
     memory = names["program"].memory()
-    assert printed.getvalue() == f"{memory.peak} bytes on the device, {memory.host} bytes on the host\n"
+    assert state == f"{memory.peak} bytes on the device, {memory.host} bytes on the host"
     assert memory.host > 0 and names["loss"].isfinite()
+    kept, again, moved = (tuple(map(int, re.findall(r"\d+", line))) for line in of_saved)
+    assert max(again[0], moved[0]) < kept[0] and (kept[1], again[1]) == (0, 0) < (0, moved[1])
 
 
 # the tables of docs/passes.md

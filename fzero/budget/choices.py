@@ -44,6 +44,9 @@ class Place(NamedTuple):
     loops: tuple[Node, ...] = ()
 
 
+Line = Sequence[Place]
+
+
 class Use(NamedTuple):
     """A buffer of gathered leaves in the line: from its start to its last use. `names` are the buckets that it holds,
     one for each turn."""
@@ -81,16 +84,14 @@ def weigh(program: Program) -> Weights:
     return Weights(*(max(weight, LEAST_WEIGHT) for weight in grown))
 
 
-def list_bucket_choices(
-    program: Program, line: Sequence[Place], weights: Weights
-) -> Iterator[tuple[Choice, frozenset[str]]]:
+def list_bucket_choices(program: Program, line: Line, weights: Weights) -> Iterator[tuple[Choice, frozenset[str]]]:
     """The buckets that a program gathers again, where it is faster to gather each once and keep it until its last use.
 
     A bucket that turns of a loop use is gathered in front of the loop then, where nothing hides that.
     """
     index = {place.node: i for i, place in enumerate(line)}
     uses: dict[str, list[Use]] = {}
-    for use in _find_uses(program, index):
+    for use in find_uses(program, index):
         for name in use.names:
             uses.setdefault(name, []).append(use)
     gathers = _count_seconds(program, line)
@@ -126,7 +127,7 @@ def _describe_bucket(program: Program, uses: Sequence[Use], seconds: float) -> C
     return Choice(uses[0].names[0], options)
 
 
-def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = None) -> Iterator[Use]:
+def find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = None) -> Iterator[Use]:
     """The gathered buffers of a program, which is the body of a loop or is not, and of its loops. Rows of what a loop
     goes through are left out: only leaves that all turns share, and the layer of each turn, can stay gathered."""
     origin = find_origins(program.graph, "gathered")
@@ -141,13 +142,13 @@ def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = 
         if body is not None:
             inner = Loop(*node.args)
             names = {name: [x for row in rows for x in layers.get(row, [row])] for name, rows in inner.layers.items()}
-            yield from _find_uses(body, index, inner._replace(layers={**layers, **names}))
+            yield from find_uses(body, index, inner._replace(layers={**layers, **names}))
         elif starts(node) == "gathered" and rows.isdisjoint(node.args[0]):
             names_of, value = layers.get(node.args[1], [node.args[1]]), node.meta["val"]
             yield Use(tuple(names_of), tuple(node.args[2]), value.dtype, index[node], last[node], nbytes(value))
 
 
-def _count_seconds(program: Program, line: Sequence[Place]) -> dict[str, tuple[float, float]]:
+def _count_seconds(program: Program, line: Line) -> dict[str, tuple[float, float]]:
     """Bucket -> the seconds of the collectives that gather it: of the first of each, and of the others."""
     gathers = (place.node for place in line if starts(place.node) == "gathered")
     named = {comm.op for node in gathers for comm in comm_of(program, node)}
@@ -160,9 +161,7 @@ def _count_seconds(program: Program, line: Sequence[Place]) -> dict[str, tuple[f
     return seconds
 
 
-def list_segment_choices(
-    segments: Sequence[Segment], line: Sequence[Place], weights: Weights
-) -> Iterator[tuple[Choice, Segment]]:
+def list_segment_choices(segments: Sequence[Segment], line: Line, weights: Weights) -> Iterator[tuple[Choice, Segment]]:
     """The segments of the trace, which may compute values again between their last and their first use."""
     at: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -179,15 +178,15 @@ def list_segment_choices(
         places = _find_spans(line, max(ends), min(begins))
         options = [
             Option(
-                weights.compute * level.seconds,
-                tuple(Span(start, stop, -int(part * level.nbytes)) for start, stop, part in places),
+                weights.compute * level.seconds + level.exposed,
+                tuple(Span(start, stop, -int(part * level.freed)) for start, stop, part in places),
             )
             for level in reversed(segment.levels)
         ]
         yield Choice(f"segment {n}", (*options, Option(0.0, ()))), segment
 
 
-def _find_spans(line: Sequence[Place], made: int, used: int) -> list[tuple[int, int, Fraction]]:
+def _find_spans(line: Line, made: int, used: int) -> list[tuple[int, int, Fraction]]:
     """`(start, stop, part)`: where which part of the values that are made at one place and used at another are alive.
 
     Values that each turn of a loop makes, and each turn of another loop uses, are alive between the loops. In the last

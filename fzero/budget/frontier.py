@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,11 @@ def find_frontier(
         points = list(_list_all(base, changes, choices))
     else:
         points = list(_search(base, changes, choices))
+    return keep_fastest(points)
+
+
+def keep_fastest(points: Iterable[Point]) -> list[Point]:
+    """The points that no other one beats in both bytes and seconds, from the least peak on."""
     frontier: list[Point] = []
     for point in sorted(points):
         if not frontier or point.seconds < frontier[-1].seconds:

@@ -1,4 +1,5 @@
-"""Saved values: what the backward pass of a trace uses of the forward pass, and what it costs to compute it again."""
+"""Saved values: what the backward pass of a trace uses of the forward pass, and what it costs to compute these values
+again, or to move them to the host and back."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from fzero.layout.layout import layer_of
+from fzero.passes.move_to_host import Saved, Uses
 from fzero.passes.order import find_changes
 from fzero.program import ops
 from fzero.program.operation import Node
@@ -23,22 +25,46 @@ LEAST_SECONDS = 1e-9
 """The time of what costs nothing, so that bytes a second are a number."""
 
 
-class Level(NamedTuple):
-    """Saved values of a segment that a step may compute again: the numbers of their nodes, the bytes that are not kept
-    then, and the seconds that it takes."""
+HIDDEN_WEIGHT = 0.05
+"""What a second of a copy costs that compute hides: rates are guesses, and a machine hides less than they say."""
 
-    lost: frozenset[int]
-    nbytes: int
-    seconds: float
+
+class Level(NamedTuple):
+    """Saved values of a segment that a step does not keep.
+
+    * `lost` are the nodes whose values are computed again, with the bytes that are not kept then (`nbytes`), and the
+      `seconds` that it takes.
+    * `moved` are the nodes whose values go to the host, with their bytes (`away`), and the seconds for which compute
+      waits for copies (`exposed`).
+
+    Nodes are numbers: positions in the trace, or in the segment while its levels are looked for.
+    """
+
+    lost: frozenset[int] = frozenset()
+    nbytes: int = 0
+    seconds: float = 0.0
+    moved: frozenset[int] = frozenset()
+    away: int = 0
+    exposed: float = 0.0
+
+    @property
+    def freed(self) -> int:
+        """The bytes that the device does not keep."""
+        return self.nbytes + self.away
+
+    @property
+    def cost(self) -> float:
+        """The seconds that it takes."""
+        return self.seconds + self.exposed
 
 
 class Segment(NamedTuple):
-    """A part of the forward pass whose values are computed again together: the nodes that use one layer, or those of a
-    region of `remat` whose policy is "budget".
+    """A part of the forward pass whose values are computed again, or go to the host, together: the nodes that use one
+    layer, or those of a region of `remat` whose policy is "budget".
 
     Nodes are numbers: positions in the trace. `saved` are the nodes that the backward pass uses and that can be
-    computed again, `users` the nodes of the backward pass that use them. Each of the `levels` computes again what the
-    level before does, and more.
+    computed again, `users` the nodes of the backward pass that use them. Each of the `levels` keeps less than the one
+    before.
     """
 
     members: tuple[int, ...]
@@ -48,11 +74,13 @@ class Segment(NamedTuple):
 
 
 def number_nodes(traced: Program, chosen: Sequence[tuple[Segment, Level]] = ()) -> Program:
-    """A copy of a trace whose nodes know their numbers, and in which these segments compute these levels again."""
-    region_of: dict[int, Region] = {}
+    """A copy of a trace whose nodes know their numbers, and in which these segments have these levels."""
+    moved = frozenset[int]().union(*(level.moved for _, level in chosen))
+    region_of = dict.fromkeys(moved, Region(_keep_nothing, in_backward=False, moved=moved))
     for segment, level in chosen:
-        region = Region(_keep_nothing, in_backward=False, kept=segment.saved - level.lost)
-        region_of |= dict.fromkeys(segment.members, region)
+        if level.lost:
+            region = Region(_keep_nothing, in_backward=False, kept=segment.saved - level.lost, moved=moved)
+            region_of |= dict.fromkeys(segment.members, region)
     program = traced.copy()
     for number, node in enumerate(program.graph.nodes):
         mark = get_mark(node)
@@ -62,17 +90,19 @@ def number_nodes(traced: Program, chosen: Sequence[tuple[Segment, Level]] = ()) 
 
 
 def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    """The policy of a region that keeps the nodes that it names, and nothing else."""
+    """The policy of a region that keeps or moves the nodes that it names, and nothing else."""
     return False
 
 
-def find_segments(traced: Program, rates: Rates) -> list[Segment]:
-    """The segments of a trace in which something can be computed again, in order. Equal segments are looked at once."""
-    trace = _Trace(traced)
-    known: dict[Any, list[tuple[set[int], int, float]]] = {}
-    segments = []
+def find_segments(traced: Program, rates: Rates, has_host: bool = False) -> list[Segment]:
+    """The segments of a trace in which something can be computed again, or with `has_host` moved to the host, in order.
+    Equal segments are looked at once."""
+    trace = _Trace(traced, has_host)
+    known: dict[Any, list[Level]] = {}
+    segments = list[Segment]()
     for members in _list_members(trace):
         part = _Part(trace, members, rates)
+        segments += part.describe_others()
         if not part.values:
             continue
         levels = known.get(part.signature)
@@ -110,7 +140,8 @@ def _list_members(trace: _Trace) -> Iterator[list[Node]]:
 class _Trace:
     """What is known of all nodes of a trace."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, has_host: bool) -> None:
+        self.host = Saved(program) if has_host else None
         self.nodes = list(program.graph.nodes)
         self.number = {node: i for i, node in enumerate(self.nodes)}
         self.changed = find_changes(program.graph)
@@ -147,6 +178,19 @@ class _Chain(NamedTuple):
         return memory in self.ends or not is_apart
 
 
+class _Move(NamedTuple):
+    """A value that goes to the host: its memory, the bytes that the device does not keep then, and the seconds for
+    which compute waits."""
+
+    memory: Any
+    gain: int
+    seconds: float
+
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.gain / max(self.seconds, LEAST_SECONDS)
+
+
 class _Part:
     """A segment while its levels are found. Memory names a value: that of a node and of the views of it."""
 
@@ -158,6 +202,8 @@ class _Part:
             self.groups.setdefault(storage(node), []).append(node)
         self.stays = {memory for memory, nodes in self.groups.items() if self._must_stay(memory, nodes)}
         self.values = [memory for memory in self.groups if memory not in self.stays and self._find_users(memory)]
+        self.uses = {memory: self._find_uses(memory) for memory in self.groups} if trace.host else {}
+        """The uses of the values that may move to the host."""
 
     def _must_stay(self, memory: Any, nodes: Sequence[Node]) -> bool:
         """Whether a value is made elsewhere, written to, gathered, sent, or used elsewhere in the forward pass."""
@@ -167,6 +213,12 @@ class _Part:
             return True
         users = (user for node in nodes for user in node.users)
         return any(user not in self.position and not get_mark(user).in_backward for user in users)
+
+    def _find_uses(self, memory: Any) -> Uses | None:
+        """The uses of a value that may move to the host: that the segment makes, and no collective."""
+        maker = self.trace.maker[memory]
+        is_here = maker in self.position and record(maker).moves is None
+        return self.trace.host.find_uses(maker) if self.trace.host and is_here else None
 
     def _find_users(self, memory: Any) -> list[Node]:
         """The nodes of the backward pass that use a tensor in this memory."""
@@ -189,27 +241,56 @@ class _Part:
         for node in self.members:
             given = repr(fx.map_arg((node.args, node.kwargs), name))
             memory = storage(node)
-            rows.append((node.target, given, _describe(node), memory in values, memory in self.stays))
+            known = memory in values, memory in self.stays, self.uses.get(memory) is not None
+            rows.append((node.target, given, _describe(node), *known))
         return get_mark(self.members[0]).turns, tuple(rows)
 
-    def find_levels(self) -> Iterator[tuple[set[int], int, float]]:
-        """The positions of the lost values' nodes, the bytes and the seconds of each level. From one level to the next
-        the value goes whose bytes save most for the time that it takes to compute it again."""
+    def find_levels(self) -> Iterator[Level]:
+        """The levels, with positions in the segment. From one level to the next the value goes whose bytes save most
+        for the time that it takes to compute it again, or to wait for its copies."""
         kept, again, held = set(self.values), set[Node](), set[Any]()
-        lost, total, seconds = set[int](), 0, 0.0
+        level = Level()
         found: dict[Any, _Chain] = {}  # in order, so that equal layers are cut alike
         changed = list(self.values)
-        while kept:
+        while changed or found:
             found |= {memory: self._find_chain(memory, kept, again, held) for memory in changed}
             best = max(found, key=lambda memory: found[memory].gain / max(found[memory].seconds, LEAST_SECONDS))
-            chosen = found.pop(best)
-            kept.remove(best)
-            again |= chosen.nodes
-            held |= chosen.needs
-            lost |= {self.position[node] for node in self.groups[best]}
-            total, seconds = total + chosen.gain, seconds + chosen.seconds
-            yield set(lost), total, seconds
-            changed = [memory for memory, chain in found.items() if chain.changes_with(best, chosen)]
+            moved = max((self._move(x, level) for x in found if self.uses.get(x)), key=_Move.rate, default=None)
+            if moved is not None and moved.rate() > found[best].gain / max(found[best].seconds, LEAST_SECONDS):
+                del found[moved.memory]
+                at = frozenset(self.position[node] for node in self.groups[moved.memory])
+                level = level._replace(
+                    moved=level.moved | at, away=level.away + moved.gain, exposed=level.exposed + moved.seconds
+                )
+                changed = []
+            else:
+                chosen = found.pop(best)
+                kept.remove(best)
+                again |= chosen.nodes
+                held |= chosen.needs
+                lost = frozenset(self.position[node] for node in self.groups[best])
+                level = level._replace(
+                    lost=level.lost | lost, nbytes=level.nbytes + chosen.gain, seconds=level.seconds + chosen.seconds
+                )
+                changed = [memory for memory, chain in found.items() if chain.changes_with(best, chosen)]
+            yield level
+
+    def _move(self, memory: Any, level: Level) -> _Move:
+        """What it takes to move a value to the host, where a level has moved others."""
+        gain = self._count(memory)
+        return _Move(memory, gain, self._expose(level.away + gain) - self._expose(level.away))
+
+    def _expose(self, nbytes: int) -> float:
+        """The seconds for which compute waits while so many bytes go to the host and come back, in all turns. The
+        forward pass of the segment hides copies to the host, and its backward pass, which takes twice as long, copies
+        from there. What is hidden counts too, for little."""
+        seconds, own = self.rates.copy(nbytes), self._own_seconds
+        exposed = max(0.0, seconds - own) + max(0.0, seconds - 2 * own)
+        return exposed + HIDDEN_WEIGHT * 2 * seconds
+
+    @cached_property
+    def _own_seconds(self) -> float:
+        return self._time(set(self.members))
 
     def _find_chain(self, memory: Any, kept: set[Any], again: set[Node], held: set[Any]) -> _Chain:
         """What it takes to compute a value again, where the nodes `again` are computed again anyway and the memory
@@ -246,17 +327,28 @@ class _Part:
         turns = _count_turns(get_mark(self.members[0]).turns)
         return turns * math.fsum(self.rates.compute(work(node)) for node in nodes)
 
-    def describe(self, levels: Sequence[tuple[set[int], int, float]]) -> Segment:
+    def describe_others(self) -> Iterator[Segment]:
+        """The values that cannot be computed again and may move to the host, each as a segment of its own, such as the
+        result of a layer, which the next layer uses. Its members are the nodes behind which the value may go."""
+        number = self.trace.number
+        for memory, uses in self.uses.items():
+            if uses is not None and memory not in self.values:
+                gain, at = self._count(memory), frozenset(map(number.__getitem__, uses.here))
+                level = Level(moved=at, away=gain, exposed=self._expose(gain))
+                users = tuple(map(number.__getitem__, uses.late))
+                yield Segment((number[uses.last],), frozenset(), users, (level,))
+
+    def describe(self, levels: Sequence[Level]) -> Segment:
         """The segment with these levels, in the numbers of the trace."""
         number: Callable[[Node], int] = self.trace.number.__getitem__
         saved = frozenset(number(node) for memory in self.values for node in self.groups[memory])
         users = {number(user) for memory in self.values for user in self._find_users(memory)}
-        return Segment(
-            tuple(map(number, self.members)),
-            saved,
-            tuple(sorted(users)),
-            tuple(Level(frozenset(number(self.members[i]) for i in at), size, time) for at, size, time in levels),
-        )
+
+        def find(positions: frozenset[int]) -> frozenset[int]:
+            return frozenset(number(self.members[i]) for i in positions)
+
+        own = (level._replace(lost=find(level.lost), moved=find(level.moved)) for level in levels)
+        return Segment(tuple(map(number, self.members)), saved, tuple(sorted(users)), tuple(own))
 
 
 def _describe(node: Node) -> Any:
@@ -268,12 +360,12 @@ def _count_turns(turns: Sequence[Turn]) -> int:
     return math.prod(turn.length for turn in turns)
 
 
-def _keep_hull(levels: Iterator[tuple[set[int], int, float]]) -> list[tuple[set[int], int, float]]:
+def _keep_hull(levels: Iterator[Level]) -> list[Level]:
     """The levels on the convex hull of bytes over seconds, from the first on. Any other level costs more for a byte
     than a mixture of its neighbours."""
-    hull: list[tuple[set[int], int, float]] = [(set(), 0, 0.0)]
+    hull = [Level()]
     for level in levels:
-        if level[1] <= hull[-1][1]:
+        if level.freed <= hull[-1].freed:
             continue
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], level):
             hull.pop()
@@ -281,6 +373,6 @@ def _keep_hull(levels: Iterator[tuple[set[int], int, float]]) -> list[tuple[set[
     return hull[1:]
 
 
-def _slope(a: tuple[set[int], int, float], b: tuple[set[int], int, float]) -> float:
+def _slope(a: Level, b: Level) -> float:
     """Bytes a second from one level to another."""
-    return (b[1] - a[1]) / max(b[2] - a[2], LEAST_SECONDS)
+    return (b.freed - a.freed) / max(b.cost - a.cost, LEAST_SECONDS)

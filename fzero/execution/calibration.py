@@ -16,6 +16,7 @@ from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
 from fzero.execution.loops import Rows, operands, run_turns
+from fzero.optim.fused import fused_adamw_
 from fzero.program.comm import comm_of
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node
@@ -25,10 +26,13 @@ from fzero.program.records import body_of, find_writes, record
 from fzero.program.timeline import COMPUTE
 from fzero.program.work import work
 from fzero.ranks.agreement import agree
+from fzero.ranks.link import Link
 from fzero.ranks.live import Live
 
 SMALL = 1 << 16
 """Bytes below which the time of an operation is all launch."""
+MOVED = 1 << 25
+"""Bytes of the copies that measure the link, and of the parameters whose updates measure the host."""
 
 Seconds = Mapping[Node, float]
 
@@ -36,12 +40,15 @@ Seconds = Mapping[Node, float]
 def calibrate(on: Live, program: Program, tensors: Sequence[Tensor]) -> Rates:
     """The mean of the rates of all ranks of a mesh, the same on every rank. Collective: all ranks call it together.
 
-    Runs the program twice, on copies of the donated arguments.
+    Runs the program twice, on copies of the donated arguments. Then copies `MOVED` bytes between the device and the
+    host, and updates as many on the host, whether the program does so or not: a budget asks what that would take.
     """
     align = partial(agree, on.members, 0, list)
     for _ in range(2):  # the first run allocates memory and opens connections, so its seconds are dropped
         seconds = time_nodes(program, on, _copy_arguments(program, tensors), align)
-    return average_rates(fit_rates(program, seconds), on.all_reduce, program.mesh.names, on.device)
+    align()  # ranks of one machine share its memory
+    rates = fit_rates(program, seconds)._replace(link=measure_link(on.link, on.device), host=measure_host())
+    return average_rates(rates, on.all_reduce, program.mesh.names, on.device)
 
 
 def _copy_arguments(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -146,7 +153,8 @@ class _Clock:
 
 def fit_rates(program: Program, seconds: Seconds) -> Rates:
     """The rates with which a program's nodes take as long, all together, as they did. A rate for which the program does
-    too little is that of `program.rates`, and so are those of the link, of the host and of the disk.
+    too little is that of `program.rates`. So are those of the link and of the host, which `calibrate` measures, and of
+    the disk.
 
     The launch of an operation is the median of small operations. The latency is the seconds of the shortest collective.
     """
@@ -182,6 +190,39 @@ def _fit_rate(amounts: Mapping[Node, float], seconds: Seconds, each: float) -> f
     """The amount done in a second, where each node takes `each` seconds besides. 0.0 where no time is left to tell."""
     spent = sum(max(seconds[node] - each, 0.0) for node in amounts)
     return sum(amounts.values()) / spent if spent else 0.0
+
+
+def measure_link(link: Link, device: torch.device) -> float:
+    """Bytes a second of copies between the device and the host, in the slower direction. Where there is an accelerator
+    the memory of the host is pinned."""
+    there = torch.zeros(MOVED, dtype=torch.uint8, device=device)
+    clock, (here,) = _Clock([there]), link.arrive(link.to_host([there]))
+    out = _clock_runs(lambda: link.arrive(link.to_host([there])), clock)
+    back = _clock_runs(lambda: link.arrive(link.to_device([here])), clock)
+    return MOVED / max(out, back)
+
+
+def measure_host() -> float:
+    """Bytes that the host reads and writes in a second of AdamW's update with torch's fused kernel."""
+    numel = MOVED // 4
+    params, grads, mu, nu = ([torch.zeros(numel, device="cpu")] for _ in range(4))
+    count = torch.ones((), dtype=torch.int32, device="cpu")
+
+    def update() -> None:
+        fused_adamw_(params, grads, mu, nu, count, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+
+    return 7 * MOVED / _clock_runs(update, _Clock(params))  # reads four lists, writes all but the gradients
+
+
+def _clock_runs(run: Callable[[], Any], clock: _Clock) -> float:
+    """The median of the seconds of three runs, behind one that is not timed."""
+    taken = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        run()
+        clock.finish()
+        taken.append(time.perf_counter() - begin)
+    return median(taken[1:])
 
 
 def average_rates(

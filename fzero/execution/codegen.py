@@ -72,7 +72,7 @@ def _link(
             name = f"{record(node).name}_{len(calls)}"
             calls[name] = bind(program, node, on)
             if node in early:
-                begun.append(Early(node, calls[name].run))
+                begun.append(Early(node, calls[name].run, begun, on.link.arrive))
                 calls[name] = calls[name]._replace(run=begun[-1])
             how = {**kwargs, "seed": seed} if record(node).draws else kwargs
             values[node] = graph.call_method(name, (receiver, *args), how)

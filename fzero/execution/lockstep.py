@@ -107,8 +107,8 @@ def _step(
     if node.op == "get_attr":
         results: Sequence[Any] = [program.constants[node.target] for _ in alive]
     elif node.op == "call_function":
-        written = [[x for x in map(values.__getitem__, find_writes(node)) if not isinstance(x, OnDisk)] for values in alive]
-        ranks.check_writes(written)
+        written = [[values[x] for x in find_writes(node)] for values in alive]
+        ranks.check_writes([[x for x in targets if not isinstance(x, OnDisk)] for targets in written])
         calls = [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive]
         if body is None:
             results = ranks.call(node, calls)

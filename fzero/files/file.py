@@ -102,7 +102,11 @@ class File:
             return FzeroError(self._name(leaf), f"{problem}, twice", GO_ON)
         free = os.statvfs(self.path.parent)
         problem += f"; the disk has {free.f_bavail * free.f_frsize} bytes free"
-        return FzeroError(self._name(leaf), problem, "give fzero.disk a folder with more room")
+        is_limit = error.errno == errno.EFBIG
+        way_out = (
+            "raise the limit of a file's size (ulimit -f)" if is_limit else "give fzero.disk a folder with more room"
+        )
+        return FzeroError(self._name(leaf), problem, way_out)
 
     def _name(self, leaf: str) -> str:
         return f"{leaf} in {self.path}" if leaf else str(self.path)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
+
 BLOCK_NBYTES = 1 << 20
+BUFFER_NBYTES = 1 << 18
+"""Buffers of so many bytes have pages of their own."""
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -15,6 +20,41 @@ def memory_of(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.itemsize
     # Not `tensor.numpy()`: numpy is optional, and has no bfloat16. ctypes refuses an array of no bytes.
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
+
+
+def new_buffer(numel: int, dtype: torch.dtype) -> Tensor:
+    """[numel] elements of the host without values, in pages of their own where they are many: the pages go back to the
+    system with the tensor.
+
+    Memory of `torch.empty` stays with the process where a small object is put into it meanwhile: a birth on a disk that
+    allocated a chunk for each leaf so ended with all leaves in memory.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes < BUFFER_NBYTES:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    return torch.frombuffer(_map_pages(nbytes), dtype=dtype, count=numel)
+
+
+def new_pinned(numel: int, dtype: torch.dtype, where: str, *, is_asked: bool = True) -> Tensor:
+    """[numel] elements of the host without values, in pinned memory.
+
+    Raises:
+        FzeroError: naming `where`, for memory that cannot be pinned. `is_asked` says whether a user asked for it.
+    """
+    try:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        problem = f"{numel * dtype.itemsize} bytes of the host cannot be pinned: {error}"
+        way_out = "raise the limit of locked memory (ulimit -l)" + (", or give pin=False" if is_asked else "")
+        raise FzeroError(where, problem, way_out) from error
+
+
+def _map_pages(nbytes: int) -> mmap.mmap:
+    """New memory on a border of pages. No file lies behind it, and a child process gets a copy."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the host cannot allocate {nbytes} bytes: {error.strerror}") from error
 
 
 class Blocks:
@@ -25,7 +65,7 @@ class Blocks:
 
     def __init__(self, count: int) -> None:
         self.nbytes = count * BLOCK_NBYTES
-        memory = mmap.mmap(-1, self.nbytes)  # anonymous: no file lies behind it
+        memory = _map_pages(self.nbytes)
         self.view = memoryview(memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
+from fzero.files.memory import new_buffer, new_pinned
 from fzero.files.store import Extent, Move, open_store
 
 CHUNK_NBYTES = 4 << 20
@@ -114,9 +115,12 @@ def allocate(place: Disk, dtype: torch.dtype, numel: int, rank: int | None, buck
 
 
 def read(values: Sequence[OnDisk], into: Sequence[Tensor] | None = None) -> Started:
-    """Start to copy tensors from files into new memory of the host, or into contiguous tensors of equal dtypes."""
-    if into is None:
-        into = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in values]
+    """Start to copy tensors from files into new memory of the host, pinned where there is an accelerator to copy to, or
+    into contiguous tensors of equal dtypes."""
+    if into is None and torch.accelerator.is_available():
+        into = [new_pinned(x.numel(), x.dtype, x.extent.leaf, is_asked=False) for x in values]
+    elif into is None:
+        into = [new_buffer(x.numel(), x.dtype) for x in values]
     return Started(list(into), [
         future for x, memory in zip(values, into) for future in x.extent.store.read([_move(x, memory)])
     ])  # fmt: skip
@@ -183,11 +187,11 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     elif isinstance(target, OnDisk) and _is_plain(source, target.dtype):
         write([source.detach()], [target]).wait()
     else:
-        step = CHUNK_NBYTES // max(target.itemsize, source.itemsize)
-        for start in range(0, target.numel(), step):
-            here, there = target[start : start + step], source[start : start + step]
-            values = (there.clone() if isinstance(there, OnDisk) else there.detach()).to(here.device, here.dtype)
-            here.copy_(values.contiguous())
+        step = min(CHUNK_NBYTES // max(target.itemsize, source.itemsize), target.numel())
+        staged = new_buffer(step, target.dtype)
+        for start in range(0, target.numel(), max(step, 1)):
+            here, there = target[start : start + step], source[start : start + step].detach()
+            here.copy_(staged[: here.numel()].copy_(load(there)))
     return target
 
 
@@ -204,7 +208,7 @@ def _copy_lists_(targets: list[Tensor], sources: list[Tensor], non_blocking: boo
 
 def _fill_(x: OnDisk, value: Any) -> OnDisk:
     step = min(CHUNK_NBYTES // x.itemsize, x.numel())
-    values = torch.empty(step, dtype=x.dtype, device="cpu").fill_(value)
+    values = new_buffer(step, x.dtype).fill_(value)
     for start in range(0, x.numel(), max(step, 1)):
         here = x[start : start + step]
         here.copy_(values[: here.numel()])
@@ -234,6 +238,8 @@ def _copy_to_memory(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
+    if (device or x.device).type == "cpu" and not pin_memory:
+        return new_buffer(x.numel(), dtype or x.dtype).copy_(x)
     made = torch.empty(x.shape, dtype=dtype or x.dtype, device=device or "cpu", pin_memory=bool(pin_memory))
     return made if made.is_meta else made.copy_(x)
 

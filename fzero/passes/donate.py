@@ -11,13 +11,15 @@ import torch
 from torch import fx
 
 from fzero.base.torch_private import overload_name
+from fzero.passes.owners import Owners
 from fzero.program import ops
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
-from fzero.program.ops.transfers import OVERWRITING
+from fzero.program.ops.transfers import OVERWRITING, copy_of
 from fzero.program.places import where_of
-from fzero.program.program import Program
-from fzero.program.records import alias_of, body_of, is_call, name_of, record, starts, storage
+from fzero.program.program import Argument, Program
+from fzero.program.records import body_of, is_call, name_of, record, storage
 
 
 def donate(program: Program) -> Program:
@@ -38,7 +40,7 @@ def donate(program: Program) -> Program:
     last use.
     """
     given, program = program, program.copy()
-    owners, is_body = _Owners(program), any(argument.kind is not None for argument in program.arguments)
+    owners, is_body = Owners(program), any(argument.kind is not None for argument in program.arguments)
     _reuse_lists(program, owners)
     is_update = is_body or _is_update(
         program, owners
@@ -61,66 +63,6 @@ def _keeps_its_carry(program: Program, donated: set[Node]) -> bool:
     return donated == {old for _, old, _ in pairs} and all(old is new for _, old, new in pairs)
 
 
-class _Owners:
-    """Which nodes share memory, and the position at which each memory is allocated or read last."""
-
-    def __init__(self, program: Program) -> None:
-        self.position = {node: index for index, node in enumerate(program.graph.nodes)}
-        self.argument = dict(zip(program.placeholders, program.arguments))
-        self.owner: dict[Node, Any] = {}
-        self.nodes: dict[Any, list[Node]] = {}  # of an owner
-        self.last_read: dict[Any, int] = {}
-        for node in program.graph.nodes:
-            self.owner[node] = self._find_owner(node)
-            self.nodes.setdefault(self.owner[node], []).append(node)
-            for read in (node, *node.all_input_nodes):
-                self._read(read, self.position[node])
-
-    def _find_owner(self, node: Node) -> Any:
-        """The key of a node's memory: the storage of its fake tensor, or the key of the tensor that it is a view of.
-
-        A leaf of a gathered buffer, and a slice of a scattered block, have the key of the tensor that was sent: on one
-        rank a collective returns its operand's memory.
-        """
-        if is_call(node, ops.whole, ops.part):
-            started = node.args[0].args[0]
-            sent = record(started).alias_at(started, node.args[3])
-            return storage(node) if sent is None else self.owner[sent]
-        source = alias_of(node)
-        owner = None if source is None else self.owner[source]
-        return storage(node) if owner is None or isinstance(owner, fx.Node) else owner
-
-    def _read(self, node: Node, at: int) -> None:
-        """Note that `node` is read here, later than anywhere so far. A collective reads its operands until its wait."""
-        self.last_read[self.owner[node]] = at
-        if starts(node) or (node.op == "call_function" and record(node).to is not None):
-            for sent in node.all_input_nodes:
-                self._read(sent, at)
-
-    def dies_at(self, node: Node, user: Node) -> bool:
-        """Whether nothing reads the memory of `node` after `user`."""
-        return self.last_read[self.owner[node]] <= self.position[user]
-
-    def reads(self, user: Node) -> Counter[Any]:
-        """How many inputs of `user` lie in each memory. `user` may overwrite an input that lies there alone."""
-        return Counter(self.owner[read] for read in user.all_input_nodes)
-
-    def add(self, node: Node, user: Node) -> None:
-        """Note a new node, a copy that `user` reads."""
-        self.position[node] = self.position[user]
-        self.owner[node] = storage(node)
-        self.nodes[self.owner[node]] = [node]
-        self.last_read[self.owner[node]] = self.position[user]
-
-    def join(self, old: Node, new: Node) -> None:
-        """Note that `new` has taken the memory of `old`."""
-        owner, former = self.owner[old], self.owner[new]
-        self.last_read[owner] = max(self.last_read[owner], self.last_read[former])
-        if owner != former:
-            self.owner.update(dict.fromkeys(self.nodes[former], owner))
-            self.nodes[owner] += self.nodes.pop(former)
-
-
 def _list_state_results(program: Program) -> list[tuple[int, Any, Node]]:
     """`(position in the output, result, node)` of each result that is state, and of the results of a loop's body."""
     returned = zip(program.tensor_results, program.output.args[0])
@@ -131,7 +73,7 @@ def _list_state_results(program: Program) -> list[tuple[int, Any, Node]]:
     ]
 
 
-def _matches(owners: _Owners, placeholder: Node, result: Any, node: Node) -> bool:
+def _matches(owners: Owners, placeholder: Node, result: Any, node: Node) -> bool:
     """Whether a state argument has the layout, leaf and dtype of a result. In a loop's body, whether the argument is
     the carry that the result is the next value of."""
     argument = owners.argument[placeholder]
@@ -141,7 +83,7 @@ def _matches(owners: _Owners, placeholder: Node, result: Any, node: Node) -> boo
     return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
 
 
-def _is_update(program: Program, owners: _Owners) -> bool:
+def _is_update(program: Program, owners: Owners) -> bool:
     """Whether some state result has the state argument of its leaf as first operand, as in `p + u`."""
     for _, result, node in _list_state_results(program):
         call = _follow_copies(node)
@@ -165,7 +107,7 @@ def _follow_copies(node: Node) -> Node:
     return node
 
 
-def _work_in_place(program: Program, owners: _Owners, is_update: bool) -> set[Node]:
+def _work_in_place(program: Program, owners: Owners, is_update: bool) -> set[Node]:
     """Turn operations whose results replace their operands into their in-place forms. Returns the donated arguments."""
     wanted = {node: result for _, result, node in _list_state_results(program)}
     donated: set[Node] = set()
@@ -181,7 +123,7 @@ def _work_in_place(program: Program, owners: _Owners, is_update: bool) -> set[No
     return donated | _copy_into_arguments(program, owners, wanted, is_update)
 
 
-def _replace_columns(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_columns(program: Program, owners: Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Turn an operation whose record has an in-place form, and which replaces whole lists of operands, into that."""
     operation = record(call)
     columns = {column.args[1]: column for column in call.users}
@@ -209,14 +151,11 @@ def _replace_columns(program: Program, owners: _Owners, call: Node, wanted: dict
 
 def _find_original(node: Node) -> Node | None:
     """The value that a node is a copy of from the place before; None for any other node."""
-    source = node.args[0] if is_call(node, operator.getitem) else None
-    if source is None or not is_call(source, ops.arrive):  # None also for an erased node, which has no operands
-        return None
-    copied: Node = source.args[0].args[0][node.args[1]]
-    return copied
+    start = copy_of(node) if node.all_input_nodes else None  # an erased node has no operands
+    return None if start is None else start.args[0][node.args[1]]
 
 
-def _copy_into_arguments(program: Program, owners: _Owners, wanted: dict[Node, Any], is_update: bool) -> set[Node]:
+def _copy_into_arguments(program: Program, owners: Owners, wanted: dict[Node, Any], is_update: bool) -> set[Node]:
     """Let copies of new state overwrite the arguments that it replaces, where all copies of a start do: the state was
     computed in the memory of a copy of the argument, which nothing has read since. On a disk the argument of the same
     path serves too, in an update. Returns the arguments."""
@@ -245,7 +184,7 @@ def _copy_into_arguments(program: Program, owners: _Owners, wanted: dict[Node, A
     return donated
 
 
-def _find_argument(owners: _Owners, new: Node) -> Node | None:
+def _find_argument(owners: Owners, new: Node) -> Node | None:
     """The argument that a value was copied from, whose memory `new` has: a copy of it, overwritten since. None where
     something reads the argument behind the copy."""
     for node in owners.nodes[owners.owner[new]]:
@@ -255,7 +194,7 @@ def _find_argument(owners: _Owners, new: Node) -> Node | None:
     return None
 
 
-def _replace_lists(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_lists(program: Program, owners: Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Turn a `_foreach_` operation into its in-place form, where every item replaces the operand at its position."""
     in_place = _find_in_place(call)
     if in_place is None:
@@ -271,7 +210,7 @@ def _replace_lists(program: Program, owners: _Owners, call: Node, wanted: dict[N
     return set(olds)
 
 
-def _replace_one(program: Program, owners: _Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_one(program: Program, owners: Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Put the in-place form of an operation behind it, where the result replaces the first operand."""
     in_place, old = _find_in_place(call), call.args[0] if call.args else None
     if in_place is None or not isinstance(old, fx.Node):
@@ -285,7 +224,7 @@ def _replace_one(program: Program, owners: _Owners, call: Node, wanted: dict[Nod
     return {old}
 
 
-def _replace_carry(program: Program, owners: _Owners, loop: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Let a loop whose body updates its carry in place write into state arguments that the results replace, into
     temporaries that nothing else reads, and otherwise into copies."""
     donated, news = set[Node](), dict[Node, Node]()
@@ -306,7 +245,7 @@ def _replace_carry(program: Program, owners: _Owners, loop: Node, wanted: dict[N
             memory in fixed or reads[memory] > 1 or not owners.dies_at(old, loop) or not old.meta["val"].is_contiguous()
         ):
             with program.graph.inserting_before(loop):
-                carry[i] = program.emit(torch.ops.aten.clone.default, old)
+                carry[i] = _clone(program, old, argument)
             owners.add(carry[i], loop)
         if new is not None:
             owners.join(carry[i], new)
@@ -318,8 +257,19 @@ def _replace_carry(program: Program, owners: _Owners, loop: Node, wanted: dict[N
     return donated
 
 
+def _clone(program: Program, old: Node, argument: Argument) -> Node:
+    """A copy of a loop's operand, which lies where the operand lies."""
+    if argument.place is None or argument.place.where != "disk":
+        return program.emit(torch.ops.aten.clone.default, old)
+    assert isinstance(argument.kind, Slice)  # nothing else lies on a disk
+    for start, *into in ((ops.read,), (ops.write, str(argument.place.path), argument.kind.bucket)):
+        arrived = program.emit(ops.arrive, program.emit(start, [old], *into))
+        old = program.emit(operator.getitem, arrived, 0)
+    return old
+
+
 def _replaces(
-    owners: _Owners, call: Node, reads: Counter[Any], old: Node, new: Node | None, wanted: dict[Node, Any]
+    owners: Owners, call: Node, reads: Counter[Any], old: Node, new: Node | None, wanted: dict[Node, Any]
 ) -> bool:
     """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it."""
     return (
@@ -331,7 +281,7 @@ def _replaces(
     )
 
 
-def _reuse_lists(program: Program, owners: _Owners) -> None:
+def _reuse_lists(program: Program, owners: Owners) -> None:
     """Turn list operations into their in-place forms where the operands are temporaries in memory of their own that
     nothing reads later."""
     given = {owners.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
@@ -364,7 +314,7 @@ def _find_in_place(call: Node) -> Any:
     return getattr(packet, overload_name(call.target), None)
 
 
-def _overwrite(program: Program, owners: _Owners, call: Node, in_place: Any) -> None:
+def _overwrite(program: Program, owners: Owners, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list. The nodes of that list take the place of the items of the result."""
     olds = {item: call.args[0][item.args[1]] for item in call.users}
     for item, old in olds.items():
@@ -373,9 +323,9 @@ def _overwrite(program: Program, owners: _Owners, call: Node, in_place: Any) -> 
     call.target, call.meta["val"] = in_place, None
 
 
-def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Node]:
-    """Copy the other state results of an update into the arguments of the same path, in one operation at the end, or in
-    one for the device and one for the host.
+def _copy_back(program: Program, owners: Owners, donated: set[Node]) -> set[Node]:
+    """Copy the other state results of an update into the arguments of the same path: on the device in one operation at
+    the end, on the host bucket by bucket, as soon as everything has been read.
 
     Returns the arguments that are written to.
     """
@@ -389,14 +339,22 @@ def _copy_back(program: Program, owners: _Owners, donated: set[Node]) -> set[Nod
         and owners.owner[node] not in kept
         and where_of(argument) != "disk"
     }
-    pairs: dict[bool, list[tuple[Node, Node]]] = {}
+    pairs: dict[Any, list[tuple[Node, Node]]] = {}
     for position, result, node in _list_state_results(program):
         into = free.get(result.path)
         if into is not None and node.op != "placeholder" and _matches(owners, into, result, node):
-            pairs.setdefault(owners.argument[into].place is None, []).append((into, node))
+            place = owners.argument[into].place
+            pairs.setdefault((place, place and result.bucket), []).append((into, node))
             returned[position] = into
-    for of_place in pairs.values():
-        with program.graph.inserting_before(program.output):
-            program.graph.call_function(torch.ops.aten._foreach_copy_.default, tuple(map(list, zip(*of_place))))
+    for (place, _), of_group in pairs.items():
+        end = program.output if place is None else _find_end(program, owners, of_group)
+        with program.graph.inserting_before(end):
+            program.graph.call_function(torch.ops.aten._foreach_copy_.default, tuple(map(list, zip(*of_group))))
     program.output.args = (returned,)
-    return {into for of_place in pairs.values() for into, _ in of_place}
+    return {into for of_group in pairs.values() for into, _ in of_group}
+
+
+def _find_end(program: Program, owners: Owners, pairs: list[tuple[Node, Node]]) -> Node:
+    """The first node behind the last read of these arguments and behind their new values."""
+    last = max(max(owners.last_read[owners.owner[into]], owners.position[node]) for into, node in pairs)
+    return next(node for node in program.graph.nodes if owners.position.get(node, 0) > last)

@@ -14,7 +14,6 @@ from torch import fx
 from fzero.base.placement import Host, Placement
 from fzero.passes.cut_rows import cut_rows, has_rows
 from fzero.passes.order import find_changes, find_origins, reorder
-from fzero.passes.update_order import order_by_bucket
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
@@ -42,20 +41,17 @@ def offload(program: Program) -> Program:
     * Numbers that follow from arguments alone, such as a step count, are computed and copied first, so that no update
       waits for them.
 
-    A list operation is cut into one for the host and one for the device, and an update on the host into one for each
-    bucket. With state on a disk each operation on the host is cut so, and each bucket is read, updated and written as
-    soon as its gradients are there. Same results, bit for bit, where the device is a CPU. A program with all state on
-    the device stays as it is.
+    A list operation is cut into one for the device and, on the host, one for each bucket. Same results, bit for bit,
+    where the device is a CPU. A program with all state on the device stays as it is.
     """
     if not is_placed(program):
         return program
     program = program.copy()
     _place_bodies(program)
     kinds = _cut_updates(program)
-    transfers = _Transfers(program, _find_away(program, kinds), kinds)
-    transfers.insert()
-    if _has_disk(transfers.away):
-        reorder(program.graph, order_by_bucket(program.graph, transfers.list_lazy(), transfers.sends))
+    away = _find_away(program, kinds)
+    _cut_followers(program, away, kinds)
+    _Transfers(program, away, kinds).insert()
     return program
 
 
@@ -79,44 +75,55 @@ def _place_bodies(program: Program) -> None:
 
 
 def _cut_updates(program: Program) -> dict[Node, Kind]:
-    """Cut list operations, so that all leaves of a call are in one place, and all leaves that an update takes from
-    elsewhere in one bucket. Returns the kinds of the nodes."""
+    """Cut list operations, so that all leaves of a call are in one place, and on the host in one bucket. Returns the
+    kinds of the nodes."""
     kinds, away = infer(program), _list_arguments(program)
-    cut = dict[Node, str]()  # a call that was cut -> the bucket of its leaves
     node = next(iter(program.graph.nodes))
     while node.op != "output":  # over what a cut inserts, too
-        groups = _group_rows(node, away, kinds, cut) if has_rows(node) else {}
+        groups = _group_rows(node, away, kinds) if has_rows(node) else []
         if len(groups) > 1:
-            calls = cut_rows(program, node, list(groups.values()))
-            cut.update({call: key for call, key in zip(calls, groups) if isinstance(key, str)})
-            node = calls[0]
+            node, *_ = cut_rows(program, node, groups)
         _note_place(node, away)
         node = node.next
     return infer(program)
 
 
-def _group_rows(node: Node, away: Away, kinds: dict[Node, Kind], cut: dict[Node, str]) -> dict[Any, list[int]]:
-    """The leaves of a list operation by place. Those of an update of state elsewhere, and with state on a disk those of
-    any operation on the host, by bucket, in the order in which gradients are there."""
+def _group_rows(node: Node, away: Away, kinds: dict[Node, Kind]) -> list[list[int]]:
+    """The leaves of a list operation by place, those on the host by bucket as well. Those of an update are in the order
+    in which gradients are there."""
     groups: dict[Any, list[int]] = {}
     columns = [arg for arg in node.args if isinstance(arg, (list, tuple)) and len(arg) == len(node.args[0])]
-    position = record(node).gradients
-    by_bucket = position is not None or _has_disk(away)
     for row in range(len(node.args[0])):
-        values = [column[row] for column in columns if isinstance(column[row], fx.Node)]
-        is_away = any(x in away for x in values)
-        bucket = next(filter(None, (_find_bucket(x, kinds, cut) for x in values)), None)
-        groups.setdefault(bucket or True if is_away and by_bucket else is_away, []).append(row)
+        key: Any = any(column[row] in away for column in columns if isinstance(column[row], fx.Node))
+        if key:
+            key = _find_bucket(node.args[0][row], kinds) or key
+        groups.setdefault(key, []).append(row)
+    position = record(node).gradients
     if position is None:
-        return groups
+        return list(groups.values())
     grads = node.args[position]
-    return dict(sorted(groups.items(), key=lambda group: max(grads[row] for row in group[1])))
+    return sorted(groups.values(), key=lambda rows: max(grads[row] for row in rows))
 
 
-def _find_bucket(node: Node, kinds: dict[Node, Kind], cut: dict[Node, str]) -> str | None:
-    """The bucket of a slice; None for another value."""
+def _cut_followers(program: Program, away: Away, kinds: dict[Node, Kind]) -> None:
+    """Cut the other list operations on the host by bucket as well, the last first: `kinds` does not know what a cut
+    inserts."""
+    for call in reversed(list(program.graph.nodes)):
+        if call in away and has_rows(call):
+            groups: dict[str | None, list[int]] = {}
+            for row, x in enumerate(call.args[0]):
+                groups.setdefault(_find_bucket(x, kinds), []).append(row)
+            if len(groups) > 1:
+                new = cut_rows(program, call, list(groups.values()))
+                items = [item for part in new for item in part.users]
+                rows = [row for item in items if isinstance(item.meta["val"], (list, tuple)) for row in item.users]
+                away.update(dict.fromkeys([*new, *items, *rows], Host()))
+
+
+def _find_bucket(node: Node, kinds: dict[Node, Kind]) -> str | None:
+    """The bucket whose slice a value is; None for any other value."""
     kind = kinds.get(node)
-    return kind.bucket if isinstance(kind, Slice) else cut.get(_find_call(node))
+    return kind.bucket if isinstance(kind, Slice) else None
 
 
 def _find_away(program: Program, kinds: dict[Node, Kind]) -> Away:
@@ -143,14 +150,14 @@ def _find_common_place(operand: Any, away: Away) -> Placement | None:
     return places.pop() if len(places) == 1 else None if None in places else Host()
 
 
-def _has_disk(away: Away) -> bool:
-    return any(place.where == "disk" for place in away.values())
-
-
 def _note_place(node: Node, away: Away) -> None:
     """Note where the value of a node lies whose operands have been looked at. The node runs on the host where some
     operand is a slice elsewhere than on the device, and so is each operand that it writes into."""
     if node.op != "call_function" or runs_on_device(node):
+        return
+    if record(node).to is not None or record(node).arrives:  # a saved value
+        if record(node).to == "host" or (record(node).arrives and node.args[0] in away):
+            away[node] = Host()
         return
     body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
     if body is not None:
@@ -169,6 +176,8 @@ def _may_follow(node: Node, away: Away, kinds: dict[Node, Kind]) -> bool:
     is_list = has_rows(node)
     items = list(node.users) if is_list else [node]
     users = {user for item in items for user in item.users}
+    if any(record(user).to is not None for user in users):
+        return False
     if not users or not users <= away.keys() or not (is_list or record(node).is_pointwise):
         return False
     wide = [x for x in node.all_input_nodes if is_wide(x)]
@@ -187,8 +196,6 @@ class _Transfers:
         self._origins = find_origins(program.graph, "scattered")
         self._copies: dict[tuple[Node, Where], Node] = {}  # of values that nothing writes into
         self._early = _find_early_numbers(program.graph)
-        self.sends = dict[Node, str]()
-        """Copies of results that leave the host, and their buckets."""
 
     def insert(self) -> None:
         """Insert all copies."""
@@ -197,9 +204,8 @@ class _Transfers:
                 sources = list_sources(node, self._find_where(node))
                 for there in CHAIN:
                     missing = [x for x, where in sources if where == there != self._find_where(x)]
-                    if missing:
-                        copies = self._bring(missing, node, there)
-                        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda x: copies.get(x, x))
+                    for x, copy in self._bring(missing, node, there).items():
+                        node.replace_input_with(x, copy)
                 is_sized_by_disk = record(node).takes_shape and "disk" in map(self._find_where, node.all_input_nodes)
                 if self._find_where(node) == "host" and (node.kwargs.get("device") is not None or is_sized_by_disk):
                     node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
@@ -209,12 +215,6 @@ class _Transfers:
         if first:
             nodes = [node for node in self.graph.nodes if node.op == "placeholder" or node in first]
             reorder(self.graph, dict.fromkeys([*nodes, *self.graph.nodes]))
-
-    def list_lazy(self) -> set[Node]:
-        """The nodes that run on the host and may run as late as their results are used. Copies from the device start at
-        once, and so do numbers."""
-        nodes = {node for node in self.away if node.op == "call_function" and record(node).source in (None, "disk")}
-        return {node for node in nodes if self._find_where(node) == "host" and node not in self._early}
 
     def _find_where(self, node: Node) -> Where:
         return self.away[node].where if node in self.away else "device"
@@ -242,26 +242,21 @@ class _Transfers:
 
     def _copy(self, values: Sequence[Node], at: Node, user: Node, there: Where, *into: str) -> dict[Node, Node]:
         """Start copies to the next place in front of `at`, and wait for them in front of `user`."""
-        here = self._find_where(values[0])
         with self.graph.inserting_before(at):
-            start = self.program.emit(COPIES[here, there], list(values), *into)
+            start = self.program.emit(COPIES[self._find_where(values[0]), there], list(values), *into)
         with self.graph.inserting_before(user):
             arrived = self.program.emit(ops.arrive, start)
             copies = {x: self.program.emit(operator.getitem, arrived, i) for i, x in enumerate(values)}
         self.kinds.update({copy: self.kinds[x] for x, copy in copies.items() if x in self.kinds})
         if there == "host":
             self.away.update(dict.fromkeys([start, arrived, *copies.values()], Host()))
-        if here == "host" and user.op == "output":
-            kind = self.kinds.get(values[0])
-            self.sends[start] = kind.bucket if isinstance(kind, Slice) else ""
         return copies
 
     def _group(self, values: Iterable[Node]) -> list[list[Node]]:
         """Values that are copied at once: slices that a collective made together, and otherwise slices of a bucket."""
         groups: dict[Any, list[Node]] = {}
         for x in dict.fromkeys(values):
-            kind = self.kinds.get(x)
-            bucket = kind.bucket if isinstance(kind, Slice) else None
+            bucket = _find_bucket(x, self.kinds)
             key = self._find_where(x), self._origins.get(x), x.op, bucket, is_wide(x), x in self._early
             groups.setdefault(key, []).append(x)
         return list(groups.values())

@@ -5,33 +5,65 @@ leaf that is used by rows makes a few columns of the logits at a time. From thes
 
     loss of a token        logsumexp(logits) - (the sum over classes of the logit at the label, 0 elsewhere)
     gradient by its logits (exp(logits - logsumexp(logits)) - 1 at the label) * the gradient by the loss of the token
+
+`fzero.tiled_cross_entropy` is a loop over tokens that has the head whole in each turn. Where the head is used by rows,
+all tokens take some classes at a time instead. The gradients of the head and of `hidden` stand then where the step
+first uses them, in one loop over the head.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from fzero.base.dtypes import accumulator
-from fzero.passes.rows import follow_rows, is_carrier
+from fzero.passes.order import restore_order
+from fzero.passes.rows import follow_rows, is_carrier, list_reduction_dims
+from fzero.program import ops
 from fzero.program.operation import Node
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
-from fzero.program.records import name_of
+from fzero.program.records import is_call, name_of, shares_memory
+from fzero.values.regions import TiledLoss
 
 _aten = torch.ops.aten
 MEAN = 1
 """torch's number for the reduction "mean"; 2 is "sum"."""
 
 
+_PLAIN = TiledLoss(-100, 0.0, 0.0, (True, True, True))
+"""A cross entropy of torch without smoothed labels. Its labels to ignore stand in its node."""
+
+
+class _Sums(NamedTuple):
+    """What a cross entropy and its gradient are made of: wide logits [T, V], their logsumexp [T, 1], and which logits
+    are at no label [T, V]. Of each token [T]: its label, or another where the token does not count, whether it counts,
+    and its loss, 0 where it does not count."""
+
+    logits: Node
+    lse: Node
+    misses: Node
+    labels: Node
+    counts: Node
+    losses: Node
+
+
 class _Loss(NamedTuple):
-    """The nodes of a cross entropy: the logits [T, V], their log-softmax, the loss, and the gradient by the logits."""
+    """The nodes of a cross entropy: the logits [T, V], their log-softmax, its sum over classes where labels are
+    smoothed, and the loss. Then the gradient by the logits, those by the log-softmax that the gradient is made of: that
+    of the loss, and where labels are smoothed one for all classes of a token [T, 1]."""
 
     logits: Node
     softmax: Node
+    every: Node | None
     forward: Node
-    backward: Node | None
     gradient: Node | None
+    backward: Node | None
+    spread: Node | None
 
 
 def open_loss(program: Program, product: Node, dim: int, rows: int) -> Node | None:
@@ -43,18 +75,19 @@ def open_loss(program: Program, product: Node, dim: int, rows: int) -> Node | No
     if loss is None:
         return None
     with program.graph.inserting_before(loss.forward):
-        logits, lse, misses, counts, total = _emit_loss(program, loss)
-    if loss.gradient is not None and loss.backward is not None:
+        sums, parts, total = _emit_loss(program, loss)
+    if loss.gradient is not None:
         with program.graph.inserting_before(loss.gradient):
-            _emit_gradient(program, loss, logits, lse, misses, counts, total)
-        program.graph.erase_node(loss.backward)
-    for node in (loss.forward, loss.softmax):
-        program.graph.erase_node(node)
-    return misses
+            _emit_gradient(program, loss, sums, parts, total)
+    for node in (loss.backward, loss.forward, loss.softmax):
+        if node is not None:
+            program.graph.erase_node(node)
+    return sums.misses
 
 
 def _find_loss(product: Node, dim: int, rows: int) -> _Loss | None:
-    """The cross entropy of a product's logits, with one label for each token and no weights of classes."""
+    """The cross entropy of a product's logits, with one label for each token, and weights of classes or smoothed
+    labels."""
     logits = product
     while len(logits.users) == 1:
         (user,) = logits.users
@@ -67,59 +100,233 @@ def _find_loss(product: Node, dim: int, rows: int) -> _Loss | None:
     else:
         return None
     by_name = {name_of(each): each for each in user.users if each.op == "call_function"}
-    forward, backward = by_name.pop("nll_loss_forward", None), by_name.pop("nll_loss_backward", None)
-    gradient = by_name.pop("_log_softmax_backward_data", None)
-    is_known = forward is not None and not by_name and len(user.users) == 1 + 2 * (backward is not None)
-    if not is_known or logits.meta["val"].ndim != 2 or dim != 1 or user.args[1] not in (1, -1) or user.args[2]:
+    if len(by_name) < len(user.users) or logits.meta["val"].ndim != 2 or dim != 1 or user.args[2]:
         return None
-    if forward.args[1].meta["val"].ndim != 1 or forward.args[2] is not None or forward.args[3] not in (MEAN, 2):
+    every, forward = by_name.pop("sum", None), by_name.pop("nll_loss_forward", None)
+    backward, gradient = by_name.pop("nll_loss_backward", None), by_name.pop("_log_softmax_backward_data", None)
+    is_known = forward is not None and not by_name and (backward is None) == (gradient is None)
+    if not is_known or user.args[1] not in (1, -1) or (every is not None and list_reduction_dims(every) != [1]):
         return None
-    if backward is not None and (gradient is None or list(backward.users) != [gradient]):
+    if forward.args[1].meta["val"].ndim != 1 or forward.args[3] not in (MEAN, 2):
         return None
-    return _Loss(logits, user, forward, backward, gradient)
+    if gradient is None or backward is None:
+        return _Loss(logits, user, every, forward, None, None, None)
+    total = gradient.args[0]
+    spread = None if total is backward else _find_spread(total, backward)
+    is_known = list(backward.users) == [gradient if total is backward else total]
+    is_known = is_known and (spread is None) == (total is backward)
+    return _Loss(logits, user, every, forward, gradient, backward, spread) if is_known else None
 
 
-def _emit_loss(program: Program, loss: _Loss) -> tuple[Node, Node, Node, Node, Node]:
-    """The loss, and what its gradient needs: wide logits, their logsumexp [T, 1], which logits are at no label [T, V],
-    which tokens count [T], and how many."""
-    emit, (_, labels, _, reduction, ignored) = program.emit, loss.forward.args
-    value = loss.logits.meta["val"]
+def _find_spread(total: Node, backward: Node) -> Node | None:
+    """The value [T, 1] for all classes of a token that is added to a gradient; None where another value is."""
+    if name_of(total) != "add" or total.kwargs or backward not in total.args[:2] or len(total.users) > 1:
+        return None
+    other = next((x for x in total.args[:2] if isinstance(x, fx.Node) and x is not backward), None)
+    if other is None or name_of(other) != "expand" or len(other.users) > 1:
+        return None
+    spread = other.args[0]
+    return spread if list(spread.meta["val"].shape[1:]) == [1] else None
+
+
+def _emit_sums(program: Program, logits: Node, labels: Node, terms: TiledLoss) -> _Sums:
+    """The sums of the cross entropy of logits."""
+    emit, value = program.emit, logits.meta["val"]
     wide = accumulator(value.dtype)
-    logits = loss.logits if wide == value.dtype else emit(_aten._to_copy.default, loss.logits, dtype=wide)
-    is_ignored = emit(_aten.eq.Scalar, labels, ignored)
+    logits = logits if wide == value.dtype else emit(_aten._to_copy.default, logits, dtype=wide)
+    is_ignored = emit(_aten.eq.Scalar, labels, terms.ignore_index)
     numbers = emit(_aten.arange.default, value.shape[1], dtype=torch.int64, device=value.device)
     label = emit(_aten.index_select.default, numbers, 0, emit(_aten.masked_fill.Scalar, labels, is_ignored, 0))
     misses = emit(_aten.ne.Tensor, emit(_aten.unsqueeze.default, label, 1), numbers)  # the line above refused others
     at_label = emit(_aten.masked_fill.Scalar, logits, misses, 0)
     lse = emit(_aten.logsumexp.default, logits, [1], True)
     chosen = emit(_aten.sum.dim_IntList, at_label, [1], True)
-    each = emit(_aten.squeeze.dim, emit(_aten.sub.Tensor, lse, chosen), 1)
-    counts = emit(_aten.logical_not.default, is_ignored)
-    total = emit(_aten.sum.dim_IntList, emit(_aten._to_copy.default, counts, dtype=wide), [0])
-    result = emit(_aten.sum.dim_IntList, emit(_aten.masked_fill.Scalar, each, is_ignored, 0), [0])
+    if terms.label_smoothing:
+        share = terms.label_smoothing / value.shape[1]
+        every = emit(_aten.mul.Tensor, emit(_aten.sum.dim_IntList, logits, [1], True), share)
+        chosen = emit(_aten.add.Tensor, emit(_aten.mul.Tensor, chosen, 1 - terms.label_smoothing), every)
+    each = emit(_aten.sub.Tensor, lse, chosen)
+    if terms.z_loss:
+        square = emit(_aten.mul.Tensor, lse, lse)
+        each = emit(_aten.add.Tensor, each, emit(_aten.mul.Tensor, square, terms.z_loss))
+    losses = emit(_aten.masked_fill.Scalar, emit(_aten.squeeze.dim, each, 1), is_ignored, 0)
+    return _Sums(logits, lse, misses, label, emit(_aten.logical_not.default, is_ignored), losses)
+
+
+def _emit_gradient_of_sums(
+    program: Program, sums: _Sums, by_share: Node, at_label: Node, every: Node | None = None
+) -> Node:
+    """The gradient by wide logits [T, V]: the softmax times `by_share`, plus `every`, minus `at_label` at the label.
+    These three are [T, 1]."""
+    emit = program.emit
+    shares = emit(_aten.exp.default, emit(_aten.sub.Tensor, sums.logits, sums.lse))
+    shares = emit(_aten.mul.Tensor, shares, by_share)
+    shares = shares if every is None else emit(_aten.add.Tensor, shares, every)
+    return emit(_aten.where.self, sums.misses, shares, emit(_aten.sub.Tensor, shares, at_label))
+
+
+def _emit_loss(program: Program, loss: _Loss) -> tuple[_Sums, Node, Node]:
+    """The sums of a loss of torch, in whose place their total or mean is, the weight of each token, 0 where it does not
+    count, and the sum of these."""
+    emit, (_, labels, weights, reduction, ignored) = program.emit, loss.forward.args
+    dtype = loss.logits.meta["val"].dtype
+    sums = _emit_sums(program, loss.logits, labels, _PLAIN._replace(ignore_index=ignored))
+    wide = sums.logits.meta["val"].dtype
+    parts, losses = emit(_aten._to_copy.default, sums.counts, dtype=wide), sums.losses
+    if weights is not None:
+        parts = emit(_aten.mul.Tensor, parts, emit(_aten.index_select.default, weights, 0, sums.labels))  # [T]
+        losses = emit(_aten.mul.Tensor, losses, parts)
+    total, result = (emit(_aten.sum.dim_IntList, x, [0]) for x in (parts, losses))
     result = emit(_aten.div.Tensor, result, total) if reduction == MEAN else result
-    if wide != value.dtype:
-        result = emit(_aten._to_copy.default, result, dtype=value.dtype)
+    result = result if wide == dtype else emit(_aten._to_copy.default, result, dtype=dtype)
+    if loss.every is not None:
+        logits = emit(_aten.sum.dim_IntList, sums.logits, [1], True)
+        every = emit(_aten.sub.Tensor, logits, emit(_aten.mul.Tensor, sums.lse, loss.logits.meta["val"].shape[1]))
+        value = loss.every.meta["val"]
+        every = emit(_aten._to_copy.default, emit(_aten.view.default, every, list(value.shape)), dtype=value.dtype)
+        program.substitute(loss.every, every)
     for item in list(loss.forward.users):
         program.substitute(item, (result, total)[item.args[1]])
-    return logits, lse, misses, counts, total
+    return sums, parts, total
 
 
-def _emit_gradient(
-    program: Program, loss: _Loss, logits: Node, lse: Node, misses: Node, counts: Node, total: Node
-) -> None:
-    """The gradient by the logits [T, V]."""
-    emit, gradient, of_loss = program.emit, loss.gradient, loss.backward
+def _emit_gradient(program: Program, loss: _Loss, sums: _Sums, parts: Node, total: Node) -> None:
+    """The gradient by the logits [T, V] of a loss of torch."""
+    emit, gradient, of_loss, wide = program.emit, loss.gradient, loss.backward, sums.logits.meta["val"].dtype
     assert gradient is not None and of_loss is not None  # the caller has looked
     cotangent, reduction = of_loss.args[0], of_loss.args[4]
-    factor = emit(_aten._to_copy.default, cotangent, dtype=logits.meta["val"].dtype)
+    factor = emit(_aten._to_copy.default, cotangent, dtype=wide)
     factor = emit(_aten.div.Tensor, factor, total) if reduction == MEAN else factor
-    zero = emit(_aten.zeros.default, [], dtype=factor.meta["val"].dtype, device=factor.meta["val"].device)
-    factor = emit(_aten.unsqueeze.default, emit(_aten.where.self, counts, factor, zero), 1)  # [T, 1]
-    shares = emit(_aten.exp.default, emit(_aten.sub.Tensor, logits, lse))
-    by_logits = emit(_aten.where.self, misses, shares, emit(_aten.sub.Tensor, shares, 1))
-    result = emit(_aten.mul.Tensor, by_logits, factor)
+    zero = emit(_aten.zeros.default, [], dtype=wide, device=factor.meta["val"].device)
+    factor = emit(_aten.where.self, sums.counts, factor, zero)
+    if loss.forward.args[2] is not None:
+        factor = emit(_aten.mul.Tensor, factor, parts)
+    factor = emit(_aten.unsqueeze.default, factor, 1)  # [T, 1]
+    if loss.spread is None:
+        result = _emit_gradient_of_sums(program, sums, factor, factor)
+    else:
+        spread = emit(_aten._to_copy.default, loss.spread, dtype=wide)
+        of_all = emit(_aten.mul.Tensor, spread, loss.logits.meta["val"].shape[1])
+        result = _emit_gradient_of_sums(program, sums, emit(_aten.sub.Tensor, factor, of_all), factor, spread)
     dtype: Any = gradient.meta["val"].dtype
     if result.meta["val"].dtype != dtype:
         result = emit(_aten._to_copy.default, result, dtype=dtype)
+    joined = gradient.args[0]
     program.substitute(gradient, result)
+    if loss.spread is not None:
+        program.graph.erase_node(joined)
+
+
+# tiled cross entropies
+
+
+class Opened(NamedTuple):
+    """The values [T, V] of tiled cross entropies that turns over the head compute, by name. The head has at least so
+    many `parts` as the step has of its tokens: so as few logits are alive at a time as the step asks for."""
+
+    names: frozenset[str] = frozenset()
+    parts: int = 1
+
+
+def open_tiles(program: Program, gathers: Collection[Node]) -> Opened:
+    """Replace the loops of `fzero.tiled_cross_entropy` whose head these gathers give by the cross entropy of all
+    tokens, in the program's own graph. Returns what was opened."""
+    names, parts = set[str](), 1
+    for node in program.graph.find_nodes(op="call_function", target=ops.loop):
+        loop = Loop(*node.args)
+        product = None if loop.loss is None else _find_product(loop)
+        if product is None or _find_source(product[0]) not in gathers:
+            continue
+        logits, misses = _open_tile(program, node, loop, *product)
+        names |= {logits.name, misses.name}
+        parts = max(parts, loop.length)
+    if names:
+        restore_order(program.graph)  # views of gradients stand in front of these now
+    return Opened(frozenset(names), parts)
+
+
+def _find_product(loop: Loop) -> tuple[Node, Node | None] | None:
+    """The head and its bias, whose product with the tokens the turns of a tiled cross entropy compute. None where turns
+    cast one of these."""
+    placeholders = loop.body.placeholders
+    given = dict(zip(placeholders[-len(loop.constants) :], loop.constants))
+    hidden = placeholders[len(loop.carry)]
+    for user in hidden.users:
+        name, operands = name_of(user), list(user.args)
+        bias = operands.pop(0) if name == "addmm" else None
+        if name in ("mm", "addmm") and operands[0] is hidden and name_of(operands[1]) == "t":
+            head = given.get(operands[1].args[0])
+            is_known = head is not None and (bias is None or bias in given)
+            return (head, None if bias is None else given[bias]) if is_known else None
+    return None
+
+
+def _find_source(node: Node) -> Node:
+    """The node that a value is a cast of, or the value in another shape."""
+    while is_carrier(node) and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _open_tile(program: Program, node: Node, loop: Loop, head: Node, bias: Node | None) -> tuple[Node, Node]:
+    """The logits of all tokens, and which of these are at no label. They, their loss and their gradients take the place
+    of a loop."""
+    emit, terms = program.emit, loop.loss
+    assert terms is not None  # the caller has looked
+    items = {item.args[1]: item for item in node.users if is_call(item, operator.getitem)}
+    with program.graph.inserting_before(node):
+        hidden, labels = (emit(_aten.view.default, x, [-1, *x.meta["val"].shape[2:]]) for x in loop.xs)
+        turned = emit(_aten.t.default, head)
+        logits = (
+            emit(_aten.mm.default, hidden, turned) if bias is None else emit(_aten.addmm.default, bias, hidden, turned)
+        )
+        sums = _emit_sums(program, logits, labels, terms)
+        total = emit(_aten.add.Tensor, loop.carry[0], emit(_aten.sum.dim_IntList, sums.losses, [0]))
+    news = {0: total}
+    if any(items):
+        with program.graph.inserting_before(min(_find_first_use(item) for at, item in items.items() if at)):
+            news |= _emit_gradients_of_tile(program, sums, hidden, head, loop, logits.meta["val"].dtype)
+    for at, item in items.items():
+        program.substitute(item, news[at])
+    program.graph.erase_node(node)
+    return logits, sums.misses
+
+
+def _find_first_use(node: Node) -> Node:
+    """The first node that uses a value or a view of the value, and makes no view."""
+    uses = (_find_first_use(user) if shares_memory(user) else user for user in node.users)
+    return min(uses, default=node)
+
+
+def _emit_gradients_of_tile(
+    program: Program, sums: _Sums, hidden: Node, head: Node, loop: Loop, narrow: torch.dtype
+) -> dict[int, Node]:
+    """The gradients that the turns of a tiled cross entropy returned, by position. Products are of the dtype
+    `narrow`."""
+    emit, terms, wide = program.emit, loop.loss, sums.logits.meta["val"].dtype
+    assert terms is not None
+
+    def cast(x: Node, dtype: torch.dtype) -> Node:
+        return x if x.meta["val"].dtype == dtype else emit(_aten._to_copy.default, x, dtype=dtype)
+
+    smoothing, counts = terms.label_smoothing, emit(_aten._to_copy.default, sums.counts, dtype=wide)
+    by_share = counts = emit(_aten.unsqueeze.default, counts, 1)
+    if terms.z_loss:
+        grown = emit(_aten.add.Tensor, emit(_aten.mul.Tensor, sums.lse, 2 * terms.z_loss), 1)
+        by_share = emit(_aten.mul.Tensor, counts, grown)
+    every = emit(_aten.mul.Tensor, counts, -smoothing / sums.logits.meta["val"].shape[1]) if smoothing else None
+    at_label = emit(_aten.mul.Tensor, counts, 1 - smoothing)
+    by_logits = _emit_gradient_of_sums(program, sums, by_share, at_label, every)
+    news, thin, position = dict[int, Node](), cast(by_logits, narrow), 1
+    of_hidden, of_head, of_bias = terms.wanted
+    if of_head:
+        within = wide if narrow == torch.float16 else narrow  # its range is too small for a sum of many tokens
+        turned = emit(_aten.t.default, cast(by_logits, within))
+        news[position] = cast(emit(_aten.mm.default, turned, cast(hidden, within)), wide)
+        position += 1
+    if of_bias:
+        news[position] = emit(_aten.sum.dim_IntList, by_logits, [0])
+    if of_hidden:
+        by_hidden = cast(emit(_aten.mm.default, thin, head), hidden.meta["val"].dtype)
+        news[len(loop.carry)] = emit(_aten.view.default, by_hidden, list(loop.xs[0].meta["val"].shape))
+    return news

@@ -141,7 +141,7 @@ def reorder(graph: fx.Graph, wanted: Iterable[Node]) -> None:
     """Put the nodes into the order `wanted`, in which each stands behind its inputs. A node that would pass a read or
     write of memory that it depends on waits for it. The output stays last."""
     dependences = find_dependences(graph)
-    _rearrange(graph, _sort(wanted, dependences) if dependences else wanted)
+    _rearrange(graph, sort(wanted, dependences) if dependences else wanted)
 
 
 def restore_order(graph: fx.Graph) -> None:
@@ -149,11 +149,11 @@ def restore_order(graph: fx.Graph) -> None:
 
     Nodes that stand behind their inputs keep their order.
     """
-    _rearrange(graph, _sort(graph.nodes, find_dependences(graph)))
+    _rearrange(graph, sort(graph.nodes, find_dependences(graph)))
     erase_dead(graph)
 
 
-def _sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list[Node]:
+def sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list[Node]:
     """The nodes behind their inputs and dependences. Among the nodes that are ready, the first of `wanted` is next."""
     position = {node: index for index, node in enumerate(wanted)}
     followers: dict[Node, list[Node]] = {}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
 
 from torch import fx
 
+from fzero.passes.host_updates import order_updates
 from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
-from fzero.program.ops.transfers import count_bytes
+from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
 from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
@@ -25,15 +25,21 @@ SLACK = 2.0
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
     the device in front of that in the same way, and reads of state from a disk in front of these. Wait for each
-    reduce-scatter where its result is used, or where another one starts and it is done.
+    reduce-scatter where its result is used, or where another one starts and it is done. Update state on the host as
+    gradients arrive there.
 
-    A loop over layers gathers the layer of the next turn while it computes.
+    A loop over layers gathers the layer of the next turn while it computes, and copies that of the turn behind it from
+    the host.
+
+    Saved values that move to the host (`remat`) leave the device where their copies are done, and start to come back
+    early in the same way. At most `memory` bytes of them wait to leave at once, and as many come back ahead of their
+    use; by default twice the largest of them.
 
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
-    bucket. The peak grows by at most the sum of these. On the host at most `memory` bytes of what was read await their
-    use, and at most as many are being written; by default twice the largest read. Same results, bit for bit.
-    All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
+    bucket. The peak grows by at most the sum of these. On the host at most `memory` bytes that were read in front of
+    all-gathers await their use, and at most as many are being written; by default twice the largest read. Same results,
+    bit for bit. All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
     """
     program = program.copy()
     costs = program.costs()
@@ -41,25 +47,69 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     gathers = {node: _list_with_copies(node, costs) for node in program.graph.nodes if starts(node) == "gathered"}
     reorder(program.graph, _start_early(program.graph, gathers, costs, limit))
     to_device = program.graph.find_nodes(op="call_function", target=ops.to_device)
-    copies = {node: moving for node in to_device if _takes_state(moving := _list_with_copies(node, costs))}
+    of_state = (node for node in to_device if not is_of_saved_value(node))
+    copies = {node: moving for node in of_state if _takes_state(moving := _list_with_copies(node, costs))}
     reorder(program.graph, _start_early(program.graph, copies, costs, limit))
     reads = program.graph.find_nodes(op="call_function", target=ops.read)
     staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
     reorder(program.graph, _start_early(program.graph, {node: [node] for node in reads}, costs, staged))
     reorder(program.graph, _wait_late(program, costs, limit))
+    reorder(program.graph, order_updates(program, costs))
     reorder(program.graph, _wait_for_writes(program.graph, staged))
+    _schedule_values(program.graph, costs, memory)
     for node in program.graph.nodes:
         if body_of(node) is not None:
             node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
     return program
 
 
+def _schedule_values(graph: fx.Graph, costs: Costs, memory: int | None) -> None:
+    """Let saved values of the forward pass go late, and bring them back early."""
+    waits = [node for node in graph.nodes if is_call(node, ops.arrive) and is_of_saved_value(node)]
+    sizes = [nbytes(wait.meta["val"]) for wait in waits]
+    limit = 2 * max(sizes, default=0) if memory is None else memory
+    away = {wait: [wait, *wait.users] for wait in waits if is_call(wait.args[0], ops.to_host)}
+    reorder(graph, _let_go_late(graph, away, costs, limit))
+    back = {wait.args[0]: [wait.args[0]] for wait in waits if wait not in away}
+    reorder(graph, _start_early(graph, back, costs, limit))
+
+
+def _let_go_late(graph: fx.Graph, away: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:
+    """The nodes in their new order: waits for copies to the host move back, each with the nodes that its list has, to
+    where the copy is done. They come earlier where the copy is used, or more than `memory` bytes would wait."""
+    lanes, order = Lanes(costs), list[Node]()
+    waiting: dict[Node, int] = {}  # oldest first
+    copied = {node: wait for wait, nodes in away.items() for node in nodes}
+
+    def perform(nodes: list[Node]) -> None:
+        lanes.run(nodes)
+        order.extend(nodes)
+
+    def finish(wait: Node) -> None:
+        del waiting[wait]
+        perform(away[wait])
+
+    for node in graph.nodes:
+        if node in away:
+            waiting[node] = nbytes(node.meta["val"])
+            while sum(waiting.values()) > memory:
+                finish(next(iter(waiting)))
+        elif node not in copied:
+            for wait in {copied[x]: None for x in node.all_input_nodes if x in copied}:
+                if wait in waiting:
+                    finish(wait)
+            perform([node])
+        for wait in [wait for wait in waiting if lanes.done_at[wait.args[0]] <= lanes.now]:
+            finish(wait)
+    return order
+
+
 def _gather_early(loop: Loop, costs: Costs, memory: int | None) -> Loop:
-    """A loop that gathers the layer of the next turn during each turn, where that takes time and fits."""
+    """A loop that gathers the layer of the next turn during each turn, where that or its copies take time and fit."""
     early = loop.find_early()
-    seconds = sum(costs[node].comms[0][1] for node in early)
+    seconds = sum(costs[node].seconds + sum(each for _, each in costs[node].comms) for node in early)
     limit = 2 * _find_largest(loop.body) if memory is None else memory
-    fits = sum(nbytes(node.meta["val"]) for node in early) <= limit
+    fits = sum(nbytes(node.meta["val"]) for node in early if starts(node)) <= limit
     return loop._replace(is_early=loop.length > 1 and seconds > 0 and fits)
 
 
@@ -80,8 +130,8 @@ def _list_with_copies(start: Node, costs: Costs) -> list[Node]:
 
     def visit(node: Node) -> None:
         for x in node.all_input_nodes:
-            is_item = is_call(x, operator.getitem) and is_call(x.args[0], ops.arrive)
-            if x.op == "call_function" and (is_item or is_call(x, ops.arrive) or costs[x].lane != COMPUTE):
+            is_of_copy = copy_of(x) is not None or is_call(x, ops.arrive)
+            if x.op == "call_function" and (is_of_copy or costs[x].lane != COMPUTE):
                 visit(x)
         found[node] = None
 

@@ -1,4 +1,5 @@
-"""The rematerialize pass: compute the values of `remat` regions again in the backward pass instead of keeping them."""
+"""The rematerialize pass: compute the values of `remat` regions again in the backward pass, or move them to the host,
+instead of keeping them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.torch_private import OpOverload
+from fzero.passes.move_to_host import LEAST_BYTES, move_to_host
 from fzero.passes.order import erase_dead
 from fzero.program.operation import Node, values_of
 from fzero.program.program import Program
@@ -17,7 +19,7 @@ from fzero.program.records import find_writes, record, storage
 from fzero.values.regions import Region, Turn, get_mark, set_mark
 
 
-def rematerialize(program: Program) -> Program:
+def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
     """Compute the values of a `remat` region that the backward pass uses again, together, once, before their first use
     there. Nested regions likewise, within the values that are computed again.
 
@@ -28,22 +30,29 @@ def rematerialize(program: Program) -> Program:
     * the results of collectives: a gather gets another use, and `release` decides whether to gather again;
     * values in memory that is written to from outside the region.
 
+    Kept values of at least `least` bytes that the region's policy moves to the host are copied there and back
+    (`move_to_host`).
+
     Returns `program` itself where there is no region.
     """
     if not _find_outermost(program.graph):
         return program
     program = program.copy()
-    recompute(program)
+    recompute(program, least)
     erase_dead(program.graph)
     return program
 
 
-def recompute(program: Program) -> None:
+def recompute(program: Program, least: int = LEAST_BYTES) -> None:
     """Do what `rematerialize` does in the program's own graph, and leave what is dead then."""
+    moved, again = dict[Node, None](), set[Node]()
     while regions := _find_outermost(program.graph):
         writers = _find_writers(program.graph)
         for region, members in regions.items():
-            _recompute(program, region, members, writers)
+            kept, on_host = _find_residuals(region, members, writers)
+            again |= _recompute(program, region, members, set(members) - kept, writers)
+            moved |= dict.fromkeys(node for node in members if node in on_host)
+    move_to_host(program, [node for node in moved if node not in again], again, least)
 
 
 def _find_outermost(graph: fx.Graph) -> dict[Region, list[Node]]:
@@ -64,9 +73,12 @@ def _find_writers(graph: fx.Graph) -> dict[Any, list[Node]]:
     return writers
 
 
-def _recompute(program: Program, region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> None:
-    """Give the backward pass copies of the values of a region that it uses. Takes the region out of all marks."""
-    lost = set(members) - _find_residuals(region, members, writers)
+def _recompute(
+    program: Program, region: Region, members: list[Node], lost: set[Node], writers: dict[Any, list[Node]]
+) -> set[Node]:
+    """Give the backward pass copies of the `lost` values of a region that it uses. Takes the region out of all marks.
+    Returns the copies of all nodes that compute these values."""
+    copies: dict[Node, Node] = {}
     users = {user for node in lost for user in node.users if not _is_inside(user, region)}
     used = lost.intersection(node for user in users for node in user.all_input_nodes)
     needed = _find_dependencies(used, lost, writers)
@@ -80,6 +92,7 @@ def _recompute(program: Program, region: Region, members: list[Node], writers: d
         program.refresh(copies[node] for node in used)
     for node in members:
         set_mark(node.meta, get_mark(node)._replace(regions=()))
+    return set(copies.values())
 
 
 def _is_inside(node: Node, region: Region) -> bool:
@@ -91,10 +104,11 @@ def _is_backward(node: Node, region: Region) -> bool:
     return get_mark(node).in_backward and not region.in_backward
 
 
-def _find_residuals(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> set[Node]:
+def _find_residuals(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> tuple[set[Node], set[Node]]:
     """The nodes of a region that are not computed again: values that the region keeps, views of these and of the
-    region's inputs, which cost nothing, and values whose memory or operands have changed by then."""
-    chosen = _choose_results(members, region)
+    region's inputs, which cost nothing, and values whose memory or operands have changed by then. Beside them those
+    that the region's policy moves to the host."""
+    chosen, on_host = _choose_results(members, region)
     kept = {node for node in members if node in chosen or _is_used_forward(node, region)}
     inputs = {source for node in members for source in node.all_input_nodes if not _is_inside(source, region)}
     alive = {storage(node) for node in kept | inputs}
@@ -107,30 +121,36 @@ def _find_residuals(region: Region, members: list[Node], writers: dict[Any, list
     ]:
         kept.update(further)
         alive.update(map(storage, further))
-    return kept
+    return kept, on_host
 
 
 def _is_used_forward(node: Node, region: Region) -> bool:
     return any(not _is_inside(user, region) and not _is_backward(user, region) for user in node.users)
 
 
-def _choose_results(members: list[Node], region: Region) -> set[Node]:
-    """The tensors among the results of a region that are results of collectives, or that it or its policy keeps.
+def _choose_results(members: list[Node], region: Region) -> tuple[set[Node], set[Node]]:
+    """The tensors among the results of a region that are results of collectives, or that it or its policy keeps, and
+    those of them that its policy moves to the host.
 
     The policy is asked once for each operation, in order: a policy may count.
     """
-    chosen: set[Node] = set()
+    chosen, on_host = set[Node](), set[Node]()
     for node in members:
-        if node.op != "call_function" or record(node).moves is not None or get_mark(node).number in region.kept:
+        number = get_mark(node).number
+        if node.op != "call_function" or record(node).moves is not None or number in region.kept | region.moved:
             chosen.add(node)
+            on_host.update([node] if number in region.moved else [])
         elif node.target is operator.getitem:
             chosen.update([node] if node.args[0] in chosen else [])
+            on_host.update([node] if node.args[0] in on_host else [])
         elif _is_asked(target := node.args[1] if record(node).draws else node.target):
             args = values_of(node.args[2:] if record(node).draws else node.args)
             where = node.stack_trace or node.name
-            if region.keeps(node.name, where, target, args, values_of(node.kwargs), node.meta.get("val")):
-                chosen.add(node)
-    return {node for node in chosen if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor)}
+            fate = region.decide(node.name, where, target, args, values_of(node.kwargs), node.meta.get("val"))
+            chosen.update([node] if fate != "again" else [])
+            on_host.update([node] if fate == "host" else [])
+    kept = {node for node in chosen if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor)}
+    return kept, kept & on_host
 
 
 def _is_asked(target: Any) -> bool:

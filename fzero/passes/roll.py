@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero.base.placement import Host
 from fzero.passes.order import find_changes, is_cast
 from fzero.passes.rematerialize import recompute
 from fzero.program import ops
@@ -17,8 +18,9 @@ from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.ops import loops
+from fzero.program.ops.transfers import copy_of
 from fzero.program.program import Argument, Program, Result
-from fzero.program.records import is_call, record, storage
+from fzero.program.records import body_of, is_call, record, storage
 from fzero.values.regions import Mark, Turn, get_mark, set_mark
 
 _INS = (loops.carry, loops.row, loops.pick)
@@ -225,6 +227,7 @@ def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
         loop = loops.Loop(
             body, turn.length, carry, xs, items_of_turns, constants, turn.sync,
             is_reversed=turn.forward is not None, kept=len(lists), layers=turn.layers,
+            loss=turn.loss,
         )  # fmt: skip
         with program.graph.inserting_before(min(ends)):
             call = program.emit(ops.loop, *loop)
@@ -252,7 +255,8 @@ def _make_body(
             values[node] = graph.placeholder(f"{name}_{i}")
             values[node].meta["val"] = node.meta["val"]
             bucket, leaf = _find_leaf(kinds[node])
-            arguments.append(Argument(path, bucket, leaf, kind=kinds[node]))
+            place = Host() if name == "list" and _is_on_host(node.args[0]) else None
+            arguments.append(Argument(path, bucket, leaf, kind=kinds[node], place=place))
     for node in inner:
         values[node] = graph.node_copy(node, values.__getitem__)
         mark = get_mark(node)
@@ -270,7 +274,8 @@ def _make_body(
             returned.append(node)
             kind = arguments[i].kind if name == "carry" else kinds[end.args[0]]
             bucket, leaf = _find_leaf(kind)
-            results.append(Result(f"{name}.{i}", bucket, leaf, kind=kind))
+            place = Host() if name == "list" and _is_on_host(end) else None
+            results.append(Result(f"{name}.{i}", bucket, leaf, kind=kind, place=place))
     graph.output(returned)
     return roll(replace(body, results=tuple(results)))
 
@@ -281,6 +286,17 @@ def _find_source(node: Node) -> Node:
     while is_call(source, torch.ops.aten._to_copy.default):
         source = source.args[0]
     return source
+
+
+def _is_on_host(rows: Any) -> bool:
+    """Whether a list has saved values of turns, which were copied to the host."""
+    if not isinstance(rows, fx.Node):
+        return False
+    if is_call(rows, loops.collect):
+        start = copy_of(rows.args[0])
+        return start is not None and is_call(start, ops.to_host)
+    body = body_of(rows.args[0]) if is_call(rows, operator.getitem) else None
+    return body is not None and body.results[rows.args[1]].place is not None
 
 
 def _own(inner: Sequence[Node]) -> set[Any]:

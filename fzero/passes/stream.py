@@ -12,7 +12,7 @@ from torch import fx
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout
 from fzero.layout.streams import Stream, find_obstacle, plan_stream
-from fzero.passes.open_losses import open_loss
+from fzero.passes.open_losses import Opened, open_loss, open_tiles
 from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.rows import find_dims, find_lookup, find_sum_dims, follow_rows, is_carrier, list_reduction_dims
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
@@ -59,7 +59,8 @@ def stream(program: Program, *, chunk: int) -> Program:
     whole, and a line of `Program.remarks` says so. A streamed leaf is streamed at every stage: each use gathers it.
 
     Logits of more than `chunk` bytes that such a leaf gives, and that nothing but a cross entropy uses, are computed by
-    chunks too, once for the loss and once for its gradient.
+    chunks too, once for the loss and once for its gradient. So are those of `fzero.tiled_cross_entropy`, in at least as
+    many chunks as that has parts.
 
     Results are the same up to the order of sums: a product that sums over the rows of the leaf adds up the chunks. The
     comm is that of gathering the leaf for each use, with padding of less than one chunk for each rank.
@@ -70,12 +71,14 @@ def stream(program: Program, *, chunk: int) -> Program:
     program = _join_bodies(program)
     if not _find_large(program, chunk):
         return program
-    program = program.copy()
+    program, tiles = _open_tiles(program.copy(), chunk)
     found, remarks, taken = list[_Plan](), list[str](), set[Node]()
     for leaf in _find_large(program, chunk):
-        plan = _find_uses(program, leaf, chunk, taken)
-        if isinstance(plan, _Plan) and (opened := _open_losses(program, plan, chunk)):
-            plan = _find_uses(program, leaf, chunk, taken, opened)
+        tile = tiles.get(leaf.key, Opened())
+        opened = {node: 1 for node in program.graph.nodes if node.name in tile.names}
+        plan = _find_uses(program, leaf, chunk, taken, opened, tile.parts)
+        if isinstance(plan, _Plan) and (more := _open_losses(program, plan, chunk)):
+            plan = _find_uses(program, leaf, chunk, taken, opened | more, tile.parts)
         if isinstance(plan, str):
             remarks.append(_describe(program, leaf, chunk, plan))
         else:
@@ -137,6 +140,25 @@ def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str) -> str:
     return f"{own.path} is gathered whole, {size} with chunks of {format_size(chunk)}: {obstacle}"
 
 
+def _open_tiles(program: Program, chunk: int) -> tuple[Program, dict[Key, Opened]]:
+    """The program in which `fzero.tiled_cross_entropy` takes all tokens at once where its head is streamed then, and by
+    such a head what was opened."""
+    found: dict[Key, Opened] = {}
+    for key in [leaf.key for leaf in _find_large(program, chunk)] if _has_tiles(program) else ():
+        trial = program.copy()
+        (leaf,) = (each for each in _find_large(trial, chunk) if each.key == key)
+        opened = open_tiles(trial, leaf.gathers)
+        values = {node: 1 for node in trial.graph.nodes if node.name in opened.names}
+        if values and isinstance(_find_uses(trial, leaf, chunk, set(), values), _Plan):
+            program, found[key] = trial, opened
+    return program, found
+
+
+def _has_tiles(program: Program) -> bool:
+    loops = program.graph.find_nodes(op="call_function", target=ops.loop)
+    return any(Loop(*node.args).loss is not None for node in loops)
+
+
 def _open_losses(program: Program, plan: _Plan, chunk: int) -> dict[Node, int]:
     """Products that are logits larger than a chunk, and nodes beside them, with the dimension of the classes: the loops
     of their cross entropies compute them by rows too. The program's own graph changes."""
@@ -149,10 +171,11 @@ def _open_losses(program: Program, plan: _Plan, chunk: int) -> dict[Node, int]:
 
 
 def _find_uses(
-    program: Program, leaf: _Leaf, chunk: int, taken: Set[Node], opened: Mapping[Node, int] | None = None
+    program: Program, leaf: _Leaf, chunk: int, taken: Set[Node], opened: Mapping[Node, int], parts: int = 1
 ) -> _Plan | str:
     """How a leaf is streamed; a text for a leaf that is not, also where loops of other leaves have `taken` a use of it.
-    Turns compute the nodes that are `opened`, rather than the loop behind the last turn.
+    Turns compute the nodes that are `opened`, rather than the loop behind the last turn. The leaf has `parts` chunks or
+    more.
 
     Raises:
         FzeroError: for a `chunk` below one row of every rank.
@@ -162,12 +185,13 @@ def _find_uses(
     if obstacle:
         return obstacle
     rows, changed = layout.leaves[leaf.key[1]].shape[0], find_changes(program.graph)
-    inner = {**dict.fromkeys(leaf.gathers, 0), **(opened or {})}
+    inner = {**dict.fromkeys(leaf.gathers, 0), **opened}
     uses: list[Use] = []
-    refused = _follow_gathers(leaf, rows, inner, uses, opened or ()) or _follow_scatters(leaf, rows, inner, uses)
+    refused = _follow_gathers(leaf, rows, inner, uses, opened) or _follow_scatters(leaf, rows, inner, uses)
     refused = refused or next((node for node in inner if storage(node) in changed), None)
     refused = refused or next((use.node for use in uses if _gets_another_shape(use.node)), None)
-    plan = _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, chunk), inner, uses)
+    limit = min(chunk, leaf.itemsize * leaf.numel // parts)
+    plan = _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, limit), inner, uses)
     refused = refused or next((node for node in _list_nodes(plan) if node in taken), None)
     if refused is not None:
         return f"{name_of(refused)} uses it{line_of(refused)}"

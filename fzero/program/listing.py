@@ -48,7 +48,7 @@ def summarize_program(program: Program) -> str:
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
     memory = program.memory()
     beside = ((memory.host, "on the host"), (memory.disk, "on disk"))
-    peak = " and ".join([format_size(memory.peak), *(f"{format_size(nbytes)} {where}" for nbytes, where in beside if nbytes)])
+    peak = format_size(memory.peak) + "".join(f" and {format_size(size)} {where}" for size, where in beside if size)
     files = {name: nbytes for name, nbytes in program.copies().items() if name in ("read", "write")}
     moved += "".join(f", {name}s {format_size(nbytes)}" for name, nbytes in files.items())
     return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"

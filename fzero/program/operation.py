@@ -102,7 +102,8 @@ class Operation:
     * `takes_shape`: the operation takes the shapes of its operands, and reads none of their elements.
     * `is_random(node)`: whether the operation draws from a generator of torch.
     * `body(node)`: for a loop, the program that it runs once for each turn.
-    * `early(node)`: for a loop, the nodes of its body that start one turn early.
+    * `early(node)`: for a loop, the all-gathers of its body that start one turn early, and the copies to the device
+      that these read, which start two turns early.
     * `draws`: the operation is called with the step's seed, as the keyword `seed`.
     * `in_place`: the target that computes the same results and writes them over operands.
     * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
@@ -110,7 +111,7 @@ class Operation:
       arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
     * `takes_where`: the operation takes the keyword `where`, a 0-d bool, the same on all ranks. Where that is false,
       the results are the operands that `replaces` names.
-    * `source`, `to`: the operation starts to copy the values of its first argument from one place to another: places
+    * `source`, `to`: the operation starts to copy the values of its first argument from one place to another. Places
       are the "device", the "host" and the "disk".
     * `arrives`: the operation waits for the copies that its operand started.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.

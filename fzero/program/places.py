@@ -7,6 +7,7 @@ An operation with an operand on the host runs on the host. No operation computes
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -14,10 +15,11 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.program.operation import Node
-from fzero.program.records import body_of, is_call, record
+from fzero.program.records import body_of, find_bodies, is_call, record
 from fzero.program.refusals import refuse_node
 
 if TYPE_CHECKING:
+    from fzero.base.placement import Placement
     from fzero.program.program import Argument, Program, Result
 
 Where = Literal["device", "host", "disk"]
@@ -32,8 +34,13 @@ def step_towards(here: Where, there: Where) -> Where:
 
 
 def is_placed(program: Program) -> bool:
-    """Whether some argument lies elsewhere than on the device."""
-    return any(argument.place is not None for argument in program.arguments)
+    """Whether some value lies elsewhere than on the device: an argument, what is copied there, or what a loop returns
+    there."""
+    bodies = list(find_bodies(program.graph))
+    if any(argument.place is not None for each in (program, *bodies) for argument in each.arguments):
+        return True
+    copies = (record(node).to is not None for node in program.graph.nodes if node.op == "call_function")
+    return any(copies) or any(result.place is not None for body in bodies for result in body.results)
 
 
 def where_of(value: Argument | Result) -> Where:
@@ -140,6 +147,14 @@ def place_results(program: Program) -> Program:
         return replace(result, place=max(same, key=lambda x: _count_common(x.path, result.path)).place)
 
     return replace(program, results=tuple(map(place, program.results)))
+
+
+def place_arguments(program: Program, places: Mapping[int, Placement | None]) -> Program:
+    """A traced program, the arguments of which at these positions lie in these places, and the results that replace
+    them too."""
+    arguments = [replace(x, place=places.get(i, x.place)) for i, x in enumerate(program.arguments)]
+    results = tuple(replace(result, place=None) for result in program.results)
+    return place_results(replace(program, arguments=tuple(arguments), results=results))
 
 
 def _count_common(path: str, other: str) -> int:

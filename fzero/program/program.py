@@ -193,8 +193,8 @@ class Program:
         return list_comm(self)
 
     def copies(self, rank: int = RANK) -> dict[str, int]:
-        """Operation -> the bytes that a rank copies by it in a step: "read" from files and "write" into files, "to_host"
-        and "to_device". `rank` is a position along the shard axis."""
+        """Operation -> the bytes that a rank copies by it in a step: "read" and "write" of files, "to_host" and
+        "to_device". `rank` is a position along the shard axis."""
         return dict(count_copies(self, rank))
 
     def memory(self) -> Memory:

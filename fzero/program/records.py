@@ -213,7 +213,7 @@ def turns_of(loop: Node) -> int:
 
 
 def early_of(loop: Node) -> list[Node]:
-    """The nodes of a loop's body that start one turn early."""
+    """The nodes of a loop's body that start before their turn: all-gathers one turn early, their copies two."""
     return record(loop).early(loop)
 
 

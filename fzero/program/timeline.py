@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.program.comm import Comm, comm_of
 from fzero.program.operation import Node
-from fzero.program.ops.transfers import count_bytes
+from fzero.program.ops.transfers import copy_of, count_bytes
 from fzero.program.places import find_places, is_placed
 from fzero.program.rates import Rates
-from fzero.program.records import body_of, early_of, name_of, record, starts, turns_of
+from fzero.program.records import body_of, early_of, find_writes, name_of, record, starts, turns_of
 from fzero.program.work import work
 
 if TYPE_CHECKING:
@@ -234,17 +234,35 @@ class Lanes:
                 self._wait_at_once(node, comms)
 
     def _run_turns(self, loop: Node, body: Program) -> None:
-        early = dict.fromkeys(early_of(loop))
-        rest = [node for node in body.graph.nodes if node not in early]
-        for turn in range(-1, turns_of(loop)):
-            of_turn = {node: self.done_at.get(node, self.now) for node in early}
-            for node in early if turn + 1 < turns_of(loop) else ():
-                self._start(node)
-            of_next = {node: self.done_at.get(node, self.now) for node in early}
-            if turn >= 0:
+        gathers = [node for node in early_of(loop) if starts(node)]
+        copies = [node for node in early_of(loop) if not starts(node)]
+        rest = [node for node in body.graph.nodes if node not in gathers and node not in copies]
+        done_at: list[dict[Node, float]] = [{} for _ in range(turns_of(loop))]
+
+        def begin(nodes: list[Node], turn: int) -> None:
+            for of_turn in done_at[turn : turn + 1]:  # none behind the last turn
                 self.done_at |= of_turn
-                self.run(rest)
-                self.done_at |= of_next
+                for node in nodes:
+                    self._begin(node)
+                    of_turn[node] = self.done_at[node]
+
+        begin(copies, 0)
+        begin(gathers, 0)
+        begin(copies, 1)
+        for turn, of_turn in enumerate(done_at):
+            begin(gathers, turn + 1)
+            begin(copies, turn + 2)
+            self.done_at |= of_turn
+            self.run(rest)
+
+    def _begin(self, node: Node) -> None:
+        """Start a node of the next turns of a loop: a copy, or an all-gather behind the copies that it reads."""
+        if self.costs[node].lane == LINK:
+            self._run_beside(node)
+            return
+        for copy in filter(None, map(copy_of, node.all_input_nodes)):
+            self._wait(node, self.done_at[copy])
+        self._start(node)
 
     def _start(self, node: Node) -> None:
         self._compute(node)
@@ -256,12 +274,13 @@ class Lanes:
 
     def _run_beside(self, node: Node) -> None:
         """Put a copy or an operation on the host on its lane, behind what it needs, and behind what the thread of the
-        host did before."""
+        host did before. A copy into new memory, or of what the device computed, also waits for compute so far."""
         seconds, _, lane = self.costs[node]
         ready = (self.done_at.get(x, 0.0 if x.op == "placeholder" else self.now) for x in node.all_input_nodes)
         name = name_of(node).rstrip("_")
         clock = name if lane == LINK else lane
-        start = max(self.free[clock], self.free[HOST], *ready)
+        behind = self.now if lane == LINK and not find_writes(node) else 0.0
+        start = max(self.free[clock], self.free[HOST], behind, *ready)
         self.free[clock] = self.done_at[node] = start + seconds
         if lane != HOST:
             comm = Comm(name, lane, None, node.args[0][0].meta["val"].dtype, count_bytes(node))

@@ -1,7 +1,7 @@
 """Link: copies between the memory of a device and that of the host.
 
-A start returns the copies, as a list of tensors, and `arrive` returns them once they are there. Where the device is the
-host, a start copies at once.
+A start returns the copies, as a list of tensors with the strides of what is copied, and `arrive` returns them once they
+are there. Where the device is the host, a start copies at once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from fzero.files.memory import new_pinned
 
 
 class Link(Protocol):
@@ -23,15 +25,16 @@ class Link(Protocol):
         """Start to copy values of the host into new memory of the device, or over the values `into`, which nothing
         reads any more."""
 
-    def arrive(self, started: list[Tensor]) -> list[Tensor]:
-        """The copies of a start, once they are there."""
+    def arrive(self, started: list[Tensor], is_read: bool = True) -> list[Tensor]:
+        """The copies of a start, once they are there. Copies on the host that are not read there, but copied back, may
+        be there later: the device waits for them, and the calling thread does not."""
 
 
 class AtOnce:
     """The link of a device that is the host."""
 
     def to_host(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [x.clone(memory_format=torch.contiguous_format) for x in values]
+        return [x.clone(memory_format=torch.preserve_format) for x in values]
 
     def to_device(self, values: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         if into is None:
@@ -40,7 +43,7 @@ class AtOnce:
             target.copy_(x)
         return list(into)
 
-    def arrive(self, started: list[Tensor]) -> list[Tensor]:
+    def arrive(self, started: list[Tensor], is_read: bool = True) -> list[Tensor]:
         return started
 
 
@@ -60,7 +63,7 @@ class Cuda:
 
     def to_host(self, values: Sequence[Tensor]) -> list[Tensor]:
         self._out.wait_stream(torch.cuda.current_stream(self.device))  # which computes the values
-        made = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in values]
+        made = list(map(_new_pinned_like, values))
         for x in values:
             x.record_stream(self._out)  # the allocator reuses the memory once it is copied
         return self._copy(self._out, values, made)
@@ -68,10 +71,10 @@ class Cuda:
     def to_device(self, values: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         if into is not None:
             return self._copy(self._in, values, list(into))
-        with torch.cuda.stream(self._in):  # memory of this stream need not wait for what computes now
-            made = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in values]
+        made = [torch.empty_like(x, device=self.device) for x in values]
+        self._in.wait_stream(torch.cuda.current_stream(self.device))  # which may still compute in this memory
         for x in made:
-            x.record_stream(torch.cuda.current_stream(self.device))
+            x.record_stream(self._in)
         return self._copy(self._in, values, made)
 
     def _copy(self, stream: torch.cuda.Stream, values: Sequence[Tensor], made: list[Tensor]) -> Started:
@@ -82,13 +85,19 @@ class Cuda:
         started.event = stream.record_event()
         return started
 
-    def arrive(self, started: list[Tensor]) -> list[Tensor]:
+    def arrive(self, started: list[Tensor], is_read: bool = True) -> list[Tensor]:
         assert isinstance(started, Started)  # a start of this link made it
-        if started[0].is_cuda:
+        if started[0].is_cuda or not is_read:  # a copy back waits for the current stream
             torch.cuda.current_stream(self.device).wait_event(started.event)
         else:
             started.event.synchronize()  # the host reads the copies
         return list(started)
+
+
+def _new_pinned_like(x: Tensor) -> Tensor:
+    """Memory of the host for a copy of `x`, pinned, with the strides that torch gives a copy."""
+    strides = torch.empty_like(x, device="meta").stride()
+    return new_pinned(x.numel(), x.dtype, "to_host", is_asked=False).as_strided(x.shape, strides)
 
 
 def link_of(device: torch.device) -> Link:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero import files
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
+from fzero.files.memory import new_buffer, new_pinned
 from fzero.layout.chunks import rank_overlaps
 from fzero.layout.layout import Layout, wire
 from fzero.state.sources import Source, TensorSource
@@ -21,6 +22,9 @@ CHUNK_NBYTES = 32 << 20
 BUILD_CHUNK_NBYTES = 4 << 20
 """Default bytes of a chunk in `fzero.build`. Smaller, because it adds to the peak: a chunk is gathered from all ranks
 and held beside the shards and this rank's shard of a bucket, together no more than the shards and a whole parameter."""
+
+
+HOST = torch.device("cpu")
 
 
 def copy_slices(leaves: Mapping[int, Any], layout: Layout, rank: int | None) -> dict[int, Tensor]:
@@ -82,14 +86,15 @@ def find_memory(place: Placement | None, device: torch.device, pin: bool) -> tup
     if device.type not in ("cpu", "cuda"):
         way_out = "leave it out: copies run between the host and CPU or CUDA devices"
         raise FzeroError("to", f"is {place}, beside slices for {device}", way_out)
-    return torch.device("cpu"), isinstance(place, Host) and place.pin and torch.accelerator.is_available()
+    return HOST, isinstance(place, Host) and place.pin and torch.accelerator.is_available()
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:
     """[numel] elements without values on a device, in pinned memory with `pin`.
 
     Raises:
-        FzeroError: for `pin` on a device that is not the host, and where no accelerator is there to pin memory for.
+        FzeroError: for `pin` on a device that is not the host, and where no accelerator is there to pin memory for; for
+            memory that cannot be pinned.
     """
     if pin and device.type not in ("cpu", "meta"):
         way_out = 'give device="cpu" too: only memory of the host is pinned; or leave pin out'
@@ -97,13 +102,8 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = F
     if pin and device.type == "cpu" and not torch.accelerator.is_available():
         problem = "is True, and there is no accelerator: memory of the host is pinned for one"
         raise FzeroError("pin", problem, "leave pin out")
-    try:
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
-    except RuntimeError as error:
-        if not pin:
-            raise
-        problem = f"{numel * dtype.itemsize} bytes of the host cannot be pinned: {error}"
-        raise FzeroError("pin", problem, "raise the limit of locked memory (ulimit -l), or give pin=False") from error
+    is_pinned = pin and device.type == "cpu"
+    return new_pinned(numel, dtype, "pin") if is_pinned else torch.empty(numel, dtype=dtype, device=device)
 
 
 def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int) -> None:
@@ -117,7 +117,8 @@ def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | Non
         if not is_on_disk and (out.device.type == "cpu" or isinstance(source, TensorSource)):
             source.read(piece.source.start, here)
         else:
-            staged = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=out.is_cuda)
+            numel, dtype = here.numel(), here.dtype
+            staged = allocate(numel, dtype, HOST, True) if out.is_cuda else new_buffer(numel, dtype)
             source.read(piece.source.start, staged)
             here.copy_(staged)
 

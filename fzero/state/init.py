@@ -13,6 +13,7 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.randomness import fold
+from fzero.files.memory import new_buffer
 from fzero.state.initializers import Initializer
 from fzero.state.partition import partition
 from fzero.state.sources import check_range, describe
@@ -80,7 +81,7 @@ class Initial:
         return self._draw_elements(min(DRAWN_TOGETHER, self.shape.numel() - number * DRAWN_TOGETHER), number)
 
     def _draw_elements(self, numel: int, number: int) -> Tensor:
-        values = torch.empty(numel, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device="cpu")
+        values = new_buffer(numel, torch.float64 if self.dtype == torch.float64 else torch.float32)
         generator = torch.Generator().manual_seed(fold(self.seed, self.path, number))
         try:
             self.initializer(values, self.shape, generator)

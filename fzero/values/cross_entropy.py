@@ -14,6 +14,7 @@ from fzero.base.ambient import find_ambient
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private_functions import requires_grad
+from fzero.values.regions import TiledLoss, current_mark
 from fzero.values.tiles import gather, scan_parts
 
 _WHERE = "tiled_cross_entropy"
@@ -54,6 +55,9 @@ def tiled_cross_entropy(
     multiplies it by the factor. So logits are computed once, and a step gathers the head once and scatters its gradient
     once. The gradient of the head adds up in float32 or wider. All this holds outside of a step too.
 
+    A head that the step streams (the option `chunk` of `fzero.shard`) is never whole. Each turn then takes all tokens
+    and a part of the head, in at least as many parts, and a step gathers the head twice.
+
     Under vmap, forward mode and nested derivatives the parts are differentiated by torch, and the logits of all parts
     are alive.
 
@@ -89,8 +93,11 @@ def _sum_losses(hidden: Tensor, weights: list[Any], labels: Tensor, chunks: int,
         return scan_parts(_WHERE, add, [zero, *weights], [hidden, labels], chunks)[0][0]
     wanted = [x is not None and torch.is_grad_enabled() and requires_grad(x) for x in values]
     head, bias = weights[0].detach(), None if weights[1] is None else weights[1].detach()
+    outside = current_mark().turns
 
     def turn(carry: list[Any], xs: list[Tensor]) -> tuple[list[Any], Any]:
+        for this in current_mark().turns[len(outside) :]:  # for the pass `stream`, which may cut the head instead
+            this.loss = TiledLoss(*terms, wanted=(wanted[0], wanted[1], wanted[2]))
         loss, (by_rows, *by_weights) = _compute(xs[0], head, bias, xs[1], terms, wanted)
         sums = [None if new is None else old + new for old, new in zip(carry[1:], by_weights)]
         return [carry[0] + loss, *sums], by_rows

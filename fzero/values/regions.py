@@ -4,10 +4,10 @@ turns of loops."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
@@ -33,20 +33,27 @@ _POLICIES: dict[str | None, Policy] = {
     None: lambda context, operation, *args, **kwargs: False,
     "dots": lambda context, operation, *args, **kwargs: operation.__name__.partition(".")[0] in DOTS,
     "budget": lambda context, operation, *args, **kwargs: True,
+    "offload": lambda context, operation, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD,
 }
-_KEEPS = {
-    True: True,
-    False: False,
-    CheckpointPolicy.MUST_SAVE: True,
-    CheckpointPolicy.PREFER_SAVE: True,
-    CheckpointPolicy.MUST_RECOMPUTE: False,
-    CheckpointPolicy.PREFER_RECOMPUTE: False,
+Fate = Literal["keep", "again", "host"]
+"""What becomes of a value until the backward pass uses it: a region keeps it, computes it again, or moves it to the
+host and back."""
+_FATES: dict[Any, Fate] = {
+    True: "keep",
+    False: "again",
+    CheckpointPolicy.MUST_SAVE: "keep",
+    CheckpointPolicy.PREFER_SAVE: "keep",
+    CheckpointPolicy.MUST_RECOMPUTE: "again",
+    CheckpointPolicy.PREFER_RECOMPUTE: "again",
+    CheckpointPolicy.MUST_CPU_OFFLOAD: "host",
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: "host",
 }
-"""What a policy returns -> whether the result of the operation is kept."""
+"""What a policy returns -> the fate of the operation's result."""
 
 
 def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None) -> Callable[..., Any]:
-    """`fn`, with intermediate values that a sharded step computes again in its backward pass instead of keeping them.
+    """`fn`, with intermediate values that a sharded step does not keep for its backward pass: it computes them again
+    there, or moves them to the host and back.
 
     The step keeps the arguments of `fn`, the values that the forward pass uses outside `fn` (its results), and what
     `policy` chooses:
@@ -54,11 +61,14 @@ def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None
     * None: nothing else.
     * "dots": the results of matrix products and attention.
     * "budget": what the budget of `shard(..., memory=)` leaves room for; without a budget everything.
+    * "offload": everything, in the memory of the host. Each value that the backward pass uses is copied there and back,
+      beside compute. Values of less than 4 KiB stay, and so do values that the backward pass uses before they could
+      have gone and come back.
     * a list of operations, such as `[torch.ops.aten.mm.default]`: their results.
     * a function `policy(context, operation, *args, **kwargs)`: the results for which it returns True or a
-      `CheckpointPolicy` to save; MUST and PREFER are alike. The list and the function are what
-      `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. `fzero` calls the function once for each
-      operation of torch in `fn`, in order, with tensors without data; `context.op_output` is the result.
+      `CheckpointPolicy` to save; those to offload go to the host; MUST and PREFER are alike. The list and the function
+      are what `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. `fzero` calls the function once for
+      each operation of torch in `fn`, in order, with tensors without data; `context.op_output` is the result.
 
     Results are the same bit for bit: random draws repeat. Collectives do not repeat, except that parameters are
     gathered again where the step's stage says so.
@@ -69,8 +79,7 @@ def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None
     The name is JAX's. The idea is Chen et al., Training Deep Nets with Sublinear Memory Cost (2016).
 
     Raises:
-        FzeroError: for any other policy; when the step is traced, for what a function returns otherwise, as a policy to
-            offload.
+        FzeroError: for any other policy; when the step is traced, for what a function returns otherwise.
     """
     chosen = _find_policy(policy)
 
@@ -103,36 +112,47 @@ def _find_policy(policy: Any) -> Policy:
         return lambda context, operation, *args, **kwargs: operation in operations
     if policy is None or (isinstance(policy, str) and policy in _POLICIES):
         return _POLICIES[policy]
-    raise FzeroError("policy", f"is {policy!r}", 'give None, "dots", "budget", a list of operations or a function')
+    way_out = 'give None, "dots", "budget", "offload", a list of operations or a function'
+    raise FzeroError("policy", f"is {policy!r}", way_out)
 
 
 class Region:
     """One call of a function made by `remat`. `in_backward` says whether a backward pass made the call.
 
-    The region also keeps the values of the nodes with the numbers `kept`. With `by_budget` a memory budget may make
-    another region of its nodes.
+    The region also keeps the values of the nodes with the numbers `kept`, and moves those with the numbers `moved` to
+    the host. With `by_budget` a memory budget may make another region of its nodes.
     """
 
-    def __init__(self, policy: Policy, in_backward: bool, kept: Collection[int] = (), by_budget: bool = False) -> None:
-        self._policy, self.in_backward, self.kept, self.by_budget = policy, in_backward, kept, by_budget
-        self._answers: dict[str, bool] = {}
+    def __init__(
+        self,
+        policy: Policy,
+        in_backward: bool,
+        kept: frozenset[int] = frozenset(),
+        moved: frozenset[int] = frozenset(),
+        by_budget: bool = False,
+    ) -> None:
+        self._policy, self.in_backward, self.by_budget = policy, in_backward, by_budget
+        self.kept, self.moved = kept, moved
+        self._answers: dict[str, Fate] = {}
 
-    def keeps(self, name: str, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Whether the region's policy keeps the result of an operation, which the user called at `where`. A policy may
-        count, and a program may be built several times: so the policy is asked once about the node of a `name`.
+    def decide(self, name: str, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> Fate:
+        """The fate of the result of an operation, which the user called at `where`, by the region's policy.
+
+        A policy may count, and a program may be built several times: so the policy is asked once about the node of a
+        `name`.
 
         Raises:
-            FzeroError: where the policy returns another thing than to keep or to compute again.
+            FzeroError: where the policy returns another thing than to keep, to compute again or to move to the host.
         """
         if name in self._answers:
             return self._answers[name]
         context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
         said = self._policy(context, operation, *args, **kwargs)
-        if not isinstance(said, (bool, CheckpointPolicy)) or said not in _KEEPS:
+        if not isinstance(said, (bool, CheckpointPolicy)) or said not in _FATES:
             problem = f"the policy of a checkpoint returns {said!r} for {operation}"
-            raise FzeroError(where, problem, "return CheckpointPolicy.MUST_SAVE or CheckpointPolicy.MUST_RECOMPUTE")
-        self._answers[name] = _KEEPS[said]
-        return _KEEPS[said]
+            raise FzeroError(where, problem, "return CheckpointPolicy.MUST_SAVE, MUST_RECOMPUTE or MUST_CPU_OFFLOAD")
+        self._answers[name] = _FATES[said]
+        return _FATES[said]
 
 
 _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", default=())
@@ -148,6 +168,19 @@ def leave_regions() -> Iterator[None]:
         _open_regions.reset(token)
 
 
+class TiledLoss(NamedTuple):
+    """The cross entropy of a turn's tokens, and whether the turn returns its gradients by `hidden`, `head` and `bias`.
+
+    The carry of the turn is the loss and the gradients by the head and its bias. The turn takes rows of `hidden` and of
+    the labels, and returns the gradient by its rows of `hidden`.
+    """
+
+    ignore_index: int
+    z_loss: float
+    label_smoothing: float
+    wanted: tuple[bool, bool, bool]
+
+
 class Turn:
     """The turn of a loop that a trace records for all of them. The loop takes `length` turns, and has a `number`.
 
@@ -155,6 +188,7 @@ class Turn:
     * `forward` is the turn that this one is the backward pass of; None for any other turn.
     * `is_followed`: autograd follows the turn.
     * `layers`: a bucket of the first layer -> the bucket of each row.
+    * `loss` says which part of a cross entropy the turn computes; None for any other turn.
     """
 
     def __init__(
@@ -163,6 +197,7 @@ class Turn:
         self.length, self.number, self.sync, self.forward = length, number, sync, forward
         self.is_followed = is_followed
         self.layers: dict[str, tuple[str, ...]] = {} if forward is None else forward.layers
+        self.loss: TiledLoss | None = None
 
 
 _open_turns: ContextVar[tuple[Turn, ...]] = ContextVar("fzero_turns", default=())

@@ -16,6 +16,7 @@ from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
 from fzero.files import OnDisk, allocate
+from fzero.files.memory import new_pinned
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
@@ -189,8 +190,13 @@ class Sharded(Tensor):
         elif place != self.place:
             local = local.to(self.device if place is None else "cpu", copy=True)
         if isinstance(place, Host) and place.pin and torch.accelerator.is_available() and not local.is_pinned():
-            local = local.pin_memory()
+            local = new_pinned(local.numel(), local.dtype, self.path).copy_(local)
         return self if local is self.local else self.of_form(local, self.form._replace(place=place), self.origin)
+
+    def lie_in(self, place: Placement | None, local: Tensor) -> None:
+        """Turn into the value whose slice is `local`, a copy of this slice in a placement. The object stays the
+        same."""
+        self._local, self.form = local, self.form._replace(place=place)
 
     def _write(self, local: Tensor, place: Disk) -> Tensor:
         """A slice of this value's leaf in a file below a path. A slice that is in a file there stays where it is."""

@@ -452,6 +452,32 @@ def load_on_ranks(mesh: DeviceMesh, path: Path) -> Any:
     return whole(got), sum(read), sum(leaf.local.nbytes for leaf in tree.leaves(got))
 
 
+def move_on_disk(mesh: DeviceMesh, path: Path, saved: Path) -> Any:
+    """State on disks that ranks send, gather, save, load for another number of ranks, and edit; each beside the same
+    state in memory."""
+    rank, disk = mesh.get_rank(), path / f"disk-{mesh.get_rank()}"
+    disk.mkdir(parents=True)
+    place, given = fzero.disk(disk), layers(2, width=WIDTH)
+    absent = tree.map(lambda x: x.to("meta"), given)
+    params = fzero.partition(given if rank == 1 else absent, mesh, to=place, source_rank=1, chunk=256)
+    loaded = load(saved, tree.map(lambda x: x.at(place), build(mesh)), step=2)
+    save(path / "run", (params, loaded), step=1, wait=False).wait()
+    fzero.save_safetensors(params, path / "model.safetensors")
+    read = fzero.load_safetensors(path / "model.safetensors", absent, mesh, to=place, chunk=256)
+    built, _ = fzero.build(lambda: nn.Linear(48, 48), mesh, to=place)
+    known, _ = fzero.build(lambda: nn.Linear(48, 48), mesh)
+    edited = fzero.update_leaf(read, "layers.0.w", lambda w: torch.cat([w, w]))
+    chunks = [values for _, (_, values) in fzero.iter_full(params, chunk=100)]
+    assert torch.equal(torch.cat(chunks), torch.cat([x.reshape(-1) for x in tree.leaves(given)]))
+    assert_equal(whole(edited), whole(fzero.update_leaf(params, "layers.0.w", lambda w: torch.cat([w, w]))))
+    assert_equal(whole(built), whole(known))
+    assert_equal(whole(load(path / "run", (read, loaded), step=1)), (given, whole(loaded)))
+    on_rank = fzero.unpartition(params, rank=2)
+    assert rank != 2 or (assert_equal(on_rank, given) is None)
+    assert {leaf.place for leaf in tree.leaves((params, read, built, edited))} == {place}
+    return whole(loaded)
+
+
 def refuse_other_trees(mesh: DeviceMesh, path: Path) -> Any:
     params = fzero.partition({"x": torch.ones(8)}, mesh)
     rank = mesh.get_rank()
@@ -477,6 +503,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> dict[int, dict[str, list[Outcome]]]:
     saves = {n: run_cases(n, {"save": functools.partial(save_from_ranks, path=folder / str(n))}) for n in (2, 4)}
     cases = {str(n): functools.partial(load_on_ranks, path=folder / str(n)) for n in (2, 4)}
+    cases["disk"] = functools.partial(move_on_disk, path=folder / "on-disk", saved=folder / "2")
     loads = run_cases(3, cases | {"refuse": functools.partial(refuse_other_trees, path=folder / "refused")})
     return {**saves, 3: loads}
 
@@ -490,6 +517,11 @@ def test_ranks_save_and_others_load(world: int, outcomes: dict[int, dict[str, li
             assert read == held
     assert verify(folder / str(world)) == 3
     assert sorted(file.name for file in (folder / str(world)).iterdir()) == [".lock", "step-1", "step-2", "step-3"]
+
+
+def test_ranks_move_state_on_disks_as_state_in_memory(outcomes: dict[int, dict[str, list[Outcome]]]) -> None:
+    for on_disk, (in_memory, _, _) in zip(values(outcomes[3]["disk"]), values(outcomes[3]["2"]), strict=True):
+        assert_equal(on_disk, in_memory)
 
 
 def test_a_mistake_of_one_rank_is_an_error_on_all(outcomes: dict[int, dict[str, list[Outcome]]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import optim, tree
 from fzero.base.mesh import VirtualMesh
-from fzero.execution.calibration import average_rates, fit_rates, time_nodes
+from fzero.execution.calibration import MOVED, average_rates, fit_rates, measure_link, time_nodes
 from fzero.passes import bucket
 from fzero.program.program import Program
 from fzero.program.rates import Rates
+from fzero.ranks.link import AtOnce
 from fzero.ranks.live import live
 
 RATES = Rates(flops=3e6, memory=5e7, wire=2e5, launch=1e-4, latency=2e-3, link=1e10, host=1e10)
@@ -73,6 +76,18 @@ def test_ranks_have_the_mean_of_their_rates() -> None:
 
     assert average_rates(RATES, all_reduce, ("fsdp",), "cpu") == tuple(1.5 * rate for rate in RATES)
     assert reduced == [("avg", "fsdp"), ("max", "fsdp")]
+
+
+class SlowIn(AtOnce):
+    """A link that takes its time in one direction."""
+
+    def to_device(self, values: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        time.sleep(0.05)
+        return list(values)
+
+
+def test_the_link_is_as_fast_as_its_slower_direction() -> None:
+    assert 0 < measure_link(SlowIn(), torch.device("cpu")) < MOVED / 0.05
 
 
 train_step = training(optim.adamw(0.1), lambda params, x: loss(params, torch.nn.functional.dropout(x, 0.1)))

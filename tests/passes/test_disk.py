@@ -1,4 +1,4 @@
-"""Disk: steps with state in files are the steps with state in memory, and read, write and hold as much as is planned."""
+"""Disk: steps with state in files are the steps with state in memory, and copy and hold as many bytes as planned."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from programs import layers, rows, tensors, training
+from passes.test_offload import assert_equal, begin, train
+from programs import rows, tensors, training
 from torch import Tensor
 
 import fzero
 from fzero import VirtualMesh, optim, tree
 from fzero.base.placement import Placement
 from fzero.files import OnDisk
-from fzero.program import ops
 from fzero.program.operation import Node, nbytes
-from fzero.program.program import Program
-from fzero.program.records import find_bodies, record
-from passes.test_offload import LOOPS, assert_equal, begin, train
+from fzero.program.records import record
 
 ADAMW = optim.adamw(0.1, weight_decay=0.1)
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), ADAMW)

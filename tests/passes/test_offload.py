@@ -19,10 +19,10 @@ from fzero.base.placement import Host
 from fzero.execution.outline import outline
 from fzero.program import ops
 from fzero.program.operation import Node
-from fzero.program.places import find_places
+from fzero.program.places import find_places, where_of
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES
-from fzero.program.records import find_bodies
+from fzero.program.records import body_of, find_bodies
 
 HOST = fzero.host()
 ADAMW = optim.adamw(0.1, weight_decay=0.1)
@@ -67,24 +67,35 @@ class Peaks:
 
     def __init__(self, program: Program) -> None:
         self._programs = list(list_programs(program))
-        self._graphs: dict[Any, dict[str, str]] = {}  # of the program that runs, an equal one -> places by name
+        self._graphs: dict[Any, dict[str, Any]] = {}  # of the program that runs, an equal one -> places by name
         given = zip(program.placeholders, program.arguments)
         self._batches = {node.name for node, argument in given if argument.bucket is None}
         self.most = {"device": 0, "host": 0}
 
     def watch(self, node: Node, ranks: list[dict[Node, Any]]) -> None:
         if node.graph not in self._graphs:
-            places = find_places(self._programs[len(self._graphs)])
-            self._graphs[node.graph] = {each.name: place for each, place in places.items()}
+            self._graphs[node.graph] = find_where(self._programs[len(self._graphs)])
         for held in ranks:
             now: dict[str, dict[int, int]] = {"device": {}, "host": {}}
             for each, value in held.items():
-                for x in tensors(value):
-                    rows_only = each.name in self._batches
-                    size = x.nbytes if rows_only else x.untyped_storage().nbytes()
-                    now[self._graphs[each.graph].get(each.name, "device")][x.untyped_storage()._cdata] = size
+                place = self._graphs[each.graph].get(each.name, "device")
+                for here, item in zip(place, value) if isinstance(place, list) else [(place, value)]:
+                    for x in tensors(item):
+                        rows_only = each.name in self._batches
+                        size = x.nbytes if rows_only else x.untyped_storage().nbytes()
+                        now[here][x.untyped_storage()._cdata] = size
             for place, storages in now.items():
                 self.most[place] = max(self.most[place], sum(storages.values()))
+
+
+def find_where(program: Program) -> dict[str, Any]:
+    """The name of each node -> where its value lies; of a loop, where each of its results does."""
+    places: dict[str, Any] = {node.name: place for node, place in find_places(program).items()}
+    for node in program.graph.nodes:
+        body = body_of(node)
+        if body is not None:
+            places[node.name] = [where_of(result) for result in body.results]
+    return places
 
 
 STATE, PARAMS, BOTH = PLACES
@@ -290,11 +301,13 @@ def on_ranks(mesh: DeviceMesh) -> tuple[list[Any], Any, str]:
     """Training with state on the device and on the host, clipped and not: results of this rank. Measured rates, and the
     error of ranks that place state differently."""
     results = []
-    for optimizer, places in ((ADAMW, (None, HOST)), (CLIPPED, (None, HOST)), (ADAMW, (HOST, HOST))):
-        step = fzero.shard(training(optimizer), mesh)
+    steps = training(ADAMW), training(CLIPPED), scan_layers
+    for train_step, optimizer, places in zip(steps, (ADAMW, CLIPPED, ADAMW), (STATE, STATE, BOTH)):
+        step = fzero.shard(train_step, mesh)
         batch = rows(VirtualMesh(fsdp=mesh.size())).chunk(mesh.size())[mesh.get_rank()]
         runs = [train(step, begin(optimizer, mesh, each), batch) for each in ((None, None), places)]
         results.append([(tree.map(lambda x: x.local, state), losses) for state, losses in runs])
+    assert ", copies two turns early, gathers one turn early:" in str(step.trace(*begin(ADAMW, mesh, BOTH), batch))
     rates = step.calibrate(*begin(ADAMW, mesh, (HOST, HOST)), batch)
     try:
         step(*begin(ADAMW, mesh, (HOST if mesh.get_rank() else None, None)), batch)
@@ -308,7 +321,7 @@ def test_live_ranks_do_the_same() -> None:
     for results, rates, message in run(2, on_ranks):
         for resident, offloaded in results:
             assert_equal(offloaded, resident)
-        assert (rates.link, rates.host) == (GUESSES["cpu"].link, GUESSES["cpu"].host) and rates.memory > 0
+        assert all(rate > 0 for rate in rates) and rates.link != GUESSES["cpu"].link
         assert "argument 0.layers.0.b: float32[5] of layers.0 in fzero.host(pin=True)" in message
 
 

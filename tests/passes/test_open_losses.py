@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from programs import measure_peak
 from torch import Tensor
 from torch.nn import functional
 
@@ -54,7 +57,40 @@ def scales_logits(p: Any, b: Any) -> Tensor:
 
 
 def smooths_labels(p: Any, b: Any) -> Tensor:
-    return is_mean(p, b, label_smoothing=0.1)
+    return is_mean(
+        p, {**b, "y": b["y"].masked_fill(b["y"] % 3 == 0, IGNORED)}, ignore_index=IGNORED, label_smoothing=0.1
+    )
+
+
+def weighs_classes(p: Any, b: Any) -> Tensor:
+    labels = b["y"].masked_fill(b["y"] % 3 == 0, IGNORED)
+    return is_mean(p, {**b, "y": labels}, ignore_index=IGNORED, weight=torch.linspace(0.5, 2, CLASSES))
+
+
+def recomputes(p: Any, b: Any) -> Tensor:
+    return fzero.remat(is_mean)(p, b)
+
+
+def smooths_and_weighs(p: Any, b: Any) -> Tensor:
+    return is_mean(p, b, label_smoothing=0.1, weight=torch.linspace(0.5, 2, CLASSES))
+
+
+def is_tiled(p: Any, b: Any, **how: Any) -> Tensor:
+    hidden = (b["x"] @ p["w"]).tanh()
+    return fzero.tiled_cross_entropy(hidden, p["head"], b["y"], **{"chunks": 3, **how})
+
+
+def is_tiled_with_all_terms(p: Any, b: Any) -> Tensor:
+    labels = b["y"].masked_fill(b["y"] % 3 == 0, IGNORED)
+    terms: Any = {"ignore_index": IGNORED, "z_loss": 0.1, "label_smoothing": 0.2, "reduction": "sum"}
+    return is_tiled(p, {**b, "y": labels}, bias=p["bias"].sum(0), **terms) / 7
+
+
+def is_tiled_and_tied(p: Any, b: Any) -> tuple[Tensor, Tensor]:
+    """The sum and the number of tokens. The head is the embedding too."""
+    hidden = (b["x"] + p["head"][b["y"]]) @ p["w"]
+    total = fzero.tiled_cross_entropy(hidden, p["head"], b["y"], chunks=4, reduction="sum")
+    return total, torch.tensor(float(b["y"].numel()))
 
 
 def uses_logits_twice(p: Any, b: Any) -> Tensor:
@@ -62,10 +98,12 @@ def uses_logits_twice(p: Any, b: Any) -> Tensor:
     return functional.cross_entropy(logits, b["y"].flatten()) + logits.square().mean()
 
 
-def run(loss: Any, given: Any, b: Any, chunk: int | None, world: int = 2) -> tuple[Any, Program]:
+def run(
+    loss: Any, given: Any, b: Any, chunk: int | None, world: int = 2, derive: Any = fzero.value_and_grad
+) -> tuple[Any, Program]:
     """The loss and its gradients, and the program."""
     mesh = VirtualMesh(fsdp=world)
-    step = fzero.simulate(lambda p, b: fzero.value_and_grad(loss)(p, b), mesh, chunk=chunk)
+    step = fzero.simulate(lambda p, b: derive(loss)(p, b), mesh, chunk=chunk)
     given = fzero.partition(given, mesh, granularity=lambda path, shape: shape[-1])
     return fzero.unpartition(step(given, b)), step.trace(given, b)
 
@@ -78,7 +116,9 @@ def list_sizes(program: Program) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("loss", [is_mean, is_sum, ignores_tokens, has_a_bias, scales_logits])
+@pytest.mark.parametrize(
+    "loss", [is_mean, is_sum, ignores_tokens, has_a_bias, scales_logits, smooths_labels, weighs_classes, recomputes]
+)
 def test_losses_and_gradients_are_those_of_all_logits(loss: Any, world: int) -> None:
     ours, program = run(loss, params(), batch(), CHUNK, world)
     theirs, _ = run(loss, params(), batch(), None, world)
@@ -86,7 +126,51 @@ def test_losses_and_gradients_are_those_of_all_logits(loss: Any, world: int) -> 
     assert not program.remarks and max(list_sizes(program)) < BATCH * LENGTH // world * CLASSES
 
 
-@pytest.mark.parametrize("loss", [smooths_labels, uses_logits_twice])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("loss", [is_tiled, is_tiled_with_all_terms])
+def test_tiled_losses_cut_the_head_and_not_the_tokens(loss: Any, world: int) -> None:
+    ours, program = run(loss, params(), batch(), CHUNK, world)
+    theirs, _ = run(loss, params(), batch(), None, world)
+    torch.testing.assert_close(tree.leaves(ours), tree.leaves(theirs), rtol=1e-5, atol=1e-6)
+    assert not program.remarks and max(list_sizes(program)) <= CLASSES * WIDTH // world  # a rank's slice of the head
+    moved = [entry.op for entry in program.comm() if "head" in (entry.bucket or "")]
+    gathers, turns = 3 if loss is is_tiled_with_all_terms else 2, 5 if world == 2 else 4  # a third one for a bias
+    assert (moved.count("all_gather"), moved.count("reduce_scatter")) == (gathers * turns, turns)
+
+
+def test_a_last_part_of_fewer_tokens_takes_the_head_by_rows_too() -> None:
+    loss = partial(is_tiled, chunks=5)  # of 24 tokens
+    (ours, program), (theirs, _) = (run(loss, params(), batch(), chunk, world=1) for chunk in (CHUNK, None))
+    torch.testing.assert_close(tree.leaves(ours), tree.leaves(theirs), rtol=1e-5, atol=1e-6)
+    assert not program.remarks and max(list_sizes(program)) <= CLASSES * WIDTH
+
+
+def test_microbatches_of_a_tiled_loss_and_a_tied_head() -> None:
+    given = {name: x for name, x in params().items() if name != "bias"}
+    (ours, program), (theirs, _) = (
+        run(is_tiled_and_tied, given, batch(), chunk, derive=lambda loss: fzero.accumulate(loss, 2))
+        for chunk in (CHUNK, None)
+    )
+    torch.testing.assert_close(tree.leaves(ours), tree.leaves(theirs), rtol=1e-5, atol=1e-6)
+    assert not program.remarks and max(list_sizes(program)) <= CLASSES * WIDTH // 2
+
+
+def test_more_parts_of_tokens_are_more_parts_of_the_head() -> None:
+    """As few logits are alive at a time. The measured peak is the predicted one, but for the chunk of the next turn."""
+    mesh, given = VirtualMesh(fsdp=2), fzero.partition(params(), VirtualMesh(fsdp=2), granularity=lambda path, x: x[-1])
+    for chunks in (2, 10):
+        loss = partial(is_tiled, chunks=chunks)
+        step = fzero.simulate(lambda p, b, loss=loss: fzero.value_and_grad(loss)(p, b), mesh, chunk=2 * CHUNK)
+        program, most = measure_peak(step, given, batch())
+        (body, *_) = find_bodies(program.graph)
+        (logits,) = (
+            node.meta["val"] for node in body.graph.nodes if node.op == "call_function" and name_of(node) == "mm"
+        )
+        assert logits.numel() <= math.ceil(BATCH * LENGTH / 2 / chunks) * CLASSES
+        assert most <= program.memory().peak <= most + 2 * CHUNK
+
+
+@pytest.mark.parametrize("loss", [smooths_and_weighs, uses_logits_twice])
 def test_other_losses_take_logits_whole(loss: Any) -> None:
     ours, program = run(loss, params(), batch(), CHUNK)
     theirs, _ = run(loss, params(), batch(), None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, reduce
+from dataclasses import replace
+from functools import cache, partial, reduce
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.passes import bucket, defaults, release, rematerialize
 from fzero.program import ops
 from fzero.program.program import Program
+from fzero.program.rates import GUESSES
 from fzero.program.records import storage
 
 WIDTH = 8
@@ -218,6 +220,22 @@ def expected(name: str) -> Outputs:
 def test_results_are_the_same_bit_for_bit(name: str, wrap: Wrap) -> None:
     case = on_blocks(STEPS[name](wrap), 2)
     assert_same(case.run(apply(case.trace(), rematerialize)), expected(name))
+
+
+ON_HOST = [
+    "attention_with_dropout", "overwriting", "viewed", "cast", "nested", "gradient_inside", "second_derivative",
+    "microbatches", "with_aux",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_results_with_values_on_the_host_are_the_same_bit_for_bit(name: str) -> None:
+    """Over a link so fast that every value has time to go and come back."""
+    case = on_blocks(STEPS[name](lambda fn: fzero.remat(fn, "offload")), 2)
+    traced = replace(case.trace(), measured=GUESSES["cpu"]._replace(link=1e30))
+    program = apply(traced, partial(rematerialize, least=0))
+    assert names(program).count("to_host") == names(program).count("to_device") > 2
+    assert_same(case.run(program), expected(name))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -14,6 +14,7 @@ from programs import EVERY_STEP, MESH, apply, on_ones, tried
 from torch import Tensor
 
 import fzero
+from fzero import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, prefetch
 from fzero.program.comm import Comm
@@ -165,3 +166,22 @@ def test_copies_and_the_host_have_lanes() -> None:
     assert timeline.hidden("to_host") == 0 and timeline.hidden() == 1
     threads = [event["args"]["name"] for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "M"]
     assert threads == ["compute", "communication", "link", "host"]
+
+
+def test_a_loop_copies_from_the_host_two_turns_early() -> None:
+    """The copy and the all-gather of a layer take 2 s each, and what a turn computes takes 3 s. Only the copy and the
+    gather of the first layer are exposed."""
+    mesh, count = VirtualMesh(fsdp=2), 5
+    params = fzero.partition({"layers": [{"w": torch.ones(16, 16)} for _ in range(count)]}, mesh, to=fzero.host())
+
+    def loss(params: tree.Tree, x: Tensor) -> Tensor:
+        return fzero.scan(lambda h, _, layer: (h @ layer["w"], None), x, layers=params["layers"])[0]
+
+    traced = fzero.simulate(loss, mesh).trace(params, torch.ones(2, 16))
+    rates = Rates(flops=16 * 16 * 2 / 3, memory=1e30, wire=256.0, launch=0.0, latency=0.0, link=256.0)
+    timeline = traced.timeline(rates)
+    copies = [(round(each.start), round(each.end)) for each in timeline.lanes["link"]]
+    gathers = [(round(each.start), round(each.end)) for each in timeline.lanes["communication"]]
+    assert copies == [(0, 2), (2, 4), (4, 6), (7, 9), (10, 12)]
+    assert gathers == [(2, 4), (4, 6), (7, 9), (10, 12), (13, 15)]
+    assert timeline.exposed == pytest.approx(4) and timeline.compute == pytest.approx(3 * count)

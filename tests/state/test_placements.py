@@ -122,6 +122,17 @@ def test_a_placement_beside_another_device_is_named() -> None:
         fzero.partition(layers(), VirtualMesh(fsdp=2), device="mps", to=HOST)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned here")
+def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = fzero.partition(layers(), VirtualMesh(fsdp=2))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    message = r"\d+ bytes of the host cannot be pinned: .*; raise the limit of locked memory \(ulimit -l\), or"
+    with pytest.raises(FzeroError, match=rf"layers.0.b: {message} give pin=False"):
+        tree.map(lambda x: x.at(HOST), params)
+    with pytest.raises(FzeroError, match=f"pin: {message} give pin=False"):
+        fzero.partition(layers(), VirtualMesh(fsdp=2), to=HOST)
+
+
 def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FzeroError, match="disk '.*/none': is no folder; give the path of a folder that is there"):
         fzero.disk(tmp_path / "none")

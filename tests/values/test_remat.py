@@ -77,7 +77,7 @@ class _With:
         return trained(mesh, self.policy)
 
 
-POLICIES = {"keep": "keep", "None": None, "dots": "dots"}
+POLICIES = {"keep": "keep", "None": None, "dots": "dots", "offload": "offload"}
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +85,15 @@ def outcomes() -> Mapping[str, list[Outcome]]:
     return run_cases(2, {name: _With(policy) for name, policy in POLICIES.items()})
 
 
-@pytest.mark.parametrize("policy", ["None", "dots"])
+@pytest.mark.parametrize("policy", ["None", "dots", "offload"])
 def test_training_with_dropout_is_the_same_bit_for_bit(outcomes: Mapping[str, list[Outcome]], policy: str) -> None:
     for (got, _, _), (expected, _, _) in zip(values(outcomes[policy]), values(outcomes["keep"])):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_the_less_is_kept_the_less_memory_it_takes(outcomes: Mapping[str, list[Outcome]]) -> None:
-    (_, keep, _), (_, dots, _), (_, none, _) = (values(outcomes[name])[0] for name in ("keep", "dots", "None"))
-    assert none < dots < keep
+    keep, dots, none, offload = (values(outcomes[name])[0][1] for name in ("keep", "dots", "None", "offload"))
+    assert none < dots < keep and offload < keep
 
 
 def test_no_more_is_moved(outcomes: Mapping[str, list[Outcome]]) -> None:

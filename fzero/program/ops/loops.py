@@ -34,11 +34,13 @@ from fzero.base.errors import FzeroError
 from fzero.program.comm import Comm, comm_of
 from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import measure_beside
-from fzero.program.operation import Node, Operation, Work
-from fzero.program.places import CHAIN, is_placed
+from fzero.program.operation import Node, Operation, Work, nbytes
+from fzero.program.ops.transfers import copy_of
+from fzero.program.places import CHAIN, Where, is_placed, where_of
 from fzero.program.records import body_of, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
+from fzero.values.regions import TiledLoss
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -56,7 +58,8 @@ class Loop(NamedTuple):
     * `kept`: so many of the last results of the body are items of lists that the loop returns.
     * `layers`: a bucket that the body names -> the bucket of each row.
     * `is_early`: the all-gathers of a turn that read nothing but lists start one turn early, those of the first turn in
-      front of the loop.
+      front of the loop. The copies to the device that these all-gathers read start one turn earlier still.
+    * `loss`: what the turns compute of a cross entropy (`Turn.loss`).
     """
 
     body: Program
@@ -70,6 +73,7 @@ class Loop(NamedTuple):
     kept: int = 0
     layers: Mapping[str, Sequence[str]] = {}
     is_early: bool = False
+    loss: TiledLoss | None = None
 
     def rows(self) -> Sequence[int]:
         """The row that each turn takes, in order."""
@@ -80,11 +84,16 @@ class Loop(NamedTuple):
         return isinstance(rows, fx.Node) and len(rows.users) == 1
 
     def find_early(self) -> list[Node]:
-        """The all-gathers of the body that read nothing but lists."""
+        """The all-gathers of the body that read nothing but lists, and the copies to the device that they read."""
         first = len(self.carry) + len(self.xs)
         items = set(self.body.placeholders[first : first + len(self.lists)])
-        gathers = (node for node in self.body.graph.nodes if starts(node) == "gathered")
-        return [node for node in gathers if items.issuperset(node.all_input_nodes)]
+        early = dict[Node, None]()
+        for gather in self.body.graph.nodes:
+            if starts(gather) == "gathered":
+                copies = {x: copy_of(x) for x in gather.all_input_nodes}
+                read = {each for x, copy in copies.items() for each in (copy.all_input_nodes if copy else [x])}
+                early |= dict.fromkeys([*filter(None, copies.values()), gather] if read <= items else [])
+        return list(early)
 
     def rename(self, kind: Kind, row: int) -> Kind:
         """A kind of the body, of the layer at a row."""
@@ -199,7 +208,8 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     """
     given = Loop(*node.args)
     body, carry, single = given.body, given.carry, len(given.body.results) - given.kept
-    places, grown = list[Any](), torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
+    places, zeros = list[Any](), torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
+    grown: dict[Where, Any] = dict.fromkeys(CHAIN, zeros)
     for i, (value, result) in enumerate(zip(node.meta["val"], body.results)):
         if i < len(carry) and body.arguments[i].donated:
             places.append(allocator.at(carry[i]))
@@ -209,23 +219,33 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
             places.append(allocator.new((node, i), value))
         else:
             places.append(allocator.new_rows((node, i), value, result.kind))
-            grown = grown + allocator.nbytes[places[-1][0].key]
+            grown[where_of(result)] = grown[where_of(result)] + allocator.nbytes[places[-1][0].key]
     made = sum((allocator.bytes_of(x) for x, argument in zip(carry, body.arguments) if not argument.donated), 0)
-    freed = sum((allocator.nbytes[allocator.at(rows)[0].key] for rows in given.lists if given.frees(rows)), 0)
     scratch = measure_beside(body, allocator.ranks.tolist()) - (made if given.length == 1 else 0)
     if given.length > 1:
-        scratch = scratch + sum(each.meta["val"].nbytes for each in _list_early(node))
-    more = (grown - freed).clamp(min=0)
+        sizes = ((each, nbytes(each.meta["val"])) for each in _list_early(node))
+        scratch = scratch + sum(size if starts(each) else 2 * size for each, size in sizes)  # copies: two turns ahead
+    allocator.scratch[node] = scratch - _count_absent(allocator, given, grown["device"], "device")
     for where in CHAIN[:-1] if is_placed(body) else ():  # beside the device
-        allocator.scratch_at[where][node] = measure_beside(body, allocator.ranks.tolist(), where)
-    allocator.scratch[node] = scratch - given.length * grown + (given.length - 1) * more
+        beside = measure_beside(body, allocator.ranks.tolist(), where)
+        allocator.scratch_at[where][node] = beside - _count_absent(allocator, given, grown[where], where)
     return (places,)
+
+
+def _count_absent(allocator: Allocator, given: Loop, grown: Any, where: Where) -> Any:
+    """[R] the bytes of lists there that are not alive in the turn that needs most: of the lists that the loop returns,
+    which grow by `grown` a turn, those of the other turns that the lists that it frees leave no room for."""
+    arguments = given.body.arguments[len(given.carry) + len(given.xs) :]
+    pairs = [(rows, argument) for rows, argument in zip(given.lists, arguments) if where_of(argument) == where]
+    freed = sum((allocator.nbytes[allocator.at(rows)[0].key] for rows, _ in pairs if given.frees(rows)), 0)
+    return given.length * grown - (given.length - 1) * (grown - freed).clamp(min=0)
 
 
 def _line(program: Program, node: Node) -> str:
     given = Loop(*node.args)
     layers = f", each one layer {'back' if given.is_reversed else 'on'}" if given.layers else ""
-    early = ", gathers one turn early" if given.is_early else ""
+    copies = ", copies two turns early" if any(not starts(each) for each in _list_early(node)) else ""
+    early = f"{copies}, gathers one turn early" if given.is_early else ""
     return f"{given.length} times{layers}{early}:"
 
 

@@ -13,6 +13,7 @@ not overwritten there.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from fzero.base.placement import Disk
 from fzero.program.kinds import Kind
 from fzero.program.listing import format_size
 from fzero.program.operation import NO_WORK, Node, Operation, nbytes, values_of
-from fzero.program.records import record, register
+from fzero.program.records import is_call, record, register
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
 
 def to_host(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the host."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
 
 
 def to_device(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the device."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
 
 
 def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -64,8 +65,9 @@ def write_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     what was there before."""
 
 
-def arrive(started: Any) -> Any:
-    """The copies, once they are there."""
+def arrive(started: Any, sending: Sequence[Tensor] = ()) -> Any:
+    """The copies, once they are there. What is `sending` lives until then: without it the values that are copied may
+    die as soon as the copies have started."""
     return started
 
 
@@ -113,12 +115,27 @@ def _write_over(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
 
 def _arrive(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     start = record(node.args[0])
-    return files.Started.wait if "disk" in (start.source, start.to) else rank.link.arrive
+    if "disk" in (start.source, start.to):
+        return files.Started.wait
+    return lambda started, sending=(): rank.link.arrive(started, is_read=not sending)
 
 
 def count_bytes(node: Node) -> int:
     """The bytes that a transfer moves, of the rank whose slices the graph shows."""
     return nbytes(values_of(node.args[0]))
+
+
+def copy_of(node: Node) -> Node | None:
+    """The start of the copies of which a node's value is one; None for any other node."""
+    is_item = is_call(node, operator.getitem) and is_call(node.args[0], arrive)
+    return node.args[0].args[0] if is_item else None
+
+
+def is_of_saved_value(node: Node) -> bool:
+    """Whether a node starts to copy a saved value, waits for that, or is the copy. The wait keeps alive what is
+    copied."""
+    start = node if record(node).to is not None else node.args[0] if is_call(node, arrive) else copy_of(node)
+    return start is not None and any(len(wait.args) > 1 for wait in start.users)
 
 
 def _line(program: Program, node: Node) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
 from fzero.files import allocate, load
+from fzero.files.memory import new_buffer
 from fzero.layout.ranges import intersect, pad
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
@@ -84,11 +85,11 @@ class Store:
             if allocation.flat is not None:
                 continue
             if allocation is overwritten:
-                allocation.pieces, allocation.flat = None, torch.empty(nbytes, dtype=torch.uint8, device=device)
+                allocation.pieces, allocation.flat = None, _new_bytes(nbytes, device)
             elif pieces is not None:
                 allocation.flat, allocation.pieces = self._gather(pieces)[:nbytes].to(device), None
             else:
-                allocation.flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+                allocation.flat = _new_bytes(nbytes, device).zero_()
 
     def cut(self, allocation: Allocation) -> None:
         """Keep only this process's pieces of a whole allocation."""
@@ -157,7 +158,9 @@ class Store:
     def _gather(self, pieces: list[Tensor]) -> Tensor:
         """[N * S] the pieces of all ranks, in rank order."""
         if not isinstance(self.on, Live):
-            return torch.cat(pieces)  # of a disk or not
+            whole = _new_bytes(sum(piece.numel() for piece in pieces), pieces[0].device)
+            torch._foreach_copy_(list(whole.split([piece.numel() for piece in pieces])), pieces)
+            return whole
         sharding = self.on.transports[self.on.mesh.shard_axis]
         attempt = self.on.members.begin("all_gather of a parameter in fzero.build")
         gathered = sharding.all_gather(load(pieces[0]), attempt).wait()
@@ -173,6 +176,13 @@ class Store:
             piece[len(part) :].zero_()
         piece[: len(part)].copy_(flat[part.start : part.stop])
         return piece
+
+
+def _new_bytes(nbytes: int, device: torch.device) -> Tensor:
+    """[nbytes] bytes without values."""
+    if device.type == "cpu":
+        return new_buffer(nbytes, torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _copy(piece: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fzero.files import OnDisk
+from fzero.files.memory import new_buffer
 from fzero.state.fill import chunk_numel
 from fzero.state.sources import Source, TensorSource
 
@@ -58,7 +58,7 @@ def iter_parts(values: Source, chunk: int) -> Iterator[Tensor]:
     if isinstance(values, TensorSource) and _is_plain(values):
         yield from values.tensor.reshape(-1).split(step)
         return
-    buffer = torch.empty(min(step, numel), dtype=values.dtype, device="cpu")
+    buffer = new_buffer(min(step, numel), values.dtype)
     for start in range(0, numel, step):
         part = buffer[: min(step, numel - start)]
         values.read(start, part)
