@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_models import MESH, Classifier, make_batches, make_engine, make_model, run_loop
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fzero
@@ -281,3 +282,32 @@ def test_schedulers_that_are_not_converted_are_named() -> None:
             make_engine(PLAIN | ADAMW, lr_scheduler=make)
     with pytest.raises(FzeroError, match=r"scheduler: is .*, and there is no optimizer"):
         make_engine(PLAIN, lr_scheduler=SCHEDULERS["LambdaLR"])
+
+
+class Tied(nn.Module):
+    """The model of tests/checkpoint/make_deepspeed.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.fixed = nn.Parameter(torch.arange(6.0) / 7, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x)).mean()
+
+
+def test_weights_of_a_checkpoint_of_deepspeed_are_loaded() -> None:
+    run = Path(__file__).parents[1] / "checkpoint" / "deepspeed" / "stage3-three-ranks"
+    engine = make_engine(PLAIN | ADAMW | {"zero_optimization": {"stage": 3}}, model=Tied())
+    with pytest.raises(FzeroError, match=r"is DeepSpeed's own, of which an engine reads weights alone; .*load_module"):
+        engine.load_checkpoint(str(run))
+    folder, client_state = engine.load_checkpoint(str(run), load_module_only=True)
+    assert folder == str(run / "step3") and client_state == {}
+    expected = load_file(run / "expected.safetensors")
+    values = engine.module_state_dict()
+    assert torch.equal(values["layers.1.weight"], expected["model.layers.1.weight"])
+    assert torch.equal(values["fixed"], expected["model.fixed"])
