@@ -119,6 +119,10 @@ class Engine(Files):
         self._may_step = False
         self.micro_steps += 1
 
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last update. An update does so itself."""
+        self._sums = None
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the state."""
         return (self.micro_steps + 1) % self.settings.accumulation_steps == 0

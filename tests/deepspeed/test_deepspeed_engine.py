@@ -85,6 +85,19 @@ def test_train_batch_and_train_step_are_the_loop() -> None:
     assert [a.item(), b.item()] == found and state.step == 2
 
 
+def test_gradients_that_are_dropped_do_not_count() -> None:
+    x, y = make_batches(1)[0]
+    engine, other = (
+        make_engine(PLAIN | ADAMW),
+        make_engine(PLAIN | ADAMW | {"train_batch_size": 8} | {"gradient_accumulation_steps": 1}),
+    )
+    run_loop(engine, [(x * 100, y)])
+    engine.zero_grad()
+    run_loop(engine, [(x, y)])
+    run_loop(other, [(x, y)])
+    assert engine.get_global_grad_norm() == pytest.approx(other.get_global_grad_norm() / 2)
+
+
 def test_a_loss_may_be_a_function_of_the_model() -> None:
     class Scores(Classifier):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -125,6 +138,15 @@ def test_a_checkpoint_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert folder == str(tmp_path / "global_step2") and client_state == {"epoch": 3} and other.global_steps == 2
     assert run_loop(other, make_batches(4, seed=1)) == pytest.approx(expected, rel=1e-3)  # stages sum in float16
     assert make_engine(config).load_checkpoint(str(tmp_path / "none")) == (None, None)
+
+
+def test_state_on_nvme_trains_as_on_the_device(tmp_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place}
+    expected = run_loop(make_engine(PLAIN | ADAMW | {"zero_optimization": {"stage": 3}}), make_batches(4))
+    engine = make_engine(PLAIN | ADAMW | {"zero_optimization": zero})
+    assert run_loop(engine, make_batches(4)) == pytest.approx(expected, rel=1e-6)  # norms are summed elsewhere
+    assert any(tmp_path.iterdir())
 
 
 def test_the_model_is_saved_in_the_dtype_of_compute(tmp_path: Path) -> None:
