@@ -19,6 +19,7 @@ from fzero.deepspeed.handles import Handle, SchedulerHandle
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled, rate_at
 from fzero.deepspeed.settings import Settings
+from fzero.deepspeed.tables import find_end
 from fzero.ranks.homes import Home, find_home
 from fzero.simulation import simulate
 from fzero.transform import shard
@@ -49,7 +50,7 @@ class Engine(Files):
     ) -> None:
         self.module, self.settings, self.state, self.mesh = _copy_without_values(module), settings, state, mesh
         self.local_rank, self.training = local_rank, True
-        self._applies, self._scheduled = applies, scheduled
+        self._applies, self._scheduled, self._end = applies, scheduled, find_end(scheduled)
         self._begin, self._add, self._update, self._evaluate = (_compile(each, self) for each in functions)
         self._sums: Any = None  # of gradients, since the last update
         self._loss: Tensor | None = None  # which backward has not taken yet
@@ -117,6 +118,10 @@ class Engine(Files):
             self._report()
         self._may_step = False
         self.micro_steps += 1
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last update. An update does so itself."""
+        self._sums = None
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the state."""
@@ -188,6 +193,9 @@ class Engine(Files):
         return self._add(state.params, sums, state.scale, args, kwargs)
 
     def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
+        if self._end is not None and state.step >= self._end and state.step - self.skipped_steps >= self._end:
+            problem = f"has rates for {self._end} updates, and {state.step - self.skipped_steps} are done"
+            raise FzeroError("lr_scheduler", problem, 'give a scheduler of more steps, or a config "scheduler"')
         params, opt_state, scale, norm = self._update(state.params, state.opt_state, state.scale, sums)
         return state._replace(params=params, opt_state=opt_state, scale=scale, step=state.step + 1), norm
 
@@ -297,7 +305,10 @@ def _compile(function: Callable[..., Any], engine: Engine) -> Any:
 
 def _copy_without_values(module: nn.Module) -> nn.Module:
     """The module with parameters on the meta device: the values are the engine's, and old ones would mislead."""
-    absent = {id(x): nn.Parameter(torch.empty_like(x, device="meta"), x.requires_grad) for x in module.parameters()}
+    absent = {
+        id(x): nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
+        for x in module.parameters()
+    }
     return copy.deepcopy(module, absent)
 
 

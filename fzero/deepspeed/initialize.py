@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fzero import lower, partition
+from fzero import lower
+from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import SHARD_AXIS, mesh_shape
+from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
+from fzero.deepspeed.born import find_store, partition_model
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, make_functions, make_optimizer
+from fzero.deepspeed.meshes import PORT, find_local_rank, make_mesh
 from fzero.deepspeed.optimizers import Group, combine, convert_optimizer, list_groups, make_group
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, settle
+from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
-
-PORT = 29500
-"""DeepSpeed's, and torchrun's, port of rank 0."""
+from fzero.state.build.deferred import is_deferring
 
 
 class Initialized(NamedTuple):
@@ -66,12 +66,14 @@ def initialize(
             engine.backward(loss)
             engine.step()
 
-    All ranks call `initialize` together, with equal models. Without a process group it makes one, from
+    All ranks call `initialize` together; parameters are those of rank 0. Without a process group it makes one, from
     `args.local_rank` and torchrun's variables; a process without these is alone. The model's parameters are copied:
     those of `model` stay as they are.
 
     * `optimizer`: an optimizer of torch, a function of parameters that makes one, or one of `fzero.optim`. It goes
       before that of the configuration.
+    * `lr_scheduler`: a scheduler of torch that counts steps, or a function of an optimizer that makes one. Its rates
+      become a table. It goes before that of the configuration.
     * `model_parameters`: the parameters that are updated, or dicts of them, groups with params of their own.
     * `loss(model, *args, **kwargs)` returns the loss of a call `engine(*args, **kwargs)`, where `model` is a function
       with the module's arguments. Without `loss` the loss is the model's output, its `.loss` or its first element.
@@ -84,16 +86,19 @@ def initialize(
         FzeroError: for a configuration that contradicts itself, a key that is refused or unknown, an argument that is
             not supported. docs/deepspeed.md lists all keys.
     """
-    _refuse_arguments(model, mpu, mesh_param, lr_scheduler)
+    _refuse_arguments(model, mpu, mesh_param)
     assert model is not None
     given = read_config(_choose_config(args, config, config_params))
-    local_rank = _find_local_rank(args)
-    mesh = _make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh
-    home = find_home(mesh)
-    settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=getattr(home, "number", 0))
-    groups = _find_groups(optimizer, model_parameters, settings, model)
-    scheduled = _schedule(groups, settings)
-    engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
+    local_rank = find_local_rank(args)
+    with torch_private.disable_modes() if is_deferring() else nullcontext():  # suspends a zero.Init around this call
+        mesh = make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh
+        rank = getattr(find_home(mesh), "number", 0)
+        settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=rank)
+        if _is_function(optimizer):
+            optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
+        groups = _find_groups(optimizer, model_parameters, settings, model)
+        scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
+        engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
         rows = settings.micro_batch_size * mesh_shape(mesh).size()
@@ -102,7 +107,7 @@ def initialize(
         engine,
         engine.optimizer if groups is not None else None,
         engine.training_dataloader,
-        engine.lr_scheduler if settings.scheduler is not None else None,
+        None if settings.scheduler is None and lr_scheduler is None else engine.lr_scheduler,
     )
 
 
@@ -116,12 +121,15 @@ def _build_engine(
     local_rank: int,
 ) -> Engine:
     """An engine with its first state."""
+    store = find_store(model)
     was_training = model.training
     _, evaluate = lower(model.eval())
     params, apply = lower(model.train())
     model.train(was_training)
-    held = partition(
+    held = partition_model(
+        model,
         params,
+        store,
         mesh,
         persist=sys.maxsize if settings.stage == 0 else 0,
         dtype=None if settings.compute is None else torch.float32,
@@ -156,10 +164,6 @@ def _find_groups(
     """The groups of parameters and their optimizers, by the arguments of `initialize` or by the configuration."""
     if isinstance(optimizer, GradientTransformation):
         return optimizer
-    if optimizer is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
-        if isinstance(optimizer, GradientTransformation):
-            return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         return convert_optimizer(optimizer, model)
     if optimizer is not None:
@@ -179,17 +183,28 @@ def _find_groups(
     return groups
 
 
-def _schedule(groups: list[Group] | GradientTransformation | None, settings: Settings) -> Scheduled:
+def _is_function(optimizer: Any) -> bool:
+    """Whether an argument is a function that makes an optimizer."""
+    return callable(optimizer) and not isinstance(optimizer, (torch.optim.Optimizer, GradientTransformation))
+
+
+def _schedule(
+    groups: list[Group] | GradientTransformation | None, settings: Settings, lr_scheduler: Any, optimizer: Any
+) -> Scheduled:
+    """What changes from update to update. `lr_scheduler` goes before that of the configuration, as in DeepSpeed."""
     if isinstance(groups, list):
+        if lr_scheduler is not None:
+            return convert_scheduler(lr_scheduler, optimizer, groups)
         return schedule_groups(groups, settings.scheduler)
-    if settings.scheduler is not None:
+    given = settings.scheduler[0] if lr_scheduler is None and settings.scheduler is not None else lr_scheduler
+    if given is not None:
         what = "there is no optimizer" if groups is None else "the optimizer is one of fzero.optim"
         way_out = "give the config an optimizer, or the optimizer of fzero.optim a schedule (fzero.optim.deepspeed)"
-        raise FzeroError("scheduler.type", f"is {settings.scheduler[0]!r}, and {what}", way_out)
+        raise FzeroError("scheduler", f"is {given!r:.80}, and {what}", way_out)
     return []
 
 
-def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any, lr_scheduler: Any) -> None:
+def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
         raise FzeroError("model", f"is {type(model).__name__}", "give a torch.nn.Module")
     if any(each.__name__ == "PipelineModule" for each in type(model).__mro__):
@@ -198,10 +213,6 @@ def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any, lr_scheduler: Any) 
         raise FzeroError("mpu", "is given, and there is no model parallelism", "leave it out; give mesh=")
     if mesh_param is not None:
         raise FzeroError("mesh_param", f"is {mesh_param!r}, and there is no sequence parallelism", "give mesh=")
-    if lr_scheduler is not None:
-        problem = f"is a {type(lr_scheduler).__name__}, which is not converted yet"
-        way_out = 'give the config a "scheduler", or a fzero.optim optimizer with a schedule as optimizer='
-        raise FzeroError("lr_scheduler", problem, way_out)
 
 
 def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -216,28 +227,3 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
         problem = f"is given {len(found)} times: {', '.join(found)}" if found else "is missing"
         raise FzeroError("config", problem, 'give one, a dict or a path: initialize(config="ds_config.json")')
     return next(iter(found.values()))
-
-
-def _find_local_rank(args: Any) -> int:
-    """The number of this process on its host: that of `args`, or torchrun's."""
-    given = args.get("local_rank") if isinstance(args, Mapping) else getattr(args, "local_rank", None)
-    return int(os.environ.get("LOCAL_RANK", 0)) if given is None or given < 0 else int(given)
-
-
-def _make_mesh(local_rank: int, port: int, required: bool | None) -> Any:
-    """The mesh of all ranks. Makes the process group where there is none."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)
-    if not dist.is_initialized():
-        if required is False:
-            problem = "is False, and there is no process group"
-            raise FzeroError("dist_init_required", problem, "call torch.distributed.init_process_group first")
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            host, at = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", port)
-            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, init_method=f"tcp://{host}:{at}", rank=rank, world_size=world)
-        else:
-            dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # a free port
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=(SHARD_AXIS,))

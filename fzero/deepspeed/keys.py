@@ -37,7 +37,12 @@ BATCH = _keys(
     ("train_micro_batch_size_per_gpu", "int", None, "examples of one rank in one call of the engine"),
     ("gradient_accumulation_steps", "int", None, "calls of the engine in one update"),
     ("gradient_clipping", "float", 1.0, "largest global norm of gradients; 0 is none. `version=` says which default"),
-    ("steps_per_print", "int", None, 'the logger "fzero" reports step, loss, rate and seconds each so many updates'),
+    (
+        "steps_per_print",
+        "int",
+        None,
+        'updates between the lines of the logger "fzero": rates, loss scale, skips, seconds',
+    ),
     ("dataloader_drop_last", "bool", False, "whether the last, smaller batch of `training_data` is left out"),
 )
 

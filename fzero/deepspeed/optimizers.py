@@ -85,10 +85,16 @@ def list_groups(
         if paths & seen:
             raise FzeroError(min(paths & seen), "is in two groups of parameters", "put it into one")
         seen |= paths
-        own = {name: value for name, value in member.items() if name not in ("params", "param_names", "initial_lr")}
+        own = {name: value for name, value in member.items() if name not in _OF_SCHEDULERS}
         group = make_group(kind, {**params, **own}, where, torch_defaults=torch_defaults)
         found.append(group._replace(paths=frozenset(paths)))
     return found
+
+
+_OF_SCHEDULERS = (
+    *("params", "param_names", "initial_lr", "max_lr", "min_lr", "initial_momentum", "max_momentum", "base_momentum"),
+)
+"""What is in a group of torch and is no param of its optimizer: schedulers write most of these."""
 
 
 def _find_name(parameter: Any, names: Mapping[int, str], number: int) -> str:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from fzero import checkpoint
+from fzero import checkpoint, partition, tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import freeze
 from fzero.base.state import State
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.ranks.together import gather_words
+from fzero.state.safetensors.loading import load_sources
 from fzero.state.unpartition import iter_full
 
 LATEST = "latest"
@@ -27,6 +29,7 @@ class Files:
     state: State
     micro_steps: int
     settings: Any
+    mesh: Any
 
     @property
     def _home(self) -> Home:
@@ -71,10 +74,11 @@ class Files:
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """`(folder, client state)` of the checkpoint `tag`, by default the last one, after the state was read from it.
-        All ranks call it together. A folder without a checkpoint gives `(None, None)`, as in DeepSpeed.
+        All ranks call it together. A folder without a checkpoint gives `(None, None)`, as in DeepSpeed. Of a checkpoint
+        that DeepSpeed's ZeRO wrote, `load_module_only` reads the weights.
 
         Raises:
-            FzeroError: as `fzero.checkpoint.load`.
+            FzeroError: for optimizer state that DeepSpeed wrote; as `fzero.checkpoint.load`.
         """
         if custom_load_fn is not None:
             raise FzeroError("custom_load_fn", "is not supported", "fzero.checkpoint.open_checkpoint gives the tensors")
@@ -87,6 +91,8 @@ class Files:
             tag = latest.read_text().strip()
         folder, is_whole = Path(load_dir) / str(tag), load_optimizer_states and not load_module_only
         wanted = self.state if is_whole else State(params=self.state.params)
+        if any(folder.glob("*_optim_states.pt")):
+            return str(folder), self._load_weights(folder, is_whole)
         strict = load_module_strict if is_whole else False
         loaded = checkpoint.load(folder, wanted, strict=strict)
         self.state = loaded if is_whole else self.state._replace(params=loaded.params)
@@ -94,6 +100,24 @@ class Files:
         if is_whole:
             self.micro_steps = metadata["micro_steps"]
         return str(folder), metadata["client_state"]
+
+    def _load_weights(self, folder: Path, is_whole: bool) -> dict[str, Any]:
+        """Take the weights of a checkpoint that DeepSpeed's ZeRO wrote. It has no client state that is read."""
+        if is_whole:
+            problem = "is DeepSpeed's own, of which an engine reads weights alone"
+            way_out = (
+                "give load_module_only=True; fzero.checkpoint.load_adam(open_deepspeed(path), like, mesh) reads Adam's "
+                "state"
+            )
+            raise FzeroError(str(folder), problem, way_out)
+        leaves, treedef = tree.flatten(self.state.params)
+        absent = [freeze(torch.empty(x.shape, dtype=x.dtype, device="meta"), x) for x in leaves]
+        found = checkpoint.open_deepspeed(folder)
+        weights = {key.removeprefix("model."): x for key, x in found.items() if key.startswith("model.")}
+        sources = load_sources(weights, tree.unflatten(treedef, absent), strict=False)
+        read = partition(sources, self.mesh, like=self.state.params, to=self.settings.params_at)
+        self.state = self.state._replace(params=read)
+        return {}
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -64,7 +64,7 @@ def build(constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any) -> 
     _check(mesh, how)
     with _construct(constructor, mesh, seed, how.get("to")) as (module, store):
         params, apply = lower(module)
-        return _partition(params, mesh, store, how), apply
+        return cut_into_slices(params, mesh, store, how), apply
 
 
 def build_stateful(
@@ -75,7 +75,7 @@ def build_stateful(
     _check(mesh, how)
     with _construct(constructor, mesh, seed, how.get("to")) as (module, store):
         params, buffers, apply = lower_stateful(module)
-        return _partition(params, mesh, store, how), buffers, apply
+        return cut_into_slices(params, mesh, store, how), buffers, apply
 
 
 def _check(mesh: Any, how: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def _construct(
         if isinstance(module, nn.Module):
             if isinstance(on, Live):
                 _agree(on, module, drawn)
-            _make_ordinary(module)
+            make_ordinary(module)
         yield module, store
     finally:
         store.close()
@@ -121,7 +121,7 @@ def _agree(on: Live, module: nn.Module, drawn: str) -> None:
     agree(on.members, digest(lines), lambda: lines)
 
 
-def _make_ordinary(module: nn.Module) -> None:
+def make_ordinary(module: nn.Module) -> None:
     """Replace each deferred tensor of the module that is no parameter by a whole, ordinary tensor."""
     params = {id(param) for param in module.parameters()}
     done: dict[int, Tensor] = {}
@@ -143,7 +143,7 @@ def _make_ordinary(module: nn.Module) -> None:
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
-def _partition(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) -> Tree:
+def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) -> Tree:
     """`partition(params, mesh, **how)`, leaf by leaf in an order that all ranks share. An allocation is freed after the
     last leaf that uses it."""
     store.bring([])

@@ -74,10 +74,15 @@ def defer_tensors(store: Store) -> Iterator[None]:
     Raises:
         FzeroError: inside of another such block.
     """
-    if any(isinstance(mode, _OperationMode) for mode in torch_private.dispatch_modes()):
+    if is_deferring():
         raise FzeroError("fzero.build", "is called inside of a constructor that fzero.build runs", "build one module")
     with _OperationMode(store), _MemoryMode():
         yield
+
+
+def is_deferring() -> bool:
+    """Whether the caller is inside of a block of `defer_tensors`."""
+    return any(isinstance(mode, _OperationMode) for mode in torch_private.dispatch_modes())
 
 
 def copy_whole(value: Deferred) -> Tensor:

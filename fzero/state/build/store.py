@@ -106,6 +106,11 @@ class Store:
         allocation.flat = None
         self._whole.discard(allocation)
 
+    def replace(self, allocation: Allocation, flat: Tensor) -> None:
+        """Take over `flat` as all bytes of an allocation, and keep this process's pieces of it."""
+        allocation.pieces, allocation.flat = None, flat
+        self.cut(allocation)
+
     def duplicate(self, allocation: Allocation, onto: Allocation | None = None) -> Allocation:
         """`onto`, or a new allocation, with the bytes of `allocation`. Pieces are copied; nothing is gathered."""
         if onto is None:

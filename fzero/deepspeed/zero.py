@@ -1,0 +1,177 @@
+"""Zero: DeepSpeed's contexts of parameters. `Init` cuts a model that is constructed, `GatheredParameters` edits.
+
+with fzero.deepspeed.zero.Init():
+    model = MyLargeModel()
+engine, *_ = fzero.deepspeed.initialize(model=model, config="ds_config.json")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.deepspeed.meshes import PORT, find_local_rank, make_mesh
+from fzero.deepspeed.reading import read_config
+from fzero.ranks.homes import Home, find_home
+from fzero.ranks.live import Live
+from fzero.ranks.virtual import virtual
+from fzero.state.build.deferred import Deferred, defer_tensors
+from fzero.state.build.store import Allocation, Store
+from fzero.values.functions import is_sharded
+
+
+class Init:
+    """A context in which a constructor's large parameters are cut over the ranks as they are made.
+
+    The model is a module for `initialize`, which makes slices of its parameters. All ranks run the same constructor
+    together, with the random state of rank 0. Nothing in torch is replaced. `initialize` inside of the context suspends
+    it, and the module of `module=` stays whole until `initialize` cuts it.
+
+    Where state lies and in which dtype a step computes is a matter of the configuration that `initialize` gets. So
+    `config`, `remote_device` and `pin_memory` say nothing more here; a configuration is checked.
+
+    Raises:
+        FzeroError: for an argument that is not supported.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+        *,
+        mesh: Any = None,
+    ) -> None:
+        given = {
+            "data_parallel_group": (data_parallel_group, "give mesh="),
+            "mpu": (mpu, "give mesh="),
+            "zero_param_parallel_group": (zero_param_parallel_group, "give mesh="),
+            "sequence_data_parallel_group": (sequence_data_parallel_group, "give mesh="),
+            "param_swapper": (param_swapper, "leave it out"),
+            "zero_quantized_weights": (zero_quantized_weights, "leave it out"),
+            "zero_quantized_nontrainable_weights": (zero_quantized_nontrainable_weights, "fzero.quantize holds codes"),
+        }
+        for name, (value, way_out) in given.items():
+            if value:
+                raise FzeroError(f"zero.Init: {name}", f"is {value!r:.80}, which is not supported", way_out)
+        if dtype not in (None, torch.float32):
+            way_out = "leave it out: fp16 or bf16 of the configuration says in which dtype a step computes"
+            raise FzeroError("zero.Init: dtype", f"is {dtype}, and weights stay float32", way_out)
+        if remote_device not in (None, "none", "cpu"):
+            way_out = "leave it out: offload_param of the configuration says where parameters lie"
+            raise FzeroError("zero.Init: remote_device", f"is {remote_device!r}", way_out)
+        chosen = config if config is not None else config_dict_or_path
+        if chosen is not None:
+            read_config(chosen)
+        self._enabled, self._mesh, self._stack = enabled and module is None, mesh, ExitStack()
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            mesh = make_mesh(find_local_rank(None), PORT, None) if self._mesh is None else self._mesh
+            home = find_home(mesh)
+            if isinstance(home, Live) and len(home.ranks) > 1:
+                own = torch.get_rng_state()
+                torch.set_rng_state(_broadcast(home, own.clone(), home.ranks[0]))
+                if home.number:  # rank 0 goes on behind its draws, as without the context
+                    self._stack.callback(torch.set_rng_state, own)
+            self._stack.enter_context(defer_tensors(Store(home)))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+class GatheredParameters:
+    """A context in which parameters of a model of `Init` are whole on every rank, to read and to edit.
+
+    At the end rank `modifier_rank` sends its values to all ranks. Without it each rank keeps its part of its own
+    values. All ranks enter together. Parameters that are whole anyway are sent, too.
+
+    Raises:
+        FzeroError: for parameters of an engine, and for a rank that there is not.
+    """
+
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
+        listed = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else []
+        self._params = list({id(x): x for x in listed if isinstance(x, Tensor)}.values()) if enabled else []
+        self._rank = modifier_rank
+        self._swaps: list[tuple[Deferred, Allocation, Allocation]] = []  # parameter, its memory, and that of the block
+        for value in self._params:
+            if is_sharded(value) or value.is_meta:
+                problem = f"a {tuple(value.shape)} parameter is an engine's"
+                way_out = (
+                    "read engine.module_state_dict(); edit with engine.state = engine.state._replace("
+                    "params=fzero.update_leaf(engine.params, path, fn))"
+                )
+                raise FzeroError("zero.GatheredParameters", problem, way_out)
+
+    def __enter__(self) -> None:
+        alone = Store(virtual(VirtualMesh(fsdp=1)))  # within the block ranks work apart
+        taken: dict[Allocation, Allocation] = {}
+        for value in self._params:
+            if isinstance(value, Deferred):
+                held = value.allocation
+                if held not in taken:
+                    held.store.bring([held])
+                    assert held.flat is not None
+                    taken[held] = alone.adopt(held.flat.clone())
+                    held.store.cut(held)
+                self._swaps.append((value, held, taken[held]))
+                value.allocation = taken[held]
+
+    def __exit__(self, *error: Any) -> None:
+        for held, own in dict.fromkeys((held, own) for _, held, own in self._swaps):
+            own.store.bring([own])
+            assert own.flat is not None
+            held.store.replace(held, self._send(held.store.on, own.flat))
+        for value, held, _ in self._swaps:
+            value.allocation = held
+        self._swaps = []
+        for plain in self._params:
+            if not isinstance(plain, Deferred):
+                with torch.no_grad():
+                    plain.copy_(self._send(None, plain.detach()))
+
+    def _send(self, home: Home | None, values: Tensor) -> Tensor:
+        """The values of the rank that edits, on every rank."""
+        return values if self._rank is None else _broadcast(home, values, self._rank)
+
+
+def _broadcast(home: Home | None, values: Tensor, rank: int) -> Tensor:
+    """`values` of a global rank, on every rank of a mesh; without `home`, of the process group, where there is one."""
+    if isinstance(home, Live):
+        if rank not in home.ranks:
+            raise FzeroError("modifier_rank", f"is {rank}, the mesh has ranks {list(home.ranks)}", "name one of them")
+        if len(home.ranks) == 1:
+            return values
+        sent = values.cpu()
+        with home.members.begin("broadcast of a parameter in fzero.deepspeed.zero"):
+            dist.broadcast(sent, rank, group=home.members.group)
+        return sent.to(values.device)
+    if home is None and dist.is_initialized() and dist.get_world_size() > 1:
+        sent = values.contiguous().clone()
+        dist.broadcast(sent, rank)
+        return sent
+    return values
