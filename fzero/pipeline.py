@@ -19,6 +19,7 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.budget.fit import Budget, fit
+from fzero.files import duplicate
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
@@ -222,7 +223,7 @@ class Returned:
         """The value of a step that was called with the tensors and the state `given`. `origin` is that of new state."""
         leaves: list[Any] = list(outputs)
         for i in self._copied:
-            leaves[i] = leaves[i].clone()
+            leaves[i] = duplicate(leaves[i])
         for i, form in self._state:
             leaves[i] = Sharded.of_form(leaves[i], form, origin)
         for i, argument in self._given.items() if given else ():

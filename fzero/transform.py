@@ -22,7 +22,7 @@ from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
-from fzero.files import address_of
+from fzero.files import address_of, duplicate
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
@@ -79,7 +79,8 @@ def shard(
       parameters stay gathered, and which values the backward pass computes again (docs/budget.md). `report` says what
       was chosen.
     * `to`, beside `memory`: a placement, such as `fzero.host()`, where the search may put optimizer state and
-      parameters, layer by layer. A step moves state that was given elsewhere to where the search wants it.
+      parameters, layer by layer, and on the host saved values. A step moves state that was given elsewhere to where the
+      search wants it.
     * `donate`: a step that updates state (`p + u`) writes the new state over the old. The `Sharded` values that the
       step was called with become unusable. Tensors and values that were computed from them do not change.
     * `compile`: inductor compiles the computations between collectives, once for equal layers. The step is the same up
@@ -270,7 +271,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     return _Compiled(program, runner, Returned(program, on), donated, lines)
 
 
-def _copy_aliases(values: Sequence[Any], donated: Sequence[int]) -> list[Tensor]:
+def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
     """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
     memory of another argument, or an inference tensor outside of inference mode."""
     tensors = [value.local if isinstance(value, Sharded) else value for value in values]
@@ -289,7 +290,7 @@ def _copy_aliases(values: Sequence[Any], donated: Sequence[int]) -> list[Tensor]
         kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
         for i, pointer in zip(donated, written):
             if (pointer is not None and (pointer in kept or _is_within(pointer, batches))) or is_frozen:
-                tensors[i] = values[i].with_local(tensors[i].clone()).local
+                tensors[i] = duplicate(tensors[i])
             kept.add(pointer)
     return tensors
 

@@ -77,9 +77,9 @@ def _open(config: Any) -> Mapping[str, Any]:
         found = json.loads(text, object_pairs_hook=_refuse_twins)
     except json.JSONDecodeError as error:
         problem = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise FzeroError(f"config {where:.80}", problem, "write JSON, without comments and trailing commas") from None
+        raise FzeroError(f"config {where}", problem, "write JSON, without comments and trailing commas") from None
     if not isinstance(found, dict):
-        raise FzeroError(f"config {where:.80}", f"holds a {type(found).__name__}", "write an object of keys")
+        raise FzeroError(f"config {where}", f"holds a {type(found).__name__}", "write an object of keys")
     return found
 
 

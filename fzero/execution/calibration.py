@@ -16,6 +16,7 @@ from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
 from fzero.execution.loops import Rows, operands, run_turns
+from fzero.files import OnDisk, duplicate
 from fzero.optim.fused import make_update
 from fzero.program.comm import comm_of
 from fzero.program.memory import find_last_uses
@@ -55,7 +56,9 @@ def _copy_arguments(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]
     """The tensors, with copies in the place of those that are donated. Tensors that share memory share it as copies
     too."""
     donated = [i for i, argument in enumerate(program.arguments) if argument.donated]
-    copies = dict(zip(donated, copy.deepcopy([tensors[i].detach() for i in donated])))
+    in_files = {i: duplicate(tensors[i]) for i in donated if isinstance(tensors[i], OnDisk)}
+    others = [i for i in donated if i not in in_files]
+    copies = in_files | dict(zip(others, copy.deepcopy([tensors[i].detach() for i in others])))
     return [copies.get(i, tensor) for i, tensor in enumerate(tensors)]
 
 

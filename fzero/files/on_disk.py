@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
-from fzero.files.memory import new_buffer, new_pinned
+from fzero.files.memory import allocate_pinned, new_buffer
 from fzero.files.store import Extent, Move, open_store
 
 CHUNK_NBYTES = 4 << 20
@@ -118,7 +118,7 @@ def read(values: Sequence[OnDisk], into: Sequence[Tensor] | None = None) -> Star
     """Start to copy tensors from files into new memory of the host, pinned where there is an accelerator to copy to, or
     into contiguous tensors of equal dtypes."""
     if into is None and torch.accelerator.is_available():
-        into = [new_pinned(x.numel(), x.dtype, x.extent.leaf, is_asked=False) for x in values]
+        into = [allocate_pinned(x.numel(), x.dtype, x.extent.leaf, is_asked=False) for x in values]
     elif into is None:
         into = [new_buffer(x.numel(), x.dtype) for x in values]
     return Started(list(into), [
@@ -137,6 +137,11 @@ def write(values: Sequence[Tensor], into: Sequence[OnDisk]) -> Started:
 def load(x: Tensor) -> Tensor:
     """A tensor itself, or the copy in host memory of a tensor on disk."""
     return x.clone() if isinstance(x, OnDisk) else x
+
+
+def duplicate(x: Tensor) -> Tensor:
+    """A copy of a tensor, in a file where the tensor lies in one."""
+    return torch.empty_like(x).copy_(x) if isinstance(x, OnDisk) else x.clone()
 
 
 def address_of(x: Tensor) -> tuple[str, int]:

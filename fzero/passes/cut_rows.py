@@ -28,7 +28,7 @@ def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> l
     An argument that is a list has one item for each leaf, or an equal number of them.
     """
     count, items, calls = len(call.args[0]), dict[tuple[Node, int], Node](), list[Node]()
-    is_each = all(isinstance(x, (list, tuple)) for x in call.meta["val"] or ())  # several lists of results
+    is_each = all(isinstance(x, (list, tuple)) for x in call.meta.get("val") or ())  # several lists of results
     columns = list(call.users) if is_each else [call]
 
     def cut(given: Any, rows: Sequence[int]) -> Any:

@@ -192,7 +192,8 @@ class _Transfers:
 
     def __init__(self, program: Program, away: Away, kinds: dict[Node, Kind]) -> None:
         self.program, self.graph, self.away, self.kinds = program, program.graph, away, kinds
-        self._changed = find_changes(program.graph)
+        writes = ((storage(written), node) for node in program.graph.nodes for written in find_writes(node))
+        self._changed = dict(writes)  # memory that some node writes into -> the last of these nodes
         self._origins = find_origins(program.graph, "scattered")
         self._copies: dict[tuple[Node, Where], Node] = {}  # of values that nothing writes into
         self._early = _find_early_numbers(program.graph)
@@ -275,8 +276,9 @@ class _Transfers:
         self.program.output.args = ([copies.get((node, result.place), node) for result, node in pairs],)
 
     def _send(self, nodes: list[Node], there: Where, into: Sequence[str]) -> dict[Node, Node]:
-        """Copies of results at another place, by way of the places between."""
-        at, copies, here = max(nodes).next, dict(zip(nodes, nodes)), self._find_where(nodes[0])
+        """Copies of results at another place, by way of the places between. They start behind the last write."""
+        last = max(nodes + [self._changed[storage(x)] for x in nodes if storage(x) in self._changed])
+        at, copies, here = last.next, dict(zip(nodes, nodes)), self._find_where(nodes[0])
         while here != there:
             here = step_towards(here, there)
             made = self._copy(list(copies.values()), at, self.program.output, here, *(into if here == "disk" else ()))

@@ -33,7 +33,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
 
     Saved values that move to the host (`remat`) leave the device where their copies are done, and start to come back
     early in the same way. At most `memory` bytes of them wait to leave at once, and as many come back ahead of their
-    use; by default twice the largest of them.
+    use; by default twice the largest of them and twice their mean.
 
     `program.rates` gives the seconds. At most `memory` bytes of gathered buffers await their first use at once, at
     most `memory` bytes of copies, and at most `memory` bytes of gradients are being sent; by default twice the largest
@@ -66,12 +66,12 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
 def _schedule_values(graph: fx.Graph, costs: Costs, memory: int | None) -> None:
     """Let saved values of the forward pass go late, and bring them back early."""
     waits = [node for node in graph.nodes if is_call(node, ops.arrive) and is_of_saved_value(node)]
-    sizes = [nbytes(wait.meta["val"]) for wait in waits]
-    limit = 2 * max(sizes, default=0) if memory is None else memory
+    sizes = [nbytes(wait.meta["val"]) for wait in waits] or [0]
+    limit = 2 * max(sizes) + 2 * sum(sizes) // len(sizes) if memory is None else memory
     away = {wait: [wait, *wait.users] for wait in waits if is_call(wait.args[0], ops.to_host)}
     reorder(graph, _let_go_late(graph, away, costs, limit))
     back = {wait.args[0]: [wait.args[0]] for wait in waits if wait not in away}
-    reorder(graph, _start_early(graph, back, costs, limit))
+    reorder(graph, _start_early(graph, back, costs, limit, is_queue=True))
 
 
 def _let_go_late(graph: fx.Graph, away: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:
@@ -163,16 +163,18 @@ def _wait_for_writes(graph: fx.Graph, memory: int) -> list[Node]:
     return list(order)
 
 
-def _start_early(graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:
+def _start_early(
+    graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Costs, memory: int, is_queue: bool = False
+) -> list[Node]:
     """The nodes in their new order: the `chosen` starts move forward, and stay in the order of their uses. With each
-    move the nodes that its list has.
+    move the nodes that its list has. With `is_queue` a start leaves time for those behind it, too.
 
     Each start moves from its place at the first use towards its best place, as long as the bytes that await their use
     leave room for it.
     """
     nodes = list(graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
-    wanted = _find_best_starts(nodes, position, list(chosen), costs)
+    wanted = _find_best_starts(nodes, position, list(chosen), costs, is_queue)
     waiting = [0] * len(nodes)  # at each node: bytes that are there and not used yet
     before: list[list[Node]] = [[] for _ in nodes]
     at = sum(node.op == "placeholder" for node in nodes)  # nothing starts before the arguments, or the last start
@@ -190,17 +192,18 @@ def _start_early(graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Cost
 
 
 def _find_best_starts(
-    nodes: list[Node], position: dict[Node, int], chosen: list[Node], costs: Costs
+    nodes: list[Node], position: dict[Node, int], chosen: list[Node], costs: Costs, is_queue: bool
 ) -> dict[Node, int]:
     """Start -> the position of the node in front of which it should start, to be hidden by the compute between there
-    and its use."""
+    and its use. With `is_queue` that is in front of where the next one has to start."""
     seconds = [costs[node].seconds if costs[node].lane == COMPUTE else 0.0 for node in nodes]
     clock = list(accumulate(seconds, initial=0.0))  # in front of each node
-    wanted, at = dict[Node, int](), len(nodes)
+    wanted, at, begin = dict[Node, int](), len(nodes), clock[-1]
     for start in reversed(chosen):  # from the last on, because none may start later than the one behind it
         comms, duration = costs[start].comms, costs[start].seconds
-        latest = bisect_right(clock, clock[position[start]] - SLACK * (comms[0][1] if comms else duration)) - 1
-        wanted[start] = at = min(latest, at)
+        end = min(begin, clock[position[start]]) if is_queue else clock[position[start]]
+        begin = end - SLACK * (comms[0][1] if comms else duration)
+        wanted[start] = at = max(0, min(bisect_right(clock, begin) - 1, at))
     return wanted
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fzero.files.memory import new_pinned
+from fzero.files.memory import allocate_pinned
 
 
 class Link(Protocol):
@@ -63,7 +63,7 @@ class Cuda:
 
     def to_host(self, values: Sequence[Tensor]) -> list[Tensor]:
         self._out.wait_stream(torch.cuda.current_stream(self.device))  # which computes the values
-        made = list(map(_new_pinned_like, values))
+        made = list(map(_allocate_pinned_like, values))
         for x in values:
             x.record_stream(self._out)  # the allocator reuses the memory once it is copied
         return self._copy(self._out, values, made)
@@ -94,10 +94,10 @@ class Cuda:
         return list(started)
 
 
-def _new_pinned_like(x: Tensor) -> Tensor:
+def _allocate_pinned_like(x: Tensor) -> Tensor:
     """Memory of the host for a copy of `x`, pinned, with the strides that torch gives a copy."""
     strides = torch.empty_like(x, device="meta").stride()
-    return new_pinned(x.numel(), x.dtype, "to_host", is_asked=False).as_strided(x.shape, strides)
+    return allocate_pinned(x.numel(), x.dtype, "to_host", is_asked=False).as_strided(x.shape, strides)
 
 
 def link_of(device: torch.device) -> Link:

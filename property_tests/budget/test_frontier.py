@@ -17,9 +17,10 @@ from torch.nn import functional
 import fzero
 from fzero import tree
 from fzero.base.placement import Placement
-from fzero.budget.choices import flatten
+from fzero.budget.choices import flatten, list_segment_choices, weigh
 from fzero.budget.fit import Space
 from fzero.budget.frontier import Choice, Option, Point, Span, find_frontier
+from fzero.budget.saved import find_segments
 from fzero.passes import defaults, resolve, run_passes
 from fzero.passes.roll import roll
 from fzero.program.places import place_arguments
@@ -105,9 +106,12 @@ def test_a_greedy_search_of_placements_is_near_exhaustive_search(
     guess = GUESSES["cuda"]
     rates = guess._replace(link=guess.link * link, host=guess.host * link, launch=guess.launch * launch)
     space = make_space(inner, rows, rates, fzero.host())
-    line = [place.nbytes for place in flatten(space.base)]
-    every, greedy = (find_frontier(line, space.choices, most_combinations=most) for most in (1 << 21, 0))
-    assert len(space.placements) == len(inner) and len(space.choices) <= MOST_CHOICES
+    places = list(flatten(space.base))
+    line = [place.nbytes for place in places]
+    segments = list_segment_choices(find_segments(space.traced, rates), places, weigh(space.base))  # none on the host
+    choices = [choice for choice, _ in (*space.buckets, *segments, *space.placements)]
+    every, greedy = (find_frontier(line, choices, most_combinations=most) for most in (1 << 21, 0))
+    assert len(space.placements) == len(inner) and len(choices) <= MOST_CHOICES
     fastest = space.base.timeline().seconds - space.start.seconds
     least, most = every[0].peak, every[-1].peak
     for limit in (least + (most - least) * i // LIMITS for i in range(LIMITS + 1)):

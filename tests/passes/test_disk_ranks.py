@@ -34,6 +34,7 @@ class Training(NamedTuple):
     fits: bool
     counted: tuple[int, int]
     predicted: tuple[int, int]
+    twice: tuple[Tensor, Tensor]
 
 
 def begin(mesh: DeviceMesh, to: Placement | None) -> tuple[Any, Any]:
@@ -81,7 +82,16 @@ def train_in_little_room(mesh: DeviceMesh, disk: Placement) -> Training:
         counted = store.counts.read - before.read, store.counts.written - before.written
         fits = can_allocate(nbytes)
     predicted = STEPS * copies["read"], STEPS * copies["write"]
-    return Training(in_memory, from_files, nbytes, fits, counted, predicted)
+    return Training(in_memory, from_files, nbytes, fits, counted, predicted, update_twice(mesh, disk))
+
+
+def update_twice(mesh: DeviceMesh, disk: Placement) -> tuple[Tensor, Tensor]:
+    """The new values of a step that writes over two arguments, which are one value. A calibration leaves both."""
+    given = fzero.partition([torch.arange(6.0)], mesh, to=disk)
+    step = fzero.shard(lambda p, q: ([p[0] + 1], [q[0] * 2]), mesh)
+    step.calibrate(given, given)
+    (first,), (second,) = fzero.unpartition(step(given, given))
+    return first, second
 
 
 def can_allocate(nbytes: int) -> bool:
@@ -99,3 +109,4 @@ def test_state_of_four_times_the_room_trains_as_in_memory(tmp_path: Path) -> Non
     for each in ranks:
         assert each.from_files == each.in_memory and len({*each.in_memory}) == STEPS
         assert each.counted == each.predicted
+        assert torch.equal(each.twice[0], torch.arange(6.0) + 1) and torch.equal(each.twice[1], torch.arange(6.0) * 2)

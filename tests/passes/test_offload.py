@@ -17,6 +17,7 @@ import fzero
 from fzero import FzeroError, VirtualMesh, optim, passes, tree
 from fzero.base.placement import Host
 from fzero.execution.outline import outline
+from fzero.files import OnDisk
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.places import find_places, where_of
@@ -63,24 +64,28 @@ def where(values: Any) -> list[Host | None]:
 
 
 class Peaks:
-    """The most bytes that a rank's values keep alive on the device and on the host, each storage once."""
+    """The most bytes that a rank's values keep alive on the device, on the host and on a disk, each storage once."""
 
     def __init__(self, program: Program) -> None:
         self._programs = list(list_programs(program))
         self._graphs: dict[Any, dict[str, Any]] = {}  # of the program that runs, an equal one -> places by name
         given = zip(program.placeholders, program.arguments)
         self._batches = {node.name for node, argument in given if argument.bucket is None}
-        self.most = {"device": 0, "host": 0}
+        self.most = {"device": 0, "host": 0, "disk": 0}
 
     def watch(self, node: Node, ranks: list[dict[Node, Any]]) -> None:
         if node.graph not in self._graphs:
             self._graphs[node.graph] = find_where(self._programs[len(self._graphs)])
         for held in ranks:
-            now: dict[str, dict[int, int]] = {"device": {}, "host": {}}
+            now: dict[str, dict[Any, int]] = {"device": {}, "host": {}, "disk": {}}
             for each, value in held.items():
                 place = self._graphs[each.graph].get(each.name, "device")
-                for here, item in zip(place, value) if isinstance(place, list) else [(place, value)]:
+                # while a loop runs, the last of its results are there
+                for here, item in zip(place[-len(value) :], value) if isinstance(place, list) else [(place, value)]:
                     for x in tensors(item):
+                        if isinstance(x, OnDisk):
+                            now["disk"][id(x.extent), x.start] = x.nbytes
+                            continue
                         rows_only = each.name in self._batches
                         size = x.nbytes if rows_only else x.untyped_storage().nbytes()
                         now[here][x.untyped_storage()._cdata] = size
@@ -132,7 +137,7 @@ def test_a_step_with_state_on_the_host_is_the_resident_one(
     assert_equal(got, losses)
     assert {*where(params)} == {places[0]} and {*where(state)} == {places[1]}
     if world < 3:  # a simulation does not hold the blocks that a rank receives from N - 2 others
-        assert peaks.most == {"device": planned.peak, "host": planned.host}
+        assert peaks.most == {"device": planned.peak, "host": planned.host, "disk": 0}
     assert planned.peak < resident.peak and resident.host == 0
 
 

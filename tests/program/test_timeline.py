@@ -168,6 +168,27 @@ def test_copies_and_the_host_have_lanes() -> None:
     assert threads == ["compute", "communication", "link", "host"]
 
 
+def test_a_disk_reads_and_writes_in_turn(tmp_path: Path) -> None:
+    """A parameter is read for its product and, meanwhile, for its update, which waits for the gradient."""
+    mesh, optimizer = VirtualMesh(fsdp=1), fzero.optim.sgd(0.5)
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        grads = fzero.grad(lambda p: (x @ p["w"]).square().sum())(params)
+        updates, state = optimizer.update(grads, state, params)
+        return fzero.optim.apply_updates(params, updates), state
+
+    params = fzero.partition({"w": torch.ones(4, 4)}, mesh, to=fzero.disk(tmp_path))
+    traced = fzero.simulate(step, mesh).trace(params, optimizer.init(params), torch.ones(2, 4))
+    rates = Rates(flops=1e30, memory=1e30, wire=1e30, launch=0.0, latency=0.0, link=32.0, host=48.0, disk=16.0)
+    timeline = traced.timeline(rates)
+    moves = [(each.name, each.start, each.end) for each in timeline.lanes["disk"]]
+    assert moves == [("read disk", 0, 4), ("read disk", 4, 8), ("write disk", 12, 16)]  # 64 bytes each
+    copies = [(each.name, each.start, each.end) for each in timeline.lanes["link"]]
+    assert copies == [("to_device link", 4, 6), ("to_host link", 6, 8)]
+    assert [(span.name, span.start, span.end) for span in timeline.on_host] == [("sgd_", 8, 12)]
+    assert timeline.seconds == 16 and timeline.hidden("write") == 0
+
+
 def test_a_loop_copies_from_the_host_two_turns_early() -> None:
     """The copy and the all-gather of a layer take 2 s each, and what a turn computes takes 3 s. Only the copy and the
     gather of the first layer are exposed."""
