@@ -50,7 +50,7 @@ def fused_adamw_(
 
 
 def make_update(numel: int) -> tuple[Callable[[], None], int]:
-    """An update of `numel` elements on the host by AdamW's kernel, to measure, and the bytes that it reads and writes."""
+    """An update of `numel` elements on the host by AdamW's kernel, and the bytes that it reads and writes."""
     params, grads, mu, nu = ([torch.zeros(numel, device="cpu")] for _ in range(4))
     count = torch.ones((), dtype=torch.int32, device="cpu")
 
