@@ -9,8 +9,7 @@ and steps that run beside DeepSpeed's.
 The first table has the bytes that AdamW's fused kernel reads and writes in a second, beside a plain copy that moves as
 many. The second is a plan: parameters are on the meta device, rates are those that fzero guesses for a GPU
 (`fzero.program.rates`), with a link of 25 GB/s between device and host and a disk of 3 GB/s for each rank. Nothing of
-it has run. The third has steps of two gloo ranks, each contender in processes of its own. There the memory of the
-device and of the host are one, and the peak counts both.
+it X
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ import flags
 import torch
 from contenders import able
 from fzero_steps import ADAMW, training_step
-from launch import run_each
+from launch import run, run_each
 from machine import machine
 from quartiles import quartiles
 from runs import Plan
 
 import fzero
-from fzero.optim.fused import fused_adamw_
+from fzero.optim.fused import make_update
 from fzero.program.timeline import DISK, HOST, LINK
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -68,9 +68,10 @@ def main(given: argparse.Namespace) -> None:
     )
     if not given.plan:
         chosen = able(tuple(filter(None, given.contenders.split(","))), "cpu")
-        steps = Plan(chosen, given.size, "budget", rounds=2, steps=given.steps)
-        record["steps"] = run_each(steps, 2, given.timeout)
-        print_steps(record["steps"], f"size {given.size}, two ranks")
+        steps = Plan(chosen, given.size, "time", rounds=4, steps=given.steps)
+        record["times"] = run(steps, 2, given.timeout)
+        record["peaks"] = run_each(replace(steps, meter="memory"), 2, given.timeout)
+        print_steps(record["times"], record["peaks"], f"size {given.size}, two ranks")
     flags.write(given.json, record | machine())
 
 
@@ -88,25 +89,19 @@ def print_plan(rows: list[dict[str, Any]], title: str) -> None:
         print(f"{row['batch']:>5}{row['where']:>32}{sizes}{times}{busy if row['link'] else ''}")
 
 
-def print_steps(found: dict[str, Any], title: str) -> None:
+def print_steps(times: dict[str, Any], peaks: dict[str, Any], title: str) -> None:
     """The third table."""
     print(f"\n{title}; measured\n{'':<24}{'peak MiB':>10}{'ms a step':>11}")
-    for name, result in found.items():
+    for name, result in times.items():
         seconds = quartiles([each for turn in result["seconds"] for each in turn]).median
-        print(f"{name:<24}{result['peak'] / MIB:>10.1f}{1000 * seconds:>11.1f}")
+        print(f"{name:<24}{peaks[name]['peak'] / MIB:>10.1f}{1000 * seconds:>11.1f}")
 
 
 def measure(mib: int) -> dict[str, float]:
     """GB read and written in a second, by an update and by a copy, each the median of nine."""
-    numel = mib * MIB // 4
-    params, grads, mu, nu = ([torch.rand(numel)] for _ in range(4))
-    count, source = torch.ones((), dtype=torch.int32), torch.rand(7 * numel // 2)
+    update, nbytes = make_update(mib * MIB // 4)
+    source = torch.rand(nbytes // 8)
     target = torch.empty_like(source)
-
-    def update() -> None:
-        fused_adamw_(params, grads, mu, nu, count, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-
-    nbytes = 7 * 4 * numel  # reads params, gradients and both means, writes all but gradients
     return {name: nbytes / clock(do) / 1e9 for name, do in (("update", update), ("copy", lambda: target.copy_(source)))}
 
 
@@ -151,8 +146,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences a rank, of the plan")
     parser.add_argument("--contenders", default=CONTENDERS, help="of the steps that run")
     parser.add_argument("--size", default="S", help="of the steps that run")
-    parser.add_argument("--steps", type=int, default=10, help="steps a turn, of which each contender has two")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for a contender")
+    parser.add_argument("--steps", type=int, default=5, help="steps a turn, of which each contender has four")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for a launch")
     parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
     return parser.parse_args()
 

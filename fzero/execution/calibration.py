@@ -17,7 +17,7 @@ from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
 from fzero.execution.loops import Rows, operands, run_turns
 from fzero.files import OnDisk, duplicate
-from fzero.optim.fused import fused_adamw_
+from fzero.optim.fused import make_update
 from fzero.program.comm import comm_of
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node
@@ -207,14 +207,8 @@ def measure_link(link: Link, device: torch.device) -> float:
 
 def measure_host() -> float:
     """Bytes that the host reads and writes in a second of AdamW's update with torch's fused kernel."""
-    numel = MOVED // 4
-    params, grads, mu, nu = ([torch.zeros(numel, device="cpu")] for _ in range(4))
-    count = torch.ones((), dtype=torch.int32, device="cpu")
-
-    def update() -> None:
-        fused_adamw_(params, grads, mu, nu, count, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-
-    return 7 * MOVED / _clock_runs(update, _Clock(params))  # reads four lists, writes all but the gradients
+    update, nbytes = make_update(MOVED // 4)
+    return nbytes / _clock_runs(update, _Clock([]))
 
 
 def _clock_runs(run: Callable[[], Any], clock: _Clock) -> float:

@@ -49,6 +49,17 @@ def fused_adamw_(
     _update(torch_private.fused_adamw_, params, grads, (mu, nu), ([], counts), learning_rate, where, options)
 
 
+def make_update(numel: int) -> tuple[Callable[[], None], int]:
+    """An update of `numel` elements on the host by AdamW's kernel, to measure, and the bytes that it reads and writes."""
+    params, grads, mu, nu = ([torch.zeros(numel, device="cpu")] for _ in range(4))
+    count = torch.ones((), dtype=torch.int32, device="cpu")
+
+    def update() -> None:
+        fused_adamw_(params, grads, mu, nu, count, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+
+    return update, 7 * params[0].nbytes  # reads all four, writes all but the gradients
+
+
 def fused_sgd_(
     params: Lists, grads: Lists, learning_rate: float | Tensor, weight_decay: float, *, where: Tensor | None = None
 ) -> None:
