@@ -206,8 +206,10 @@ class _Schedule:
         self._perform(self.open.pop(0).rest)
 
     def _perform(self, nodes: Iterable[Node]) -> None:
-        """Put nodes behind the numbers that they use."""
+        """Put nodes behind what they use: numbers, and nodes of a piece that needs results of its own from the
+        device."""
         for node in nodes:
-            self._perform(x for x in node.all_input_nodes if x in self.numbers and x not in self.order)
-            self.lanes.run([node])
-            self.order[node] = None
+            if node not in self.order:
+                self._perform(x for x in node.all_input_nodes if x in self.late)
+                self.lanes.run([node])
+                self.order[node] = None
