@@ -35,7 +35,7 @@ def new_buffer(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_map_pages(nbytes), dtype=dtype, count=numel)
 
 
-def allocate_pinned(numel: int, dtype: torch.dtype, where: str, *, is_asked: bool = True) -> Tensor:
+def allocate_pinned_memory(numel: int, dtype: torch.dtype, where: str, *, is_asked: bool = True) -> Tensor:
     """[numel] elements of the host without values, in pinned memory.
 
     Raises:

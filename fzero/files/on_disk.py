@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
-from fzero.files.memory import allocate_pinned, new_buffer
+from fzero.files.memory import allocate_pinned_memory, new_buffer
 from fzero.files.store import Extent, Move, open_store
 
 CHUNK_NBYTES = 4 << 20
@@ -118,7 +118,7 @@ def read(values: Sequence[OnDisk], into: Sequence[Tensor] | None = None) -> Star
     """Start to copy tensors from files into new memory of the host, pinned where there is an accelerator to copy to, or
     into contiguous tensors of equal dtypes."""
     if into is None and torch.accelerator.is_available():
-        into = [allocate_pinned(x.numel(), x.dtype, x.extent.leaf, is_asked=False) for x in values]
+        into = [allocate_pinned_memory(x.numel(), x.dtype, x.extent.leaf, is_asked=False) for x in values]
     elif into is None:
         into = [new_buffer(x.numel(), x.dtype) for x in values]
     return Started(list(into), [

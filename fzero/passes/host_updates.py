@@ -140,7 +140,7 @@ class _Schedule:
     """The new order of a program's nodes, which `run` finds node by node."""
 
     def __init__(self, pieces: list[_Piece], numbers: set[Node], costs: Costs) -> None:
-        self.numbers, self.costs, self.lanes = numbers, costs, Lanes(costs)
+        self.costs, self.lanes = costs, Lanes(costs)
         self.order: dict[Node, None] = {}
         self.open: list[_Piece] = []
         self.closed = dict.fromkeys(pieces)

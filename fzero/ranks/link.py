@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fzero.files.memory import allocate_pinned
+from fzero.files.memory import allocate_pinned_memory
 
 
 class Link(Protocol):
@@ -97,7 +97,7 @@ class Cuda:
 def _allocate_pinned_like(x: Tensor) -> Tensor:
     """Memory of the host for a copy of `x`, pinned, with the strides that torch gives a copy."""
     strides = torch.empty_like(x, device="meta").stride()
-    return allocate_pinned(x.numel(), x.dtype, "to_host", is_asked=False).as_strided(x.shape, strides)
+    return allocate_pinned_memory(x.numel(), x.dtype, "to_host", is_asked=False).as_strided(x.shape, strides)
 
 
 def link_of(device: torch.device) -> Link:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import files
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
-from fzero.files.memory import allocate_pinned, new_buffer
+from fzero.files.memory import allocate_pinned_memory, new_buffer
 from fzero.layout.chunks import rank_overlaps
 from fzero.layout.layout import Layout, wire
 from fzero.state.sources import Source, TensorSource
@@ -103,7 +103,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool = F
         problem = "is True, and there is no accelerator: memory of the host is pinned for one"
         raise FzeroError("pin", problem, "leave pin out")
     is_pinned = pin and device.type == "cpu"
-    return allocate_pinned(numel, dtype, "pin") if is_pinned else torch.empty(numel, dtype=dtype, device=device)
+    return allocate_pinned_memory(numel, dtype, "pin") if is_pinned else torch.empty(numel, dtype=dtype, device=device)
 
 
 def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | None, chunk: int) -> None:

@@ -16,7 +16,7 @@ from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
 from fzero.files import OnDisk, allocate
-from fzero.files.memory import allocate_pinned
+from fzero.files.memory import allocate_pinned_memory
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
@@ -190,7 +190,7 @@ class Sharded(Tensor):
         elif place != self.place:
             local = local.to(self.device if place is None else "cpu", copy=True)
         if isinstance(place, Host) and place.pin and torch.accelerator.is_available() and not local.is_pinned():
-            local = allocate_pinned(local.numel(), local.dtype, self.path).copy_(local)
+            local = allocate_pinned_memory(local.numel(), local.dtype, self.path).copy_(local)
         return self if local is self.local else self.of_form(local, self.form._replace(place=place), self.origin)
 
     def lie_in(self, place: Placement | None, local: Tensor) -> None:
