@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,7 +21,7 @@ from fzero.base.mesh import VirtualMesh, check_data_axes
 from fzero.base.placement import Placement
 from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
-from fzero.files import OnDisk, allocate
+from fzero.files import OnDisk, address_of, allocate, duplicate
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
@@ -127,7 +128,7 @@ class Simulation:
         program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = place_state(program, [x for x in leaves if isinstance(x, Tensor)])
-        placed = iter(given)
+        placed = iter(_separate(program, given))
         leaves = [next(placed) if isinstance(x, Tensor) else x for x in leaves]
         self._flags.read(list_flags(program, given))
         arguments = self._place_arguments(treedef, leaves)
@@ -207,6 +208,19 @@ class Simulation:
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
+
+
+def _separate(program: Program, given: Sequence[Tensor]) -> list[Tensor]:
+    """The arguments, with copies of slices on a disk that the step overwrites and that stand in another argument too.
+    Arguments in memory are copied in any case."""
+    files = {i: x for i, x in enumerate(given) if isinstance(x, Sharded) and isinstance(x.local, OnDisk)}
+    shared = Counter(address_of(x.local) for x in files.values())
+    separate = list(given)
+    for i, x in files.items():
+        if program.arguments[i].donated and shared[address_of(x.local)] > 1:
+            shared[address_of(x.local)] -= 1
+            separate[i] = x.of_form(duplicate(x.local), x.form, x.origin)
+    return separate
 
 
 def _is_batch(leaf: Any) -> bool:

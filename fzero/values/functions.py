@@ -342,7 +342,7 @@ def _make_scales(x: Sharded) -> Sharded:
     except FzeroError as error:
         raise FzeroError(x.path, error.problem, error.way_out) from None
     zeros = x.local.new_zeros(len(scales.part(x.index, x.on.rank)), dtype=torch.float32)
-    return x.of_form(zeros, x.form._replace(layout=scales, dtype=zeros.dtype))
+    return x.of_form(zeros, x.form._replace(layout=scales)).with_local(zeros)  # which may lie on a disk
 
 
 def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: Any) -> tuple[list[Any], ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim.test_everywhere import OTHERS, PRESETS, STAGES
 from passes.test_offload import (
     ADAMW,
     CLIPPED,
@@ -28,6 +29,7 @@ from torch import Tensor
 import fzero
 from fzero import FzeroError, VirtualMesh, optim, passes, tree
 from fzero.base.placement import Placement
+from fzero.files import OnDisk
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
@@ -126,3 +128,22 @@ def test_nothing_computes_on_a_disk(tmp_path: Path) -> None:
     step = fzero.simulate(training(ADAMW), mesh, passes=chosen)
     with pytest.raises(FzeroError, match="lies on the disk.*put the pass offload among the passes"):
         step(*begin(ADAMW, mesh, (disk, disk)), rows(mesh))
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", *PRESETS, *OTHERS, *STAGES])
+def test_state_of_parameters_on_a_disk_lies_there(name: str, tmp_path: Path) -> None:
+    """Of every optimizer and stage, all of it that ranks hold in slices."""
+    optimizer = {"adamw8bit": optim.adamw8bit(1e-2), **PRESETS, **OTHERS, **STAGES}[name]
+    disk = fzero.disk(tmp_path)
+    params = fzero.partition({"a": torch.ones(64, 128)}, VirtualMesh(fsdp=2), unit=256, to=disk)
+    leaves = [x for x in tree.leaves(optimizer.init(params)) if isinstance(x, fzero.Sharded)]
+    assert all((x.place == disk) is isinstance(x.local, OnDisk) is not x.is_replicated for x in leaves)
+
+
+def test_one_slice_in_two_arguments_is_written_for_each_on_its_own(tmp_path: Path) -> None:
+    mesh, whole = VirtualMesh(fsdp=2), {"a": torch.arange(6.0)}
+    params = fzero.partition(whole, mesh, to=fzero.disk(tmp_path))
+    others = tree.map(lambda x: x.with_local(x.local), params)
+    step = fzero.simulate(lambda a, b: (tree.map(lambda x: x + 1, a), tree.map(lambda x: 2 * x, b)), mesh)
+    new, doubled = fzero.unpartition(step(params, others))
+    assert torch.equal(new["a"], whole["a"] + 1) and torch.equal(doubled["a"], 2 * whole["a"])
