@@ -12,6 +12,10 @@ from torch import Tensor
 
 MAX_COMBINATIONS = 1 << 18
 """Up to so many combinations all are looked at."""
+FEW_CHOICES = 16
+"""Up to so many choices, of more combinations, are also taken one by one, with the best combinations so far."""
+BANDS, MAX_OF_BAND = 1024, 8
+"""The combinations that are kept: in each of so many bands of bytes the fastest."""
 MAX_LEFT_OUT = 4
 """How many sizes of the largest steps greedy search leaves out, one after the other."""
 
@@ -54,13 +58,15 @@ def find_frontier(
     No budget goes into it. So a larger budget has every point of a smaller one, and never costs more time.
 
     Up to `most_combinations` all are looked at. Of more, greedy searches go from the least bytes to the least seconds:
-    each step is the one that saves most seconds for a byte by which the peak grows.
+    each step is the one that saves most seconds for a byte by which the peak grows. Few choices with many options are
+    also taken one by one: of the combinations of those so far the fastest are kept, for each of many numbers of bytes.
     """
     base, changes = _compress(line, choices)
     if math.prod(len(choice.options) for choice in choices) <= most_combinations:
-        points = list(_list_all(base, changes, choices))
-    else:
-        points = list(_search(base, changes, choices))
+        return keep_fastest(_list_all(base, changes, choices))
+    points = list(_search(base, changes, choices))
+    if len(choices) <= FEW_CHOICES:
+        points += _list_all(base, changes, choices, is_partial=True)
     return keep_fastest(points)
 
 
@@ -90,12 +96,23 @@ def _compress(line: Sequence[int], choices: Sequence[Choice]) -> tuple[Tensor, l
     return base, changes
 
 
-def _list_all(base: Tensor, changes: Sequence[Tensor], choices: Sequence[Choice]) -> Iterator[Point]:
-    """Of all combinations those that none with fewer bytes beats."""
-    totals, seconds = base[None], torch.zeros(1, dtype=torch.float64, device="cpu")
+def _list_all(
+    base: Tensor, changes: Sequence[Tensor], choices: Sequence[Choice], is_partial: bool = False
+) -> Iterator[Point]:
+    """Of all combinations those that none with fewer bytes beats. With `is_partial` of those that `_keep` keeps."""
+    totals = (base + sum(rows[0] for rows in changes))[None]  # choices have their first option until they are taken
+    seconds = torch.zeros(1, dtype=torch.float64, device="cpu")
+    numbers = torch.zeros(1, dtype=torch.int64, device="cpu")  # of the combinations, among all
     for rows, choice in zip(changes, choices):
         own = torch.tensor([option.seconds for option in choice.options], dtype=torch.float64, device="cpu")
-        totals, seconds = (totals[:, None] + rows[None]).flatten(0, 1), (seconds[:, None] + own[None]).flatten()
+        totals, seconds = (
+            (totals[:, None] + (rows - rows[0])[None]).flatten(0, 1),
+            (seconds[:, None] + own[None]).flatten(),
+        )
+        numbers = (len(own) * numbers[:, None] + torch.arange(len(own), device="cpu")).flatten()
+        if is_partial:
+            kept = _keep(totals, seconds)
+            totals, seconds, numbers = totals[kept], seconds[kept], numbers[kept]
     peaks = totals.amax(1)
     order = torch.argsort(seconds, stable=True)
     order = order[torch.argsort(peaks[order], stable=True)]  # by bytes, of equal bytes by seconds
@@ -104,8 +121,20 @@ def _list_all(base: Tensor, changes: Sequence[Tensor], choices: Sequence[Choice]
     is_faster[1:] = fastest[1:] < fastest[:-1]
     sizes = [len(choice.options) for choice in choices]
     for at in order[is_faster]:
-        picks = tuple(int(i) for i in torch.unravel_index(at, sizes)) if sizes else ()
+        picks = tuple(int(i) for i in torch.unravel_index(numbers[at], sizes)) if sizes else ()
         yield Point(int(peaks[at]), sum(choice.options[i].seconds for choice, i in zip(choices, picks)), picks)
+
+
+def _keep(totals: Tensor, seconds: Tensor) -> Tensor:
+    """The positions of the combinations to go on with: the fastest of each band of bytes."""
+    peaks = totals.amax(1)
+    least = peaks.min()
+    bands = (peaks - least) * BANDS // (peaks.max() - least + 1)
+    order = torch.argsort(seconds, stable=True)
+    order = order[torch.argsort(bands[order], stable=True)]
+    counts = torch.bincount(bands, minlength=BANDS)
+    ranks = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[bands[order]]
+    return order[ranks < MAX_OF_BAND]
 
 
 def _search(base: Tensor, changes: Sequence[Tensor], choices: Sequence[Choice]) -> Iterator[Point]:

@@ -17,9 +17,10 @@ from torch.nn import functional
 import fzero
 from fzero import tree
 from fzero.base.placement import Placement
-from fzero.budget.choices import flatten
+from fzero.budget.choices import flatten, list_segment_choices, weigh
 from fzero.budget.fit import Space
 from fzero.budget.frontier import Choice, Option, Point, Span, find_frontier
+from fzero.budget.saved import find_segments
 from fzero.passes import defaults, resolve, run_passes
 from fzero.passes.roll import roll
 from fzero.program.places import place_arguments
@@ -56,15 +57,15 @@ def rewrite(
     return run_passes(resolved, defaults(stage=3, keep=keep, ahead=ahead))
 
 
-def make_space(inner: list[int], rows: int, rates: Rates) -> Space:
-    """The programs of a step with a layer for each inner width."""
+def make_space(inner: list[int], rows: int, rates: Rates, to: Placement | None = None) -> Space:
+    """The programs of a step with a layer for each inner width, whose state may lie in `to`."""
     mesh = fzero.VirtualMesh(fsdp=RANKS)
     layers = [
         {"in": torch.zeros(WIDTH, n), "up": torch.zeros(n, 3 * n), "down": torch.zeros(3 * n, WIDTH)} for n in inner
     ]
     params = fzero.partition(layers, mesh)
     traced = trace(train, (params, OPTIMIZER.init(params), torch.zeros(rows, WIDTH)), mesh)
-    return Space(traced, partial(rewrite, rates=rates), None)
+    return Space(traced, partial(rewrite, rates=rates), None, to)
 
 
 def best(points: list[Point], limit: int) -> float:
@@ -89,6 +90,32 @@ def test_a_search_is_near_exhaustive_search(inner: list[int], rows: int, compute
     least, most = every[0].peak, every[-1].peak
     for limit in (least + (most - least) * i // LIMITS for i in range(LIMITS + 1)):
         assert fastest + best(space.frontier, limit) <= NEAR * (fastest + best(every, limit))
+
+
+@given(
+    inner=st.lists(st.sampled_from([8, 16, 24, 40, 64]), min_size=2, max_size=4),
+    rows=st.sampled_from([8, 64, 512]),
+    link=st.sampled_from([0.01, 0.1, 1]),
+    launch=st.sampled_from([0.01, 1]),
+)
+@settings(max_examples=4)
+def test_a_search_of_placements_is_near_exhaustive_search(
+    inner: list[int], rows: int, link: float, launch: float
+) -> None:
+    """Of state elsewhere too: each layer's optimizer state, and its parameters."""
+    guess = GUESSES["cuda"]
+    rates = guess._replace(link=guess.link * link, host=guess.host * link, launch=guess.launch * launch)
+    space = make_space(inner, rows, rates, fzero.host())
+    places = list(flatten(space.base))
+    line = [place.nbytes for place in places]
+    segments = list_segment_choices(find_segments(space.traced, rates), places, weigh(space.base))  # none on the host
+    choices = [choice for choice, _ in (*space.buckets, *segments, *space.placements)]
+    every, found = (find_frontier(line, choices, most_combinations=most) for most in (1 << 22, 0))
+    assert len(space.placements) == len(inner) and len(choices) <= MOST_CHOICES
+    fastest = space.base.timeline().seconds - space.start.seconds
+    least, most = every[0].peak, every[-1].peak
+    for limit in (least + (most - least) * i // LIMITS for i in range(LIMITS + 1)):
+        assert fastest + best(found, limit) <= NEAR * (fastest + best(every, limit))
 
 
 @given(
