@@ -19,7 +19,7 @@ import fzero
 from fzero import initializers, optim, tree
 from fzero.base.placement import Placement
 
-LAYERS, WIDTH, STEPS, ROOM = 24, 400, 10, 11 << 20
+LAYERS, WIDTH, STEPS, ROOM = 40, 400, 10, 18 << 20
 M_MMAP_THRESHOLD = -3
 ADAMW = optim.adamw(1e-3)
 
