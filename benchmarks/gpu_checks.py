@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flags
 import torch
@@ -48,7 +48,7 @@ class Training(NamedTuple):
 
     dtype: torch.dtype = torch.float32
     drop: float = 0.0
-    is_remat: bool = False
+    saved: Literal["kept", "computed again", "on the host"] = "kept"
     is_clipped: bool = False
     params_to: Any = None  # placements
     state_to: Any = None
@@ -66,7 +66,9 @@ class Training(NamedTuple):
             used = tree.map(lambda leaf: leaf.to(self.dtype), params)
             return dropout(apply(used, tokens), self.drop).float()
 
-        forward = fzero.remat(logits_of) if self.is_remat else logits_of
+        forward = logits_of
+        if self.saved != "kept":
+            forward = fzero.remat(logits_of, policy="offload" if self.saved == "on the host" else None)
 
         def loss_fn(params: Any, tokens: Tensor) -> Tensor:
             return cross_entropy(forward(params, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -135,10 +137,17 @@ def drops(mesh: DeviceMesh) -> Found:
 
 def repeats(mesh: DeviceMesh) -> Found:
     """What `remat` computes again is what it was, random draws too."""
-    return require(train(mesh, Training(drop=0.1, is_remat=True)), train(mesh, Training(drop=0.1)), FP32)
+    return require(train(mesh, Training(drop=0.1, saved="computed again")), train(mesh, Training(drop=0.1)), FP32)
 
 
-def fits(mesh: DeviceMesh) -> Found:
+def lies_on_disk(mesh: DeviceMesh) -> Found:
+    """A step with all state in files."""
+    with TemporaryDirectory() as folder:
+        disk = fzero.disk(folder)
+        return equals_cpu(Training(is_clipped=True, params_to=disk, state_to=disk), FP32, mesh)
+
+
+def fits(mesh: DeviceMesh, **options: Any) -> Found:
     """A step with two thirds of the memory of stage 3 has its loss. Beside the budget what the allocator of the device
     handed out: it rounds up."""
     tokens = torch.randint(CONFIG.vocab, (512, CONFIG.seq + 1), generator=torch.Generator().manual_seed(1))
@@ -146,7 +155,7 @@ def fits(mesh: DeviceMesh) -> Found:
     params, state, step = place(mesh, Training(), stage=3, donate=False)
     expected = step(params, state, tokens)[2]
     budget = step.trace(params, state, tokens).memory().peak * 2 // 3
-    params, state, step = place(mesh, Training(), memory=budget, donate=False)
+    params, state, step = place(mesh, Training(), memory=budget, donate=False, **options)
     found = require([step(params, state, tokens)[2].item()], [expected.item()], FP32)
     given = sum(x.local.nbytes for x in tree.leaves((params, state))) + tokens.nbytes
     grown = growth(lambda: step(params, state, tokens), tokens.device)
@@ -253,7 +262,10 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "clipping and schedule": partial(equals_cpu, Training(is_clipped=True), FP32),
     "optimizer on the host": partial(equals_cpu, Training(is_clipped=True, state_to=fzero.host()), FP32),
     "all on the host": partial(equals_cpu, Training(params_to=fzero.host(), state_to=fzero.host()), FP32),
+    "all on a disk": lies_on_disk,
+    "saved values on the host": partial(equals_cpu, Training(saved="on the host"), FP32),
     "budget": fits,
+    "budget and host": partial(fits, to=fzero.host()),
     "streamed": partial(equals_cpu, Training(), FP32, chunk="64KiB"),
     "quantized": dequantizes,
     "calibrate": calibrates,
