@@ -43,12 +43,11 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
 
 def _check_whole(program: Program) -> None:
     """Refuse state of which ranks hold slices: plain data parallel has whole state on each rank."""
-    for layout in program.layouts.values():
-        if not layout.replicated and layout.world > 1:
-            leaf = layout.leaves[0]
-            problem = f"is cut into slices over {layout.world} ranks, and stage 0 keeps state whole on each rank"
-            way_out = f"partition with persist={leaf.numel} or more elements, or use stage 1, 2 or 3"
-            raise FzeroError(leaf.path, problem, way_out)
+    cut = [layout for layout in program.layouts.values() if not layout.replicated and layout.world > 1]
+    if cut:
+        leaf = max((leaf for layout in cut for leaf in layout.leaves), key=lambda leaf: leaf.numel)
+        problem = f"is cut into slices over {cut[0].world} ranks, and stage 0 keeps state whole on each rank"
+        raise FzeroError(leaf.path, problem, f"partition with persist={leaf.numel}, or use stage 1, 2 or 3")
 
 
 def _regather(program: Program, keep: Collection[str]) -> None:
