@@ -21,7 +21,7 @@ MAX_PUBLIC = 45
 
 ROOMS = (
     "base | files layout optim | ranks values | program | tracing passes execution state | budget | fzero"
-    " | variants data checkpoint | deepspeed | __main__"
+    " | variants data checkpoint | training | deepspeed hf | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
 command line."""
@@ -157,7 +157,7 @@ IRREGULAR = frozenset(
 """Participles without -ed. Those that are verbs as well (cut, put, read, run, split, spread) are not among them."""
 PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
-    "deepspeed.meshes.init_distributed": "DeepSpeed's name",
+    "training.meshes.init_distributed": "DeepSpeed's name",
     "optim.wrappers.masked": "optax's name",
     "values.tiles.tiled": "a public name, as TiledMLP's: `tiled(fn, ...)` is `fn` in parts",
 }
@@ -291,8 +291,8 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
     "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
-    "data.loader", "data.padding", "data.parts", "deepspeed.born", "deepspeed.engine", "deepspeed.initialize",
-    "deepspeed.saving", "deepspeed.zero",
+    "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
+    "deepspeed.saving", "deepspeed.zero", "hf.files", "hf.trainer", "training.models", "training.programs",
     "ranks.homes", "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",

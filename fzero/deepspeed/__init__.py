@@ -7,6 +7,6 @@ functions. `keys` is the table of all keys; docs/deepspeed.md shows it. Imported
 from fzero.deepspeed import zero
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.initialize import Initialized, initialize
-from fzero.deepspeed.meshes import add_config_arguments, init_distributed
+from fzero.training.meshes import add_config_arguments, init_distributed
 
 __all__ = ["Engine", "Initialized", "add_config_arguments", "init_distributed", "initialize", "zero"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
 from fzero.base.state import State
 from fzero.deepspeed.functions import Functions, count_skips, find_loss
 from fzero.deepspeed.handles import Handle, SchedulerHandle
@@ -21,8 +19,8 @@ from fzero.deepspeed.schedulers import Scheduled, rate_at
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
 from fzero.ranks.homes import Home, find_home
-from fzero.simulation import simulate
-from fzero.transform import shard
+from fzero.training.models import copy_without_values
+from fzero.training.programs import compile_function
 from fzero.values.lowering import Apply
 
 _log = logging.getLogger("fzero")
@@ -48,7 +46,7 @@ class Engine(Files):
         mesh: Any,
         local_rank: int,
     ) -> None:
-        self.module, self.settings, self.state, self.mesh = _copy_without_values(module), settings, state, mesh
+        self.module, self.settings, self.state, self.mesh = copy_without_values(module), settings, state, mesh
         self.local_rank, self.training = local_rank, True
         self._applies, self._scheduled, self._end = applies, scheduled, find_end(scheduled)
         self._begin, self._add, self._update, self._evaluate = (_compile(each, self) for each in functions)
@@ -291,25 +289,13 @@ class Engine(Files):
 
 
 def _compile(function: Callable[..., Any], engine: Engine) -> Any:
-    """A program for the engine's mesh: on a virtual mesh all ranks run in this process."""
     settings = engine.settings
     how: dict[str, Any] = {
         "stage": settings.stage,
         "reduce_dtype": settings.reduce_dtype,
         "chunk": settings.chunk,
     }
-    if isinstance(engine.mesh, VirtualMesh):
-        return simulate(function, engine.mesh, **how)
-    return shard(function, engine.mesh, compile=settings.compile, **how)
-
-
-def _copy_without_values(module: nn.Module) -> nn.Module:
-    """The module with parameters on the meta device: the values are the engine's, and old ones would mislead."""
-    absent = {
-        id(x): nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
-        for x in module.parameters()
-    }
-    return copy.deepcopy(module, absent)
+    return compile_function(function, engine.mesh, compile=settings.compile, **how)
 
 
 def _to_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

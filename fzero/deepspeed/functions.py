@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import grad, optim, precision, tree
+from fzero import optim, precision
 from fzero.base.errors import FzeroError
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
 from fzero.optim.wrappers import ApplyIfFiniteState
+from fzero.training.programs import make_sums
 
 Call = Callable[..., Any]
 """(params, *args, **kwargs) -> the output of a model, or its loss."""
@@ -49,19 +50,11 @@ def make_functions(
         cast = precision(settings.compute, output=torch.float32)
         train, evaluate = cast(train), cast(evaluate)
 
-    def begin(params: Any, scale: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        def scaled(params: Any) -> tuple[Tensor, Any]:
-            output = train(params, *args, **kwargs)
-            loss = find_loss(output) / settings.accumulation_steps  # before the scale, as DeepSpeed: less overflows
-            return (loss if scale is None else loss.to(torch.float32) * scale.scale), output
+    def train_share(params: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        output = train(params, *args, **kwargs)
+        return find_loss(output) / settings.accumulation_steps, output  # before the scale, as DeepSpeed: less overflows
 
-        grads, output = grad(scaled, has_aux=True)(params)
-        return output, grads
-
-    def add(params: Any, sums: Any, scale: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        output, grads = begin(params, scale, args, kwargs)
-        leaves, treedef = tree.flatten(sums)
-        return output, tree.unflatten(treedef, torch._foreach_add(leaves, tree.leaves(grads)))
+    begin, add = make_sums(train_share)
 
     def update(params: Any, opt_state: Any, scale: Any, sums: Any) -> tuple[Any, Any, Any, Tensor]:
         if optimizer is None:

@@ -16,11 +16,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
-from fzero.deepspeed.born import find_store, partition_model
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, make_functions, make_optimizer
-from fzero.deepspeed.meshes import PORT, find_local_rank, make_mesh
-from fzero.deepspeed.optimizers import Group, combine, convert_optimizer, list_groups, make_group
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, settle
@@ -28,6 +25,9 @@ from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
+from fzero.training.groups import Group, combine, convert_optimizer, list_groups, make_group
+from fzero.training.meshes import PORT, find_local_rank, make_mesh
+from fzero.training.models import find_store, partition_model
 
 
 class Initialized(NamedTuple):

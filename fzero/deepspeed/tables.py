@@ -11,8 +11,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fzero.base.errors import FzeroError
-from fzero.deepspeed.optimizers import Group
 from fzero.deepspeed.schedulers import Scheduled
+from fzero.training.groups import Group
 
 LENGTH = 100_000
 """Updates that a table has rates for."""

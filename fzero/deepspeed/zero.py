@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.deepspeed.meshes import PORT, find_local_rank, make_mesh
 from fzero.deepspeed.reading import read_config
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import virtual
 from fzero.state.build.deferred import Deferred, defer_tensors
 from fzero.state.build.store import Allocation, Store
+from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.values.functions import is_sharded
 
 

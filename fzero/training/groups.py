@@ -113,6 +113,11 @@ def combine(groups: Sequence[Group], schedules: Sequence[Mapping[str, Any]]) -> 
         optim.inject_hyperparams(group.make)(**{**group.options, **changing})
         for group, changing in zip(groups, schedules)
     ]
+    return join(groups, made)
+
+
+def join(groups: Sequence[Group], made: Sequence[GradientTransformation]) -> GradientTransformation:
+    """One optimizer of these optimizers, one for each group. A parameter outside of all groups is not updated."""
     if len(made) == 1 and groups[0].paths is None:
         return made[0]
     label = {path: str(number) for number, group in enumerate(groups) for path in group.paths or ()}

@@ -1,9 +1,11 @@
-"""Born: a model's parameters become slices, whether they are whole or were born sharded in `zero.Init`."""
+"""Models: parameters become slices, whether they are whole or were born sharded in `zero.Init`."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from fzero import partition, tree
@@ -52,3 +54,12 @@ def find_store(model: nn.Module) -> Store | None:
     if stores:
         make_ordinary(model)
     return next(iter(stores), None)
+
+
+def copy_without_values(module: nn.Module) -> nn.Module:
+    """The module with parameters on the meta device: the values are in slices, and old ones would mislead."""
+    absent = {
+        id(x): nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
+        for x in module.parameters()
+    }
+    return copy.deepcopy(module, absent)

@@ -24,9 +24,11 @@ def find_local_rank(args: Any) -> int:
     return int(os.environ.get("LOCAL_RANK", 0)) if given is None or given < 0 else int(given)
 
 
-def make_mesh(local_rank: int, port: int, required: bool | None) -> DeviceMesh:
-    """The mesh of all ranks, along one axis. Makes the process group where there is none."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def make_mesh(local_rank: int, port: int, required: bool | None, device: str | None = None) -> DeviceMesh:
+    """The mesh of all ranks, along one axis. Makes the process group where there is none. `device` is "cpu" or "cuda",
+    by default "cuda" where torch finds it."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     init_distributed(distributed_port=port, dist_init_required=required)

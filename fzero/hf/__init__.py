@@ -1,0 +1,9 @@
+"""hf: transformers' Trainer, over programs of slices.
+
+In: a model of transformers, and its TrainingArguments. Out: its Trainer, with parameters, gradients and optimizer state
+in slices. Needs transformers and accelerate. Imported by name: `import fzero.hf`.
+"""
+
+from fzero.hf.trainer import Trainer
+
+__all__ = ["Trainer"]

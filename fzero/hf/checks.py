@@ -1,0 +1,55 @@
+"""Checks: the arguments of transformers' Trainer that are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from fzero.base.errors import FzeroError
+
+REFUSED = {
+    "fp16": "give bf16=True, or fzero.deepspeed with fp16",
+    "deepspeed": "fzero.deepspeed.initialize reads a ds_config.json; leave it out here",
+    "fsdp": "leave it out: parameters are in slices anyway; mesh= says over which ranks",
+    "auto_find_batch_size": "give per_device_train_batch_size",
+    "neftune_noise_alpha": "add the noise in the model",
+    "fp16_full_eval": "give bf16=True, which evaluation follows",
+    "bf16_full_eval": "give bf16=True, which evaluation follows",
+    "use_liger_kernel": "fzero.tiled_cross_entropy needs little memory for logits",
+}
+"""An argument that asks for something that is not here -> the way out."""
+SEAMS = ("_wrap_model", "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_load_optimizer_and_scheduler")
+"""The methods of transformers' Trainer that ours replaces beside public ones."""
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer.
+
+    Raises:
+        FzeroError: naming the argument, its value and the way out.
+    """
+    missing = [name for name in SEAMS if not hasattr(transformers.Trainer, name)]
+    if missing:
+        problem = f"is {transformers.__version__}, whose Trainer has no {missing[0]}"
+        raise FzeroError("transformers", problem, "install transformers 5.23")
+    for name, way_out in REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
+    if getattr(args, "n_gpu", 0) > 1:
+        problem = f"one process sees {args.n_gpu} GPUs"
+        raise FzeroError("TrainingArguments: n_gpu", problem, "start one process a GPU: torchrun --nproc-per-node")
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that cannot be cut into slices as it is.
+
+    Raises:
+        FzeroError: for adapters of peft and for a quantized model.
+    """
+    name = type(model).__name__
+    if getattr(model, "peft_type", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
+        raise FzeroError("model", f"{name} has adapters, which are not supported", "merge them into the model first")
+    if getattr(model, "is_quantized", False):
+        raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")

@@ -1,0 +1,194 @@
+"""Trainer: transformers' Trainer with parameters, gradients and optimizer state in slices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero import lower, optim, partition, tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import mesh_shape
+from fzero.base.state import State
+from fzero.hf.checks import check_arguments, check_model
+from fzero.hf.files import Files
+from fzero.hf.wrapped import Wrapped
+from fzero.optim.base import GradientTransformation
+from fzero.training.groups import convert_optimizer, join
+from fzero.training.meshes import PORT, find_local_rank, make_mesh
+from fzero.training.models import copy_without_values, find_store, partition_model
+from fzero.training.programs import compile_function, make_sums
+
+
+class Trainer(Files):
+    """transformers' Trainer, with its arguments.
+
+        trainer = fzero.hf.Trainer(model=model, args=TrainingArguments("out"), train_dataset=dataset)
+        trainer.train()
+
+    * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
+      cut over the ranks. By default all ranks lie along one axis, "fsdp".
+    * `stage`: as in `fzero.shard`.
+
+    Parameters are those of rank 0. They are copied: those of `model` stay as they are, and `trainer.model` has the
+    structure alone. `trainer.sharded` is the state: parameters and optimizer state, trees of `Sharded` leaves.
+
+    `compute_loss` of transformers, or of a subclass, computes the loss, and is traced. So it is a pure function of its
+    arguments. The optimizer of torch holds groups of parameters and their rates, which a schedule moves; each update is
+    a program.
+
+    Raises:
+        FzeroError: for an argument or an optimizer that is not supported.
+    """
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int = 3, **named: Any
+    ) -> None:
+        self.mesh, self.stage = mesh, stage
+        self._structure: Any = None  # the one that `sharded` has the values of
+        check_arguments(args)
+        super().__init__(model, args, *more, **named)
+        if self.mesh is None:
+            self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Cut the parameters of `self.model` into slices, unless this was done."""
+        if self.model is self._structure:
+            return
+        check_model(self.model)
+        self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
+        store = find_store(self.model)
+        params, _ = lower(self.model)
+        self.sharded = State(params=partition_model(self.model, params, store, self.mesh))
+        self._wrapped: Wrapped | None = None
+        self._structure = self.model = self.model_wrapped = copy_without_values(self.model)
+        self.callback_handler.model = self.model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: slices alone go to the device."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """What the loop calls. A training run makes its programs anew: it may have changed the structure, by
+        activation checkpointing for example."""
+        self._adopt()
+        if self._wrapped is None or training:
+            self._wrapped = self._compile()
+        return self._wrapped
+
+    def _compile(self) -> Wrapped:
+        """Make the programs of a loop. Returns the model whose calls evaluate."""
+        model = self.model
+        was_training = model.training
+        _, evaluate = lower(model.eval())
+        _, train = lower(model.train())
+        model.train(was_training)
+
+        def share(params: Any, inputs: Any, items: Any, steps: int | None) -> tuple[Tensor, Tensor]:
+            bound = Wrapped(model, functools.partial(self._call, train, params))
+            loss = self.compute_loss(bound, dict(inputs), num_items_in_batch=items)
+            loss = loss if steps is None else loss / steps
+            return loss, loss
+
+        def forward(params: Any, args: Any, kwargs: Any) -> Any:
+            output = self._call(evaluate, params, *args, **kwargs)
+            # a number would become the mean over ranks; one element stays this rank's own
+            return tree.map(lambda x: x.reshape(1) if isinstance(x, Tensor) and not x.ndim else x, output)
+
+        def clip(sums: Any) -> tuple[Any, Tensor]:
+            norm = optim.global_norm(sums)
+            factor = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+            return tree.map(lambda x: x * factor.to(x.dtype), sums), norm
+
+        compile_on_mesh = functools.partial(
+            compile_function, mesh=self.mesh, stage=self.stage, compile=bool(self.args.torch_compile)
+        )
+        begin, add = make_sums(share)
+        self._begin, self._add, self._forward = map(compile_on_mesh, (begin, add, forward))
+        self._clip, self._norm, self._update = map(compile_on_mesh, (clip, optim.global_norm, self._apply_update))
+        self._sums: Any = None  # of gradients, since the last update
+        return Wrapped(model, self._evaluate)
+
+    def _call(self, apply: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model in the dtype of compute, in float32 as accelerate returns it."""
+        if not self.args.bf16:
+            return apply(params, *args, **kwargs)
+        with torch.autocast(self.args.device.type, torch.bfloat16):
+            output = apply(params, *args, **kwargs)
+        narrow = (torch.bfloat16, torch.float16)
+        return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._forward(self.sharded.params, args, kwargs)
+        if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+            output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
+        return output
+
+    # gradients
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The loss of a batch, the mean over ranks, after its gradients were added to those of the update."""
+        inputs = dict(self._prepare_inputs(inputs))
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            is_scaled = counts or self.compute_loss_func is not None
+        steps = None if is_scaled else self.current_gradient_accumulation_steps
+        named = {"inputs": inputs, "items": num_items_in_batch, "steps": steps}
+        if self._sums is None:
+            loss, self._sums = self._begin(self.sharded.params, None, (), named)
+        else:
+            loss, self._sums = self._add(self.sharded.params, self._sums, None, (), named)
+        return loss.to(self.args.device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The count of transformers. The processes' ranks each take their part of a batch, so that a mean over more
+        ranks than processes needs the count of one."""
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        ratio = mesh_shape(self.mesh).size() / self.accelerator.num_processes
+        return items if items is None or ratio == 1 else items / ratio
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        self._sums, norm = self._clip(self._sums)
+        return float(norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return float(self._norm(self._sums)) if grad_norm is None else grad_norm
+
+    # updates
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer of torch that the arguments name. It holds groups and rates; its step is our update.
+
+        Raises:
+            FzeroError: for a type that is not converted.
+        """
+        self._adopt()
+        if self.sharded.opt_state is None:
+            optimizer = super().create_optimizer(self.model)
+            self._groups = self._groups or convert_optimizer(optimizer, self.model)
+            rates = [group.rate for group in self._groups]
+            self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
+            optimizer.register_step_post_hook(lambda *_: self._advance())
+        return self.optimizer
+
+    def _make(self, rates: Any) -> GradientTransformation:
+        """The optimizer of all groups, at these rates."""
+        made = [group.make(learning_rate=rate, **group.options) for group, rate in zip(self._groups, rates)]
+        return join(self._groups, made)
+
+    def _apply_update(self, params: Any, opt_state: Any, sums: Any, rates: Any) -> tuple[Any, Any]:
+        updates, opt_state = self._make(rates).update(sums, opt_state, params)
+        return optim.apply_updates(params, updates), opt_state
+
+    def _advance(self) -> None:
+        """Update the state by the sums of gradients, at the rates that the groups have now."""
+        if self._sums is None:
+            raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
+        groups = self.optimizer.param_groups
+        rates = partition([torch.tensor(float(group["lr"])) for group in groups], self.mesh)
+        held = self.sharded
+        params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
+        self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None

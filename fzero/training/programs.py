@@ -1,0 +1,46 @@
+"""Programs: functions that add the gradients of batches, and the programs of functions on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import grad, tree
+from fzero.base.mesh import VirtualMesh
+from fzero.simulation import simulate
+from fzero.transform import shard
+
+
+def make_sums(train: Callable[..., tuple[Tensor, Any]]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`(begin, add)` for `train(params, *args, **kwargs)`, which returns `(share of the loss, output)` of a batch.
+
+    * `begin(params, scale, args, kwargs)` returns `(output, gradients)` of the first batch of an update. `scale` is
+      the state of a loss scale, or None.
+    * `add(params, sums, scale, args, kwargs)` returns `(output, new sums)`: the sums of gradients with those of a
+      further batch.
+    """
+
+    def begin(params: Any, scale: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def scaled(params: Any) -> tuple[Tensor, Any]:
+            loss, output = train(params, *args, **kwargs)
+            return (loss if scale is None else loss.to(torch.float32) * scale.scale), output
+
+        grads, output = grad(scaled, has_aux=True)(params)
+        return output, grads
+
+    def add(params: Any, sums: Any, scale: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        output, grads = begin(params, scale, args, kwargs)
+        leaves, treedef = tree.flatten(sums)
+        return output, tree.unflatten(treedef, torch._foreach_add(leaves, tree.leaves(grads)))
+
+    return begin, add
+
+
+def compile_function(function: Callable[..., Any], mesh: Any, *, compile: bool = False, **how: Any) -> Any:
+    """A program for a mesh: on a virtual mesh all ranks run in this process. `how` are keywords of `fzero.shard`."""
+    if isinstance(mesh, VirtualMesh):
+        return simulate(function, mesh, **how)
+    return shard(function, mesh, compile=compile, **how)

@@ -1,0 +1,74 @@
+"""The Trainer in one process: equal to transformers' own, on one rank and on virtual ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")  # without which transformers has no Trainer
+
+import transformers
+from hf_models import make_arguments, make_dataset, make_model, read_logs
+
+import fzero.hf
+from fzero import FzeroError, VirtualMesh
+
+
+def train(cls: Any, folder: Path, kind: str = "gpt2", changed: dict[str, Any] | None = None, **named: Any) -> Any:
+    dataset = make_dataset()
+    arguments = make_arguments(folder, **(changed or {}))
+    trainer = cls(make_model(kind), arguments, train_dataset=dataset, eval_dataset=dataset[:8], **named)
+    trainer.train()
+    return trainer
+
+
+def assert_equal(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    ours, theirs = read_logs(got), read_logs(expected)
+    assert len(ours) == len(theirs) > 0
+    for mine, their in zip(ours, theirs):
+        assert mine == pytest.approx(their, rel=tolerance, abs=tolerance)
+
+
+def test_training_evaluation_and_prediction_are_those_of_transformers(tmp_path: Path) -> None:
+    expected = train(transformers.Trainer, tmp_path / "theirs")
+    got = train(fzero.hf.Trainer, tmp_path / "ours", mesh=VirtualMesh(fsdp=2))
+    assert_equal(got, expected)
+    ours, theirs = (trainer.predict(make_dataset()[:8]) for trainer in (got, expected))
+    assert ours.predictions == pytest.approx(theirs.predictions, abs=1e-4)
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], abs=1e-5)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama in bfloat16, activation checkpointing": {
+        "kind": "llama", "changed": {"bf16": True, "activation_checkpointing": True},
+    },
+    "label smoothing, SGD, no clipping, a last update of two batches": {
+        "changed": {
+            "label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "optim": "sgd", "lr_scheduler_type": "cosine",
+            "gradient_accumulation_steps": 4, "max_steps": 4,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arguments_mean_the_same(case: str, tmp_path: Path) -> None:
+    expected = train(transformers.Trainer, tmp_path / "theirs", **CASES[case])
+    got = train(fzero.hf.Trainer, tmp_path / "ours", **CASES[case], mesh=VirtualMesh(fsdp=1))
+    assert_equal(got, expected, 5e-3 if "bfloat16" in case else 1e-5)  # autocast rounds to 8 bits
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"fp16": True}, r"fp16.*bf16=True"), ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha: is 5\.0")],
+)
+def test_what_is_not_here_is_refused_by_name(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FzeroError, match=message):
+        fzero.hf.Trainer(make_model(), make_arguments(tmp_path, **changed), train_dataset=make_dataset())
+
+
+def test_an_optimizer_that_is_not_converted_is_refused_by_type(tmp_path: Path) -> None:
+    with pytest.raises(FzeroError, match="Adafactor"):
+        train(fzero.hf.Trainer, tmp_path, changed={"optim": "adafactor"}, mesh=VirtualMesh(fsdp=2))
