@@ -158,6 +158,7 @@ IRREGULAR = frozenset(
 PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
     "training.meshes.init_distributed": "DeepSpeed's name",
+    "hf.pretrained.from_pretrained": "transformers' name",
     "optim.wrappers.masked": "optax's name",
     "values.tiles.tiled": "a public name, as TiledMLP's: `tiled(fn, ...)` is `fn` in parts",
 }
