@@ -46,3 +46,8 @@ def read_logs(trainer: Any) -> list[dict[str, float]]:
     """Loss, gradient norm and rate of each update."""
     names = ("loss", "grad_norm", "learning_rate")
     return [{name: entry[name] for name in names} for entry in trainer.state.log_history if "loss" in entry]
+
+
+def read_evaluations(trainer: Any) -> list[float]:
+    """The loss of each evaluation."""
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -158,6 +158,7 @@ IRREGULAR = frozenset(
 PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
     "training.meshes.init_distributed": "DeepSpeed's name",
+    "hf.pretrained.from_pretrained": "transformers' name",
     "optim.wrappers.masked": "optax's name",
     "values.tiles.tiled": "a public name, as TiledMLP's: `tiled(fn, ...)` is `fn` in parts",
 }
@@ -292,7 +293,8 @@ CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
     "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
-    "deepspeed.saving", "deepspeed.zero", "hf.files", "hf.trainer", "training.models", "training.programs",
+    "deepspeed.saving", "deepspeed.zero", "hf.files", "hf.pretrained", "hf.trainer",
+    "training.models", "training.programs",
     "ranks.homes", "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",

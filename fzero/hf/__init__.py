@@ -4,6 +4,7 @@ In: a model of transformers, and its TrainingArguments. Out: its Trainer, with p
 in slices. Needs transformers and accelerate. Imported by name: `import fzero.hf`.
 """
 
+from fzero.hf.pretrained import Pretrained, from_pretrained
 from fzero.hf.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Pretrained", "Trainer", "from_pretrained"]

@@ -19,7 +19,10 @@ REFUSED = {
     "use_liger_kernel": "fzero.tiled_cross_entropy needs little memory for logits",
 }
 """An argument that asks for something that is not here -> the way out."""
-SEAMS = ("_wrap_model", "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_load_optimizer_and_scheduler")
+SEAMS = (
+    *("_wrap_model", "_move_model_to_device", "_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm"),
+    *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+)
 """The methods of transformers' Trainer that ours replaces beside public ones."""
 
 

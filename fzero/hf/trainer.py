@@ -14,9 +14,10 @@ from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.hf.checks import check_arguments, check_model
 from fzero.hf.files import Files
+from fzero.hf.pretrained import Pretrained
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
-from fzero.training.groups import convert_optimizer, join
+from fzero.training.groups import Group, convert_optimizer, join
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values, find_store, partition_model
 from fzero.training.programs import compile_function, make_sums
@@ -32,8 +33,10 @@ class Trainer(Files):
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
     * `stage`: as in `fzero.shard`.
 
-    Parameters are those of rank 0. They are copied: those of `model` stay as they are, and `trainer.model` has the
-    structure alone. `trainer.sharded` is the state: parameters and optimizer state, trees of `Sharded` leaves.
+    `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
+    The parameters of any other model are those of rank 0. They are copied: those of `model` stay as they are, and
+    `trainer.model` has the structure alone. `trainer.sharded` is the state: parameters and optimizer state, trees of
+    `Sharded` leaves.
 
     `compute_loss` of transformers, or of a subclass, computes the loss, and is traced. So it is a pure function of its
     arguments. The optimizer of torch holds groups of parameters and their rates, which a schedule moves; each update is
@@ -47,12 +50,25 @@ class Trainer(Files):
         self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int = 3, **named: Any
     ) -> None:
         self.mesh, self.stage = mesh, stage
+        self._groups: list[Group] = []
+        self._wrapped: Wrapped | None = None
         self._structure: Any = None  # the one that `sharded` has the values of
         check_arguments(args)
-        super().__init__(model, args, *more, **named)
+        pretrained = model if isinstance(model, Pretrained) else None
+        if pretrained is not None:
+            self._take(pretrained)
+        super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
         self._adopt()
+
+    def _take(self, pretrained: Pretrained) -> None:
+        """Train parameters that are in slices already."""
+        check_model(pretrained.model)
+        if self.mesh is not None and self.mesh is not pretrained.mesh:
+            raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
+        self.mesh, self.sharded = pretrained.mesh, State(params=pretrained.params)
+        self._structure = pretrained.model
 
     def _adopt(self) -> None:
         """Cut the parameters of `self.model` into slices, unless this was done."""
@@ -63,7 +79,7 @@ class Trainer(Files):
         store = find_store(self.model)
         params, _ = lower(self.model)
         self.sharded = State(params=partition_model(self.model, params, store, self.mesh))
-        self._wrapped: Wrapped | None = None
+        self._wrapped = None
         self._structure = self.model = self.model_wrapped = copy_without_values(self.model)
         self.callback_handler.model = self.model
 
@@ -109,7 +125,7 @@ class Trainer(Files):
         self._begin, self._add, self._forward = map(compile_on_mesh, (begin, add, forward))
         self._clip, self._norm, self._update = map(compile_on_mesh, (clip, optim.global_norm, self._apply_update))
         self._sums: Any = None  # of gradients, since the last update
-        return Wrapped(model, self._evaluate)
+        return Wrapped(model, self._infer)
 
     def _call(self, apply: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The output of the model in the dtype of compute, in float32 as accelerate returns it."""
@@ -120,7 +136,7 @@ class Trainer(Files):
         narrow = (torch.bfloat16, torch.float16)
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def _infer(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(self.sharded.params, args, kwargs)
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank

@@ -1,0 +1,74 @@
+"""Pretrained: a model of files in slices, which no rank holds whole, and its files again."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fzero import build, checkpoint, tree
+from fzero.base.errors import FzeroError
+from fzero.training.meshes import PORT, find_local_rank, make_mesh
+from fzero.training.models import copy_without_values
+from fzero.values.lowering import Apply
+
+
+class Pretrained(NamedTuple):
+    """A model in slices.
+
+    `model` has the structure, with parameters on the meta device, and `params` the values. `apply(params, ...)` is the
+    model's function, in evaluation mode.
+    """
+
+    model: nn.Module
+    params: tree.Tree
+    apply: Apply
+    mesh: Any
+
+    def save_pretrained(self, folder: str | os.PathLike[str], params: tree.Tree | None = None, **how: Any) -> None:
+        """Write parameters, by default those of this value, as a folder that `from_pretrained` reads. All ranks call
+        `save_pretrained` together; each writes its own slices. `how` are keywords of `fzero.checkpoint.export_hf`.
+
+        Raises:
+            FzeroError: for a folder that exists; as `fzero.checkpoint.export_hf`.
+        """
+        checkpoint.export_hf(folder, self.params if params is None else params, self.model, **how)
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str], mesh: Any = None, *, cls: Any = None, seed: int = 0, **named: Any
+) -> Pretrained:
+    """The model of a folder, or of a name on the Hub, in slices.
+
+        pretrained = fzero.hf.from_pretrained("folder", mesh)
+        logits = fzero.shard(pretrained.apply, mesh)(pretrained.params, input_ids).logits
+        trainer = fzero.hf.Trainer(pretrained, args, train_dataset=dataset)
+
+    All ranks call `from_pretrained` together. A rank holds its slices and one whole tensor, the one that is read, as in
+    `fzero.build`. By default the mesh is one axis of all ranks.
+
+    * `cls`: a class of transformers with `from_pretrained`, by default `AutoModelForCausalLM`.
+    * `seed`: of weights that the files lack, such as a new head.
+    * `named`: further arguments of `cls.from_pretrained`.
+
+    Raises:
+        FzeroError: for `device_map` and `quantization_config`; as `fzero.build`.
+    """
+    import transformers
+
+    for name in ("device_map", "quantization_config"):
+        if named.get(name) is not None:
+            problem = f"is {named[name]!r:.80}, and slices lie where the mesh says"
+            raise FzeroError(f"from_pretrained: {name}", problem, "leave it out")
+    if mesh is None:
+        mesh = make_mesh(find_local_rank(None), PORT, None)
+    chosen = transformers.AutoModelForCausalLM if cls is None else cls
+    made: list[nn.Module] = []
+
+    def construct() -> nn.Module:
+        made.append(chosen.from_pretrained(name_or_path, **named))
+        return made[0]
+
+    params, apply = build(construct, mesh, seed=seed)
+    return Pretrained(copy_without_values(made[0]), params, apply, mesh)
