@@ -10,6 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 def make_model(kind: str = "gpt2") -> Any:
     torch.manual_seed(0)
+    if kind == "gpt2 with frozen positions":
+        model = make_model()
+        model.transformer.wpe.requires_grad_(False)
+        return model
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(
             vocab_size=61, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from torch import nn
 
+from fzero import tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 
 REFUSED = {
     "fp16": "give bf16=True, or fzero.deepspeed with fp16",
@@ -56,3 +59,16 @@ def check_model(model: Any) -> None:
         raise FzeroError("model", f"{name} has adapters, which are not supported", "merge them into the model first")
     if getattr(model, "is_quantized", False):
         raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")
+
+
+def check_frozen(model: nn.Module, params: tree.Tree) -> None:
+    """Refuse a structure whose `requires_grad` is not that of its slices: gradients follow the slices.
+
+    Raises:
+        FzeroError: naming the parameter.
+    """
+    for path, leaf in zip(tree.paths(params), tree.leaves(params)):
+        requires_grad = model.get_parameter(path).requires_grad
+        if requires_grad == is_frozen(leaf):
+            problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"
+            raise FzeroError(path, problem, "set requires_grad on a whole model, and give that to fzero.hf.Trainer")

@@ -12,7 +12,7 @@ from fzero import lower, optim, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
-from fzero.hf.checks import check_arguments, check_model
+from fzero.hf.checks import check_arguments, check_frozen, check_model
 from fzero.hf.files import Files
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.wrapped import Wrapped
@@ -58,6 +58,7 @@ class Trainer(Files):
         if pretrained is not None:
             self._take(pretrained)
         super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
+        check_arguments(self.args)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
         self._adopt()
@@ -97,6 +98,7 @@ class Trainer(Files):
     def _compile(self) -> Wrapped:
         """Make the programs of a loop. Returns the model whose calls evaluate."""
         model = self.model
+        check_frozen(model, self.sharded.params)
         was_training = model.training
         _, evaluate = lower(model.eval())
         _, train = lower(model.train())

@@ -49,7 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama in bfloat16, activation checkpointing": {
         "kind": "llama", "changed": {"bf16": True, "activation_checkpointing": True},
     },
-    "label smoothing, SGD, no clipping, a last update of two batches": {
+    "label smoothing, SGD, no clipping, frozen weights, a last update of two batches": {
+        "kind": "gpt2 with frozen positions",
         "changed": {
             "label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "optim": "sgd", "lr_scheduler_type": "cosine",
             "gradient_accumulation_steps": 4, "max_steps": 4,
@@ -102,6 +103,24 @@ def test_a_mesh_other_than_that_of_from_pretrained_is_refused(tmp_path: Path) ->
         fzero.hf.Trainer(pretrained, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=4))
     with pytest.raises(FzeroError, match=r"device_map: is 'auto'"):
         fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2), device_map="auto")
+
+
+def test_a_parameter_that_is_frozen_too_late_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), eval_dataset=make_dataset())
+    trainer.model.transformer.wpe.requires_grad_(False)
+    with pytest.raises(FzeroError, match=r"transformer\.wpe\.weight: requires_grad became False"):
+        trainer.evaluate()
+
+
+def test_a_checkpoint_of_transformers_is_refused_and_its_weights_are_read(tmp_path: Path) -> None:
+    changed = {"max_steps": 1, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    theirs = train(transformers.Trainer, tmp_path, changed=changed)
+    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), train_dataset=make_dataset())
+    with pytest.raises(FzeroError, match=r"checkpoint-1: has no folder 'fzero'"):
+        trainer.train(resume_from_checkpoint=True)
+    held = fzero.unpartition(trainer.sharded.params)
+    for path, leaf in zip(fzero.tree.paths(held), fzero.tree.leaves(held)):
+        assert torch.equal(leaf, theirs.model.get_parameter(path)), path
 
 
 def test_no_private_name_of_transformers_is_taken_by_accident() -> None:

@@ -95,6 +95,7 @@ def all_leave(mesh: DeviceMesh) -> Ends:
     job.step()
 
     def act() -> None:
+        dist.barrier()  # else one rank may hear of the other's error first
         raise ValueError(f"on {job.rank}")
 
     job.before("all_gather of layers.1", {0: act, 1: act})
