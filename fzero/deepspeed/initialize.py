@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from torch import nn
 from fzero import lower
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import mesh_shape
+from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.engine import Engine
@@ -143,8 +144,10 @@ def _build_engine(
         scale=None if settings.scaler is None else settings.scaler.init(held),
         step=0,
     )
-    functions = make_functions(_take_loss(apply, loss), _take_loss(evaluate, loss), chosen, settings)
-    return Engine(model, (apply, evaluate), state, functions, settings, scheduled, mesh, local_rank)
+    ranks = mesh.size() if isinstance(mesh, VirtualMesh) else 1
+    calls = _take_loss(apply, loss), _take_loss(evaluate, loss)
+    make = functools.partial(make_functions, *calls, chosen, virtual_ranks=ranks)
+    return Engine(model, (apply, evaluate), state, make, settings, scheduled, mesh, local_rank)
 
 
 def _take_loss(apply: Call, loss: Callable[..., Any] | None) -> Call:

@@ -12,6 +12,7 @@ from fzero import checkpoint, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.state import State
+from fzero.deepspeed.settings import Settings
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.ranks.together import gather_words
@@ -28,12 +29,9 @@ class Files:
 
     state: State
     micro_steps: int
-    settings: Any
+    settings: Settings
     mesh: Any
-
-    @property
-    def _home(self) -> Home:
-        raise NotImplementedError
+    _home: Home
 
     def save_checkpoint(
         self,
@@ -145,8 +143,9 @@ class Files:
         return {path: leaf.detach().clone() for path, leaf in iter_full(self.state.params)}
 
     def _check_between_updates(self, where: str) -> None:
-        if getattr(self, "_sums", None) is not None or getattr(self, "_pending", None) is not None:
-            raise FzeroError(where, "gradients are waiting for an update", "call it behind the step that updates")
+        if getattr(self, "_sums", None) is not None or getattr(self, "_open", None) is not None:
+            way_out = "call it behind the step that updates, or drop the gradients with engine.zero_grad()"
+            raise FzeroError(where, "gradients are waiting for an update", way_out)
 
     def _wait(self, what: str) -> None:
         """Wait until all ranks are here."""
