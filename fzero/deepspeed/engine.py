@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.deepspeed.functions import Functions, count_skips, find_loss
 from fzero.deepspeed.handles import Handle, SchedulerHandle
+from fzero.deepspeed.monitors import Monitors
+from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled, rate_at
 from fzero.deepspeed.settings import Settings
@@ -57,6 +59,9 @@ class Engine(Files):
         self._norm: Any = None
         self._began = time.perf_counter()
         self.micro_steps = 0
+        self._losses: list[Tensor] = []  # since the last update
+        self._monitors = Monitors(settings.monitors, self.global_rank)
+        self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
         self.optimizer, self.lr_scheduler = Handle(self), SchedulerHandle(self)
 
@@ -98,6 +103,7 @@ class Engine(Files):
             name = "retain_graph=True" if retain_graph else "scale_wrt_gas=False"
             raise FzeroError("engine.backward", f"got {name}, which is not supported", "leave it out")
         self._sums, self._pending, self._loss, self._may_step = self._pending, None, None, True
+        self._losses.append(loss.detach())
         return loss / self.settings.accumulation_steps
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -113,13 +119,14 @@ class Engine(Files):
         if self.is_gradient_accumulation_boundary():
             self.state, self._norm = self._advance(self.state, self._sums)
             self._sums = None
-            self._report()
+            self._report(self._losses)
+            self._losses = []
         self._may_step = False
         self.micro_steps += 1
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last update. An update does so itself."""
-        self._sums = None
+        self._sums, self._losses = None, []
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the state."""
@@ -138,7 +145,7 @@ class Engine(Files):
         batches = [next(data_iter) for _ in range(self.settings.accumulation_steps)]
         self.state, loss = self.train_step(self.state, *batches)
         self.micro_steps += len(batches)
-        self._report()
+        self._report([loss])
         return loss
 
     def train(self, mode: bool = True) -> Engine:
@@ -186,15 +193,17 @@ class Engine(Files):
 
     def _differentiate(self, state: State, sums: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """`(output, sums of gradients)` of a batch and, unless `sums` is None, of those before it."""
-        if sums is None:
-            return self._begin(state.params, state.scale, args, kwargs)
-        return self._add(state.params, sums, state.scale, args, kwargs)
+        with self._profiler.measure(GRADIENTS, state.step, args, kwargs):
+            if sums is None:
+                return self._begin(state.params, state.scale, args, kwargs)
+            return self._add(state.params, sums, state.scale, args, kwargs)
 
     def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
         if self._end is not None and state.step >= self._end and state.step - self.skipped_steps >= self._end:
             problem = f"has rates for {self._end} updates, and {state.step - self.skipped_steps} are done"
             raise FzeroError("lr_scheduler", problem, 'give a scheduler of more steps, or a config "scheduler"')
-        params, opt_state, scale, norm = self._update(state.params, state.opt_state, state.scale, sums)
+        with self._profiler.measure(UPDATE, state.step):
+            params, opt_state, scale, norm = self._update(state.params, state.opt_state, state.scale, sums)
         return state._replace(params=params, opt_state=opt_state, scale=scale, step=state.step + 1), norm
 
     # what DeepSpeed's engine says
@@ -278,7 +287,9 @@ class Engine(Files):
     def _home(self) -> Home:
         return find_home(self.mesh)
 
-    def _report(self) -> None:
+    def _report(self, losses: Sequence[Tensor]) -> None:
+        self._monitors.write(self, losses)
+        self._profiler.write(self)
         every = self.settings.steps_per_print
         if not every or self.global_steps % every:
             return
