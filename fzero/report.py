@@ -12,6 +12,7 @@ from fzero.base import tree
 from fzero.base.frozen import is_frozen
 from fzero.base.placement import Disk
 from fzero.optim.report import name_stage
+from fzero.program.flops import count_flops
 from fzero.program.listing import format_size, summarize_program
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
@@ -45,6 +46,7 @@ class Report(NamedTuple):
     * `nodes`: of the program.
     * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
       gathered whole though they are larger than `chunk`.
+    * `flops`: bucket, or operation without a leaf -> flops a step on one rank.
     """
 
     summary: str
@@ -54,6 +56,7 @@ class Report(NamedTuple):
     nodes: int
     copies: dict[str, int]
     remarks: tuple[str, ...] = ()
+    flops: Mapping[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -79,7 +82,7 @@ def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
     peak, nodes = program.memory().peak, len(program.graph.nodes)
     leaves, copies = _list_leaves(args), program.copies(rank)
     remarks = (*program.remarks, *_list_moves(program, args))
-    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks)
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks, count_flops(program))
 
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from fzero.base.state import State
 from fzero.deepspeed.calls import Call, Inputs, find_calls
 from fzero.deepspeed.functions import Functions, NoLoss, find_loss
 from fzero.deepspeed.handles import Handle, SchedulerHandle
+from fzero.deepspeed.monitors import Monitors
+from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
@@ -67,10 +69,14 @@ class Engine(Files, Status):
         self._open: _Open | None = None  # the call whose loss backward has not taken yet
         self._computes_ahead = True  # gradients in the call itself, while each loss is what the call returned
         self._may_step, self._is_scaled = False, False
+        self._shapes: Any = None  # and dtypes of the last outputs that a loss outside depended on
         self._boundary: bool | None = None  # the answer that the user gave
         self._norm: Any = None
         self._began = time.perf_counter()
         self.micro_steps = 0
+        self._losses: list[Tensor] = []  # since the last update
+        self._monitors = Monitors(settings.monitors, self.global_rank)
+        self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
         self.optimizer, self.lr_scheduler = Handle(self), SchedulerHandle(self)
 
@@ -124,7 +130,8 @@ class Engine(Files, Status):
             self._sums, self._may_step = self._open.pending, True
             self._open.call.close()
             self._open = None
-            return loss.detach() / steps
+            self._losses.append(loss.detach())
+            return self._losses[-1] / steps
         calls = self._find_calls(loss)
         share = loss / steps
         scale = self.loss_scale
@@ -136,12 +143,14 @@ class Engine(Files, Status):
         finally:
             for call in calls:
                 call.factor = None
+        self._losses.append(loss.detach())
         return share.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for `engine.scale(loss).backward()` in the place of
         `engine.backward(loss)`."""
         self._is_scaled = True
+        self._losses.append(loss.detach())
         return loss * self.loss_scale
 
     def _find_calls(self, loss: Any) -> list[Call]:
@@ -174,12 +183,13 @@ class Engine(Files, Status):
         factor = 1 / self.settings.accumulation_steps if call.factor is None else call.factor
         weight = None if factor == 1 else torch.tensor(factor, device=self.device)
         inputs, (args, kwargs) = call.inputs.separate()
-        with torch.random.fork_rng(devices=[]):
+        measured = self._profiler.measure(GRADIENTS, self.state.step, *call.inputs.detach())
+        with torch.random.fork_rng(devices=[]), measured:
             torch.set_rng_state(call.seed)
             sums, self._sums = self._sums, None  # the program takes their memory
             pull = self._programs.pull if sums is None else functools.partial(self._programs.pull_more, sums)
             self._sums, found = pull(self.state.params, weight, inputs, args, kwargs, cotangents)
-        self._may_step = True
+        self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
         return [found[name] for name in inputs]
 
     def _drop(self, where: str, problem: str) -> None:
@@ -216,13 +226,14 @@ class Engine(Files, Status):
         if self.is_gradient_accumulation_boundary():
             self.state, self._norm = self._advance(self.state, self._sums)
             self._sums = None
-            self._report()
+            self._report(self._losses)
+            self._losses = []
         self._may_step = self._is_scaled = False
         self.micro_steps += 1
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last update. An update does so itself."""
-        self._sums = None
+        self._sums, self._losses = None, []
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the state."""
@@ -247,7 +258,7 @@ class Engine(Files, Status):
         batches = [next(data_iter) for _ in range(self.settings.accumulation_steps)]
         self.state, loss = self.train_step(self.state, *batches)
         self.micro_steps += len(batches)
-        self._report()
+        self._report([loss])
         return loss
 
     def train(self, mode: bool = True) -> Engine:
@@ -290,23 +301,35 @@ class Engine(Files, Status):
         return state, torch.stack(losses).mean()
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
-        """What the program that adds the gradients of a batch does: its peak, and the bytes that move."""
-        return self._programs.begin.report(self.state.params, self.state.scale, args, kwargs)
+        """What the program that adds the gradients of a batch does: its peak, and the bytes that move. With a loss
+        outside of the model it is the program of the last `backward`.
+
+        Raises:
+            FzeroError: with a loss outside of the model, before the first `backward`.
+        """
+        if self._computes_ahead or self._shapes is None:
+            return self._programs.begin.report(self.state.params, self.state.scale, args, kwargs)
+        cotangents = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes)
+        return self._programs.pull.report(self.state.params, None, {}, args, kwargs, cotangents)
 
     def _differentiate(self, state: State, sums: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """`(output, sums of gradients)` of a batch and, unless `sums` is None, of those before it."""
-        if sums is None:
-            return self._programs.begin(state.params, state.scale, args, kwargs)
-        return self._programs.add(state.params, sums, state.scale, args, kwargs)
+        with self._profiler.measure(GRADIENTS, state.step, args, kwargs):
+            if sums is None:
+                return self._programs.begin(state.params, state.scale, args, kwargs)
+            return self._programs.add(state.params, sums, state.scale, args, kwargs)
 
     def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
         if self._end is not None and state.step >= self._end and state.step - self.skipped_steps >= self._end:
             problem = f"has rates for {self._end} updates, and {state.step - self.skipped_steps} are done"
             raise FzeroError("lr_scheduler", problem, 'give a scheduler of more steps, or a config "scheduler"')
-        params, opt_state, scale, norm = self._programs.update(state.params, state.opt_state, state.scale, sums)
+        with self._profiler.measure(UPDATE, state.step):
+            params, opt_state, scale, norm = self._programs.update(state.params, state.opt_state, state.scale, sums)
         return state._replace(params=params, opt_state=opt_state, scale=scale, step=state.step + 1), norm
 
-    def _report(self) -> None:
+    def _report(self, losses: Sequence[Tensor]) -> None:
+        self._monitors.write(self, losses)
+        self._profiler.write(self)
         every = self.settings.steps_per_print
         if not every or self.global_steps % every:
             return

@@ -16,6 +16,7 @@ from fzero.optim import loss_scale
 CLIPS_BY_DEFAULT = (0, 19)
 """The first version of DeepSpeed in which a missing `gradient_clipping` is 1.0; it was 0 before."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 _log = logging.getLogger("fzero")
 
 
@@ -39,6 +40,9 @@ class Settings(NamedTuple):
     scheduler: tuple[str, dict[str, Any]] | None
     steps_per_print: int | None
     drop_last: bool
+    monitors: dict[str, dict[str, Any]]  # block -> its options, of the monitors that are enabled
+    profiler: dict[str, Any] | None  # the options of flops_profiler
+    wall_clock: bool
 
 
 def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None, rank: int = 0) -> Settings:
@@ -74,6 +78,9 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         _find_algorithm(given, "scheduler"),
         look_up(given, "steps_per_print"),
         look_up(given, "dataloader_drop_last"),
+        {name: block for name in MONITORS if (block := _find_block(given, name)) is not None},
+        _find_block(given, "flops_profiler"),
+        look_up(given, "wall_clock_breakdown"),
     )
 
 
@@ -238,3 +245,11 @@ def _find_algorithm(given: Values, what: str) -> tuple[str, dict[str, Any]] | No
             raise FzeroError(f"{what}.type", f"is missing, and {what}.params is given", "name the type")
         return None
     return kind, dict(params or {})
+
+
+def _find_block(given: Values, name: str) -> dict[str, Any] | None:
+    """The values of a block's keys, those that are missing among them; None unless the block is enabled."""
+    if not look_up(given, f"{name}.enabled"):
+        return None
+    paths = [path for path in KEYS if path.startswith(f"{name}.")]
+    return {path.removeprefix(f"{name}."): look_up(given, path) for path in paths}

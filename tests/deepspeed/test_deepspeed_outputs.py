@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,6 +284,18 @@ def test_batches_may_share_one_step() -> None:
     for engine in engines[1:]:
         assert engine.global_steps == 1
         assert_equal_state(engine, engines[0])
+
+
+def test_monitors_and_the_profile_see_a_loss_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+    engine = make_engine(ONE | written | {"flops_profiler": {"enabled": True, "profile_step": 1}}, model=Scores())
+    losses = train_outside(engine, make_batches(2))
+    x, y = make_batches(1)[0]
+    cross_entropy(engine(x), y).backward()
+    engine.step()
+    rows = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().split()
+    assert [float(row.partition(",")[2]) for row in rows[1:]] == pytest.approx(losses)
+    assert "profile of update 2" in capsys.readouterr().out
 
 
 def use_old_output(engine: Any, x: Tensor, y: Tensor) -> None:
