@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.deepspeed.calls import Call, Inputs, find_calls
+from fzero.deepspeed.controls import Controls
 from fzero.deepspeed.functions import Functions, NoLoss, find_loss
 from fzero.deepspeed.handles import Handle, SchedulerHandle
+from fzero.deepspeed.marks import mark_parameters, refuse_values
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
-from fzero.deepspeed.status import Status
 from fzero.deepspeed.tables import find_end
 from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
@@ -39,7 +40,7 @@ class _Open(NamedTuple):
     has_sums: bool  # whether gradients of batches before are in them
 
 
-class Engine(Files, Status):
+class Engine(Files, Controls):
     """The engine that `initialize` returns.
 
     In training `engine(batch)` computes output and gradients, `engine.backward(loss)` takes that loss, and
@@ -62,6 +63,9 @@ class Engine(Files, Status):
         local_rank: int,
     ) -> None:
         self.module, self.state, self.mesh = copy_without_values(module), state, mesh
+        refuse_values(self.module)
+        for each in (module, self.module):
+            mark_parameters(each, self)
         self.local_rank, self.training = local_rank, True
         self._applies, self._scheduled, self._end, self._make = applies, scheduled, find_end(scheduled), make
         self._prepare(settings)
@@ -220,6 +224,8 @@ class Engine(Files, Status):
         """
         if lr_kwargs:
             raise FzeroError("engine.step", f"got lr_kwargs={lr_kwargs!r}", "give a scheduler to initialize")
+        if self._is_held:
+            raise FzeroError("engine.step", "is called within no_sync", "call it behind the context")
         if not self._may_step or self._sums is None:
             problem = "gradients were dropped by zero_grad" if self._may_step else "is called without a backward before"
             raise FzeroError("engine.step", problem, "call engine(batch), then backward")

@@ -35,7 +35,14 @@ class Handle:
         raise FzeroError("optimizer.step", "is not called beside an engine", "call engine.step()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: an update takes its gradients."""
+        """Nothing: an update takes its gradients.
+
+        Raises:
+            FzeroError: where gradients wait for an update. DeepSpeed drops them at some stages and not at others.
+        """
+        if self._engine.gradients is not None:
+            way_out = "call engine.zero_grad() to drop them; else leave it out: engine.step() takes them"
+            raise FzeroError("optimizer.zero_grad", "is called while gradients wait for an update", way_out)
 
     def state_dict(self) -> NoReturn:
         raise FzeroError("optimizer.state_dict", "there is none", "engine.save_checkpoint saves optimizer state")

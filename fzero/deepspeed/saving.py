@@ -24,6 +24,16 @@ LATEST = "latest"
 _log = logging.getLogger("fzero")
 
 
+def find_folder(load_dir: str, tag: Any = None) -> Path | None:
+    """The folder of the checkpoint `tag`, by default the last one; None where nothing tells which one that is."""
+    if tag is None:
+        latest = Path(load_dir) / LATEST
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    return Path(load_dir) / str(tag)
+
+
 class Files:
     """The part of an engine that writes and reads files."""
 
@@ -81,13 +91,10 @@ class Files:
         if custom_load_fn is not None:
             raise FzeroError("custom_load_fn", "is not supported", "fzero.checkpoint.open_checkpoint gives the tensors")
         self._check_between_updates("engine.load_checkpoint")
-        if tag is None:
-            latest = Path(load_dir) / LATEST
-            if not latest.is_file():
-                _log.warning("fzero.deepspeed: %s has no file %r: nothing is loaded", load_dir, LATEST)
-                return None, None
-            tag = latest.read_text().strip()
-        folder, is_whole = Path(load_dir) / str(tag), load_optimizer_states and not load_module_only
+        folder, is_whole = find_folder(load_dir, tag), load_optimizer_states and not load_module_only
+        if folder is None:
+            _log.warning("fzero.deepspeed: %s has no file %r: nothing is loaded", load_dir, LATEST)
+            return None, None
         wanted = self.state if is_whole else State(params=self.state.params)
         if any(folder.glob("*_optim_states.pt")):
             return str(folder), self._load_weights(folder, is_whole)
