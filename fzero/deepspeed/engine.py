@@ -16,7 +16,7 @@ from fzero.base.state import State
 from fzero.deepspeed.calls import Call, Inputs, find_calls
 from fzero.deepspeed.controls import Controls
 from fzero.deepspeed.functions import Functions, NoLoss, find_loss
-from fzero.deepspeed.handles import Handle, SchedulerHandle
+from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
 from fzero.deepspeed.marks import mark_parameters, refuse_values
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
@@ -82,6 +82,7 @@ class Engine(Files, Controls):
         self._monitors = Monitors(settings.monitors, self.global_rank)
         self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
+        self.given: GivenOptimizer | None = None
         self.optimizer, self.lr_scheduler = Handle(self), SchedulerHandle(self)
 
     def _prepare(self, settings: Settings) -> None:
@@ -326,6 +327,8 @@ class Engine(Files, Controls):
             return self._programs.add(state.params, sums, state.scale, args, kwargs)
 
     def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
+        if self.given is not None:
+            self.given.check()
         if self._end is not None and state.step >= self._end and state.step - self.skipped_steps >= self._end:
             problem = f"has rates for {self._end} updates, and {state.step - self.skipped_steps} are done"
             raise FzeroError("lr_scheduler", problem, 'give a scheduler of more steps, or a config "scheduler"')

@@ -19,6 +19,7 @@ from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, make_functions, make_optimizer
+from fzero.deepspeed.handles import GivenOptimizer
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, settle
@@ -100,6 +101,8 @@ def initialize(
         groups = _find_groups(optimizer, model_parameters, settings, model)
         scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
         engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        engine.given = GivenOptimizer(optimizer)
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
         rows = settings.micro_batch_size * mesh_shape(mesh).size()

@@ -296,6 +296,19 @@ def test_a_scheduler_of_torch_moves_rates_and_betas(name: str, monkeypatch: pyte
     assert run_loop(by_function, make_batches(8)) == losses
 
 
+def test_a_scheduler_that_the_engine_does_not_move_is_named() -> None:
+    """A loop of its own calls `scheduler.step()`: the rates of torch's optimizer reach no step."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    engine = make_engine(PLAIN, model=model, optimizer=optimizer)
+    run_loop(engine, make_batches(2))
+    optimizer.step()  # torch warns of a scheduler that goes first
+    scheduler.step()
+    with pytest.raises(FzeroError, match=r"optimizer: group 0: lr: is 0\.01\d* now, and was 0\.1 in initialize; give"):
+        run_loop(engine, make_batches(2))
+
+
 def test_schedulers_that_are_not_converted_are_named() -> None:
     for make, said in (
         (torch.optim.lr_scheduler.ReduceLROnPlateau, r"lr_scheduler: is a torch\S*\.ReduceLROnPlateau, which is not"),
