@@ -2,8 +2,8 @@
 
     python tests/deepspeed_tutorials.py LIBRARY FILE
 
-writes what each case returns, the losses, or the error that it raises, as JSON. `tools/deepspeed_tutorials.py` runs
-both libraries and writes the table of docs/deepspeed.md.
+writes what each case returns, the losses, or the error that it raises, as JSON. deepspeed_tutorials.json beside this
+file has what DeepSpeed 0.19.8 returned: `tools/deepspeed_table.py` wrote it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     calls: str
     run: Callable[[Any, Path], list[float]]
     refused: str = ""
-    compare: bool = True  # with DeepSpeed, which runs the case on a CPU
+    compare: bool = True  # with DeepSpeed, where it runs the case on a CPU
 
 
 CASES: dict[str, Case] = {}
@@ -136,7 +136,7 @@ def cifar(library: Any, folder: Path) -> list[float]:
     return [*losses, *outputs.sum(0).tolist()] if predicted.shape == (4,) else []
 
 
-@case("gan", "two engines, several backward passes, a generator through a discriminator, zero_grad")
+@case("gan", "two engines, several backward passes, a generator through a discriminator, zero_grad", compare=False)
 def gan(library: Any, folder: Path) -> list[float]:
     torch.manual_seed(0)
     nets = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1), nn.Sigmoid()), nn.Linear(3, 6)
@@ -276,7 +276,8 @@ def states(library: Any, folder: Path) -> list[float]:
     engine.step()
     for _, parameter in model.named_parameters():
         utils.safe_set_full_fp32_param(parameter, utils.safe_get_full_fp32_param(parameter) * 0 + 0.01)
-    return [*found, engine(x, y).item()]
+        found.append(utils.safe_get_full_fp32_param(parameter).norm().item())
+    return found
 
 
 @case("model-checkpointing", "get_fp32_state_dict_from_zero_checkpoint, save_16bit_model")
