@@ -25,7 +25,7 @@ from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
-from fzero.training.groups import Group, combine, convert_optimizer, list_groups, make_group
+from fzero.training.groups import Group, combine, convert_optimizer, list_groups
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import find_store, partition_model
 
@@ -172,10 +172,8 @@ def _find_groups(
     if settings.optimizer is None:
         return None
     kind, params = settings.optimizer
-    if model_parameters is None:
-        return [make_group(kind, params, "optimizer.type")]
-    if isinstance(model_parameters, nn.Module):
-        model_parameters = model_parameters.parameters()
+    if model_parameters is None or isinstance(model_parameters, nn.Module):
+        model_parameters = (model if model_parameters is None else model_parameters).parameters()
     groups = list_groups(kind, params, model_parameters, model, "optimizer.type")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(groups) == 1 and groups[0].paths is not None and groups[0].paths >= trained:

@@ -145,7 +145,12 @@ ALGORITHMS = (
     *_keys(
         "optimizer.",
         "honoured",
-        ("type", "str", None, "Adam, AdamW, Adagrad, Lion, SGD, RMSprop, NAdam; others are refused by name"),
+        (
+            "type",
+            "str",
+            None,
+            "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, RMSprop, NAdam, Adafactor; others are refused by name",
+        ),
         ("params.*", "dict", None, "as DeepSpeed's or torch's optimizer of that type takes"),
     ),
     *_keys("optimizer.", "no meaning", ("legacy_fusion", "bool", False, "updates are fused by `fzero.passes.fuse`")),
@@ -190,7 +195,7 @@ _ZERO_IGNORED = (
     ("override_module_apply", "bool", True, "no method of a module is replaced"),
     ("log_trace_cache_warnings", "bool", False, 'a step that is traced again says why in the logger "fzero"'),
     ("enable_sanity_checks", "bool", False, "programs are verified in any case"),
-    ("save_muon_momentum_buffer_in_memory", "bool", False, "DeepSpeed's Muon is not here"),
+    ("save_muon_momentum_buffer_in_memory", "bool", False, "the momentum lies where optimizer state lies"),
     ("leaf_module.*", "dict", None, "gathers follow uses, not modules"),
 )  # fmt: skip
 
