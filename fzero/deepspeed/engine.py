@@ -16,6 +16,7 @@ from fzero.deepspeed.functions import Functions, count_skips, find_loss
 from fzero.deepspeed.handles import Handle, SchedulerHandle
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
+from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled, rate_at
 from fzero.deepspeed.settings import Settings
@@ -301,11 +302,9 @@ class Engine(Files):
 
 def _compile(function: Callable[..., Any], engine: Engine) -> Any:
     settings = engine.settings
-    how: dict[str, Any] = {
-        "stage": settings.stage,
-        "reduce_dtype": settings.reduce_dtype,
-        "chunk": settings.chunk,
-    }
+    passes = choose_passes(settings)
+    how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
+    how = how if passes is None else {"passes": passes}
     return compile_function(function, engine.mesh, compile=settings.compile, **how)
 
 

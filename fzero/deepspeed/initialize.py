@@ -18,6 +18,7 @@ from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, make_functions, make_optimizer
+from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, settle
@@ -135,6 +136,7 @@ def _build_engine(
         dtype=None if settings.compute is None else torch.float32,
         to=settings.params_at,
     )
+    held = quantize_frozen(held) if settings.quantizes_frozen else held
     inner = combine(groups, scheduled) if isinstance(groups, list) else groups
     chosen = None if inner is None else make_optimizer(inner, settings)
     state = State(
