@@ -20,6 +20,7 @@ from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
 from fzero.deepspeed.marks import mark_parameters, refuse_values
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
+from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
@@ -350,11 +351,9 @@ class Engine(Files, Controls):
 
 def _compile(function: Callable[..., Any], engine: Engine) -> Any:
     settings = engine.settings
-    how: dict[str, Any] = {
-        "stage": settings.stage,
-        "reduce_dtype": settings.reduce_dtype,
-        "chunk": settings.chunk,
-    }
+    passes = choose_passes(settings)
+    how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
+    how = how if passes is None else {"passes": passes}
     return compile_function(function, engine.mesh, compile=settings.compile, **how)
 
 

@@ -20,6 +20,7 @@ from fzero.data import loader
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, make_functions, make_optimizer
 from fzero.deepspeed.handles import GivenOptimizer
+from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, settle
@@ -27,7 +28,7 @@ from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
-from fzero.training.groups import Group, combine, convert_optimizer, list_groups, make_group
+from fzero.training.groups import Group, combine, convert_optimizer, list_groups
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import find_store, partition_model
 
@@ -139,6 +140,7 @@ def _build_engine(
         dtype=None if settings.compute is None else torch.float32,
         to=settings.params_at,
     )
+    held = quantize_frozen(held) if settings.quantizes_frozen else held
     inner = combine(groups, scheduled) if isinstance(groups, list) else groups
     chosen = None if inner is None else make_optimizer(inner, settings)
     state = State(
@@ -178,10 +180,8 @@ def _find_groups(
     if settings.optimizer is None:
         return None
     kind, params = settings.optimizer
-    if model_parameters is None:
-        return [make_group(kind, params, "optimizer.type")]
-    if isinstance(model_parameters, nn.Module):
-        model_parameters = model_parameters.parameters()
+    if model_parameters is None or isinstance(model_parameters, nn.Module):
+        model_parameters = (model if model_parameters is None else model_parameters).parameters()
     groups = list_groups(kind, params, model_parameters, model, "optimizer.type")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(groups) == 1 and groups[0].paths is not None and groups[0].paths >= trained:

@@ -145,7 +145,12 @@ ALGORITHMS = (
     *_keys(
         "optimizer.",
         "honoured",
-        ("type", "str", None, "Adam, AdamW, Adagrad, Lion, SGD, RMSprop, NAdam; others are refused by name"),
+        (
+            "type",
+            "str",
+            None,
+            "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, RMSprop, NAdam, Adafactor; others are refused by name",
+        ),
         ("params.*", "dict", None, "as DeepSpeed's or torch's optimizer of that type takes"),
     ),
     *_keys("optimizer.", "no meaning", ("legacy_fusion", "bool", False, "updates are fused by `fzero.passes.fuse`")),
@@ -190,7 +195,7 @@ _ZERO_IGNORED = (
     ("override_module_apply", "bool", True, "no method of a module is replaced"),
     ("log_trace_cache_warnings", "bool", False, 'a step that is traced again says why in the logger "fzero"'),
     ("enable_sanity_checks", "bool", False, "programs are verified in any case"),
-    ("save_muon_momentum_buffer_in_memory", "bool", False, "DeepSpeed's Muon is not here"),
+    ("save_muon_momentum_buffer_in_memory", "bool", False, "the momentum lies where optimizer state lies"),
     ("leaf_module.*", "dict", None, "gathers follow uses, not modules"),
 )  # fmt: skip
 
@@ -210,6 +215,14 @@ ZERO = (
         ("offload_optimizer.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("offload_param.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("stage3_partition_stream_chunk_size", "int", None, "`chunk` of `fzero.shard`, in bytes"),
+        ("zero_quantized_weights", "bool", False, "at stage 3, the pass `fzero.variants.int8_gather`"),
+        ("zero_quantized_gradients", "bool", False, "at stage 3, the pass `fzero.variants.int8_mean`"),
+        (
+            "zero_quantized_nontrainable_weights",
+            "bool",
+            False,
+            "at stage 3, `fzero.quantize` of frozen leaves: 8 bits, blocks of 256 elements",
+        ),
         ("cpu_offload", "bool", None, '`offload_optimizer.device` "cpu"'),
         ("cpu_offload_param", "bool", None, '`offload_param.device` "cpu"'),
         ("cpu_offload_use_pin_memory", "bool", None, "`pin_memory` of both"),
@@ -235,9 +248,6 @@ ZERO = (
         ("offload_optimizer.super_offload", "bool", False, "offload_optimizer.device is what there is"),
         ("zenflow", "dict", None, "offload_optimizer.device is what there is"),
         ("zero_hpz_partition_size", "int", 1, "give a mesh with the axes replica and fsdp"),
-        ("zero_quantized_weights", "bool", False, "fzero.variants.int8_gather is the pass, for fzero.shard(passes=)"),
-        ("zero_quantized_nontrainable_weights", "bool", False, "fzero.quantize holds frozen leaves as codes"),
-        ("zero_quantized_gradients", "bool", False, "fzero.variants.int8_scatter is the pass, for fzero.shard"),
         ("mics_shard_size", "int", None, "give a mesh with the axes replica and fsdp"),
         ("mics_hierarchical_params_gather", "bool", False, "give a mesh with the axes replica and fsdp"),
         ("zeropp_loco_param", "dict", None, _REMOVED),

@@ -12,12 +12,12 @@ from fzero import checkpoint, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.state import State
+from fzero.deepspeed.quantized import iter_values
 from fzero.deepspeed.settings import Settings
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.ranks.together import gather_words
 from fzero.state.safetensors.loading import load_sources
-from fzero.state.unpartition import iter_full
 
 LATEST = "latest"
 """The file that has the tag of the last checkpoint in a folder, as DeepSpeed writes it."""
@@ -133,7 +133,7 @@ class Files:
             raise FzeroError("exclude_frozen_parameters", "is True, which is not supported", "leave it out")
         is_writer = getattr(self._home, "number", 0) == 0
         values = {}
-        for path, leaf in iter_full(self.state.params):
+        for path, leaf in iter_values(self.state.params):
             if is_writer:
                 is_cast = self.settings.compute is not None and leaf.is_floating_point()
                 values[path] = leaf.detach().to("cpu", self.settings.compute if is_cast else leaf.dtype)
@@ -147,7 +147,7 @@ class Files:
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """All parameters, whole on every rank, by their names in the module. All ranks call it together."""
-        return {path: leaf.detach().clone() for path, leaf in iter_full(self.state.params)}
+        return {path: leaf.detach().clone() for path, leaf in iter_values(self.state.params)}
 
     def _check_between_updates(self, where: str) -> None:
         if getattr(self, "_sums", None) is not None or getattr(self, "_open", None) is not None:

@@ -43,6 +43,9 @@ class Settings(NamedTuple):
     monitors: dict[str, dict[str, Any]]  # block -> its options, of the monitors that are enabled
     profiler: dict[str, Any] | None  # the options of flops_profiler
     wall_clock: bool
+    quantizes_weights: bool  # that are gathered
+    quantizes_gradients: bool
+    quantizes_frozen: bool  # as they are held
 
 
 def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None, rank: int = 0) -> Settings:
@@ -81,6 +84,7 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         {name: block for name in MONITORS if (block := _find_block(given, name)) is not None},
         _find_block(given, "flops_profiler"),
         look_up(given, "wall_clock_breakdown"),
+        *(_quantizes(given, what, stage) for what in ("weights", "gradients", "nontrainable_weights")),
     )
 
 
@@ -235,6 +239,15 @@ def _find_place(given: Values, what: str, stage: int) -> Placement | None:
         return disk(folder)
     pin = given.get(f"{path}.pin_memory", given.get("zero_optimization.cpu_offload_use_pin_memory"))
     return Host(pin=True if pin is None else pin)
+
+
+def _quantizes(given: Values, what: str, stage: int) -> bool:
+    """Whether ZeRO++ quantizes something, which it does at stage 3."""
+    path = f"zero_optimization.zero_quantized_{what}"
+    if look_up(given, path) and stage < 3:
+        problem = f"is true at stage {stage}, where DeepSpeed does not quantize"
+        raise FzeroError(path, problem, "give zero_optimization.stage 3")
+    return bool(look_up(given, path))
 
 
 def _find_algorithm(given: Values, what: str) -> tuple[str, dict[str, Any]] | None:

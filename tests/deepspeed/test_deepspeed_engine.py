@@ -222,7 +222,10 @@ ARGUMENTS = [
     ({"config_params": PLAIN}, r"config: is given 2 times: config, config_params"),
     ({"mpu": 1}, r"mpu: is given, and there is no model parallelism"),
     ({"optimizer": 3}, r"optimizer: is a int; give an optimizer"),
-    ({"config": PLAIN | {"optimizer": {"type": "Lamb"}}}, r"optimizer\.type: is 'Lamb', which is not supported"),
+    (
+        {"config": PLAIN | {"optimizer": {"type": "OneBitLamb"}}},
+        r"optimizer\.type: is 'OneBitLamb', which is not supported",
+    ),
     ({"config": PLAIN | {"optimizer": {"type": "Adam", "params": {"lrr": 1}}}}, r"params\.lrr: is 1, which is not"),
     (
         {"config": PLAIN | ADAMW | {"scheduler": {"type": "Linear"}}},

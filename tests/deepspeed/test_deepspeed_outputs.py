@@ -12,6 +12,7 @@ from deepspeed_models import Classifier, make_batches, make_engine, run_loop
 from torch import Tensor, nn
 
 from fzero import FzeroError
+from fzero.deepspeed.utils import safe_get_full_grad
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 16,
@@ -296,6 +297,24 @@ def test_monitors_and_the_profile_see_a_loss_outside(tmp_path: Path, capsys: pyt
     rows = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().split()
     assert [float(row.partition(",")[2]) for row in rows[1:]] == pytest.approx(losses)
     assert "profile of update 2" in capsys.readouterr().out
+
+
+def test_frozen_parameters_stay_and_the_others_train() -> None:
+    models = Scores(), Scores()
+    for model in models:
+        model.blocks.requires_grad_(False)
+    plain, engine = models[0], make_engine(ONE, model=models[1])
+    optimizer = torch.optim.AdamW(plain.head.parameters(), lr=1e-2, weight_decay=0.1)
+    for x, y in make_batches(2):
+        cross_entropy(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    train_outside(engine, make_batches(2))
+    assert_equal_state(engine, plain)
+    engine.backward(engine(x).sum())
+    assert safe_get_full_grad(engine.module.blocks[0].weight) is None
+    assert safe_get_full_grad(engine.module.head.weight) is not None
 
 
 def use_old_output(engine: Any, x: Tensor, y: Tensor) -> None:

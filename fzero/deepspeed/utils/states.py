@@ -27,7 +27,7 @@ def safe_get_full_grad(param: Any) -> Tensor | None:
     """The gradient of a parameter since the last update, the mean over ranks and without the loss scale. None where
     there is none."""
     engine, path = find_owner(param)
-    if engine.gradients is None:
+    if engine.gradients is None or path not in tree.paths(engine.gradients):  # of a frozen parameter
         return None
     return _read(engine.gradients, path) / engine.loss_scale
 
@@ -68,7 +68,9 @@ def safe_set_full_optimizer_state(param: Any, value: Tensor, optim_state_key: st
 
 
 def _read(values: Any, path: str) -> Tensor:
-    leaf: Any = dict(zip(tree.paths(values), tree.leaves(values)))[path]
+    leaf: Any = dict(zip(tree.paths(values), tree.leaves(values))).get(path)
+    if leaf is None:
+        raise FzeroError(path, "is held as codes", "read engine.module_state_dict()")
     return leaf.full_tensor().detach().clone()
 
 
