@@ -5,17 +5,19 @@ The loop of an engine and its functional step call the same programs, which are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero import optim, precision
+from fzero import optim, precision, tree
 from fzero.base.errors import FzeroError
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
 from fzero.optim.wrappers import ApplyIfFiniteState
+from fzero.ranks.homes import find_home
 from fzero.training.programs import make_sums
 
 Call = Callable[..., Any]
@@ -68,6 +70,18 @@ def make_functions(
     return Functions(begin, add, update, evaluate_batch)
 
 
+def add_autocast(apply: Any, dtype: torch.dtype, mesh: Any) -> Any:
+    """A function of a model that runs under torch's autocast, as DeepSpeed runs the module."""
+    device = (find_home(mesh).device or torch.device("cpu")).type
+
+    @functools.wraps(apply)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return apply(*args, **kwargs)
+
+    return call
+
+
 def make_optimizer(inner: GradientTransformation, settings: Settings) -> GradientTransformation:
     """An optimizer behind the clipping of a configuration, which skips updates that are not finite where DeepSpeed
     does."""
@@ -115,6 +129,8 @@ def _update(
     optimizer: GradientTransformation, settings: Settings, params: Any, opt_state: Any, scale: Any, sums: Any
 ) -> tuple[Any, Any, Any, Tensor]:
     grads = sums if scale is None else optim.loss_scale.unscale(sums, scale)
+    if settings.gradient_factor != 1:
+        grads = tree.map(lambda grad: grad * settings.gradient_factor, grads)
     norm = optim.global_norm(grads)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     if scale is not None and settings.scaler is not None:

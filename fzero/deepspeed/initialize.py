@@ -17,17 +17,17 @@ from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.engine import Engine
-from fzero.deepspeed.functions import Call, make_functions, make_optimizer
+from fzero.deepspeed.functions import Call, add_autocast, make_functions, make_optimizer
 from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
-from fzero.deepspeed.settings import Settings, settle
+from fzero.deepspeed.settings import Settings, find_shard_size, settle
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
 from fzero.training.groups import Group, combine, convert_optimizer, list_groups
-from fzero.training.meshes import PORT, find_local_rank, make_mesh
+from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
 from fzero.training.models import find_store, partition_model
 
 
@@ -92,7 +92,7 @@ def initialize(
     given = read_config(_choose_config(args, config, config_params))
     local_rank = find_local_rank(args)
     with torch_private.disable_modes() if is_deferring() else nullcontext():  # suspends a zero.Init around this call
-        mesh = make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh
+        mesh = choose_mesh(mesh, find_shard_size(given), local_rank, distributed_port, dist_init_required)
         rank = getattr(find_home(mesh), "number", 0)
         settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=rank)
         if _is_function(optimizer):
@@ -112,6 +112,22 @@ def initialize(
     )
 
 
+def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, required: bool | None) -> Any:
+    """The mesh that is given, or one of all ranks. With `shard`, the `mics_shard_size` of a configuration, state lies
+    along so many ranks, and each group of these holds all of it.
+
+    Raises:
+        FzeroError: for a mesh that is given and whose state lies along other ranks.
+    """
+    if mesh is None:
+        return make_mesh(local_rank, port, required, shard=shard)
+    shape = mesh_shape(mesh)
+    if shard is not None and shape.sizes != split_world(shape.size(), shard):
+        problem = f"is {shard}, and mesh= is {shape}"
+        raise FzeroError("zero_optimization.mics_shard_size", problem, "give one of both")
+    return mesh
+
+
 def _build_engine(
     model: nn.Module,
     groups: list[Group] | GradientTransformation | None,
@@ -127,13 +143,15 @@ def _build_engine(
     _, evaluate = lower(model.eval())
     params, apply = lower(model.train())
     model.train(was_training)
+    if settings.autocast is not None:
+        apply, evaluate = (add_autocast(each, settings.autocast, mesh) for each in (apply, evaluate))
     held = partition_model(
         model,
         params,
         store,
         mesh,
         persist=sys.maxsize if settings.stage == 0 else 0,
-        dtype=None if settings.compute is None else torch.float32,
+        dtype=settings.param_dtype,
         to=settings.params_at,
     )
     held = quantize_frozen(held) if settings.quantizes_frozen else held
