@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero import lower
+from fzero import lower, tree
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
@@ -159,12 +161,31 @@ def _build_engine(
     chosen = None if inner is None else make_optimizer(inner, settings)
     state = State(
         params=held,
-        opt_state=None if chosen is None else chosen.init(held, to=settings.optimizer_at),
+        opt_state=None if chosen is None else _init_state(chosen, held, settings),
         scale=None if settings.scaler is None else settings.scaler.init(held),
         step=0,
     )
     functions = make_functions(_take_loss(apply, loss), _take_loss(evaluate, loss), chosen, settings)
     return Engine(model, (apply, evaluate), state, functions, settings, scheduled, mesh, local_rank)
+
+
+def _init_state(optimizer: GradientTransformation, params: Any, settings: Settings) -> Any:
+    """The first state of an optimizer. With an `offload_ratio` below 1 the state of the last layers, so many of all
+    elements, lies where the configuration wants it. State lies where its parameter does while it is made."""
+    to, ratio = settings.optimizer_at, settings.offload_ratio
+    if to is None or ratio == 1:
+        return optimizer.init(params, to=to)
+    trained = [leaf for leaf in tree.leaves(params) if not is_frozen(leaf)]
+    sizes = Counter[str]()
+    for leaf in trained:
+        sizes[leaf.form.layout.bucket] += leaf.numel()
+    stays, room = set(), (1 - ratio) * sizes.total()
+    for bucket, size in sizes.items():
+        if size > room:
+            break
+        stays.add(bucket)
+        room -= size
+    return optimizer.init(tree.map(lambda leaf: leaf.at(None if leaf.form.layout.bucket in stays else to), params))
 
 
 def _take_loss(apply: Call, loss: Callable[..., Any] | None) -> Call:

@@ -223,6 +223,7 @@ ZERO = (
         "mapped",
         ("offload_optimizer.device", "none|cpu|nvme", "none", '"cpu": `fzero.host()`; "nvme": `fzero.disk()`'),
         ("offload_optimizer.pin_memory", "bool", True, "`fzero.host(pin=)`"),
+        ("offload_optimizer.ratio", "float", 1.0, "at stage 3, how much of the state: that of the last layers"),
         ("offload_param.device", "none|cpu|nvme", "none", 'at stage 3, "cpu": `fzero.host()`; "nvme": `fzero.disk()`'),
         ("offload_param.pin_memory", "bool", True, "`fzero.host(pin=)`"),
         ("offload_optimizer.nvme_path", "str", None, "the folder of `fzero.disk()`"),
@@ -258,7 +259,6 @@ ZERO = (
     *_keys(
         "zero_optimization.",
         "refused",
-        ("offload_optimizer.ratio", "float", 1.0, "leave it at 1: all optimizer state lies on the host, or none"),
         ("offload_optimizer.super_offload", "bool", False, "offload_optimizer.device is what there is"),
         ("zenflow", "dict", None, "offload_optimizer.device is what there is"),
         ("zero_hpz_partition_size", "int", 1, "give a mesh with the axes replica and fsdp"),

@@ -37,6 +37,7 @@ class Settings(NamedTuple):
     skips_nonfinite: bool
     params_at: Placement | None
     optimizer_at: Placement | None
+    offload_ratio: float  # how much of the optimizer state lies at `optimizer_at`
     chunk: int | None
     compile: bool
     optimizer: tuple[str, dict[str, Any]] | None  # type and params
@@ -81,6 +82,7 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         scaler is not None or (compute is torch.bfloat16 and look_up(given, "bf16.check_grad_overflow")),
         _find_place(given, "param", stage),
         _find_place(given, "optimizer", stage),
+        _find_ratio(given, stage),
         int(chunk) if chunk else None,
         look_up(given, "compile.deepcompile"),
         _find_algorithm(given, "optimizer"),
@@ -291,6 +293,17 @@ def _find_place(given: Values, what: str, stage: int) -> Placement | None:
         return disk(folder)
     pin = given.get(f"{path}.pin_memory", given.get("zero_optimization.cpu_offload_use_pin_memory"))
     return Host(pin=True if pin is None else pin)
+
+
+def _find_ratio(given: Values, stage: int) -> float:
+    """How much of the optimizer state is offloaded."""
+    path = "zero_optimization.offload_optimizer.ratio"
+    ratio = look_up(given, path)
+    if not 0 <= ratio <= 1:
+        raise FzeroError(path, f"is {ratio}", "give a number from 0 to 1")
+    if ratio != 1 and stage != 3:
+        raise FzeroError(path, f"is {ratio} at stage {stage}", "give zero_optimization.stage 3, as DeepSpeed wants")
+    return float(ratio)
 
 
 def _quantizes(given: Values, what: str, stage: int) -> bool:
