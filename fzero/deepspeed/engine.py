@@ -15,6 +15,7 @@ from fzero.base.state import State
 from fzero.deepspeed.functions import Functions, count_skips, find_loss
 from fzero.deepspeed.handles import Handle, SchedulerHandle
 from fzero.deepspeed.monitors import Monitors
+from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
 from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.saving import Files
@@ -64,7 +65,8 @@ class Engine(Files):
         self._monitors = Monitors(settings.monitors, self.global_rank)
         self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
-        self.optimizer, self.lr_scheduler = Handle(self), SchedulerHandle(self)
+        self.optimizer = Handle(self)
+        self.lr_scheduler: SchedulerHandle | Plateau = SchedulerHandle(self)
 
     # DeepSpeed's loop
 

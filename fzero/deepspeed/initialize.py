@@ -20,6 +20,7 @@ from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, add_autocast, make_functions, make_optimizer
+from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
@@ -75,8 +76,8 @@ def initialize(
 
     * `optimizer`: an optimizer of torch, a function of parameters that makes one, or one of `fzero.optim`. It goes
       before that of the configuration.
-    * `lr_scheduler`: a scheduler of torch that counts steps, or a function of an optimizer that makes one. Its rates
-      become a table. It goes before that of the configuration.
+    * `lr_scheduler`: a scheduler of torch, or a function of an optimizer that makes one. Its rates become a table;
+      those of a ReduceLROnPlateau move by `scheduler.step(metric)`. It goes before that of the configuration.
     * `model_parameters`: the parameters that are updated, or dicts of them, groups with params of their own.
     * `loss(model, *args, **kwargs)` returns the loss of a call `engine(*args, **kwargs)`, where `model` is a function
       with the module's arguments. Without `loss` the loss is the model's output, its `.loss` or its first element.
@@ -100,8 +101,10 @@ def initialize(
         if _is_function(optimizer):
             optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
         groups = _find_groups(optimizer, model_parameters, settings, model)
-        scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
+        found = _schedule(groups, settings, lr_scheduler, optimizer)
+        scheduled = found.scheduled if isinstance(found, Plateau) else found
         engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
+        engine.lr_scheduler = found if isinstance(found, Plateau) else engine.lr_scheduler
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
         rows = settings.micro_batch_size * mesh_shape(mesh).size()
@@ -229,7 +232,7 @@ def _is_function(optimizer: Any) -> bool:
 
 def _schedule(
     groups: list[Group] | GradientTransformation | None, settings: Settings, lr_scheduler: Any, optimizer: Any
-) -> Scheduled:
+) -> Scheduled | Plateau:
     """What changes from update to update. `lr_scheduler` goes before that of the configuration, as in DeepSpeed."""
     if isinstance(groups, list):
         if lr_scheduler is not None:
