@@ -17,7 +17,6 @@ from fzero.base.errors import FzeroError
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
 from fzero.optim.wrappers import ApplyIfFiniteState
-from fzero.ranks.homes import find_home
 from fzero.training.programs import make_sums
 
 Call = Callable[..., Any]
@@ -70,9 +69,8 @@ def make_functions(
     return Functions(begin, add, update, evaluate_batch)
 
 
-def add_autocast(apply: Any, dtype: torch.dtype, mesh: Any) -> Any:
-    """A function of a model that runs under torch's autocast, as DeepSpeed runs the module."""
-    device = (find_home(mesh).device or torch.device("cpu")).type
+def add_autocast(apply: Any, dtype: torch.dtype, device: str) -> Any:
+    """A function of a model that runs under torch's autocast for a type of device, as DeepSpeed runs the module."""
 
     @functools.wraps(apply)
     def call(*args: Any, **kwargs: Any) -> Any:

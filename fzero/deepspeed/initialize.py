@@ -149,7 +149,8 @@ def _build_engine(
     params, apply = lower(model.train())
     model.train(was_training)
     if settings.autocast is not None:
-        apply, evaluate = (add_autocast(each, settings.autocast, mesh) for each in (apply, evaluate))
+        device = (find_home(mesh).device or torch.device("cpu")).type
+        apply, evaluate = (add_autocast(each, settings.autocast, device) for each in (apply, evaluate))
     held = partition_model(
         model,
         params,
