@@ -262,7 +262,8 @@ def test_an_operation_computes_each_leaf_on_its_own(name: str) -> None:
     given = [(arguments(x.dtype, x.dtype, [(3, 4)]) | arguments_of_leaves([x]))[name] for x in leaves]
 
     def compute(rows: list[tuple[Any, ...]]) -> list[list[Tensor]]:
-        args = [sum(args, []) if isinstance(args[0], list) else first for args, first in zip(zip(*rows), given[0])]
+        columns = zip(zip(*rows), given[0])
+        args = [[x for arg in args for x in arg] if isinstance(first, list) else first for args, first in columns]
         results = TABLES[name](*args)
         return list(results) if isinstance(results, tuple) else [results]
 
