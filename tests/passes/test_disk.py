@@ -27,7 +27,7 @@ from programs import loss, rows, training
 from torch import Tensor
 
 import fzero
-from fzero import FzeroError, VirtualMesh, optim, passes, tree
+from fzero import VirtualMesh, optim, tree
 from fzero.base.placement import Placement
 from fzero.files import OnDisk
 from fzero.program import ops
@@ -120,14 +120,6 @@ def test_a_program_says_what_it_reads_and_writes(tmp_path: Path) -> None:
     written = program.graph.find_nodes(op="call_function", target=ops.write_)
     assert len(written) == 3 and not program.graph.find_nodes(op="call_function", target=ops.write)
     assert f"reads {report.copies['read']} B, writes {report.copies['write']} B" in str(program).splitlines()[0]
-
-
-def test_nothing_computes_on_a_disk(tmp_path: Path) -> None:
-    mesh, disk = VirtualMesh(fsdp=2), fzero.disk(tmp_path)
-    chosen = [each for each in passes.defaults(stage=3) if each is not passes.offload]
-    step = fzero.simulate(training(ADAMW), mesh, passes=chosen)
-    with pytest.raises(FzeroError, match="lies on the disk.*put the pass offload among the passes"):
-        step(*begin(ADAMW, mesh, (disk, disk)), rows(mesh))
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", *PRESETS, *OTHERS, *STAGES])

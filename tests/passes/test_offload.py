@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -350,12 +351,13 @@ def test_outlined_fragments_leave_the_host_alone() -> None:
     assert_same(case.run(outline(program)), case.run(program))
 
 
-def test_passes_without_offload_are_named() -> None:
-    mesh = VirtualMesh(fsdp=2)
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_passes_without_offload_are_named(name: str, tmp_path: Path) -> None:
+    mesh, place = VirtualMesh(fsdp=2), HOST if name == "host" else fzero.disk(tmp_path)
     chosen = [each for each in passes.defaults(stage=3) if each is not passes.offload]
     step = fzero.simulate(training(ADAMW), mesh, passes=chosen)
-    with pytest.raises(FzeroError, match="lies on the .*put the pass offload among the passes"):
-        step(*begin(ADAMW, mesh, (None, HOST)), rows(mesh))
+    with pytest.raises(FzeroError, match=f"lies on the {name}.*put the pass offload among the passes"):
+        step(*begin(ADAMW, mesh, (place, place)), rows(mesh))
 
 
 def test_state_of_plain_parameters_has_no_placement() -> None:
