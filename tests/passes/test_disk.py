@@ -31,9 +31,10 @@ from fzero import VirtualMesh, optim, tree
 from fzero.base.placement import Placement
 from fzero.files import OnDisk
 from fzero.program import ops
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
-from fzero.program.records import record
+from fzero.program.records import find_bodies, record
 
 
 class Watch(Peaks):
@@ -120,6 +121,14 @@ def test_a_program_says_what_it_reads_and_writes(tmp_path: Path) -> None:
     written = program.graph.find_nodes(op="call_function", target=ops.write_)
     assert len(written) == 3 and not program.graph.find_nodes(op="call_function", target=ops.write)
     assert f"reads {report.copies['read']} B, writes {report.copies['write']} B" in str(program).splitlines()[0]
+
+
+@pytest.mark.parametrize(("names", "place"), [("disk disk", HOST), ("host device", HOST), ("device disk", None)])
+def test_sums_of_gradients_lie_with_the_parameters_or_on_the_host(names: str, place: Any, tmp_path: Path) -> None:
+    mesh, places = VirtualMesh(fsdp=2), fill_places(names, fzero.disk(tmp_path))
+    program = fzero.simulate(LOOPS["accumulate"], mesh).trace(*begin(ADAMW, mesh, places), rows(mesh))
+    (body,) = find_bodies(program.graph)
+    assert {result.place for result in body.results if isinstance(result.kind, Slice)} == {place}
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", *PRESETS, *OTHERS, *STAGES])
