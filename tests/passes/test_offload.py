@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, VirtualMesh, optim, passes, tree
-from fzero.base.placement import Host
+from fzero.base.placement import Host, Placement
 from fzero.execution.outline import outline
-from fzero.files import OnDisk
+from fzero.files import OnDisk, load
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.places import find_places, where_of
@@ -303,17 +303,19 @@ def test_gradients_leave_as_soon_as_they_are_there() -> None:
     assert len(sent) == len(scatters) == 3 and position[sent[0]] < position[scatters[-1]]
 
 
-def on_ranks(mesh: DeviceMesh) -> tuple[list[Any], Any, str]:
-    """Training with state on the device and on the host, clipped and not: results of this rank. Measured rates, and the
-    error of ranks that place state differently."""
-    results = []
-    steps = training(ADAMW), training(CLIPPED), scan_layers
-    for train_step, optimizer, places in zip(steps, (ADAMW, CLIPPED, ADAMW), (STATE, STATE, BOTH)):
+def on_ranks(mesh: DeviceMesh, disk: Placement) -> tuple[list[Any], Any, str]:
+    """Training with state on the device, on the host and on a disk, clipped and not: results of this rank. Measured
+    rates, and the error of ranks that place state differently."""
+    results, on_disk = [], (disk, disk)
+    steps = training(ADAMW), training(CLIPPED), scan_layers, scan_layers
+    for train_step, optimizer, places in zip(steps, (ADAMW, CLIPPED, ADAMW, ADAMW), (STATE, STATE, BOTH, on_disk)):
         step = fzero.shard(train_step, mesh)
         batch = rows(VirtualMesh(fsdp=mesh.size())).chunk(mesh.size())[mesh.get_rank()]
         runs = [train(step, begin(optimizer, mesh, each), batch) for each in ((None, None), places)]
-        results.append([(tree.map(lambda x: x.local, state), losses) for state, losses in runs])
-    assert ", copies two turns early, gathers one turn early:" in str(step.trace(*begin(ADAMW, mesh, BOTH), batch))
+        results.append([(tree.map(lambda x: load(x.local), state), losses) for state, losses in runs])
+    for places, early in ((BOTH, ""), (on_disk, ", reads three turns early")):
+        listing = str(step.trace(*begin(ADAMW, mesh, places), batch))
+        assert f"{early}, copies two turns early, gathers one turn early:" in listing
     rates = step.calibrate(*begin(ADAMW, mesh, (HOST, HOST)), batch)
     try:
         step(*begin(ADAMW, mesh, (HOST if mesh.get_rank() else None, None)), batch)
@@ -322,9 +324,9 @@ def on_ranks(mesh: DeviceMesh) -> tuple[list[Any], Any, str]:
     return results, rates, ""
 
 
-def test_live_ranks_do_the_same() -> None:
+def test_live_ranks_do_the_same(tmp_path: Path) -> None:
     """Ranks that place state differently are named."""
-    for results, rates, message in run(2, on_ranks):
+    for results, rates, message in run(2, on_ranks, fzero.disk(tmp_path)):
         for resident, offloaded in results:
             assert_equal(offloaded, resident)
         assert all(rate > 0 for rate in rates) and rates.link != GUESSES["cpu"].link
