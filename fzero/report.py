@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
 from fzero.optim.report import name_stage
+from fzero.program.flops import count_flops
 from fzero.program.listing import format_size, summarize_program
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
@@ -44,6 +45,7 @@ class Report(NamedTuple):
     * `nodes`: of the program.
     * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
       gathered whole though they are larger than `chunk`.
+    * `flops`: bucket, or operation without a leaf -> flops a step on one rank.
     """
 
     summary: str
@@ -53,6 +55,7 @@ class Report(NamedTuple):
     nodes: int
     copies: dict[str, int]
     remarks: tuple[str, ...] = ()
+    flops: Mapping[str, int] = {}
 
     def __str__(self) -> str:
         groups: dict[str, list[tuple[str, LeafReport]]] = {}
@@ -78,7 +81,7 @@ def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
     peak, nodes = program.memory().peak, len(program.graph.nodes)
     leaves, copies = _list_leaves(args), program.copies(rank)
     remarks = (*program.remarks, *_list_moves(program, args))
-    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks)
+    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks, count_flops(program))
 
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:

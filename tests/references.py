@@ -118,6 +118,15 @@ def step_lamb(p: Tensor, g: Tensor, state: Any, t: int) -> tuple[Tensor, Any]:
     return p - 0.01 * ratio * u, (m, v)
 
 
+def step_fused_lamb(p: Tensor, g: Tensor, state: Any, t: int) -> tuple[Tensor, Any]:
+    """fused_lamb_cuda_kernel.cu of DeepSpeed 0.19.8: the means are not corrected, the rate is. The ratio is bounded."""
+    m, v = state or (torch.zeros_like(p), torch.zeros_like(p))
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    u = m / (v.sqrt() + 1e-4) + 0.1 * p
+    ratio = min(max((p.norm() / u.norm()).item(), 0.3), 0.8) if p.norm() > 0 and u.norm() > 0 else 1.0
+    return p - 0.01 * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t) * ratio * u, (m, v)
+
+
 def step_schedule_free(p: Tensor, g: Tensor, state: Any, t: int) -> tuple[Tensor, Any]:
     """With a warmup of four steps. Of the sequences x, z and their mixture y, y is given as `p`."""
     x, z, total, most = state or (p, p, 0.0, 0.0)
@@ -186,6 +195,10 @@ CASES = {
     ),
     "lion": by_hand(optim.lion(0.01, weight_decay=0.1), step_lion, "Chen et al., algorithm 2"),
     "lamb": by_hand(optim.lamb(0.01), step_lamb, "You et al., algorithm 2"),
+    "lamb, DeepSpeed's": by_hand(
+        optim.lamb(0.01, eps=1e-4, weight_decay=0.1, bounds=(0.3, 0.8), corrects="rate"),
+        step_fused_lamb, "DeepSpeed's FusedLamb",
+    ),
     "schedule_free": by_hand(
         optim.schedule_free(optim.sgd(warm_up), warm_up), step_schedule_free, "Defazio et al., the three sequences"
     ),

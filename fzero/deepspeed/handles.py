@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn
+
+import torch
 
 from fzero.base.errors import FzeroError
 
@@ -35,10 +38,43 @@ class Handle:
         raise FzeroError("optimizer.step", "is not called beside an engine", "call engine.step()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: an update takes its gradients."""
+        """Nothing: an update takes its gradients.
+
+        Raises:
+            FzeroError: where gradients wait for an update. DeepSpeed drops them at some stages and not at others.
+        """
+        if self._engine.gradients is not None:
+            way_out = "call engine.zero_grad() to drop them; else leave it out: engine.step() takes them"
+            raise FzeroError("optimizer.zero_grad", "is called while gradients wait for an update", way_out)
 
     def state_dict(self) -> NoReturn:
         raise FzeroError("optimizer.state_dict", "there is none", "engine.save_checkpoint saves optimizer state")
+
+
+class GivenOptimizer:
+    """The optimizer of torch that `initialize` was given. What is written into its groups later would reach no step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._options = _list_options(optimizer)
+
+    def check(self) -> None:
+        """Raises:
+        FzeroError: where an option has changed, as a scheduler changes rates.
+        """
+        optimizer = self._optimizer()
+        for number, (now, was) in enumerate(zip([] if optimizer is None else _list_options(optimizer), self._options)):
+            for name in was:
+                if now.get(name) != was[name]:
+                    problem = f"is {now.get(name)!r} now, and was {was[name]!r} in initialize"
+                    way_out = "give initialize(lr_scheduler=) the scheduler, and let engine.step() move it"
+                    raise FzeroError(f"optimizer: group {number}: {name}", problem, way_out)
+
+
+def _list_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers in the groups of an optimizer."""
+    kinds = (int, float, tuple)
+    return [{name: x for name, x in group.items() if isinstance(x, kinds)} for group in optimizer.param_groups]
 
 
 class SchedulerHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,11 +14,13 @@ from torch import nn
 from fzero import lower
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import mesh_shape
+from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, make_functions, make_optimizer
+from fzero.deepspeed.handles import GivenOptimizer
+from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, settle
@@ -25,7 +28,7 @@ from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
-from fzero.training.groups import Group, combine, convert_optimizer, list_groups, make_group
+from fzero.training.groups import Group, combine, convert_optimizer, list_groups
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import find_store, partition_model
 
@@ -99,6 +102,8 @@ def initialize(
         groups = _find_groups(optimizer, model_parameters, settings, model)
         scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
         engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        engine.given = GivenOptimizer(optimizer)
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
         rows = settings.micro_batch_size * mesh_shape(mesh).size()
@@ -135,6 +140,7 @@ def _build_engine(
         dtype=None if settings.compute is None else torch.float32,
         to=settings.params_at,
     )
+    held = quantize_frozen(held) if settings.quantizes_frozen else held
     inner = combine(groups, scheduled) if isinstance(groups, list) else groups
     chosen = None if inner is None else make_optimizer(inner, settings)
     state = State(
@@ -143,8 +149,10 @@ def _build_engine(
         scale=None if settings.scaler is None else settings.scaler.init(held),
         step=0,
     )
-    functions = make_functions(_take_loss(apply, loss), _take_loss(evaluate, loss), chosen, settings)
-    return Engine(model, (apply, evaluate), state, functions, settings, scheduled, mesh, local_rank)
+    ranks = mesh.size() if isinstance(mesh, VirtualMesh) else 1
+    calls = _take_loss(apply, loss), _take_loss(evaluate, loss)
+    make = functools.partial(make_functions, *calls, chosen, virtual_ranks=ranks)
+    return Engine(model, (apply, evaluate), state, make, settings, scheduled, mesh, local_rank)
 
 
 def _take_loss(apply: Call, loss: Callable[..., Any] | None) -> Call:
@@ -172,10 +180,8 @@ def _find_groups(
     if settings.optimizer is None:
         return None
     kind, params = settings.optimizer
-    if model_parameters is None:
-        return [make_group(kind, params, "optimizer.type")]
-    if isinstance(model_parameters, nn.Module):
-        model_parameters = model_parameters.parameters()
+    if model_parameters is None or isinstance(model_parameters, nn.Module):
+        model_parameters = (model if model_parameters is None else model_parameters).parameters()
     groups = list_groups(kind, params, model_parameters, model, "optimizer.type")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(groups) == 1 and groups[0].paths is not None and groups[0].paths >= trained:

@@ -43,6 +43,7 @@ BATCH = _keys(
         None,
         'updates between the lines of the logger "fzero": rates, loss scale, skips, seconds',
     ),
+    ("wall_clock_breakdown", "bool", False, 'the logger "fzero" says the seconds of each update and of its gradients'),
     ("dataloader_drop_last", "bool", False, "whether the last, smaller batch of `training_data` is left out"),
 )
 
@@ -52,7 +53,6 @@ TOP = (
         "",
         "mapped",
         ("communication_data_type", "fp16|bf16|fp32", None, "`reduce_dtype` of `fzero.shard`"),
-        ("wall_clock_breakdown", "bool", False, "the seconds are in the line of `steps_per_print`"),
     ),
     *_keys(
         "",
@@ -92,11 +92,6 @@ TOP = (
         ("expert_parallel", "dict", None, "there is no expert parallelism"),
         ("weight_quantization", "dict", None, "fzero.quantize holds frozen leaves as codes (docs/quantized.md)"),
         ("datastates_ckpt", "dict", None, "fzero.checkpoint.save(wait=False) writes while training goes on"),
-        ("flops_profiler", "dict", None, "print(engine.report(batch)) says the costs; torch.profiler times kernels"),
-        ("tensorboard", "dict", None, "write engine.get_lr() and the loss from the loop"),
-        ("wandb", "dict", None, "write engine.get_lr() and the loss from the loop"),
-        ("comet", "dict", None, "write engine.get_lr() and the loss from the loop"),
-        ("csv_monitor", "dict", None, "write engine.get_lr() and the loss from the loop"),
         ("torch_autocast", "dict", None, "use bf16 or fp16, or torch.autocast in the model's forward"),
     ),
 )  # fmt: skip
@@ -150,7 +145,12 @@ ALGORITHMS = (
     *_keys(
         "optimizer.",
         "honoured",
-        ("type", "str", None, "Adam, AdamW, Adagrad, Lion, SGD, RMSprop, NAdam; others are refused by name"),
+        (
+            "type",
+            "str",
+            None,
+            "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, RMSprop, NAdam, Adafactor; others are refused by name",
+        ),
         ("params.*", "dict", None, "as DeepSpeed's or torch's optimizer of that type takes"),
     ),
     *_keys("optimizer.", "no meaning", ("legacy_fusion", "bool", False, "updates are fused by `fzero.passes.fuse`")),
@@ -195,7 +195,7 @@ _ZERO_IGNORED = (
     ("override_module_apply", "bool", True, "no method of a module is replaced"),
     ("log_trace_cache_warnings", "bool", False, 'a step that is traced again says why in the logger "fzero"'),
     ("enable_sanity_checks", "bool", False, "programs are verified in any case"),
-    ("save_muon_momentum_buffer_in_memory", "bool", False, "DeepSpeed's Muon is not here"),
+    ("save_muon_momentum_buffer_in_memory", "bool", False, "the momentum lies where optimizer state lies"),
     ("leaf_module.*", "dict", None, "gathers follow uses, not modules"),
 )  # fmt: skip
 
@@ -215,6 +215,14 @@ ZERO = (
         ("offload_optimizer.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("offload_param.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("stage3_partition_stream_chunk_size", "int", None, "`chunk` of `fzero.shard`, in bytes"),
+        ("zero_quantized_weights", "bool", False, "at stage 3, the pass `fzero.variants.int8_gather`"),
+        ("zero_quantized_gradients", "bool", False, "at stage 3, the pass `fzero.variants.int8_mean`"),
+        (
+            "zero_quantized_nontrainable_weights",
+            "bool",
+            False,
+            "at stage 3, `fzero.quantize` of frozen leaves: 8 bits, blocks of 256 elements",
+        ),
         ("cpu_offload", "bool", None, '`offload_optimizer.device` "cpu"'),
         ("cpu_offload_param", "bool", None, '`offload_param.device` "cpu"'),
         ("cpu_offload_use_pin_memory", "bool", None, "`pin_memory` of both"),
@@ -240,9 +248,6 @@ ZERO = (
         ("offload_optimizer.super_offload", "bool", False, "offload_optimizer.device is what there is"),
         ("zenflow", "dict", None, "offload_optimizer.device is what there is"),
         ("zero_hpz_partition_size", "int", 1, "give a mesh with the axes replica and fsdp"),
-        ("zero_quantized_weights", "bool", False, "fzero.variants.int8_gather is the pass, for fzero.shard(passes=)"),
-        ("zero_quantized_nontrainable_weights", "bool", False, "fzero.quantize holds frozen leaves as codes"),
-        ("zero_quantized_gradients", "bool", False, "fzero.variants.int8_scatter is the pass, for fzero.shard"),
         ("mics_shard_size", "int", None, "give a mesh with the axes replica and fsdp"),
         ("mics_hierarchical_params_gather", "bool", False, "give a mesh with the axes replica and fsdp"),
         ("zeropp_loco_param", "dict", None, _REMOVED),
@@ -285,5 +290,52 @@ BLOCKS = (
     ),
 )  # fmt: skip
 
-KEYS: dict[str, Key] = {key.path: key for key in (*TOP, *PRECISION, *ALGORITHMS, *ZERO, *BLOCKS)}
+_FOLDER = "the folder of its files is `output_path`/`job_name`"
+WATCHERS = (
+    *_keys(
+        "",
+        "honoured",
+        *(
+            row
+            for name in ("tensorboard", "csv_monitor")
+            for row in (
+                (f"{name}.enabled", "bool", False, "rank 0 writes `Train/Samples/` `train_loss`, `lr`, `loss_scale`"),
+                (f"{name}.output_path", "str", "", _FOLDER),
+                (f"{name}.job_name", "str", "DeepSpeedJobName", _FOLDER),
+            )
+        ),
+        *(
+            row
+            for name in ("wandb", "comet")
+            for row in (
+                (f"{name}.enabled", "bool", False, "rank 0 logs `Train/Samples/` `train_loss`, `lr`, `loss_scale`"),
+                (f"{name}.project", "str", "deepspeed" if name == "wandb" else None, "the service's own"),
+            )
+        ),
+        *((f"wandb.{name}", "str", None, "the service's own") for name in ("group", "team")),
+        *(
+            (f"comet.{name}", "str", None, "the service's own")
+            for name in ("workspace", "api_key", "experiment_name", "experiment_key", "mode")
+        ),
+        ("comet.online", "bool", None, "the service's own"),
+        ("comet.samples_log_interval", "int", 100, "examples between two numbers of one name"),
+    ),
+    *_keys(
+        "flops_profiler.",
+        "honoured",
+        ("enabled", "bool", False, "rank 0 says the flops of each layer, and the seconds of one update"),
+        ("profile_step", "int", 1, "updates before the one that is profiled"),
+        ("detailed", "bool", True, "whether all layers are listed"),
+        ("top_modules", "int", 1, "how many layers are listed without `detailed`, those with the most flops"),
+        ("output_file", "str", None, "the file of the profile; without it the profile is printed"),
+    ),
+    *_keys(
+        "flops_profiler.",
+        "no meaning",
+        ("module_depth", "int", -1, "layers are the buckets of the program"),
+        ("recompute_fwd_factor", "float", 0.0, "the program has what is computed twice"),
+    ),
+)
+
+KEYS: dict[str, Key] = {key.path: key for key in (*TOP, *PRECISION, *ALGORITHMS, *ZERO, *BLOCKS, *WATCHERS)}
 """Path -> key, all of them."""

@@ -137,7 +137,8 @@ _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "str": (str,), "list": (
 
 def _check_type(key: Key, value: Any) -> None:
     """Refuse a value of another type. None stands for the default. A whole number may be written 5e8."""
-    if value is None or key.type == "any":
+    is_default = type(value) is type(key.default) and value == key.default
+    if value is None or is_default or key.type == "any":
         return
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     for kind in key.type.split("|"):

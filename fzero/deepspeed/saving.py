@@ -12,15 +12,26 @@ from fzero import checkpoint, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.state import State
+from fzero.deepspeed.quantized import iter_values
+from fzero.deepspeed.settings import Settings
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.ranks.together import gather_words
 from fzero.state.safetensors.loading import load_sources
-from fzero.state.unpartition import iter_full
 
 LATEST = "latest"
 """The file that has the tag of the last checkpoint in a folder, as DeepSpeed writes it."""
 _log = logging.getLogger("fzero")
+
+
+def find_folder(load_dir: str, tag: Any = None) -> Path | None:
+    """The folder of the checkpoint `tag`, by default the last one; None where nothing tells which one that is."""
+    if tag is None:
+        latest = Path(load_dir) / LATEST
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    return Path(load_dir) / str(tag)
 
 
 class Files:
@@ -28,12 +39,9 @@ class Files:
 
     state: State
     micro_steps: int
-    settings: Any
+    settings: Settings
     mesh: Any
-
-    @property
-    def _home(self) -> Home:
-        raise NotImplementedError
+    _home: Home
 
     def save_checkpoint(
         self,
@@ -83,13 +91,10 @@ class Files:
         if custom_load_fn is not None:
             raise FzeroError("custom_load_fn", "is not supported", "fzero.checkpoint.open_checkpoint gives the tensors")
         self._check_between_updates("engine.load_checkpoint")
-        if tag is None:
-            latest = Path(load_dir) / LATEST
-            if not latest.is_file():
-                _log.warning("fzero.deepspeed: %s has no file %r: nothing is loaded", load_dir, LATEST)
-                return None, None
-            tag = latest.read_text().strip()
-        folder, is_whole = Path(load_dir) / str(tag), load_optimizer_states and not load_module_only
+        folder, is_whole = find_folder(load_dir, tag), load_optimizer_states and not load_module_only
+        if folder is None:
+            _log.warning("fzero.deepspeed: %s has no file %r: nothing is loaded", load_dir, LATEST)
+            return None, None
         wanted = self.state if is_whole else State(params=self.state.params)
         if any(folder.glob("*_optim_states.pt")):
             return str(folder), self._load_weights(folder, is_whole)
@@ -128,7 +133,7 @@ class Files:
             raise FzeroError("exclude_frozen_parameters", "is True, which is not supported", "leave it out")
         is_writer = getattr(self._home, "number", 0) == 0
         values = {}
-        for path, leaf in iter_full(self.state.params):
+        for path, leaf in iter_values(self.state.params):
             if is_writer:
                 is_cast = self.settings.compute is not None and leaf.is_floating_point()
                 values[path] = leaf.detach().to("cpu", self.settings.compute if is_cast else leaf.dtype)
@@ -142,11 +147,12 @@ class Files:
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """All parameters, whole on every rank, by their names in the module. All ranks call it together."""
-        return {path: leaf.detach().clone() for path, leaf in iter_full(self.state.params)}
+        return {path: leaf.detach().clone() for path, leaf in iter_values(self.state.params)}
 
     def _check_between_updates(self, where: str) -> None:
-        if getattr(self, "_sums", None) is not None or getattr(self, "_pending", None) is not None:
-            raise FzeroError(where, "gradients are waiting for an update", "call it behind the step that updates")
+        if getattr(self, "_sums", None) is not None or getattr(self, "_open", None) is not None:
+            way_out = "call it behind the step that updates, or drop the gradients with engine.zero_grad()"
+            raise FzeroError(where, "gradients are waiting for an update", way_out)
 
     def _wait(self, what: str) -> None:
         """Wait until all ranks are here."""

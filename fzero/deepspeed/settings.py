@@ -16,6 +16,7 @@ from fzero.optim import loss_scale
 CLIPS_BY_DEFAULT = (0, 19)
 """The first version of DeepSpeed in which a missing `gradient_clipping` is 1.0; it was 0 before."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 _log = logging.getLogger("fzero")
 
 
@@ -39,6 +40,12 @@ class Settings(NamedTuple):
     scheduler: tuple[str, dict[str, Any]] | None
     steps_per_print: int | None
     drop_last: bool
+    monitors: dict[str, dict[str, Any]]  # block -> its options, of the monitors that are enabled
+    profiler: dict[str, Any] | None  # the options of flops_profiler
+    wall_clock: bool
+    quantizes_weights: bool  # that are gathered
+    quantizes_gradients: bool
+    quantizes_frozen: bool  # as they are held
 
 
 def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None, rank: int = 0) -> Settings:
@@ -74,6 +81,10 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         _find_algorithm(given, "scheduler"),
         look_up(given, "steps_per_print"),
         look_up(given, "dataloader_drop_last"),
+        {name: block for name in MONITORS if (block := _find_block(given, name)) is not None},
+        _find_block(given, "flops_profiler"),
+        look_up(given, "wall_clock_breakdown"),
+        *(_quantizes(given, what, stage) for what in ("weights", "gradients", "nontrainable_weights")),
     )
 
 
@@ -230,6 +241,15 @@ def _find_place(given: Values, what: str, stage: int) -> Placement | None:
     return Host(pin=True if pin is None else pin)
 
 
+def _quantizes(given: Values, what: str, stage: int) -> bool:
+    """Whether ZeRO++ quantizes something, which it does at stage 3."""
+    path = f"zero_optimization.zero_quantized_{what}"
+    if look_up(given, path) and stage < 3:
+        problem = f"is true at stage {stage}, where DeepSpeed does not quantize"
+        raise FzeroError(path, problem, "give zero_optimization.stage 3")
+    return bool(look_up(given, path))
+
+
 def _find_algorithm(given: Values, what: str) -> tuple[str, dict[str, Any]] | None:
     """The type and the params of the optimizer, or of the scheduler."""
     kind, params = given.get(f"{what}.type"), given.get(f"{what}.params")
@@ -238,3 +258,11 @@ def _find_algorithm(given: Values, what: str) -> tuple[str, dict[str, Any]] | No
             raise FzeroError(f"{what}.type", f"is missing, and {what}.params is given", "name the type")
         return None
     return kind, dict(params or {})
+
+
+def _find_block(given: Values, name: str) -> dict[str, Any] | None:
+    """The values of a block's keys, those that are missing among them; None unless the block is enabled."""
+    if not look_up(given, f"{name}.enabled"):
+        return None
+    paths = [path for path in KEYS if path.startswith(f"{name}.")]
+    return {path.removeprefix(f"{name}."): look_up(given, path) for path in paths}

@@ -11,7 +11,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fzero.base.errors import FzeroError
-from fzero.deepspeed.schedulers import Scheduled
+from fzero.deepspeed.runtime.lr_schedules import NamedScheduler
+from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.training.groups import Group
 
 LENGTH = 100_000
@@ -20,7 +21,8 @@ LENGTH = 100_000
 
 def convert_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> Scheduled:
     """The hyperparameters of each group that a scheduler of torch moves, for up to `LENGTH` updates. The scheduler is
-    made for `optimizer`, or is a function of an optimizer that makes one. It stays as it is: a copy makes the steps.
+    made for `optimizer`, or is a function of an optimizer that makes one. It stays as it is: a copy makes the steps. A
+    scheduler of DeepSpeed becomes schedules, without a table.
 
     Raises:
         FzeroError: for a type that is not torch's, that looks at losses, or that moves what is not a rate; for a
@@ -28,6 +30,8 @@ def convert_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, g
     """
     if callable(scheduler) and not isinstance(scheduler, LRScheduler):
         scheduler = scheduler(_stand_in(groups) if optimizer is None else optimizer)
+    if isinstance(scheduler, NamedScheduler):
+        return schedule_groups(groups, scheduler.pair)
     kind = type(scheduler)
     is_known = isinstance(scheduler, LRScheduler) and kind.__module__.startswith("torch.")
     if not is_known or isinstance(scheduler, ReduceLROnPlateau):

@@ -8,7 +8,7 @@ engine, *_ = fzero.deepspeed.initialize(model=model, config="ds_config.json")
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ContextDecorator, ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.deepspeed.absent import make_getattr
 from fzero.deepspeed.reading import read_config
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
@@ -26,13 +27,16 @@ from fzero.state.build.store import Allocation, Store
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.values.functions import is_sharded
 
+__getattr__ = make_getattr(__name__, ("GatheredParameters", "Init", "register_external_parameter"))
 
-class Init:
+
+class Init(ContextDecorator):
     """A context in which a constructor's large parameters are cut over the ranks as they are made.
 
     The model is a module for `initialize`, which makes slices of its parameters. All ranks run the same constructor
     together, with the random state of rank 0. Nothing in torch is replaced. `initialize` inside of the context suspends
-    it, and the module of `module=` stays whole until `initialize` cuts it.
+    it, and the module of `module=` stays whole until `initialize` cuts it. As a decorator it is around a function that
+    constructs.
 
     Where state lies and in which dtype a step computes is a matter of the configuration that `initialize` gets. So
     `config`, `remote_device` and `pin_memory` say nothing more here; a configuration is checked.
@@ -99,6 +103,13 @@ class Init:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+
+def register_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Nothing: a parameter of the model is gathered where it is used, in whichever module that is."""
+
+
+unregister_external_parameter = register_external_parameter
 
 
 class GatheredParameters:

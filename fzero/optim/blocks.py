@@ -17,18 +17,27 @@ from fzero.optim.base import GradientTransformation, check_not_negative, flatten
 
 
 def scale_by_trust_ratio(
-    min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
+    min_norm: float = 0.0,
+    trust_coefficient: float = 1.0,
+    eps: float = 0.0,
+    *,
+    bounds: tuple[float, float] = (0.0, math.inf),
 ) -> GradientTransformation:
     """Each leaf u of the updates, times `trust_coefficient * |p| / (|u| + eps)` with the 2-norms of its parameter and
-    of itself. The norms are at least `min_norm`. A leaf stays as it is where a norm is 0.
+    of itself. The norms are at least `min_norm`. The factor lies within `bounds`. A leaf stays as it is where a norm is
+    0.
 
     You et al., LARS and LAMB, https://arxiv.org/abs/1904.00962. `update` needs the parameters.
 
     Raises:
-        FzeroError: for a negative number; in `update`, as `add_decayed_weights`.
+        FzeroError: for a negative number, and bounds that are out of order; in `update`, as `add_decayed_weights`.
     """
-    for name, value in (("min_norm", min_norm), ("trust_coefficient", trust_coefficient), ("eps", eps)):
+    least, most = bounds
+    numbers = {"min_norm": min_norm, "trust_coefficient": trust_coefficient, "eps": eps, "bounds": least}
+    for name, value in numbers.items():
         check_not_negative("scale_by_trust_ratio", name, value)
+    if not least <= most:
+        raise FzeroError("scale_by_trust_ratio", f"bounds are {bounds}", "give the smaller one first")
 
     def update(updates: Tree, params: Tree | None) -> Tree:
         treedef, weights, steps = _flatten_beside("scale_by_trust_ratio", updates, params)
@@ -37,7 +46,8 @@ def scale_by_trust_ratio(
         norms = _roots([*weights, *steps], [1] * 2 * len(steps)).clamp(min=min_norm)
         of_params, of_steps = norms.chunk(2)
         is_zero = (of_params == 0) | (of_steps == 0)
-        factors = torch.where(is_zero, 1.0, trust_coefficient * of_params / (of_steps + eps))
+        ratios = (trust_coefficient * of_params / (of_steps + eps)).clamp(least, most)
+        factors = torch.where(is_zero, 1.0, ratios)
         return tree.unflatten(treedef, kernels.scale_each(steps, factors))
 
     return stateless(update)

@@ -10,6 +10,9 @@ All raise an FzeroError for hyperparameters that their stages refuse. `update` o
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -27,6 +30,7 @@ from fzero.optim.base import (
     Mask,
     Schedule,
     chain,
+    check_choice,
     check_decay,
     check_not_negative,
     identity,
@@ -194,14 +198,28 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.01,
     mask: Mask | None = None,
+    *,
+    bounds: tuple[float, float] = (0.0, math.inf),
+    corrects: Literal["moments", "rate", "nothing"] = "moments",
 ) -> GradientTransformation:
     """LAMB (You et al., https://arxiv.org/abs/1904.00962): AdamW, each leaf's step as long as its parameter times the
-    rate. Defaults are those of the paper's BERT runs."""
+    rate. Defaults are those of the paper's BERT runs.
+
+    The ratio of both lengths lies within `bounds`. The bias of Adam's means is corrected in the means, in the rate, or
+    not at all. DeepSpeed's FusedLamb has the bounds 0.01 and 10, and corrects the rate.
+    """
+    check_choice("lamb", "corrects", corrects, ("moments", "rate", "nothing"))
+    schedule = _make_schedule(learning_rate)
+
+    def corrected(count: Tensor) -> Tensor:
+        step = count.to(torch.float64) + 1
+        return schedule(count) * torch.sqrt(1 - b2**step) / (1 - b1**step)
+
     return chain(
-        scale_by_adam(b1, b2, eps),
+        scale_by_adam(b1, b2, eps, corrects=corrects == "moments"),
         add_decayed_weights(weight_decay, mask),
-        scale_by_trust_ratio(),
-        scale_by_learning_rate(learning_rate),
+        scale_by_trust_ratio(bounds=bounds),
+        scale_by_learning_rate(corrected if corrects == "rate" else learning_rate),
     )
 
 

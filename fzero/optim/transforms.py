@@ -38,8 +38,15 @@ class ScaleByAdamState(NamedTuple):
     nu: Tree  # as params: running mean of squared gradients
 
 
-def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
-    """`m / (sqrt(v) + eps)`, with bias-corrected running means `m` of gradients and `v` of their squares.
+LAST = 2**31 - 1
+"""The last step count. Adam corrects nothing there, because `1 - b ** LAST` is 1 for each decay rate `b` in use."""
+
+
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, corrects: bool = True
+) -> GradientTransformation:
+    """`m / (sqrt(v) + eps)`, with running means `m` of gradients and `v` of their squares, which are corrected for
+    their bias towards 0 where it `corrects`.
 
     Kingma and Ba, Adam, https://arxiv.org/abs/1412.6980. The state has the parameters' dtypes.
 
@@ -60,7 +67,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Grad
         count = state.count + 1
         updates, mu, nu = (
             tree.unflatten(treedef, leaves)
-            for leaves in kernels.scale_by_adam(grads, mu, nu, count, *same_kind(count, b1, b2, eps))
+            for leaves in kernels.scale_by_adam(
+                grads, mu, nu, count if corrects else torch.full_like(count, LAST), *same_kind(count, b1, b2, eps)
+            )
         )
         return updates, ScaleByAdamState(count, mu, nu)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from fzero import optim
 from fzero.base.errors import FzeroError
 from fzero.optim.base import GradientTransformation
+from fzero.optim.newton_schulz import NewtonSchulz
 
 Make = Callable[..., GradientTransformation]
 
@@ -33,7 +35,7 @@ def make_group(kind: str, params: Mapping[str, Any], where: str, *, torch_defaul
     """
     name = kind.lower()
     if name not in _KINDS:
-        known = "Adam, AdamW, Adagrad, Lion, SGD, RMSprop and NAdam"
+        known = "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, RMSprop, NAdam and Adafactor"
         way_out = f"there are {known}; give initialize(optimizer=) any optimizer of fzero.optim"
         raise FzeroError(where, f"is {kind!r}, which is not supported", way_out)
     options = _Options(dict(params), f"{where}: params")
@@ -86,9 +88,38 @@ def list_groups(
             raise FzeroError(min(paths & seen), "is in two groups of parameters", "put it into one")
         seen |= paths
         own = {name: value for name, value in member.items() if name not in _OF_SCHEDULERS}
-        group = make_group(kind, {**params, **own}, where, torch_defaults=torch_defaults)
-        found.append(group._replace(paths=frozenset(paths)))
+        if kind.lower() == "muon" and not torch_defaults:
+            found += _split_for_muon(params, own, paths, model, where)
+        else:
+            group = make_group(kind, {**params, **own}, where, torch_defaults=torch_defaults)
+            found.append(group._replace(paths=frozenset(paths)))
     return found
+
+
+def _split_for_muon(
+    params: Mapping[str, Any], own: Mapping[str, Any], paths: Iterable[str], model: nn.Module, where: str
+) -> Iterator[Group]:
+    """The groups of DeepSpeed's Muon: its matrices, and Adam for all others. DeepSpeed takes each trained parameter of
+    2 or more dimensions for a matrix, unless its name says that it is an embedding or a head. A rate of a group's own
+    goes before `muon_lr` and `adam_lr`, which go before `lr`."""
+    trained = {path: x for path, x in model.named_parameters() if x.requires_grad}
+    words = ("embed", "lm_head")
+    is_matrix = {
+        path: trained[path].ndim >= 2 and not any(word in path.lower() for word in words)
+        for path in paths
+        if path in trained
+    }
+    of_halves = {"muon_lr", "adam_lr"}
+    for make, rate, chosen in ((_make_muon, "muon_lr", True), (_make_adam_beside_muon, "adam_lr", False)):
+        members = frozenset(path for path, value in is_matrix.items() if value is chosen)
+        if not members:
+            continue
+        given = {name: value for name, value in params.items() if name not in of_halves}
+        given |= {"lr": params[rate]} if rate in params else {}
+        options = _Options({**given, **own}, f"{where}: params")
+        group = make(options)
+        options.check_empty()
+        yield group._replace(paths=members)
 
 
 _OF_SCHEDULERS = (
@@ -213,6 +244,57 @@ def _make_lion(options: _Options, torch_defaults: bool) -> Group:
     return Group(optim.lion, options.number("lr", 1e-3), mine)  # DeepSpeed's defaults, not the paper's
 
 
+def _make_lamb(options: _Options, torch_defaults: bool) -> Group:
+    """DeepSpeed's FusedLamb."""
+    mine: dict[str, Any] = {**options.take_betas((0.9, 0.999)), "eps": options.number("eps", 1e-8)}
+    mine["weight_decay"] = options.number("weight_decay", 0.0)
+    mine["bounds"] = (options.number("min_coeff", 0.01), options.number("max_coeff", 10.0))
+    mine["corrects"] = "rate" if options.take("bias_correction", True) else "nothing"
+    return Group(optim.lamb, options.number("lr", 1e-3), mine)
+
+
+def _make_adafactor(options: _Options, torch_defaults: bool) -> Group:
+    mine: dict[str, Any] = {"decay_rate": -options.number("beta2_decay", -0.8)}
+    mine |= {"eps": options.take("eps", (None, 1e-3)), "clipping_threshold": options.number("d", 1.0)}
+    mine["weight_decay"] = options.number("weight_decay", 0.0)
+    return Group(optim.adafactor, options.number("lr", 1e-2), mine)
+
+
+def _update_by_muon(learning_rate: Any, **how: Any) -> GradientTransformation:
+    """Muon for all leaves of a group."""
+    return optim.muon(learning_rate, where=lambda path, leaf: True, **how)
+
+
+def _make_torch_muon(options: _Options, torch_defaults: bool) -> Group:
+    mine = {name: options.number(name, default) for name, default in (("weight_decay", 0.1), ("momentum", 0.95))}
+    adjust = options.take("adjust_lr_fn", "original")
+    how = {"nesterov": bool(options.take("nesterov", True)), "adjust": adjust, "eps": options.number("eps", 1e-7)}
+    how |= {"ns_steps": options.take("ns_steps", 5)}
+    how |= {"ns_coeffs": tuple(options.take("ns_coefficients", NewtonSchulz().coefficients))}
+    return Group(partial(_update_by_muon, **how), options.number("lr", 1e-3), mine)
+
+
+def _make_muon(options: _Options) -> Group:
+    """The matrices of DeepSpeed's Muon. Both of its methods have one result, up to rounding."""
+    method = options.take("ns_method", "gram")
+    if method not in ("gram", "standard"):
+        raise FzeroError(f"{options.where}.ns_method", f"is {method!r}", 'give "gram" or "standard"')
+    for name in ("betas", "eps", "adam_w_mode"):
+        options.take(name, None)
+    mine = {name: options.number(name, default) for name, default in (("weight_decay", 0.0), ("momentum", 0.95))}
+    return Group(_update_by_muon, options.number("lr", 0.02), mine)
+
+
+def _make_adam_beside_muon(options: _Options) -> Group:
+    """Adam for the parameters that DeepSpeed's Muon leaves, with the defaults that it has there."""
+    for name in ("momentum", "ns_method"):
+        options.take(name, None)
+    mine = {**options.take_betas((0.9, 0.95)), "eps": options.number("eps", 1e-10)}
+    mine["weight_decay"] = options.number("weight_decay", 0.0)
+    decoupled = bool(options.take("adam_w_mode", True))
+    return Group(optim.adamw if decoupled else optim.adam, options.number("lr", 3e-4), mine)
+
+
 _KINDS: dict[str, Callable[[_Options, bool], Group]] = {
     "adam": _make_adam,
     "adamw": _make_adamw,
@@ -221,5 +303,8 @@ _KINDS: dict[str, Callable[[_Options, bool], Group]] = {
     "rmsprop": _make_rmsprop,
     "nadam": _make_nadam,
     "lion": _make_lion,
+    "lamb": _make_lamb,
+    "adafactor": _make_adafactor,
+    "muon": _make_torch_muon,  # of torch: DeepSpeed's is split before
 }
 """Type in lower case -> the function that makes a group of its params."""

@@ -33,10 +33,15 @@ def make_sums(train: Callable[..., tuple[Tensor, Any]]) -> tuple[Callable[..., A
 
     def add(params: Any, sums: Any, scale: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         output, grads = begin(params, scale, args, kwargs)
-        leaves, treedef = tree.flatten(sums)
-        return output, tree.unflatten(treedef, torch._foreach_add(leaves, tree.leaves(grads)))
+        return output, add_sums(sums, grads)
 
     return begin, add
+
+
+def add_sums(sums: Any, grads: Any) -> Any:
+    """Two trees of gradients, added leaf by leaf."""
+    leaves, treedef = tree.flatten(sums)
+    return tree.unflatten(treedef, torch._foreach_add(leaves, tree.leaves(grads)))
 
 
 def compile_function(function: Callable[..., Any], mesh: Any, *, compile: bool = False, **how: Any) -> Any:

@@ -18,18 +18,18 @@ from fzero import FzeroError, Program, ops
 from fzero.variants.quantization import count_bytes, dequantize, quantize
 
 
-def int8_gather(program: Program) -> Program:
+def int8_gather(program: Program, *, strict: bool = True) -> Program:
     """Gather every floating bucket as block-wise int8, with one scale for 256 elements. The stage stays as it is.
 
     Weights are rounded: no element changes by more than 1/254 of the largest element in its block.
 
     Raises:
-        FzeroError: where nothing floating is gathered.
+        FzeroError: where nothing floating is gathered, if `strict`. Else such a program stays as it is.
     """
     program = program.copy()
     gathers = program.graph.find_nodes(op="call_function", target=ops.all_gather)
     chosen = [node for node in gathers if node.meta["val"].is_floating_point()]
-    if not chosen:
+    if not chosen and strict:
         raise FzeroError(
             "pass 'int8_gather'", "finds no floating leaf that is gathered", "put it behind the pass bucket"
         )

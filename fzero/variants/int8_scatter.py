@@ -13,7 +13,7 @@ from fzero.variants.quantization import count_bytes, dequantize, quantize
 def int8_scatter(program: Program) -> Program:
     """Scatter every gradient as int8, by an all-to-all, and take the mean in float32 on each rank.
 
-    Each rank keeps its rounding error as state of the step, and adds it to its next gradient.
+    Each rank keeps its rounding error as state of the step, 0 for what is not finite, for its next gradient.
 
     Raises:
         FzeroError: on a mesh of several axes, and where nothing is scattered.
@@ -38,7 +38,7 @@ def int8_scatter(program: Program) -> Program:
 def _add_error(program: Program, node: Any, fulls: Any, bucket: str, leaves: Any, error: Any, numel: int) -> list[Any]:
     rows = (ops.pack_leaves(fulls, program.wire_of(node)) + error).view(-1, numel)  # [N, S]
     packed = quantize(rows)
-    return [packed.view(-1), (rows - dequantize(packed, numel)).reshape(-1)]
+    return [packed.view(-1), (rows - dequantize(packed, numel)).nan_to_num(0, 0, 0).view(-1)]
 
 
 def _exchange(program: Program, packed: Any, bucket: str, leaves: Any, numel: int, dtype: torch.dtype) -> Any:

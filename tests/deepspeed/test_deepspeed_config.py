@@ -80,7 +80,7 @@ BAD = [
     ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, r"bfloat16\.enabled: is False, and another name"),
     ({"gradient_clipping": "auto"}, r'gradient_clipping: is "auto", and nothing tells the value; .*max_grad_norm'),
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: is 'sum', which is not supported; multiply the loss"),
-    ({"wandb": {"enabled": True}}, r"wandb: is .*not supported; write engine\.get_lr"),
+    ({"elasticity": {"enabled": True}}, r"elasticity: is .*not supported; DeepSpeed 0\.19 removed it too"),
     ({"zero_optimization": {"zero_hpz_partition_size": 2}}, r"zero_hpz_partition_size: is 2, which is not supported"),
     (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_models import ROWS, make_batches, make_model
+from deepspeed_models import MESH, ROWS, make_batches, make_model
 from processes import run
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -126,8 +126,26 @@ def train(config: dict[str, Any], mesh: Any, rank: int | None) -> tuple[list[flo
     return by_engine, by_function, last
 
 
+def train_outside(mesh: Any, rank: int | None) -> list[float]:
+    """The norms of gradients of losses that are computed outside of the model, and of arguments."""
+    config = {"train_batch_size": ROWS, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    model = make_model()
+    model.forward = model.scores  # type: ignore[method-assign]
+    engine, found = fzero.deepspeed.initialize(model=model, config=config, mesh=mesh).engine, []
+    for batch in make_batches(3):
+        x, y = batch if rank is None else take_part(batch, rank)
+        x.requires_grad_()
+        engine.backward(torch.nn.functional.cross_entropy(engine(x), y))
+        engine.step()
+        assert x.grad is not None
+        total = x.grad if rank is None else x.grad / mesh.size()
+        found += [engine.get_global_grad_norm(), *total[:: ROWS // 2].square().sum(1).tolist()]
+    return found
+
+
 def train_each(mesh: DeviceMesh) -> dict[str, Any]:
-    return {name: train(config, mesh, mesh.get_local_rank()) for name, config in CONFIGS.items()}
+    found: dict[str, Any] = {name: train(config, mesh, mesh.get_local_rank()) for name, config in CONFIGS.items()}
+    return found | {"outside": train_outside(mesh, mesh.get_local_rank())}
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +158,13 @@ def test_a_public_configuration_trains_alike_in_both_loops(name: str, on_ranks: 
     (engine, function, last), (others, _, others_last) = (each[name] for each in on_ranks)
     assert engine == function == others and last == others_last
     assert engine[-1] < engine[0] and all(map(torch.isfinite, torch.tensor(engine)))
+
+
+def test_a_loss_outside_gives_virtual_ranks_gradients(on_ranks: list[dict[str, Any]]) -> None:
+    expected = torch.tensor(train_outside(MESH, None)).view(3, 3)  # norm, a row of the first rank, one of the second
+    for rank in range(2):
+        found = torch.tensor(on_ranks[rank]["outside"]).view(3, 2)
+        torch.testing.assert_close(found, expected[:, [0, 1 + rank]], rtol=1e-5, atol=0)
 
 
 def go_on_data(mesh: DeviceMesh) -> list[float]:

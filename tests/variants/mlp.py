@@ -14,9 +14,10 @@ import fzero
 from fzero import passes, tree
 from fzero.passes.run import Pass
 from fzero.variants.int8_gather import int8_gather
+from fzero.variants.int8_mean import int8_mean
 from fzero.variants.int8_scatter import int8_scatter
 
-VARIANTS: dict[str, Pass] = {"int8_gather": int8_gather, "int8_scatter": int8_scatter}
+VARIANTS: dict[str, Pass] = {"int8_gather": int8_gather, "int8_mean": int8_mean, "int8_scatter": int8_scatter}
 STEPS = 5
 ROWS = 16
 WIDTHS = (24, 70, 70, 5)  # slices are no multiple of 256: each has a block that is shorter

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, tree
+from fzero.variants.int8_mean import int8_mean
 from fzero.variants.int8_scatter import int8_scatter
 
 HALF, ALL = range(3), range(6)
@@ -41,6 +42,25 @@ def test_a_bucket_may_have_one_leaf() -> None:
     assert list(state) == ["int8_error.0.w"]
     grads, _ = step(p, x, pass_state=state)
     torch.testing.assert_close(fzero.unpartition(grads)["w"], torch.full((4, 4), 0.125), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("rewrite", [int8_scatter, int8_mean])
+def test_an_overflow_shows_and_is_not_kept(rewrite: Any) -> None:
+    """The gradient of a batch that overflows is not finite, so that a loss scale falls. The next one is as before."""
+    mesh, passes = fzero.VirtualMesh(fsdp=2), fzero.passes.defaults(stage=3)
+    step = fzero.simulate(
+        fzero.grad(lambda p, x: (x @ p["w"]).sum()),
+        mesh,
+        passes=fzero.passes.insert(passes, rewrite, before="release"),
+    )
+    p, x = fzero.partition({"w": torch.ones(4, 4)}, mesh), torch.eye(4)
+    state = step.init_pass_state(p, x)
+    for scale in (1.0, torch.inf, 1.0):
+        returned = step(p, (x * scale).nan_to_num(0, torch.inf), **({"pass_state": state} if state else {}))
+        grads, state = returned if state else (returned, state)
+        found = fzero.unpartition(grads)["w"]
+        assert found.isfinite().all() == (scale == 1.0)
+    torch.testing.assert_close(found, torch.full((4, 4), 0.5), rtol=1e-2, atol=0)
 
 
 def test_it_is_what_rounding_takes_from_gradient_and_error() -> None:

@@ -102,8 +102,9 @@ def test_a_gather_moves_a_byte_an_element_and_a_scale_a_block(stage: int, world:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_scatter_moves_a_byte_an_element_and_a_scale_a_block(stage: int, world: int) -> None:
-    program, exact = program_of("int8_scatter", stage, world), program_of(None, stage, world)
+@pytest.mark.parametrize("variant", ["int8_mean", "int8_scatter"])
+def test_a_scatter_moves_a_byte_an_element_and_a_scale_a_block(variant: str, stage: int, world: int) -> None:
+    program, exact = program_of(variant, stage, world), program_of(None, stage, world)
     assert moved(program, "all_to_all") == [(bucket, torch.uint8, scaled(world)[bucket]) for bucket in BUCKETS]
     assert moved(program, "reduce_scatter") == []
     for op in ("all_gather", "all_reduce"):

@@ -1,0 +1,129 @@
+"""Calls: the outputs of an engine as tensors with a gradient, for a loss that is computed outside of the model.
+
+torch differentiates the loss as far as the outputs. There a program of the engine takes over: it runs the model again,
+with the random numbers of the call, and multiplies the derivative of the outputs with torch's gradient of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.base.errors import FzeroError
+
+Pull = Callable[["Call", tuple[Tensor, ...]], list[Tensor]]
+"""(call, gradients of its outputs) -> the gradients of those arguments that require one."""
+
+
+class Inputs(NamedTuple):
+    """The arguments of a call. `wanted` are the positions among their leaves of tensors that require a gradient."""
+
+    leaves: list[Any]
+    treedef: Any
+    wanted: tuple[int, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """The arguments of `engine(*args, **kwargs)`.
+
+        Raises:
+            FzeroError: for a 0-d tensor that requires a gradient.
+        """
+        leaves, treedef = tree.flatten((args, kwargs))
+        wanted = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad)
+        for i in wanted:
+            if not leaves[i].ndim:
+                where = f"argument {tree.dotted(tree.keys(treedef)[i])}"
+                raise FzeroError(where, "is one number that requires a gradient", "give it a dimension for examples")
+        return cls(leaves, treedef, wanted)
+
+    def detach(self) -> Any:
+        """`(args, kwargs)` without gradients."""
+        return tree.unflatten(self.treedef, [_detach(x) for x in self.leaves])
+
+    def separate(self) -> tuple[dict[str, Tensor], Any]:
+        """`(inputs, (args, kwargs))`: the tensors that get a gradient, by position, and the arguments with 0 in their
+        places."""
+        inputs = {str(i): _detach(self.leaves[i]) for i in self.wanted}
+        rest = [0 if i in self.wanted else _detach(x) for i, x in enumerate(self.leaves)]
+        return inputs, tree.unflatten(self.treedef, rest)
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+class Call:
+    """A call of an engine in training. `pull` computes the gradients of its arguments, and adds those of parameters to
+    the sums of the engine."""
+
+    def __init__(self, engine: Any, inputs: Inputs, pull: Pull) -> None:
+        self.engine, self.inputs, self._pull = engine, inputs, pull
+        self._is_closed = False
+        self.params = engine.state.params  # those that the outputs belong to
+        self.seed = torch.get_rng_state()
+        self.factor: float | None = None  # of the gradients of parameters, while `engine.backward` runs
+
+    def attach(self, output: Any) -> Any:
+        """The output of the call, with a gradient that torch follows."""
+        leaves, treedef = tree.flatten(output)
+        at = list_floating(leaves)
+        if not at:
+            return output
+        given = [self.inputs.leaves[i] for i in self.inputs.wanted]
+        root = torch.empty(0, requires_grad=True)  # the outputs require a gradient because this tensor does
+        attached = _Outputs.apply(self, tuple(leaves[i] for i in at), root, *given)
+        replaced = dict(zip(at, attached))
+        return tree.unflatten(treedef, [replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    def pull(self, cotangents: tuple[Tensor, ...]) -> list[Tensor]:
+        if self._is_closed:
+            problem = "the gradients of this call are taken already"
+            raise FzeroError("engine.backward", problem, "give retain_graph=True to the first backward")
+        return self._pull(self, cotangents)
+
+    def close(self) -> None:
+        """Forget the arguments: the gradients of the call are taken."""
+        self.inputs, self._is_closed = Inputs.of((), {}), True
+
+
+class _Outputs(torch.autograd.Function):
+    """Outputs of an engine. torch calls `backward` with the gradients of the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, values: tuple[Tensor, ...], root: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.save_for_backward(root)  # torch refuses a second backward pass without retain_graph
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.saved_tensors  # noqa: B018  raises where the graph is freed
+        return None, None, None, *ctx.call.pull(cotangents)
+
+
+def list_floating(leaves: list[Any]) -> list[int]:
+    """The positions of floating tensors."""
+    return [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def find_calls(loss: Tensor) -> list[Call]:
+    """The calls of engines whose outputs a loss is computed from, through other calls too."""
+    found: list[Call] = []
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        call = getattr(node, "call", None)
+        if isinstance(call, Call):
+            found.append(call)
+        waiting += [next_node for next_node, _ in node.next_functions]
+    return found

@@ -1,0 +1,54 @@
+"""Quantized: ZeRO++ of a configuration, as passes of an engine's programs and codes of frozen leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from fzero import iter_full, passes, quantize, tree
+from fzero.base.embeddings import is_embedding
+from fzero.base.frozen import is_frozen
+from fzero.deepspeed.settings import Settings
+from fzero.passes.run import Pass
+from fzero.values.quantized import is_quantized
+from fzero.variants.int8_gather import int8_gather
+from fzero.variants.int8_mean import int8_mean
+
+BLOCK = 256
+"""The elements that share a scale."""
+
+
+def choose_passes(settings: Settings) -> tuple[Pass, ...] | None:
+    """The passes of an engine's programs; None for the default ones. The program of an update gathers no weights, that
+    of an evaluation scatters no gradients."""
+    added = [int8_gather] * settings.quantizes_weights + [int8_mean] * settings.quantizes_gradients
+    if not added:
+        return None
+    chosen = passes.defaults(stage=settings.stage, reduce_dtype=settings.reduce_dtype, chunk=settings.chunk)
+    for each in added:
+        chosen = passes.insert(chosen, partial(each, strict=False), before="prefetch")
+    return chosen
+
+
+def quantize_frozen(params: Any) -> Any:
+    """The parameters with large frozen leaves as codes of 8 bits, but no embeddings. Without such a leaf they stay as
+    they are, as in DeepSpeed."""
+    has_any = any(map(_is_large, tree.paths(params), tree.leaves(params)))
+    return quantize(params, block=BLOCK, where=_is_large) if has_any else params
+
+
+def iter_values(params: Any) -> Iterator[tuple[str, Any]]:
+    """`(path, whole tensor)` of each parameter by its name in the module, as `fzero.iter_full`. Codes become numbers.
+    All ranks iterate together to the end."""
+    leaves, _ = tree.flatten(params, is_leaf=is_quantized)
+    for path, leaf in zip(tree.paths(params, is_leaf=is_quantized), leaves):
+        if is_quantized(leaf):
+            yield path, leaf.full_tensor()
+        else:
+            yield from iter_full({path: leaf})
+
+
+def _is_large(path: str, leaf: Any) -> bool:
+    is_matrix = leaf.is_floating_point() and leaf.ndim >= 2 and leaf.numel() >= BLOCK
+    return is_frozen(leaf) and is_matrix and not is_embedding(leaf)

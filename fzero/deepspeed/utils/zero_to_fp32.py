@@ -1,0 +1,89 @@
+"""Weights of a checkpoint, whole and in float32, in this process alone: DeepSpeed's script of that name.
+
+A checkpoint is one that `engine.save_checkpoint` wrote, or one of DeepSpeed's ZeRO.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero import checkpoint
+from fzero.base.errors import FzeroError
+from fzero.deepspeed.absent import make_getattr
+from fzero.deepspeed.saving import find_folder
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+__getattr__ = make_getattr(__name__, __all__)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor]:
+    """The weights of a checkpoint by their names in the module, on the CPU.
+
+    Raises:
+        FzeroError: for a folder without a checkpoint; for `exclude_frozen_parameters` and `lazy_mode`.
+    """
+    for name, value in (("exclude_frozen_parameters", exclude_frozen_parameters), ("lazy_mode", lazy_mode)):
+        if value:
+            raise FzeroError(name, "is True, which is not supported", "leave it out")
+    folder = find_folder(checkpoint_dir, tag)
+    if folder is None:
+        raise FzeroError(str(checkpoint_dir), "has no file 'latest'", "give tag=, or a folder of save_checkpoint")
+    if any(folder.glob("*_optim_states.pt")):
+        sources, prefix = dict(checkpoint.open_deepspeed(folder)), "model."
+    else:
+        sources, prefix = dict(checkpoint.open_checkpoint(folder)), "params."
+    return {key.removeprefix(prefix): _read(source) for key, source in sources.items() if key.startswith(prefix)}
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: Any = None) -> nn.Module:
+    """The model, on the CPU, with the weights of a checkpoint. Buffers that the checkpoint does not have stay.
+
+    Raises:
+        FzeroError: for a parameter that the checkpoint does not have, and the other way round.
+    """
+    values, model = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), model.cpu()
+    missing = sorted({name for name, _ in model.named_parameters()} - values.keys())  # names one of those that are tied
+    unknown = sorted(values.keys() - model.state_dict().keys())
+    if missing or unknown:
+        problem = f"lacks {missing[:4]}, and has {unknown[:4]} beside"
+        raise FzeroError(str(checkpoint_dir), problem, "give the model that was trained")
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str,
+    output_dir: str,
+    max_shard_size: Any = None,
+    safe_serialization: bool = False,
+    tag: Any = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of a checkpoint as one state dict of torch to `output_dir/pytorch_model.bin`.
+
+    Raises:
+        FzeroError: for `max_shard_size` and `safe_serialization`.
+    """
+    if max_shard_size is not None or safe_serialization:
+        way_out = "leave both out: fzero.save_safetensors writes safetensors, on all ranks at once"
+        raise FzeroError("max_shard_size", "or safe_serialization is given", way_out)
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    torch.save(values, Path(output_dir) / "pytorch_model.bin")
+
+
+def _read(source: Any) -> Tensor:
+    values = torch.empty(source.shape.numel(), dtype=torch.float32 if source.dtype.is_floating_point else source.dtype)
+    source.read(0, values)
+    return values.reshape(source.shape)

@@ -1,0 +1,80 @@
+"""Flops: how many a program has on one rank, by layer."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from fzero.program.operation import Node
+from fzero.program.records import name_of, record, shares_memory
+from fzero.program.work import work
+
+if TYPE_CHECKING:
+    from fzero.program.program import Program
+
+_PART = re.compile(r"#\d+$")
+
+
+def count_flops(program: Program) -> dict[str, int]:
+    """Layer -> the flops of one rank with the leaves of that layer, and for their gradients. An operation without such
+    a leaf, such as attention or a loop, counts under its own name. What is computed twice counts twice."""
+    buckets = _find_leaves(program)
+    gradients = _find_gradients(program)
+    total = Counter[str]()
+    for node in program.graph.nodes:
+        flops = work(node).flops
+        if flops:
+            weight = next((buckets[each] for each in node.all_input_nodes if each in buckets), None)
+            total[_PART.sub("", weight or gradients.get(node, "")) or name_of(node)] += flops
+    return dict(total)
+
+
+def _find_leaves(program: Program) -> dict[Node, str]:
+    """Node -> the bucket of the leaf that it holds, whole or in slices."""
+    found = {
+        node: argument.bucket
+        for node, argument in zip(program.placeholders, program.arguments)
+        if argument.bucket is not None
+    }
+    for node in program.graph.nodes:
+        bucket = _find_name(program, node)
+        inherited = next((found[each] for each in node.all_input_nodes if each in found), None)
+        if bucket is not None:
+            found[node] = bucket
+        elif inherited is not None and _keeps_elements(node):
+            found[node] = inherited
+    return found
+
+
+def _find_gradients(program: Program) -> dict[Node, str]:
+    """Node -> the bucket whose gradient it is, before or behind the sum over ranks."""
+    returned = zip(program.output.args[0], program.tensor_results)
+    waiting = [(node, result.bucket) for node, result in returned if result.bucket is not None]
+    for node in program.graph.nodes:
+        bucket = _find_name(program, node)
+        waiting += [(each, bucket) for each in node.all_input_nodes if bucket is not None]
+    found: dict[Node, str] = {}
+    while waiting:
+        node, bucket = waiting.pop()
+        if node in found:
+            continue
+        found[node] = bucket
+        source = node.args[0] if node.target is operator.getitem else None
+        if source is not None and record(source).moves is not None and isinstance(source.args[0], (list, tuple)):
+            waiting.append((source.args[0][node.args[1]], bucket))  # of a collective of several gradients
+        elif _keeps_elements(node):
+            waiting.append((node.all_input_nodes[0], bucket))
+    return found
+
+
+def _find_name(program: Program, node: Node) -> str | None:
+    """The bucket that an operation names, which moves the bucket's leaves."""
+    name = node.args[1] if node.op == "call_function" and len(node.args) > 1 else None
+    return name if isinstance(name, str) and name in program.layouts else None
+
+
+def _keeps_elements(node: Node) -> bool:
+    """Whether a node's result has the elements of its operand: a view, or a cast."""
+    return node.op == "call_function" and (shares_memory(node) or name_of(node) == "_to_copy")
