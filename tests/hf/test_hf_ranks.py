@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("accelerate")  # without which transformers has no Trainer
 
-import torch
 import transformers
 from hf_models import make_arguments, make_dataset, make_model, read_logs
 from processes import run
