@@ -15,6 +15,7 @@ from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.hf.checks import check_arguments, check_buffers, check_frozen, check_model
 from fzero.hf.files import Files
+from fzero.hf.generation import Generator
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
@@ -54,6 +55,7 @@ class Trainer(Files):
         self.mesh, self.stage = mesh, stage
         self._groups: list[Group] = []
         self._wrapped: Wrapped | None = None
+        self._generator: Generator | None = None
         self._structure: Any = None  # the one that `sharded` has the values of
         check_arguments(args)
         pretrained = model if isinstance(model, Pretrained) else None
@@ -150,6 +152,19 @@ class Trainer(Files):
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
         return output
+
+    def generate(self, *args: Any, **named: Any) -> Any:
+        """What `trainer.model.generate` of transformers returns for these arguments, from the present parameters. All
+        ranks call `generate` together, each with its own prompts (`fzero.hf.Generator`).
+
+        Raises:
+            FzeroError: for a model without `generate`; where another rank raises an error.
+        """
+        self._adopt()
+        if self._generator is None or self._generator.model is not self.model:
+            how = {"stage": self.stage, "compile": bool(self.args.torch_compile)}
+            self._generator = Generator(self.model, self.mesh, call=self._call, **how)
+        return self._generator(self.sharded.params, *args, **named)
 
     # gradients
 
