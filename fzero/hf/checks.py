@@ -45,6 +45,11 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
+    if getattr(args, "world_size", 1) > 1 and not args.accelerator_config.even_batches:
+        problem = f"has even_batches=False, and {args.world_size} ranks take each step together"
+        raise FzeroError(
+            "TrainingArguments: accelerator_config", problem, "leave it out; give dataloader_drop_last=True"
+        )
     if getattr(args, "n_gpu", 0) > 1:
         problem = f"one process sees {args.n_gpu} GPUs"
         raise FzeroError("TrainingArguments: n_gpu", problem, "start one process a GPU: torchrun --nproc-per-node")

@@ -246,7 +246,9 @@ def _spread(inputs: dict[str, Any]) -> dict[str, Any]:
 def _pad(inputs: dict[str, Any], count: int, cache: Any) -> dict[str, Any] | None:
     """A prompt with padding behind it, up to its bucket. What comes later does not change what a token sees, and is not
     written into a cache of fixed length. None for other inputs, which keep their length."""
-    tensors = {name for name, x in inputs.items() if name not in NAMES and tree.find(x, lambda y: isinstance(y, Tensor))}
+    tensors = {
+        name for name, x in inputs.items() if name not in NAMES and tree.find(x, lambda y: isinstance(y, Tensor))
+    }
     is_plain = {"input_ids", "position_ids"} <= tensors <= set(PADDED)
     asked = any(inputs.get(name) for name in ("output_hidden_states", "output_attentions"))
     if not is_plain or asked or (cache is not None and not is_fixed(cache)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fzero.base.state import State
 from fzero.hf.checks import check_arguments, check_buffers, check_frozen, check_model
 from fzero.hf.files import Files
 from fzero.hf.generation import Generator
+from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
@@ -134,8 +135,10 @@ class Trainer(Files):
             factor = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
             return tree.map(lambda x: x * factor.to(x.dtype), sums), norm
 
-        self._begin, self._add = map(self._compile, make_sums(share))
-        self._clip, self._norm, self._update = map(self._compile, (clip, optim.global_norm, self._apply_update))
+        begin, add = make_sums(share)
+        self._begin, self._add = self._compile(begin), self._compile(add)
+        self._clip, self._norm = self._compile(clip), self._compile(optim.global_norm)
+        self._update = self._compile(self._apply_update)
         self._sums: Any = None  # of gradients, since the last update
 
     def _call(self, apply: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,10 +151,19 @@ class Trainer(Files):
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
 
     def _infer(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._forward(self.sharded.params, args, kwargs)
+        padded = self._pad(kwargs)
+        output = self._forward(self.sharded.params, args, padded)
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
-        return output
+        sizes = [x for x in vars(getattr(self.model, "config", self.model)).values() if isinstance(x, int)]
+        return cut_to_own(output, kwargs, padded, self.label_names, sizes)
+
+    def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs with the lengths of the longest rank."""
+        token = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        if token is None:
+            token = getattr(self.processing_class, "pad_token_id", None)
+        return pad_to_longest(inputs, self.mesh, self.label_names, 0 if token is None else token)
 
     def generate(self, *args: Any, **named: Any) -> Any:
         """What `trainer.model.generate` of transformers returns for these arguments, from the present parameters. All
@@ -170,7 +182,7 @@ class Trainer(Files):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of a batch, the mean over ranks, after its gradients were added to those of the update."""
-        inputs = dict(self._prepare_inputs(inputs))
+        inputs = self._pad(self._prepare_inputs(inputs))
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None

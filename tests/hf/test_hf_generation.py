@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero.hf
-from fzero import FzeroError, VirtualMesh, tree
-from fzero.hf.caches import FixedLayer, round_up
+from fzero import FzeroError, VirtualMesh
+from fzero.hf.caches import round_up
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from families import FAMILIES  # noqa: E402
+from families import FAMILIES
 
 MESH = VirtualMesh(fsdp=2)
 ROWS = 4
