@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from fzero import tree
+from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 
@@ -20,6 +21,7 @@ REFUSED = {
     "fp16_full_eval": "give bf16=True, which evaluation follows",
     "bf16_full_eval": "give bf16=True, which evaluation follows",
     "use_liger_kernel": "fzero.tiled_cross_entropy needs little memory for logits",
+    "save_on_each_node": "leave it out: all ranks write parts of one folder, on a filesystem that they share",
 }
 """An argument that asks for something that is not here -> the way out."""
 SEAMS = (
@@ -43,6 +45,11 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
+    if getattr(args, "world_size", 1) > 1 and not args.accelerator_config.even_batches:
+        problem = f"has even_batches=False, and {args.world_size} ranks take each step together"
+        raise FzeroError(
+            "TrainingArguments: accelerator_config", problem, "leave it out; give dataloader_drop_last=True"
+        )
     if getattr(args, "n_gpu", 0) > 1:
         problem = f"one process sees {args.n_gpu} GPUs"
         raise FzeroError("TrainingArguments: n_gpu", problem, "start one process a GPU: torchrun --nproc-per-node")
@@ -72,3 +79,16 @@ def check_frozen(model: nn.Module, params: tree.Tree) -> None:
         if requires_grad == is_frozen(leaf):
             problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"
             raise FzeroError(path, problem, "set requires_grad on a whole model, and give that to fzero.hf.Trainer")
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse to train a model with running statistics: the Trainer keeps parameters alone.
+
+    Raises:
+        FzeroError: naming the buffer.
+    """
+    for name, child in model.named_modules():
+        if isinstance(child, torch_private.NormBase) and child.running_mean is not None:
+            problem = f"{type(model).__name__} changes this buffer while it trains, and the Trainer keeps no buffers"
+            way_out = "give the layer track_running_stats=False, or train by fzero.shard with fzero.lower_stateful"
+            raise FzeroError(f"{name}.running_mean".lstrip("."), problem, way_out)

@@ -55,7 +55,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> lis
     if kind.__module__.partition(".")[0] != "torch" or kind.__name__.lower() not in _KINDS:
         problem = f"is a {kind.__module__}.{kind.__name__}, which is not converted"
         raise FzeroError("optimizer", problem, "give an optimizer of torch.optim or of fzero.optim, or a configuration")
-    if optimizer.state:
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # a new Adagrad has states at step 0
         raise FzeroError("optimizer", "has made steps already", "give a new one, and load its state from a checkpoint")
     return list_groups(kind.__name__, {}, optimizer.param_groups, model, "optimizer", torch_defaults=True)
 
