@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers.generation import GenerationMode
 
 from fzero import lower, tree
 from fzero.base.errors import FzeroError
-from fzero.hf.caches import NAMES, absorb, copy_cache, find_decoder, fix_lengths, is_fixed, round_up, take_written
+from fzero.hf.caches import NAMES, Fixing, absorb, copy_cache, find_decoder, is_fixed, keep_new, round_up
 from fzero.hf.checks import check_model
 from fzero.hf.turns import Request, choose, fail
 from fzero.ranks.homes import find_home
@@ -47,7 +48,7 @@ class Generator:
         FzeroError: for a model without `generate`; where another rank raises an error.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, *, call: Callable[..., Any] | None = None, **how: Any) -> None:
+    def __init__(self, model: Any, mesh: Any, *, call: Callable[..., Any] | None = None, **how: Any) -> None:
         self.model, self.mesh = model, mesh
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
@@ -76,7 +77,7 @@ class Generator:
             output = self._call(apply, params, **inputs)
             for name in NAMES:
                 if output.get(name) is not None:
-                    output[name] = take_written(output[name])
+                    output[name] = keep_new(output[name])
             return output
 
         def prompt(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
@@ -101,14 +102,19 @@ class Generator:
         cls: Any = type(self.model)
 
         def prepare_cache(bound: Any, config: Any, inputs: Any, mode: Any, batch_size: int, length: int) -> None:
+            if config.cache_implementation not in (None, "static", "dynamic"):
+                problem = f"is {config.cache_implementation!r}, which a program cannot fill"
+                raise FzeroError("generate: cache_implementation", problem, "leave it out, or give 'static'")
             cls._prepare_cache_for_generation(bound, config, inputs, mode, batch_size, length)
             cache = next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
-            if cache is not None and _may_fix(self.model, config):
-                fix_lengths(cache, max(length, config.max_cache_len or 0), self.device)
+            if cache is not None and mode != GenerationMode.ASSISTED_GENERATION and _may_fix(self.model, config):
+                session.fix_lengths(cache, max(length, config.max_cache_len or 0))
 
         replaced: dict[str, Any] = {
             "device": property(lambda _: self.device),
             "_prepare_cache_for_generation": prepare_cache,
+            "_supports_mm_encoder_outputs": lambda _: False,  # images are read by the program of the prompt
+            "_valid_auto_compile_criteria": lambda *_: False,  # `how` says what is compiled
         }
         if self.model.config.is_encoder_decoder:
             encoder = _replace(self.model.get_encoder(), session.encode)
@@ -122,9 +128,10 @@ class _Session:
     def __init__(self, generator: Generator, params: tree.Tree) -> None:
         self._generator, self._params = generator, params
         home = find_home(generator.mesh)
-        several = isinstance(home, Live) and home.members.group is not None
-        self._members = home.members if several else None
+        members = home.members if isinstance(home, Live) else None
+        self._members = members if members is not None and members.group is not None else None
         self._is_over = False  # all ranks have ended
+        self._fixed: list[Fixing] = []
 
     def run(self, generate: Callable[[], Any]) -> Any:
         """The result of `generate`, once all ranks have theirs."""
@@ -141,6 +148,13 @@ class _Session:
             if self._members is not None:
                 self._members.leave("generate", error)
             raise
+        finally:
+            for each in self._fixed:
+                each.undo()
+
+    def fix_lengths(self, cache: Any, length: int) -> None:
+        """Give a cache a fixed length, until `generate` returns."""
+        self._fixed.append(Fixing(cache, length, self._generator.device))
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """The output of the model, whose cache is the given one."""
@@ -201,7 +215,7 @@ def _replace(module: nn.Module, call: Callable[..., Any], **replaced: Any) -> An
     def forward(_: Any, *args: Any, **inputs: Any) -> Any:
         return call(*args, **inputs)
 
-    made = type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward, **replaced})
+    made: Any = type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward, **replaced})
     bound = made.__new__(made)
     vars(bound).update(vars(module))
     return bound
@@ -215,12 +229,11 @@ def _check(model: nn.Module) -> None:
 
 
 def _may_fix(model: Any, config: Any) -> bool:
-    """Whether caches may have a fixed length: transformers' assisted decoding cuts caches, and flash attention wants
-    other masks."""
-    is_assisted = config.is_assistant or config.prompt_lookup_num_tokens is not None
+    """Whether caches may have a fixed length, apart from their layers. Flash attention wants other masks, and attention
+    that is returned has the length of the cache."""
     return (
         config.cache_implementation in (None, "static")
-        and not is_assisted
+        and not config.output_attentions
         and model._can_compile_fullgraph
         and "flash" not in str(model.config._attn_implementation)
     )
@@ -253,11 +266,14 @@ def _pad(inputs: dict[str, Any], count: int, cache: Any) -> dict[str, Any] | Non
     asked = any(inputs.get(name) for name in ("output_hidden_states", "output_attentions"))
     if not is_plain or asked or (cache is not None and not is_fixed(cache)):
         return None
-    more = round_up(count) - count
+    room, is_square = round_up(count), True
+    if cache is not None and cache.is_initialized:
+        layer, is_square = find_decoder(cache).layers[0], False
+        room = min(room, layer.keys.shape[2] - int(layer.get_seq_length()))
+    more = room - count
     masks = tree.leaves(inputs.get("attention_mask"))
     if any(mask.ndim != (2 if cache is None else 4) for mask in masks):
         return None
-    is_square = cache is None or not find_decoder(cache).layers[0].is_initialized
 
     def pad_mask(mask: Tensor) -> Tensor:
         if mask.ndim == 2:
