@@ -12,6 +12,7 @@ from torch import nn
 
 from fzero import lower
 from fzero.base import torch_private
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
@@ -39,6 +40,7 @@ class Initialized(NamedTuple):
     lr_scheduler: Any
 
 
+@check_arguments
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
