@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.ambient import find_ambient
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.mesh import check_data_axes, mesh_shape
@@ -49,6 +50,7 @@ MASK = 2**62 - 1  # of the numbers that ranks compare
 Mode = bool | Literal["graph"]
 
 
+@check_arguments
 def shard(
     fn: Callable[..., Any],
     mesh: Any,
@@ -110,8 +112,6 @@ def shard(
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
-    if not isinstance(compile, bool) and compile != "graph":
-        raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
     rewrites = choose_rewrite(
         passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk

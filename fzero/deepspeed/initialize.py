@@ -13,6 +13,7 @@ from torch import nn
 
 from fzero import lower
 from fzero.base import torch_private
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.base.state import State
@@ -42,6 +43,7 @@ class Initialized(NamedTuple):
     lr_scheduler: Any
 
 
+@check_arguments
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

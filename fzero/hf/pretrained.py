@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fzero import build, checkpoint, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.hf.generation import Generator
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
@@ -47,6 +48,7 @@ class Pretrained(NamedTuple):
         checkpoint.export_hf(folder, self.params if params is None else params, self.model, **how)
 
 
+@check_arguments
 def from_pretrained(
     name_or_path: str | os.PathLike[str], mesh: Any = None, *, cls: Any = None, seed: int = 0, **named: Any
 ) -> Pretrained:

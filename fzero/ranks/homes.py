@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.ranks.live import Live, live
 from fzero.ranks.virtual import Virtual, virtual
@@ -18,3 +19,10 @@ def find_home(mesh: Any) -> Home:
         FzeroError: as `live` does.
     """
     return virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
+
+
+def check_rank(where: str, rank: int, on: Any) -> None:
+    """Refuse a global rank that the mesh of a home does not have."""
+    ranks = on.ranks if isinstance(on, Live) else range(on.mesh.size())
+    if rank not in ranks:
+        raise FzeroError(where, f"is {rank}, the mesh has ranks {list(ranks)}", "name one of them")

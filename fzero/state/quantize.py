@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
@@ -31,6 +32,7 @@ from fzero.values.sharded import Sharded
 Where = str | Callable[[str, Any], bool]
 
 
+@check_arguments
 def quantize(
     params: tree.Tree,
     *,

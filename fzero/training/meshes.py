@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import SHARD_AXIS
 
@@ -35,6 +36,7 @@ def make_mesh(local_rank: int, port: int, required: bool | None, device: str | N
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=(SHARD_AXIS,))
 
 
+@check_arguments
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
