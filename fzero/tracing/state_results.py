@@ -50,7 +50,7 @@ def take_state(given: tree.Tree, returned: tree.Tree, kinds: Kinds) -> tree.Tree
     return tree.unflatten(result_def, results)
 
 
-def find_replaced(given: tree.Tree, returned: tree.Tree) -> dict[int, int]:
+def pair_results(given: tree.Tree, returned: tree.Tree) -> dict[int, int]:
     """Position of a leaf of `returned` -> position of the leaf of `given` in whose place it stands.
 
     A subtree of the result is in the place of a subtree of the arguments that has the same structure and the same

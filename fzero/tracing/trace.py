@@ -37,7 +37,7 @@ from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
-from fzero.tracing.state_results import find_replaced, take_state
+from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
@@ -189,7 +189,7 @@ class _Trace:
             caches.check(self.fn, returned)
             returned = take_state(given, returned, kinds)
             out_leaves, self._out_def = tree.flatten(returned)
-            replaced = find_replaced(given, returned)
+            replaced = pair_results(given, returned)
         self._read.extend(mode.read)
         for i, (path, leaf) in enumerate(zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves)):
             check_result(path, leaf, leaves)
