@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,30 @@ def test_live_ranks_do_the_same(tmp_path: Path) -> None:
             assert_equal(offloaded, resident)
         assert all(rate > 0 for rate in rates) and rates.link != GUESSES["cpu"].link
         assert "argument 0.layers.0.b: float32[5] of layers.0 in fzero.host(pin=True)" in message
+
+
+def update_named(state: Any, params: Any, x: Tensor) -> Any:
+    """Results are in another order than the arguments, and have names."""
+    params, state, value = training(ADAMW)(params, state, x)
+    return {"params": params, "rest": {"value": value, "state": state}}
+
+
+def return_gradients(state: Any, params: Any, x: Tensor) -> Any:
+    """Two results are trees like the parameters, and like parts of the state."""
+    value, grads = fzero.value_and_grad(loss)(params, x)
+    updates, state = ADAMW.update(grads, state, params)
+    return {"grads": grads, "params": optim.apply_updates(params, updates), "rest": {"value": value, "state": state}}
+
+
+@pytest.mark.parametrize(("fn", "places"), [*itertools.product([update_named], PLACES), (return_gradients, STATE)])
+def test_results_in_a_tree_of_their_own_lie_where_the_state_lay(fn: Callable[..., Any], places: Any) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    params, state = begin(ADAMW, mesh, places)
+    new = fzero.simulate(fn, mesh)(state, params, rows(mesh))
+    assert ({*where(new["params"])}, {*where(new["rest"]["state"])}) == ({places[0]}, {places[1]})
+    assert {*where(new.get("grads", params))} == {places[0]}
+    expected, _ = train(fzero.simulate(training(ADAMW), mesh), begin(ADAMW, mesh), rows(mesh), steps=1)
+    assert_equal(fzero.unpartition((new["params"], new["rest"]["state"])), fzero.unpartition(expected))
 
 
 def test_a_step_that_keeps_its_arguments_is_the_resident_one() -> None:
