@@ -390,6 +390,21 @@ def boundaries(library: Any, folder: Path) -> list[float]:
     return [*losses, engine(x, y).item(), float(engine.get_global_grad_norm())]
 
 
+@case("training", "managed_gradient_accumulation false, backward(loss / n, scale_wrt_gas=False)")
+def unmanaged(library: Any, folder: Path) -> list[float]:
+    model, config = Loss(), CONFIG | {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
+    config |= {"zero_optimization": {"stage": 2}, "managed_gradient_accumulation": False}
+    engine = library.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    losses = []
+    for count in (1, 3):
+        for x, y in list(batches())[:count]:
+            loss = engine(x, y)
+            engine.backward(loss / count, scale_wrt_gas=False)
+            losses.append(loss.item())
+        engine.step()
+    return [*losses, engine(*next(batches())).item(), float(engine.global_steps)]
+
+
 @case("flops-profiler, monitor", "flops_profiler and csv_monitor in the configuration")
 def monitors(library: Any, folder: Path) -> list[float]:
     model = Loss()

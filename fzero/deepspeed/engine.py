@@ -219,7 +219,8 @@ class Engine(Files, Controls):
         self._computes_ahead = False
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Count a batch, and update the state where it is the last of `gradient_accumulation_steps`.
+        """Count a batch, and update the state where it is the last of `gradient_accumulation_steps`. With
+        `managed_gradient_accumulation` false each `step` updates.
 
         Raises:
             FzeroError: without a `backward` before; within `no_sync`; for `lr_kwargs`.
@@ -231,7 +232,7 @@ class Engine(Files, Controls):
         if not self._may_step or self._sums is None:
             problem = "gradients were dropped by zero_grad" if self._may_step else "is called without a backward before"
             raise FzeroError("engine.step", problem, "call engine(batch), then backward")
-        if self.is_gradient_accumulation_boundary():
+        if self.is_gradient_accumulation_boundary() or not self.settings.counts_batches:
             self.state, self._norm = self._advance(self.state, self._sums)
             self._sums = None
             self._report(self._losses)
@@ -247,6 +248,8 @@ class Engine(Files, Controls):
         """Whether the next `step` updates the state."""
         if self._boundary is not None:
             return self._boundary
+        if not self.settings.counts_batches:
+            return False  # but within `step`, as in DeepSpeed
         return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:

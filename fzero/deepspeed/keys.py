@@ -36,6 +36,12 @@ BATCH = _keys(
     ("train_batch_size", "int", None, "examples of all ranks in one update"),
     ("train_micro_batch_size_per_gpu", "int", None, "examples of one rank in one call of the engine"),
     ("gradient_accumulation_steps", "int", None, "calls of the engine in one update"),
+    (
+        "managed_gradient_accumulation",
+        "bool",
+        True,
+        "false: each `engine.step()` updates, behind any number of batches",
+    ),
     ("gradient_clipping", "float", 1.0, "largest global norm of gradients; 0 is none. `version=` says which default"),
     (
         "steps_per_print",
@@ -72,7 +78,6 @@ TOP = (
     *_keys(
         "",
         "refused",
-        ("managed_gradient_accumulation", "bool", True, "call engine.step() once for each batch: it counts"),
         ("gradient_allreduce_op", "mean|sum", "mean", "multiply the loss by the number of ranks instead of a sum"),
         ("use_data_before_expert_parallelism", "bool", False, "there is no expert parallelism"),
         ("sequence_parallel_size", "int", 1, "there is no sequence parallelism"),

@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     scheduler: tuple[str, dict[str, Any]] | None
     steps_per_print: int | None
     drop_last: bool
+    counts_batches: bool  # and updates at the last of them; else each `step` updates
     monitors: dict[str, dict[str, Any]]  # block -> its options, of the monitors that are enabled
     profiler: dict[str, Any] | None  # the options of flops_profiler
     wall_clock: bool
@@ -81,6 +82,7 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         _find_algorithm(given, "scheduler"),
         look_up(given, "steps_per_print"),
         look_up(given, "dataloader_drop_last"),
+        look_up(given, "managed_gradient_accumulation"),
         {name: block for name in MONITORS if (block := _find_block(given, name)) is not None},
         _find_block(given, "flops_profiler"),
         look_up(given, "wall_clock_breakdown"),
