@@ -96,9 +96,8 @@ def main() -> None:
     if given.json:
         given.json.write_text(json.dumps({"fzero": ours, "plain": theirs, "plain on one": alone}))
     print(f"{given.ranks} ranks; the largest difference from transformers' Trainer on as many, and on one process\n")
-    print(
-        "| family | loss | gradient norm | evaluation | on one: loss | its own on one: loss |\n|---|---|---|---|---|---|"
-    )
+    print("| family | loss | gradient norm | evaluation | on one: loss | its own on one: loss |")
+    print("|---|---|---|---|---|---|")
     wrong = []
     for name in names:
         same = [apart(ours[name], theirs[name], what) for what in NAMES]

@@ -65,15 +65,6 @@ class FixedLayer(cache_utils.CacheLayerMixin):
         self.values.index_copy_(2, at, values[:, :, :count].to(self.values.dtype))
         self.cumulative_length = self.cumulative_length + count
 
-    def grow(self, max_length: int) -> None:
-        """Make place for keys and values of so many tokens."""
-        missing = max_length - self.max_length
-        if missing <= 0:
-            return
-        self.max_length = max_length
-        if self.is_initialized:
-            self.keys, self.values = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (self.keys, self.values))
-
     def _find_places(self, count: int) -> Tensor:
         return torch.arange(count, device=self.cumulative_length.device) + self.cumulative_length
 
@@ -84,14 +75,14 @@ class FixedLayer(cache_utils.CacheLayerMixin):
         return self.cumulative_length if self.is_initialized else 0
 
     def get_max_length(self) -> int:
-        return self.max_length
+        return self.keys.shape[2] if self.is_initialized else -1  # none is known yet
 
 
-def _flatten(layer: FixedLayer) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+def _flatten(layer: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
     return (layer.keys, layer.values, layer.cumulative_length), None, ("keys", "values", "cumulative_length")
 
 
-def _unflatten(_: None, children: Any) -> FixedLayer:
+def _unflatten(_: Any, children: Any) -> Any:
     made = FixedLayer.__new__(FixedLayer)
     made.keys, made.values, made.cumulative_length = children
     made.is_initialized, made.written = made.keys is not None, None
@@ -100,21 +91,41 @@ def _unflatten(_: None, children: Any) -> FixedLayer:
 
 optree.register_pytree_node(FixedLayer, _flatten, _unflatten, namespace=tree.NAMESPACE)
 
-CONVERTED = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
+GROWING = (cache_utils.DynamicLayer, cache_utils.StaticLayer)
+SLIDING = (cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticSlidingWindowLayer)
 KEPT = (FixedLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)  # whose sizes are fixed
 
 
-def fix_lengths(cache: Any, length: int, device: torch.device) -> None:
-    """Give the layers of a cache a fixed length of at least `length`. A cache whose layers cannot all have one, or have
-    keys already, stays as it is."""
-    decoder = find_decoder(cache)
-    if not all(type(x) in KEPT or (type(x) in CONVERTED and not x.is_initialized) for x in decoder.layers):
-        return
-    for i, layer in enumerate(decoder.layers):
-        if isinstance(layer, FixedLayer):
-            layer.grow(round_up(length))
-        elif type(layer) in CONVERTED:
-            decoder.layers[i] = FixedLayer(round_up(length), device)
+class Fixing:
+    """A cache whose layers have a fixed length, until `undo` gives them back."""
+
+    def __init__(self, cache: Any, length: int, device: torch.device) -> None:
+        self._layers = find_decoder(cache).layers
+        self._before = list(self._layers)
+        if not all(_can_fix(layer) for layer in self._layers):
+            return
+        for i, layer in enumerate(self._layers):
+            if not isinstance(layer, KEPT):
+                self._layers[i] = made = FixedLayer(round_up(length), device)
+                if layer.is_initialized:
+                    count = int(layer.get_seq_length())
+                    made.write(layer.keys, layer.values, count)
+
+    def undo(self) -> None:
+        """Give the cache its own layers back, with all keys and values."""
+        for i, (layer, before) in enumerate(zip(self._layers, self._before)):
+            if layer is before:
+                continue
+            count = int(layer.get_seq_length())
+            self._layers[i] = before
+            before.reset()
+            if count:
+                before.update(layer.keys[:, :, :count], layer.values[:, :, :count])
+
+
+def _can_fix(layer: Any) -> bool:
+    """Whether a layer of a fixed length can stand in the place of a layer. A sliding window may have dropped keys."""
+    return isinstance(layer, KEPT) or type(layer) in GROWING or (type(layer) in SLIDING and not layer.is_initialized)
 
 
 def find_decoder(cache: Any) -> Any:
@@ -124,7 +135,13 @@ def find_decoder(cache: Any) -> Any:
 
 def is_fixed(cache: Any) -> bool:
     """Whether all layers are of fixed length: a program may then be given more tokens than are written."""
-    return all(isinstance(layer, FixedLayer) for layer in find_decoder(cache).layers)
+    layers = find_decoder(cache).layers
+    return bool(layers) and all(isinstance(layer, FixedLayer) for layer in layers)
+
+
+def is_filled(cache: Any) -> bool:
+    """Whether a layer has seen tokens. Layers of linear attention always have."""
+    return any(getattr(layer, "is_initialized", True) for layer in find_decoder(cache).layers)
 
 
 def copy_cache(cache: Any) -> Any:
@@ -136,7 +153,7 @@ def copy_cache(cache: Any) -> Any:
     return copied
 
 
-def take_written(cache: Any) -> Any:
+def keep_new(cache: Any) -> Any:
     """A cache with what a program wrote: of a layer of fixed length the new keys and values alone."""
     for layer in find_decoder(cache).layers:
         if isinstance(layer, FixedLayer):
