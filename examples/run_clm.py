@@ -131,6 +131,10 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         metrics |= {"eval_samples": len(eval_dataset), "perplexity": math.exp(metrics["eval_loss"])}
         report(trainer, "eval", metrics)
         found |= metrics
+    if data_args.prompt is not None:
+        found["text"] = generate(trainer, tokenizer, data_args.prompt)
+        if trainer.is_world_process_zero():
+            print(found["text"])
     card = {"finetuned_from": model_args.model_name_or_path, "tasks": "text-generation", "dataset": "a text"}
     if args.push_to_hub:
         trainer.push_to_hub(**card)
@@ -143,6 +147,13 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     """The folder to go on from: the one that is named, or the last one of the output folder."""
     named = args.resume_from_checkpoint
     return get_last_checkpoint(args.output_dir) if named.lower() == "true" else named
+
+
+def generate(trainer: Any, tokenizer: Any, prompt: str) -> str:
+    """The prompt and what the trained model goes on with."""
+    tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(trainer.args.device)
+    model = trainer if hasattr(trainer, "generate") else trainer.model.eval()  # fzero's parameters are in slices
+    return tokenizer.decode(model.generate(**tokens, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
 
 
 def report(trainer: Any, split: str, metrics: dict[str, Any]) -> None:

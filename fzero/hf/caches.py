@@ -139,6 +139,11 @@ def is_fixed(cache: Any) -> bool:
     return bool(layers) and all(isinstance(layer, FixedLayer) for layer in layers)
 
 
+def is_filled(cache: Any) -> bool:
+    """Whether a layer has seen tokens. Layers of linear attention always have."""
+    return any(getattr(layer, "is_initialized", True) for layer in find_decoder(cache).layers)
+
+
 def copy_cache(cache: Any) -> Any:
     """A cache that a program may write into. Layers of linear attention write into their tensors."""
     copied = tree.map(lambda x: x, cache)

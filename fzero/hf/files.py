@@ -35,6 +35,7 @@ class Files(transformers.Trainer):
     mesh: Any
     model: Any
     sharded: State
+    _adopt: Callable[[], None]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the parameters as `from_pretrained` reads them, and what transformers writes beside them. Each rank
@@ -79,6 +80,7 @@ class Files(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
+        self._adopt()  # a model of model_init is a new one
         if not folder.is_dir():
             raise FzeroError("resume_from_checkpoint", f"{folder} is no folder", "give a folder checkpoint-STEP")
         like, is_of_transformers = self.sharded.params, isinstance(self.model, transformers.PreTrainedModel)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
 from fzero import lower, tree
 from fzero.base.errors import FzeroError
-from fzero.hf.caches import NAMES, Fixing, absorb, copy_cache, find_decoder, is_fixed, keep_new, round_up
+from fzero.hf.caches import NAMES, Fixing, absorb, copy_cache, find_decoder, is_filled, is_fixed, keep_new, round_up
 from fzero.hf.checks import check_model
 from fzero.hf.turns import Request, choose, fail
 from fzero.ranks.homes import find_home
@@ -23,7 +24,14 @@ from fzero.training.programs import compile_function
 
 PADDED = ("input_ids", "position_ids", "attention_mask")
 """The tensors of a prompt that may be padded. A prompt with other tensors keeps its length."""
+TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""The tensors [rows, length, ...] that a forward pass may read. The first that is given is what it reads."""
 MAX_PROGRAMS = 64
+SEAMS = (
+    *("_prepare_cache_for_generation", "_supports_mm_encoder_outputs", "_valid_auto_compile_criteria"),
+    "_can_compile_fullgraph",
+)
+"""The private names of transformers' models that are used here."""
 
 
 class Generator:
@@ -52,7 +60,6 @@ class Generator:
         self.model, self.mesh = model, mesh
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
-        self._names = list(inspect.signature(model.forward).parameters)
 
     def __call__(self, params: tree.Tree, *args: Any, **named: Any) -> Any:
         _check(self.model)
@@ -63,7 +70,7 @@ class Generator:
 
     @functools.cached_property
     def programs(self) -> dict[str, Any]:
-        """The steps "prompt", "token" and "encode", by name."""
+        """The steps "prompt", "token" and "encoder", by name."""
         model, was_training = self.model, self.model.training
         apply = lower(model.eval())[1]
         encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
@@ -105,10 +112,13 @@ class Generator:
             if config.cache_implementation not in (None, "static", "dynamic"):
                 problem = f"is {config.cache_implementation!r}, which a program cannot fill"
                 raise FzeroError("generate: cache_implementation", problem, "leave it out, or give 'static'")
+            is_kept = config.return_dict_in_generate or _find_cache(inputs) is not None
             cls._prepare_cache_for_generation(bound, config, inputs, mode, batch_size, length)
-            cache = next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
+            cache = _find_cache(inputs)
             if cache is not None and mode != GenerationMode.ASSISTED_GENERATION and _may_fix(self.model, config):
-                session.fix_lengths(cache, max(length, config.max_cache_len or 0))
+                fixing = Fixing(cache, max(length, config.max_cache_len or 0), self.device)
+                if is_kept:
+                    session.at_end.append(fixing.undo)
 
         replaced: dict[str, Any] = {
             "device": property(lambda _: self.device),
@@ -131,7 +141,7 @@ class _Session:
         members = home.members if isinstance(home, Live) else None
         self._members = members if members is not None and members.group is not None else None
         self._is_over = False  # all ranks have ended
-        self._fixed: list[Fixing] = []
+        self.at_end: list[Callable[[], None]] = []
 
     def run(self, generate: Callable[[], Any]) -> Any:
         """The result of `generate`, once all ranks have theirs."""
@@ -149,23 +159,18 @@ class _Session:
                 self._members.leave("generate", error)
             raise
         finally:
-            for each in self._fixed:
-                each.undo()
+            for act in self.at_end:
+                act()
 
-    def fix_lengths(self, cache: Any, length: int) -> None:
-        """Give a cache a fixed length, until `generate` returns."""
-        self._fixed.append(Fixing(cache, length, self._generator.device))
-
-    def forward(self, *args: Any, **inputs: Any) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         """The output of the model, whose cache is the given one."""
-        inputs = {**dict(zip(self._generator._names, args)), **inputs}
-        inputs = _spread(inputs)
-        count = _count_tokens(inputs)
+        rows, count = _count(inputs)
+        inputs = _spread(inputs, rows)
         given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
         if count == 1:
             output = self._perform(Request("token", (inputs,)))
         else:
-            padded = _pad(inputs, count, next(iter(given.values()), None))
+            padded = _pad(inputs, count)
             number = None if padded is None else torch.tensor(count, device=self._generator.device)
             output = self._perform(Request("prompt", (inputs if padded is None else padded, number)))
             if padded is not None and not inputs.get("logits_to_keep"):
@@ -173,10 +178,13 @@ class _Session:
         for name in NAMES:
             if name in output and name in given:
                 output[name] = absorb(given[name], output[name], count)
+        if not all(map(is_filled, given.values())):  # attention to both sides: each token changes what others see
+            problem = f"{type(self._generator.model).__name__} fills no cache"
+            raise FzeroError("generate", problem, "set is_decoder=True in its config, or give use_cache=False")
         return output
 
-    def encode(self, *args: Any, **inputs: Any) -> Any:
-        return self._perform(Request("encoder", ({**dict(zip(self._generator._names, args)), **inputs},)))
+    def encode(self, **inputs: Any) -> Any:
+        return self._perform(Request("encoder", (inputs,)))
 
     def _perform(self, wanted: Request | None) -> Any:
         """The output of a program, after those that other ranks want first. With None, those of the others alone."""
@@ -207,13 +215,14 @@ class _Encoder(nn.Module):
 
 
 def _replace(module: nn.Module, call: Callable[..., Any], **replaced: Any) -> Any:
-    """A module with the attributes and methods of `module`, except for its forward, which is `call`, and those that are
-    `replaced`."""
+    """A module with the attributes and methods of `module`, except for those that are `replaced`, and its forward:
+    `call` with all arguments by name."""
     cls: Any = type(module)
+    names = list(inspect.signature(module.forward).parameters)
 
     @functools.wraps(cls.forward)
     def forward(_: Any, *args: Any, **inputs: Any) -> Any:
-        return call(*args, **inputs)
+        return call(**dict(zip(names, args)), **inputs)
 
     made: Any = type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward, **replaced})
     bound = made.__new__(made)
@@ -221,11 +230,19 @@ def _replace(module: nn.Module, call: Callable[..., Any], **replaced: Any) -> An
     return bound
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: Any) -> None:
     check_model(model)
     if not isinstance(model, GenerationMixin):
         problem = f"{type(model).__name__} has no generate"
         raise FzeroError("generate", problem, "give a model with a head for it, such as AutoModelForCausalLM makes")
+    missing = [name for name in SEAMS if not hasattr(model, name)]
+    if missing:
+        problem = f"is {transformers.__version__}, whose models have no {missing[0]}"
+        raise FzeroError("transformers", problem, "install transformers 5.23")
+
+
+def _find_cache(inputs: dict[str, Any]) -> Any:
+    return next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
 
 
 def _may_fix(model: Any, config: Any) -> bool:
@@ -239,15 +256,16 @@ def _may_fix(model: Any, config: Any) -> bool:
     )
 
 
-def _count_tokens(inputs: dict[str, Any]) -> int:
-    tokens = next(inputs[n] for n in ("decoder_input_ids", "input_ids", "inputs_embeds") if inputs.get(n) is not None)
-    return tokens.shape[1]
+def _count(inputs: dict[str, Any]) -> tuple[int, int]:
+    """The number of rows that a forward pass reads, and of tokens in each."""
+    for name in TOKENS:
+        if inputs.get(name) is not None:
+            return inputs[name].shape[0], inputs[name].shape[1]
+    raise FzeroError("generate", f"calls the model with {sorted(inputs)}, without {TOKENS[2]}", "give input_ids")
 
 
-def _spread(inputs: dict[str, Any]) -> dict[str, Any]:
+def _spread(inputs: dict[str, Any], rows: int) -> dict[str, Any]:
     """Tensors of one row, such as positions without padding, become tensors of all rows."""
-    tokens = inputs.get("input_ids")
-    rows = 1 if tokens is None else tokens.shape[0]
 
     def spread(x: Any) -> Any:
         is_one = isinstance(x, Tensor) and x.ndim >= 2 and x.shape[0] == 1 < rows
@@ -256,31 +274,33 @@ def _spread(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: x if name in NAMES else tree.map(spread, x) for name, x in inputs.items()}
 
 
-def _pad(inputs: dict[str, Any], count: int, cache: Any) -> dict[str, Any] | None:
+def _pad(inputs: dict[str, Any], count: int) -> dict[str, Any] | None:
     """A prompt with padding behind it, up to its bucket. What comes later does not change what a token sees, and is not
     written into a cache of fixed length. None for other inputs, which keep their length."""
-    tensors = {
-        name for name, x in inputs.items() if name not in NAMES and tree.find(x, lambda y: isinstance(y, Tensor))
-    }
+    cache, given = _find_cache(inputs), [(name, x) for name, x in inputs.items() if name not in NAMES]
+    tensors = {name for name, x in given if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x))}
     is_plain = {"input_ids", "position_ids"} <= tensors <= set(PADDED)
     asked = any(inputs.get(name) for name in ("output_hidden_states", "output_attentions"))
+    masks = tree.leaves(inputs.get("attention_mask"))
     if not is_plain or asked or (cache is not None and not is_fixed(cache)):
         return None
+    if any(mask.ndim != (2 if cache is None else 4) for mask in masks):
+        return None
+    if not masks and cache is None:  # attention may see what comes later
+        masks = [torch.ones_like(inputs["input_ids"])]
     room, is_square = round_up(count), True
     if cache is not None and cache.is_initialized:
         layer, is_square = find_decoder(cache).layers[0], False
         room = min(room, layer.keys.shape[2] - int(layer.get_seq_length()))
     more = room - count
-    masks = tree.leaves(inputs.get("attention_mask"))
-    if any(mask.ndim != (2 if cache is None else 4) for mask in masks):
-        return None
 
     def pad_mask(mask: Tensor) -> Tensor:
         if mask.ndim == 2:
-            return nn.functional.pad(mask, (0, more), value=1)
+            return nn.functional.pad(mask, (0, more))
         hidden, seen = (0, 1) if mask.dtype == torch.bool else (torch.finfo(mask.dtype).min, 0)
         mask = nn.functional.pad(mask, (0, more if is_square else 0), value=hidden)
         return nn.functional.pad(mask, (0, 0, 0, more), value=seen)
 
     padded = {name: nn.functional.pad(inputs[name], (0, more)) for name in ("input_ids", "position_ids")}
-    return {**inputs, **padded, "attention_mask": tree.map(pad_mask, inputs.get("attention_mask"))}
+    mask = inputs.get("attention_mask") if cache is not None else masks[0]
+    return {**inputs, **padded, "attention_mask": tree.map(pad_mask, mask)}

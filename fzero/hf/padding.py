@@ -65,7 +65,8 @@ def cut_to_own(
     Raises:
         FzeroError: for a result [rows, n] where n is both.
     """
-    changed = [name for name, x in padded.items() if name in inputs and x is not inputs[name]]
+    shapes = {name: x.shape for name, x in inputs.items() if isinstance(x, Tensor)}
+    changed = [name for name, shape in shapes.items() if padded[name].shape != shape]
     if not changed:
         return output
     along_labels = next((name for name in changed if name in labels), changed[0])

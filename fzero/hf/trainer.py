@@ -13,7 +13,7 @@ from fzero import lower, optim, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
-from fzero.hf.checks import check_arguments, check_buffers, check_frozen, check_model
+from fzero.hf.checks import check_arguments, check_buffers, check_frozen, check_model, check_plugins
 from fzero.hf.files import Files
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
@@ -64,6 +64,7 @@ class Trainer(Files):
             self._take(pretrained)
         super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         check_arguments(self.args)
+        check_plugins(self)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
         self._adopt()
@@ -143,7 +144,7 @@ class Trainer(Files):
 
     def _call(self, apply: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The output of the model in the dtype of compute, in float32 as accelerate returns it."""
-        if not self.args.bf16:
+        if self.args.mixed_precision == "no":
             return apply(params, *args, **kwargs)
         with torch.autocast(self.args.device.type, torch.bfloat16):
             output = apply(params, *args, **kwargs)
@@ -152,6 +153,8 @@ class Trainer(Files):
 
     def _infer(self, *args: Any, **kwargs: Any) -> Any:
         padded = self._pad(kwargs)
+        if "num_items_in_batch" in padded:
+            padded["num_items_in_batch"] = self._share_items(padded["num_items_in_batch"])
         output = self._forward(self.sharded.params, args, padded)
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
@@ -188,17 +191,16 @@ class Trainer(Files):
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_scaled = counts or self.compute_loss_func is not None
         steps = None if is_scaled else self.current_gradient_accumulation_steps
-        named = {"inputs": inputs, "items": num_items_in_batch, "steps": steps}
+        named = {"inputs": inputs, "items": self._share_items(num_items_in_batch), "steps": steps}
         if self._sums is None:
             loss, self._sums = self._begin(self.sharded.params, None, (), named)
         else:
             loss, self._sums = self._add(self.sharded.params, self._sums, None, (), named)
         return loss.to(self.args.device)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The count of transformers. The processes' ranks each take their part of a batch, so that a mean over more
-        ranks than processes needs the count of one."""
-        items = super()._get_num_items_in_batch(batch_samples, device)
+    def _share_items(self, items: Any) -> Any:
+        """The count of items that a rank's loss is divided by. Virtual ranks each take their part of a batch of this
+        process, and the mean of their losses needs their part of the count."""
         ratio = mesh_shape(self.mesh).size() / self.accelerator.num_processes
         return items if items is None or ratio == 1 else items / ratio
 
@@ -224,6 +226,7 @@ class Trainer(Files):
             rates = [group.rate for group in self._groups]
             self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
             optimizer.register_step_post_hook(lambda *_: self._advance())
+            optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
         return self.optimizer
 
     def _make(self, rates: Any) -> GradientTransformation:
