@@ -331,7 +331,9 @@ DATA = [name for name in MODULES if room(name) == "data"]
 @pytest.mark.parametrize("name", DATA)
 def test_data_uses_public_names_and_the_ranks(name: str) -> None:
     inner = {other for other in imports(name) if room(other) != "data"} - {"", *fzero.__all__}
-    assert inner <= {"ranks.live", "base.arguments"}, f"fzero.{name} imports {sorted(inner)}: data uses `from fzero import ...`"
+    assert inner <= {"ranks.live", "base.arguments"}, (
+        f"fzero.{name} imports {sorted(inner)}: data uses `from fzero import ...`"
+    )
 
 
 # variants
