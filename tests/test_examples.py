@@ -299,7 +299,8 @@ def test_run_clm_has_the_same_losses_with_both_trainers_also_when_it_goes_on(tmp
         named = f"--trainer {trainer} --output_dir {tmp_path / folder} {flags}"
         few = "--max_steps 4 --save_steps 2 --logging_steps 1 --per_device_train_batch_size 2 --block_size 16"
         few += " --config_overrides n_embd=16,n_layer=1,n_head=2,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
-        few += " --gradient_accumulation_steps 2 --max_train_samples 24 --max_eval_samples 5 --do_train --do_eval --prompt def"
+        few += " --gradient_accumulation_steps 2 --max_train_samples 24 --max_eval_samples 5"
+        few += " --do_train --do_eval --prompt def"
         quiet = "--use_cpu --dataloader_pin_memory false --report_to none --disable_tqdm true --learning_rate 3e-3"
         return run_clm.main([*named.split(), *few.split(), *quiet.split()])
 
