@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
@@ -26,6 +27,7 @@ class Difference(NamedTuple):
     relative: float
 
 
+@check_arguments
 def check_equivalence(
     train_step: Callable[..., Any],
     state: tuple[tree.Tree, ...],
@@ -55,6 +57,8 @@ def check_equivalence(
         FzeroError: with the first leaf, step, rank and element that differ by more than `atol + rtol * |unsharded|`;
             where shapes or dtypes differ; as `fzero.simulate` does.
     """
+    if steps < 1:
+        raise FzeroError("steps", f"is {steps}", "compare at least 1 step")
     mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
     step = simulate(train_step, mesh, stage=stage, memory=memory, reduce_dtype=reduce_dtype, passes=passes, data=data)
     sharded: tuple[tree.Tree, ...] = ()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
-from fzero.base.placement import Disk
 from fzero.optim.report import name_stage
 from fzero.program.flops import count_flops
 from fzero.program.listing import format_size, summarize_program
@@ -92,7 +91,7 @@ def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:
     for leaf, argument, node in zip(given, program.arguments, program.placeholders):
         if isinstance(leaf, Sharded) and leaf.place != argument.place:
             size, rates = nbytes(node.meta["val"]), program.rates
-            has_disk = any(isinstance(place, Disk) for place in (leaf.place, argument.place))
+            has_disk = any(place and place.where == "disk" for place in (leaf.place, argument.place))
             where = str(argument.place or "the device")
             total, seconds = moved.get(where, (0, 0.0))
             moved[where] = total + size, seconds + (rates.copy_to_disk(size) if has_disk else rates.copy(size))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast
+from fzero.base.arguments import check_arguments
 from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
@@ -41,6 +42,7 @@ from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded
 
 
+@check_arguments
 def simulate(
     fn: Callable[..., Any],
     ranks: int | VirtualMesh,

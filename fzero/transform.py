@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.ambient import find_ambient
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.mesh import check_data_axes, mesh_shape
-from fzero.base.placement import Placement
+from fzero.base.placement import Disk, Placement
 from fzero.base.torch_private import version_of
 from fzero.budget.fit import Budget
 from fzero.execution.calibration import calibrate
@@ -49,6 +50,7 @@ MASK = 2**62 - 1  # of the numbers that ranks compare
 Mode = bool | Literal["graph"]
 
 
+@check_arguments
 def shard(
     fn: Callable[..., Any],
     mesh: Any,
@@ -110,8 +112,6 @@ def shard(
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
-    if not isinstance(compile, bool) and compile != "graph":
-        raise FzeroError("compile", f"is {compile!r}", "give False, True or 'graph'")
     check_data_axes(mesh_shape(mesh), data)
     rewrites = choose_rewrite(
         passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
@@ -213,7 +213,9 @@ class Step:
                 self._on.members.leave("a step", error)
             raise
 
-    def calibrate(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Rates:
+    def calibrate(
+        self, *args: Any, pass_state: Mapping[str, Any] | None = None, disk: Placement | None = None
+    ) -> Rates:
         """Measure how fast the ranks compute and communicate, and schedule the step by that from its next call on.
 
         All ranks call it together, with the arguments of a step, which stay as they are. Runs the program twice, one
@@ -221,12 +223,17 @@ class Step:
         run. Returns the mean over ranks, the same on all of them. `step.trace(*args).timeline()` shows the new
         schedule. The results of the step do not change.
 
+        Writes and reads a file on each disk that the arguments lie on, and on `disk`, an `fzero.disk(path)`. Without
+        any the rate of a disk stays a guess.
+
         Raises:
-            FzeroError: as the step does.
+            FzeroError: as the step does; for a `disk` that is no disk; on all ranks, where a disk of one fails.
         """
+        if disk is not None and not isinstance(disk, Disk):
+            raise FzeroError("disk", f"is {disk!r}", "give fzero.disk(path)")
         compiled, values, tensors = self._prepare(args, pass_state)
         compiled.lines.agree(self._on.members, values)
-        rates = calibrate(self._on, compiled.program, tensors)
+        rates = calibrate(self._on, compiled.program, tensors, disk)
         self._pipeline.reschedule(rates)
         return rates
 

@@ -37,6 +37,22 @@ def make_dataset(rows: int = 24, length: int = 10) -> list[dict[str, Any]]:
     return dataset
 
 
+def make_ragged_dataset(rows: int = 24) -> list[dict[str, Any]]:
+    """Rows of 10 and of 7 tokens."""
+    return [
+        {name: x[: 7 if row % 3 else 10] for name, x in each.items()} for row, each in enumerate(make_dataset(rows))
+    ]
+
+
+def pad_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch as long as its longest row. Tokens are padded with 0, and labels with -100."""
+    numbers = {"input_ids": 0, "labels": -100}
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=number)
+        for name, number in numbers.items()
+    }
+
+
 def make_arguments(folder: Any, **changed: Any) -> TrainingArguments:
     named: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6,

@@ -13,9 +13,11 @@ An axis of a mesh has one of three meanings:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
+from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 
 SHARD_AXIS = "fsdp"
@@ -32,11 +34,11 @@ class VirtualMesh:
 
     def __init__(self, **sizes: int) -> None:
         for name, size in sizes.items():
-            if not isinstance(size, SupportsIndex) or size.__index__() < 1:
+            if not is_whole(size) or operator.index(size) < 1:
                 raise FzeroError(f"mesh axis {name}", f"has size {size!r}", "a size is at least 1, a whole number")
         if not sizes:
             raise FzeroError("mesh", "has no axes", "name one, as in VirtualMesh(fsdp=8)")
-        self.sizes = {name: size.__index__() for name, size in sizes.items()}
+        self.sizes = {name: operator.index(size) for name, size in sizes.items()}
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 
 
@@ -45,6 +46,7 @@ def check_placement(to: Any) -> None:
         raise FzeroError("to", f"is {to!r}", way_out)
 
 
+@check_arguments
 def host(*, pin: bool = True) -> Host:
     """The placement of state in the memory of the host.
 
@@ -54,6 +56,7 @@ def host(*, pin: bool = True) -> Host:
     return Host(pin)
 
 
+@check_arguments
 def disk(path: str | os.PathLike[str]) -> Disk:
     """The placement of state in files, in a folder that is there.
 

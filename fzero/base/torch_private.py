@@ -6,6 +6,7 @@ which public name would replace the private one. A section a room; the heading n
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -179,11 +180,12 @@ def has_full_backward_hooks(module: nn.Module) -> bool:
 
 
 def copy_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of one module in a new dict, for `vars(module).update`. The dict of its buffers is copied too.
+    """The attributes of one module in a new dict, for `vars(module).update`. Its buffers' and hooks' dicts are copied.
 
     Public replacement: a context in `torch.func` that resets what a module's forward assigns.
     """
-    return {**vars(module), "_buffers": dict(module._buffers)}
+    copied = ("_buffers", *(name for name in vars(module) if name.endswith(("_hooks", "_with_kwargs"))))
+    return {**vars(module), **{name: copy.copy(vars(module)[name]) for name in copied}}
 
 
 def refresh_flat_weights(rnn: nn.RNNBase) -> None:

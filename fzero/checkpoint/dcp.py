@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.dcp_metadata import DAMAGED, Piece, Stored, TensorEntry, measure_files, read_metadata
 from fzero.checkpoint.torch_files import Window, find_elements, load_torch_file
@@ -27,6 +28,7 @@ from fzero.state.safetensors.transfer import read_into
 from fzero.state.sources import Source, TensorSource, check_range, describe
 
 
+@check_arguments
 def open_dcp(path: str | os.PathLike[str]) -> dict[str, Source]:
     """The tensors of a folder that `torch.distributed.checkpoint.save` wrote, as sources by key. Reads no values.
 
@@ -41,6 +43,7 @@ def open_dcp(path: str | os.PathLike[str]) -> dict[str, Source]:
     return {key: DcpSource(folder, key) for key in folder.contents.tensors}
 
 
+@check_arguments
 def read_dcp_values(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The other values of such a folder by key: numbers, strings, and lists and dicts of them.
 

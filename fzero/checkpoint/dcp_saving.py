@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.pieces import Plan, plan
 from fzero.layout.boxes import Box, boxes
@@ -34,6 +35,7 @@ from fzero.values.sharded import Sharded
 AGAIN = "what was there before is as it was; save again"
 
 
+@check_arguments
 def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
     """Write a tree as a folder that `torch.distributed.checkpoint.load` and `dcp_to_torch_save` read. A leaf's key is
     its dotted path. Leaves are those of `fzero.checkpoint.save`; numbers and strings are stored as they are.

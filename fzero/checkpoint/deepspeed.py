@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.torch_files import load_torch_file
 from fzero.layout.ranges import intersect, pad, shift, tile
@@ -51,6 +52,7 @@ STAND_INS = (
 """What stands in the place of DeepSpeed's classes, so that none of its code runs and it need not be installed."""
 
 
+@check_arguments
 def open_deepspeed(path: str | os.PathLike[str]) -> dict[str, Source]:
     """The tensors of a checkpoint that DeepSpeed's ZeRO saved, as sources by key. Reads no values.
 

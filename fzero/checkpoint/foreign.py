@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.state.partition import partition
 from fzero.state.safetensors.loading import Rename, load_sources
@@ -18,6 +19,7 @@ MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 OF_ADAM = (*MOMENTS.values(), "max_exp_avg_sq")
 
 
+@check_arguments
 def load_params(
     sources: Mapping[str, Source],
     like: tree.Tree,
@@ -49,6 +51,7 @@ def load_params(
     )
 
 
+@check_arguments
 def load_adam(
     sources: Mapping[str, Source],
     like: tree.Tree,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.sizes import parse_size
 from fzero.checkpoint.rearranged import Rearranged, RearrangedSource
@@ -45,6 +46,7 @@ METADATA = {"format": "pt"}
 Values = dict[str, Sharded | Source]
 
 
+@check_arguments
 def export_hf(
     path: str | os.PathLike[str],
     params: tree.Tree,
@@ -105,6 +107,7 @@ def plan_export(
     return Plan(headers, pieces, name_origins(leaves.values()), texts)
 
 
+@check_arguments
 def load_hf(
     path: str | os.PathLike[str],
     like: tree.Tree,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
@@ -31,6 +32,7 @@ NONE_YET = -1
 """The step of a folder without a checkpoint."""
 
 
+@check_arguments
 def load(
     path: str | os.PathLike[str],
     like: tree.Tree,

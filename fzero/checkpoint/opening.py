@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.folder import find_folder, list_steps
 from fzero.checkpoint.manifest import OTHERS, Value, name_file, read_manifest, render_crc
@@ -24,6 +25,7 @@ VERIFY_NBYTES = 8 << 20
 """Bytes that `Checkpoint.verify` reads at a time."""
 
 
+@check_arguments
 def latest(path: str | os.PathLike[str]) -> int | None:
     """The largest step of the checkpoints in a folder. None for a folder that has none, or that is not there.
 
@@ -33,6 +35,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
     return max(list_steps(Path(path)), default=None)
 
 
+@check_arguments
 def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
     """The checkpoint `step` of a folder, by default the latest. Reads the manifest only.
 
@@ -49,6 +52,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
     return Checkpoint(find_folder(Path(path), step))
 
 
+@check_arguments
 def verify(path: str | os.PathLike[str], step: int | None = None) -> int:
     """Read all of the checkpoint `step`, by default the latest, and compare with the sums of its manifest. Returns the
     step.

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
@@ -19,6 +20,7 @@ from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
 
 
+@check_arguments
 def run(
     step: Callable[[State, Any], tuple[State, Any]],
     state: State,

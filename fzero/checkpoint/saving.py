@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
@@ -20,6 +21,7 @@ from fzero.state.common_home import find_common_home
 from fzero.values.sharded import Sharded
 
 
+@check_arguments
 def save(
     path: str | os.PathLike[str],
     state: tree.Tree,

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.state.rows import RowSource
 from fzero.state.sources import Source, TensorSource
 
 
+@check_arguments
 def open_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Source]:
     """The tensors of a state dict as sources by key, nested keys joined by dots. Copies nothing.
 

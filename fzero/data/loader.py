@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fzero import FzeroError, VirtualMesh, tree
+from fzero.base.arguments import check_arguments
 from fzero.data.padding import Collate, check_ladder, check_numbers, find_longest, pad, round_up
 from fzero.data.parts import Place, find_indices, find_part, list_places, order
 from fzero.data.position import ENDLESS, Position, check_position, mix
@@ -20,6 +21,7 @@ OWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "generator", "in_ord
 """Options of torch's DataLoader that follow from the loader's own."""
 
 
+@check_arguments
 def loader(
     dataset: Any,
     batch: int,

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
 from fzero import FzeroError, VirtualMesh, tree
+from fzero.base.arguments import check_arguments
 from fzero.ranks.live import live
 
 Number = int | float
 
 
+@check_arguments
 def pad(
     batch: tree.Tree,
     padding: tree.Tree,
@@ -62,6 +64,7 @@ def _pad_leaf(path: str, leaf: Tensor, number: Number, count: int | None, length
     return padded
 
 
+@check_arguments
 def round_up(length: int, ladder: Sequence[int], mesh: Any) -> int:
     """The first of the lengths `ladder` that the longest sequence of all ranks fits into, the same on all ranks.
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from fzero import lower, tree
 from fzero.base import torch_private
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh, mesh_shape
@@ -46,6 +47,7 @@ class Initialized(NamedTuple):
     lr_scheduler: Any
 
 
+@check_arguments
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

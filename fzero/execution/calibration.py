@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.ambient import disable_autocast
+from fzero.base.errors import FzeroError
+from fzero.base.placement import Disk
 from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
 from fzero.execution.loops import Rows, operands, run_turns
-from fzero.files import OnDisk, duplicate
+from fzero.files import OnDisk, duplicate, read, write
+from fzero.files.store import Store
 from fzero.optim.fused import make_update
 from fzero.program.comm import comm_of
 from fzero.program.memory import find_last_uses
@@ -33,22 +37,35 @@ from fzero.ranks.live import Live
 SMALL = 1 << 16
 """Bytes below which the time of an operation is all launch."""
 MOVED = 1 << 25
-"""Bytes of the copies that measure the link, and of the parameters whose updates measure the host."""
+"""Bytes of the copies that measure the link, of the file that measures a disk, and of the parameters whose updates
+measure the host."""
 
 Seconds = Mapping[Node, float]
 
 
-def calibrate(on: Live, program: Program, tensors: Sequence[Tensor]) -> Rates:
+def calibrate(on: Live, program: Program, tensors: Sequence[Tensor], disk: Disk | None = None) -> Rates:
     """The mean of the rates of all ranks of a mesh, the same on every rank. Collective: all ranks call it together.
 
     Runs the program twice, on copies of the donated arguments. Then copies `MOVED` bytes between the device and the
     host, and updates as many on the host, whether the program does so or not: a budget asks what that would take.
+    Writes and reads a file of as many bytes on `disk`, and on each disk that arguments lie on. All ranks do so at once,
+    because steps do.
+
+    Raises:
+        FzeroError: on all ranks, where a disk of some rank fails.
     """
     align = partial(agree, on.members, 0, list)
     for _ in range(2):  # the first run allocates memory and opens connections, so its seconds are dropped
         seconds = time_nodes(program, on, _copy_arguments(program, tensors), align)
     align()  # ranks of one machine share its memory
     rates = fit_rates(program, seconds)._replace(link=measure_link(on.link, on.device), host=measure_host())
+    disks, found, failed = {disk, *(x.place for x in program.arguments)}, [rates.disk], None
+    try:
+        found = [measure_disk(place) for place in disks if isinstance(place, Disk)] or found
+    except FzeroError as error:
+        failed = error
+    align(failed)
+    rates = rates._replace(disk=min(found))
     return average_rates(rates, on.all_reduce, program.mesh.names, on.device)
 
 
@@ -156,8 +173,8 @@ class _Clock:
 
 def fit_rates(program: Program, seconds: Seconds) -> Rates:
     """The rates with which a program's nodes take as long, all together, as they did. A rate for which the program does
-    too little is that of `program.rates`. So are those of the link and of the host, which `calibrate` measures, and of
-    the disk.
+    too little is that of `program.rates`. So are those of the link, of the host and of the disk, which
+    `calibrate` measures.
 
     The launch of an operation is the median of small operations. The latency is the seconds of the shortest collective.
     """
@@ -202,6 +219,21 @@ def measure_link(link: Link, device: torch.device) -> float:
     clock, (here,) = _Clock([there]), link.arrive(link.to_host([there]))
     out = _clock_runs(lambda: link.arrive(link.to_host([there])), clock)
     back = _clock_runs(lambda: link.arrive(link.to_device([here])), clock)
+    return MOVED / max(out, back)
+
+
+def measure_disk(place: Disk) -> float:
+    """Bytes a second of a file on a disk, written or read, whichever takes longer. The file is gone afterwards.
+
+    Raises:
+        FzeroError: for a disk without room, or that fails.
+    """
+    with closing(Store(place.path)) as store:
+        extent = store.allocate(MOVED, store.open_file(None, "calibration"), "")
+        memory = torch.zeros(MOVED, dtype=torch.uint8, device="cpu")
+        there = OnDisk(extent, 0, MOVED, memory.dtype)
+        out = _clock_runs(lambda: write([memory], [there]).wait(), _Clock([]))
+        back = _clock_runs(lambda: read([there], [memory]).wait(), _Clock([]))
     return MOVED / max(out, back)
 
 

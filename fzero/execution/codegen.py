@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,10 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
 
 
 def _link(
-    program: Program, on: Live, compile: Callable[[Fragment], Callable[..., Any]], early: Sequence[Node] = ()
+    program: Program,
+    on: Live,
+    compile: Callable[[Fragment], Callable[..., Any]],
+    early: Mapping[Node, int] | None = None,
 ) -> tuple[Callable[[int | None, list[Tensor]], list[Tensor]], list[Early]]:
     """A function of a seed and the program's arguments, and what its nodes `early` call."""
     begun: list[Early] = []
@@ -71,8 +74,9 @@ def _link(
         elif node.op == "call_function" and record(node).perform is not None:
             name = f"{record(node).name}_{len(calls)}"
             calls[name] = bind(program, node, on)
-            if node in early:
-                begun.append(Early(node, calls[name].run, begun, on.link.arrive))
+            if early and node in early:
+                wait = next((bind(program, user, on).run for user in node.users if record(user).arrives), None)
+                begun.append(Early(node, early[node], calls[name].run, begun, wait))
                 calls[name] = calls[name]._replace(run=begun[-1])
             how = {**kwargs, "seed": seed} if record(node).draws else kwargs
             values[node] = graph.call_method(name, (receiver, *args), how)

@@ -11,37 +11,38 @@ from fzero.base.randomness import fold
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of
-from fzero.program.records import starts
 
 Rows = list[list[Tensor]]  # one list of tensors a rank
 
 
 class Early:
-    """An all-gather of a loop's body, which starts one turn early, or a copy to the device that the all-gather reads,
-    which starts two turns early. It takes the place of the function `run` that the body calls.
+    """A node of a loop's body that starts so many turns `ahead`: an all-gather, or a copy that another such node reads.
+    It takes the place of the function `run` that the body calls.
 
-    An all-gather finds its copies `among` those before it. `arrive` waits for a copy.
+    `arrive` waits for a copy. A node finds the copies that it reads `among` those before it.
     """
 
     def __init__(
-        self, node: Node, run: Callable[..., Any], among: Sequence[Early], arrive: Callable[[Any], Sequence[Tensor]]
+        self,
+        node: Node,
+        ahead: int,
+        run: Callable[..., Any],
+        among: Sequence[Early],
+        arrive: Callable[[Any], Sequence[Tensor]] | None,
     ) -> None:
+        self.ahead = ahead
         self._node, self._run, self._arrive = node, run, arrive
         copied = {copy_of(x) for x in node.all_input_nodes}
         self._copies = [each for each in among if each._node in copied]
         self.started = list[Any]()
         """What was started and not taken yet, in order."""
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether the node starts a copy."""
-        return starts(self._node) is None
-
     def begin(self, values: Mapping[Node, Tensor]) -> None:
         """Start it with these items of lists, behind the copies that were started last."""
         given = dict(values)
         for copy in self._copies:
-            arrived = self._arrive(copy.started[-1])
+            assert copy._arrive is not None
+            arrived = copy._arrive(copy.started[-1])
             given |= {x: arrived[x.args[1]] for x in self._node.all_input_nodes if copy_of(x) is copy._node}
         args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
         self.started.append(self._run(*args, **kwargs))
@@ -60,7 +61,7 @@ def run_turns(
     made: Sequence[list[Any]] | None = None,
 ) -> Sequence[list[Any]]:
     """The results of a loop on some ranks. `run(seed, arguments of each rank)` runs its body once on all of them.
-    `early` are the all-gathers that start one turn early, and their copies; without them all start in their turns.
+    `early` are the nodes that start in front of their turns; without them all start in their turns.
     `made` has for each rank a list, to which the results are added as soon as there is memory for them.
 
     `given` has for each rank the lists of operands: carry, xs, lists, constants. Each row has a seed of its own, which
@@ -75,20 +76,19 @@ def run_turns(
 
     rows = loop.rows()
 
-    def begin(turn: int, *, copies: bool) -> None:
-        for row in rows[turn : turn + 1]:  # none behind the last turn
-            for each in early:
-                if each.is_copy == copies:
-                    each.begin(dict(zip(placeholders, (items[row] for items in given[0][2]))))
+    def begin(turn: int) -> None:
+        """Start what starts early in front of a turn, which may be one before the first."""
+        for each in sorted(early, key=lambda each: each.ahead):
+            if 0 <= turn + each.ahead < loop.length:
+                row = rows[turn + each.ahead]
+                each.begin(dict(zip(placeholders, (items[row] for items in given[0][2]))))
 
     for each in early:
         each.started.clear()  # of a step that failed
-    begin(0, copies=True)
-    begin(0, copies=False)
-    begin(1, copies=True)
+    for turn in range(-max([0, *(each.ahead for each in early)]), 0):
+        begin(turn)
     for turn, row in enumerate(rows):
-        begin(turn + 1, copies=False)
-        begin(turn + 2, copies=True)
+        begin(turn)
         arguments = [
             [*carry, *(x[row] for x in xs), *map(_take, lists_given, frees, [row] * len(frees)), *constants]
             for carry, (_, xs, lists_given, constants) in zip(carries, given)

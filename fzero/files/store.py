@@ -79,7 +79,12 @@ class Store:
         self._blocks: SimpleQueue[Blocks] = SimpleQueue()
         for _ in range(THREADS):
             self._blocks.put(Blocks(DEPTH // THREADS))
-        weakref.finalize(self, self._run.end)
+        self._end = weakref.finalize(self, self._run.end)
+
+    def close(self) -> None:
+        """Remove the files, once all that was started has ended."""
+        self._threads.shutdown()
+        self._end()
 
     def open_file(self, rank: int | None, bucket: str) -> File:
         """The file of a rank and bucket. `rank` None stands for all virtual ranks together."""

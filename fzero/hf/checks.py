@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from fzero import tree
+from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 
@@ -20,10 +21,14 @@ REFUSED = {
     "fp16_full_eval": "give bf16=True, which evaluation follows",
     "bf16_full_eval": "give bf16=True, which evaluation follows",
     "use_liger_kernel": "fzero.tiled_cross_entropy needs little memory for logits",
+    "torch_compile_mode": "give torch_compile=True alone: inductor compiles what stands between collectives",
+    "parallelism_config": "leave it out: mesh= says over which ranks parameters are cut",
+    "debug": "leave it out, and look for overflows with transformers.Trainer",
+    "save_on_each_node": "leave it out: all ranks write parts of one folder, on a filesystem that they share",
 }
 """An argument that asks for something that is not here -> the way out."""
 SEAMS = (
-    *("_wrap_model", "_move_model_to_device", "_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm"),
+    *("_wrap_model", "_move_model_to_device", "_clip_grad_norm", "_get_grad_norm"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
 )
 """The methods of transformers' Trainer that ours replaces beside public ones."""
@@ -43,9 +48,39 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
+    precision = getattr(args, "mixed_precision", "no")
+    if precision not in ("no", "bf16"):
+        raise FzeroError("accelerate: mixed_precision", f"is {precision!r}, which is not supported", REFUSED["fp16"])
+    if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
+        problem = f"is {args.torch_compile_backend!r}, which is not supported"
+        raise FzeroError("TrainingArguments: torch_compile_backend", problem, 'give "inductor"')
+    if getattr(args, "world_size", 1) > 1:
+        _check_equal_batches(args)
     if getattr(args, "n_gpu", 0) > 1:
         problem = f"one process sees {args.n_gpu} GPUs"
         raise FzeroError("TrainingArguments: n_gpu", problem, "start one process a GPU: torchrun --nproc-per-node")
+
+
+def _check_equal_batches(args: Any) -> None:
+    """Refuse what gives some ranks fewer rows or batches: all ranks take each step together, with equal shapes."""
+    if not args.accelerator_config.even_batches:
+        problem = f"has even_batches=False, and {args.world_size} ranks take each step together"
+        raise FzeroError("TrainingArguments: accelerator_config", problem, "give dataloader_drop_last=True instead")
+    if args.train_sampling_strategy == "batch_rebalance":
+        problem = f"is 'batch_rebalance', which gives {args.world_size} ranks unequal numbers of rows"
+        raise FzeroError("TrainingArguments: train_sampling_strategy", problem, 'give "group_by_length"')
+
+
+def check_plugins(trainer: Any) -> None:
+    """Refuse what `accelerate launch` asked for by its environment.
+
+    Raises:
+        FzeroError: for FSDP and DeepSpeed.
+    """
+    for name in ("fsdp", "deepspeed"):
+        if getattr(trainer, f"is_{name}_enabled"):
+            problem = "is on, and fzero cuts parameters into slices itself"
+            raise FzeroError(f"accelerate: {name}", problem, "start the script with torchrun, or accelerate without it")
 
 
 def check_model(model: Any) -> None:
@@ -72,3 +107,16 @@ def check_frozen(model: nn.Module, params: tree.Tree) -> None:
         if requires_grad == is_frozen(leaf):
             problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"
             raise FzeroError(path, problem, "set requires_grad on a whole model, and give that to fzero.hf.Trainer")
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse to train a model with running statistics: the Trainer keeps parameters alone.
+
+    Raises:
+        FzeroError: naming the buffer.
+    """
+    for name, child in model.named_modules():
+        if isinstance(child, torch_private.NormBase) and child.running_mean is not None:
+            problem = f"{type(model).__name__} changes this buffer while it trains, and the Trainer keeps no buffers"
+            way_out = "give the layer track_running_stats=False, or train by fzero.shard with fzero.lower_stateful"
+            raise FzeroError(f"{name}.running_mean".lstrip("."), problem, way_out)

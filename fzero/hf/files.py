@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
-from fzero.ranks.together import gather_words
+from fzero.ranks.together import do_together, gather_words
 
 STATE = "fzero"
 """The folder of optimizer state in a checkpoint of the Trainer."""
 OPTIMIZER = "optimizer.pt"  # of torch's optimizer, which has groups and rates alone
 SCHEDULER = "scheduler.pt"
 ARGUMENTS = "training_args.bin"
+CONFIG = "config.json"
+PROGRESS = "trainer_state.json"
 WEIGHTS = "model.safetensors"
 """The files that transformers' Trainer writes, by its names."""
 
@@ -31,45 +35,60 @@ class Files(transformers.Trainer):
     mesh: Any
     model: Any
     sharded: State
+    _adopt: Callable[[], None]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the parameters as `from_pretrained` reads them, and what transformers writes beside them. Each rank
         writes its own slices; nothing is gathered."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         beside = folder.with_name(f"{folder.name}.weights")
-        if self.args.should_save:
+
+        def prepare() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-        self._meet(f"save_model {folder}")
-        if isinstance(self.model, transformers.PreTrainedModel):
-            checkpoint.export_hf(beside, self.sharded.params, self.model)
-            if self.args.should_save:
-                _move_files(beside, folder)
-        else:
-            save_safetensors(self.sharded.params, folder / WEIGHTS)
-        if self.args.should_save:
+            shutil.rmtree(beside, ignore_errors=True)  # of a save that was killed
+            if _internal_call:  # the last file of a checkpoint: without it nobody resumes from files of two saves
+                (folder / PROGRESS).unlink(missing_ok=True)
+
+        def finish() -> None:
+            if beside.is_dir():
+                _move_model(beside, folder)
             of_collator = getattr(self.data_collator, "tokenizer", None)
             processing = of_collator if self.processing_class is None else self.processing_class
             if processing is not None:
                 processing.save_pretrained(str(folder))
             torch.save(self.args, folder / ARGUMENTS)
-        self._meet(f"save_model {folder}: end")
+
+        self._write(folder, prepare)
+        if isinstance(self.model, transformers.PreTrainedModel):
+            limit = inspect.signature(self.model.save_pretrained).parameters["max_shard_size"].default
+            checkpoint.export_hf(beside, self.sharded.params, self.model, max_shard_size=limit)
+        else:
+            save_safetensors(self.sharded.params, folder / WEIGHTS)
+        self._write(folder, finish)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         held = State(opt_state=self.sharded.opt_state)
         checkpoint.save(Path(output_dir) / STATE, held, step=self.state.global_step, keep=1, overwrite=True)
-        if self.args.should_save:
+
+        def write() -> None:
             torch.save(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
-        self._meet(f"save {output_dir}")
+
+        self._write(Path(output_dir), write)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
+        self._adopt()  # a model of model_init is a new one
         if not folder.is_dir():
             raise FzeroError("resume_from_checkpoint", f"{folder} is no folder", "give a folder checkpoint-STEP")
-        like = self.sharded.params
-        if isinstance(self.model, transformers.PreTrainedModel):
+        like, is_of_transformers = self.sharded.params, isinstance(self.model, transformers.PreTrainedModel)
+        missing = [name for name in [CONFIG] * is_of_transformers + [PROGRESS] if not (folder / name).exists()]
+        if missing:
+            problem = f"has no {missing[0]}: it is no checkpoint, or its save did not end"
+            raise FzeroError(str(folder), problem, "resume from another checkpoint, or remove this one")
+        if is_of_transformers:
             read = checkpoint.load_hf(folder, like, self.mesh, model_or_config=self.model)
         else:
             read = load_safetensors(folder / WEIGHTS, like, self.mesh)
@@ -91,17 +110,26 @@ class Files(transformers.Trainer):
         self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
-    def _meet(self, what: str) -> None:
-        """Wait until all ranks are here."""
+    def _write(self, folder: Path, write: Callable[[], None]) -> None:
+        """Call `write` on the rank that saves. All ranks return together, or raise."""
         home = find_home(self.mesh)
-        if isinstance(home, Live):
-            gather_words(home.members, what)(None)
+        gather = gather_words(home.members if isinstance(home, Live) else None, f"save {folder}")
+        way_out = "mend that, and save again"
+        do_together(gather, lambda: write() if self.args.should_save else None, str(folder), "write files", way_out)
 
 
-def _move_files(source: Path, target: Path) -> None:
-    """Move the files of a folder into another one, and remove the first. Weights of an earlier save go."""
+def _move_model(source: Path, target: Path) -> None:
+    """Move the files of a model into a folder, and remove `source`. Weights of an earlier save go.
+
+    The configuration goes first and comes last. So a reader refuses what a process that is killed in between leaves,
+    and takes no files of two saves for one model.
+    """
+    (target / CONFIG).unlink(missing_ok=True)
+    names = {file.name for file in source.iterdir()}
+    for name in names - {CONFIG}:
+        (source / name).replace(target / name)
     for old in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
-        old.unlink()
-    for file in source.iterdir():
-        file.replace(target / file.name)
-    shutil.rmtree(source)
+        if old.name not in names:
+            old.unlink()
+    (source / CONFIG).replace(target / CONFIG)
+    source.rmdir()

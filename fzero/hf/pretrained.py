@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fzero import build, checkpoint, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.hf.generation import Generator
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values
 from fzero.values.lowering import Apply
@@ -18,13 +20,23 @@ class Pretrained(NamedTuple):
     """A model in slices.
 
     `model` has the structure, with parameters on the meta device, and `params` the values. `apply(params, ...)` is the
-    model's function, in evaluation mode.
+    model's function, in evaluation mode. `generator(params, ...)` is `generate` with other parameters than these.
     """
 
     model: nn.Module
     params: tree.Tree
     apply: Apply
     mesh: Any
+    generator: Generator
+
+    def generate(self, *args: Any, **named: Any) -> Any:
+        """What transformers' `model.generate` returns for these arguments. All ranks call `generate` together, each
+        with its own prompts (`fzero.hf.Generator`).
+
+        Raises:
+            FzeroError: for a model without `generate`; where another rank raises an error.
+        """
+        return self.generator(self.params, *args, **named)
 
     def save_pretrained(self, folder: str | os.PathLike[str], params: tree.Tree | None = None, **how: Any) -> None:
         """Write parameters, by default those of this value, as a folder that `from_pretrained` reads. All ranks call
@@ -36,6 +48,7 @@ class Pretrained(NamedTuple):
         checkpoint.export_hf(folder, self.params if params is None else params, self.model, **how)
 
 
+@check_arguments
 def from_pretrained(
     name_or_path: str | os.PathLike[str], mesh: Any = None, *, cls: Any = None, seed: int = 0, **named: Any
 ) -> Pretrained:
@@ -71,4 +84,5 @@ def from_pretrained(
         return made[0]
 
     params, apply = build(construct, mesh, seed=seed)
-    return Pretrained(copy_without_values(made[0]), params, apply, mesh)
+    model = copy_without_values(made[0])
+    return Pretrained(model, params, apply, mesh, Generator(model, mesh))

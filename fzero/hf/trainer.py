@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from fzero import lower, optim, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
-from fzero.hf.checks import check_arguments, check_frozen, check_model
+from fzero.hf.checks import check_arguments, check_buffers, check_frozen, check_model, check_plugins
 from fzero.hf.files import Files
+from fzero.hf.generation import Generator
+from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
@@ -21,6 +24,7 @@ from fzero.training.groups import Group, convert_optimizer, join
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values, find_store, partition_model
 from fzero.training.programs import compile_function, make_sums
+from fzero.values.lowering import Apply
 
 
 class Trainer(Files):
@@ -52,6 +56,7 @@ class Trainer(Files):
         self.mesh, self.stage = mesh, stage
         self._groups: list[Group] = []
         self._wrapped: Wrapped | None = None
+        self._generator: Generator | None = None
         self._structure: Any = None  # the one that `sharded` has the values of
         check_arguments(args)
         pretrained = model if isinstance(model, Pretrained) else None
@@ -59,6 +64,7 @@ class Trainer(Files):
             self._take(pretrained)
         super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         check_arguments(self.args)
+        check_plugins(self)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
         self._adopt()
@@ -78,7 +84,7 @@ class Trainer(Files):
         check_model(self.model)
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
-        params, _ = lower(self.model)
+        params, _ = _lower(self.model, training=False)
         self.sharded = State(params=partition_model(self.model, params, store, self.mesh))
         self._wrapped = None
         self._structure = self.model = self.model_wrapped = copy_without_values(self.model)
@@ -92,17 +98,32 @@ class Trainer(Files):
         activation checkpointing for example."""
         self._adopt()
         if self._wrapped is None or training:
-            self._wrapped = self._compile()
+            check_frozen(self.model, self.sharded.params)
+            self._wrapped = self._compile_evaluation()
+        if training:
+            self._compile_training()
         return self._wrapped
 
-    def _compile(self) -> Wrapped:
-        """Make the programs of a loop. Returns the model whose calls evaluate."""
+    def _compile(self, function: Callable[..., Any]) -> Any:
+        return compile_function(function, self.mesh, stage=self.stage, compile=bool(self.args.torch_compile))
+
+    def _compile_evaluation(self) -> Wrapped:
+        """The model whose calls compute outputs in evaluation mode."""
+        _, evaluate = _lower(self.model, training=False)
+
+        def forward(params: Any, args: Any, kwargs: Any) -> Any:
+            output = self._call(evaluate, params, *args, **kwargs)
+            # a number would become the mean over ranks; one element stays this rank's own
+            return tree.map(lambda x: x.reshape(1) if isinstance(x, Tensor) and not x.ndim else x, output)
+
+        self._forward = self._compile(forward)
+        return Wrapped(self.model, self._infer)
+
+    def _compile_training(self) -> None:
+        """Make the programs of an update."""
         model = self.model
-        check_frozen(model, self.sharded.params)
-        was_training = model.training
-        _, evaluate = lower(model.eval())
-        _, train = lower(model.train())
-        model.train(was_training)
+        check_buffers(model)
+        _, train = _lower(model, training=True)
 
         def share(params: Any, inputs: Any, items: Any, steps: int | None) -> tuple[Tensor, Tensor]:
             bound = Wrapped(model, functools.partial(self._call, train, params))
@@ -110,28 +131,20 @@ class Trainer(Files):
             loss = loss if steps is None else loss / steps
             return loss, loss
 
-        def forward(params: Any, args: Any, kwargs: Any) -> Any:
-            output = self._call(evaluate, params, *args, **kwargs)
-            # a number would become the mean over ranks; one element stays this rank's own
-            return tree.map(lambda x: x.reshape(1) if isinstance(x, Tensor) and not x.ndim else x, output)
-
         def clip(sums: Any) -> tuple[Any, Tensor]:
             norm = optim.global_norm(sums)
             factor = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
             return tree.map(lambda x: x * factor.to(x.dtype), sums), norm
 
-        compile_on_mesh = functools.partial(
-            compile_function, mesh=self.mesh, stage=self.stage, compile=bool(self.args.torch_compile)
-        )
         begin, add = make_sums(share)
-        self._begin, self._add, self._forward = map(compile_on_mesh, (begin, add, forward))
-        self._clip, self._norm, self._update = map(compile_on_mesh, (clip, optim.global_norm, self._apply_update))
+        self._begin, self._add = self._compile(begin), self._compile(add)
+        self._clip, self._norm = self._compile(clip), self._compile(optim.global_norm)
+        self._update = self._compile(self._apply_update)
         self._sums: Any = None  # of gradients, since the last update
-        return Wrapped(model, self._infer)
 
     def _call(self, apply: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The output of the model in the dtype of compute, in float32 as accelerate returns it."""
-        if not self.args.bf16:
+        if self.args.mixed_precision == "no":
             return apply(params, *args, **kwargs)
         with torch.autocast(self.args.device.type, torch.bfloat16):
             output = apply(params, *args, **kwargs)
@@ -139,32 +152,55 @@ class Trainer(Files):
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
 
     def _infer(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._forward(self.sharded.params, args, kwargs)
+        padded = self._pad(kwargs)
+        if "num_items_in_batch" in padded:
+            padded["num_items_in_batch"] = self._share_items(padded["num_items_in_batch"])
+        output = self._forward(self.sharded.params, args, padded)
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
-        return output
+        sizes = [x for x in vars(getattr(self.model, "config", self.model)).values() if isinstance(x, int)]
+        return cut_to_own(output, kwargs, padded, self.label_names, sizes)
+
+    def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs with the lengths of the longest rank."""
+        token = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        if token is None:
+            token = getattr(self.processing_class, "pad_token_id", None)
+        return pad_to_longest(inputs, self.mesh, self.label_names, 0 if token is None else token)
+
+    def generate(self, *args: Any, **named: Any) -> Any:
+        """What `trainer.model.generate` of transformers returns for these arguments, from the present parameters. All
+        ranks call `generate` together, each with its own prompts (`fzero.hf.Generator`).
+
+        Raises:
+            FzeroError: for a model without `generate`; where another rank raises an error.
+        """
+        self._adopt()
+        if self._generator is None or self._generator.model is not self.model:
+            how = {"stage": self.stage, "compile": bool(self.args.torch_compile)}
+            self._generator = Generator(self.model, self.mesh, call=self._call, **how)
+        return self._generator(self.sharded.params, *args, **named)
 
     # gradients
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of a batch, the mean over ranks, after its gradients were added to those of the update."""
-        inputs = dict(self._prepare_inputs(inputs))
+        inputs = self._pad(self._prepare_inputs(inputs))
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_scaled = counts or self.compute_loss_func is not None
         steps = None if is_scaled else self.current_gradient_accumulation_steps
-        named = {"inputs": inputs, "items": num_items_in_batch, "steps": steps}
+        named = {"inputs": inputs, "items": self._share_items(num_items_in_batch), "steps": steps}
         if self._sums is None:
             loss, self._sums = self._begin(self.sharded.params, None, (), named)
         else:
             loss, self._sums = self._add(self.sharded.params, self._sums, None, (), named)
         return loss.to(self.args.device)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The count of transformers. The processes' ranks each take their part of a batch, so that a mean over more
-        ranks than processes needs the count of one."""
-        items = super()._get_num_items_in_batch(batch_samples, device)
+    def _share_items(self, items: Any) -> Any:
+        """The count of items that a rank's loss is divided by. Virtual ranks each take their part of a batch of this
+        process, and the mean of their losses needs their part of the count."""
         ratio = mesh_shape(self.mesh).size() / self.accelerator.num_processes
         return items if items is None or ratio == 1 else items / ratio
 
@@ -190,6 +226,7 @@ class Trainer(Files):
             rates = [group.rate for group in self._groups]
             self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
             optimizer.register_step_post_hook(lambda *_: self._advance())
+            optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
         return self.optimizer
 
     def _make(self, rates: Any) -> GradientTransformation:
@@ -210,3 +247,12 @@ class Trainer(Files):
         held = self.sharded
         params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
         self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None
+
+
+def _lower(model: nn.Module, *, training: bool) -> tuple[tree.Tree, Apply]:
+    """`fzero.lower` of the model in this mode. The model keeps its own."""
+    was_training = model.training
+    try:
+        return lower(model.train(training))
+    finally:
+        model.train(was_training)

@@ -257,7 +257,9 @@ def _zeros_like(path: str, leaf: Any) -> Any:
 
 
 def check_floating(path: str, leaf: Any) -> None:
-    """Refuse a parameter or an update whose dtype is not floating."""
+    """Refuse a parameter or an update that is no tensor, or whose dtype is not floating."""
+    if not isinstance(leaf, Tensor):
+        raise FzeroError(path, f"is a {type(leaf).__name__}, an optimizer needs a tensor", "give a tree of tensors")
     if not leaf.dtype.is_floating_point:
         raise FzeroError(
             path,
@@ -273,7 +275,7 @@ def init_count(params: Tree) -> Tensor:
 
 def init_number(params: Tree, value: float, dtype: torch.dtype) -> Tensor:
     """A 0-d tensor on the device of the first leaf; beside `Sharded` leaves, a replicated value."""
-    leaves = tree.leaves(params)
+    leaves = [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
     zero = leaves[0].new_zeros((), dtype=dtype) if leaves else torch.zeros((), dtype=dtype)
     return zero + value if value else zero
 

@@ -202,26 +202,27 @@ def bias_correction(decay: Number, count: Tensor, dtypes: Sequence[torch.dtype])
 # whole leaves
 
 
-def _sums_of_squares(leaves: List, divisors: Sequence[int]) -> List:
-    dtype = _widest(leaves)
+def _sums_of_squares(leaves: List, divisors: Sequence[int], dtype: torch.dtype) -> List:
     return [leaf.to(dtype).square().sum() / divisor for leaf, divisor in zip(leaves, divisors)]
 
 
-def _widest(leaves: List) -> torch.dtype:
-    """The dtype of all sums over leaves: one, because one collective adds them up over ranks."""
-    return torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
-
-
-sums_of_squares = define(
-    "sums_of_squares(Tensor[] leaves, int[] divisors) -> Tensor[]",
+_sum_rows = define(
+    "sums_of_squares(Tensor[] leaves, int[] divisors, ScalarType dtype) -> Tensor[]",
     _sums_of_squares,
-    lambda leaves, divisors: [leaf.new_empty((), dtype=_widest(leaves)) for leaf in leaves],
+    lambda leaves, divisors, dtype: [leaf.new_empty((), dtype=dtype) for leaf in leaves],
     SUMS,
 )
-"""`sums_of_squares(leaves, divisors)`: for each leaf the sum of its squared elements, divided by its divisor.
 
-The sums are 0-d, in float32, or all in float64 where a leaf is float64.
-"""
+
+def sums_of_squares(leaves: List, divisors: Sequence[int]) -> List:
+    """For each leaf the sum of its squared elements, divided by its divisor.
+
+    The sums are 0-d, in float32, or all in float64 where a leaf is float64: one dtype, because one collective adds them
+    up over ranks.
+    """
+    is_wide = any(leaf.dtype == torch.float64 for leaf in leaves)
+    sums: List = _sum_rows(leaves, divisors, torch.float64 if is_wide else torch.float32)  # passes cut these lists
+    return sums
 
 
 def _scale_each(leaves: List, factors: Tensor, rows: Sequence[int]) -> List:

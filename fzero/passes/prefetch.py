@@ -28,8 +28,8 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     reduce-scatter where its result is used, or where another one starts and it is done. Update state on the host as
     gradients arrive there.
 
-    A loop over layers gathers the layer of the next turn while it computes, and copies that of the turn behind it from
-    the host.
+    A loop over layers gathers the layer of the next turn while it computes. It copies the layer behind that one from
+    the host, and reads the layer behind this one from a disk.
 
     Saved values that move to the host (`remat`) leave the device where their copies are done, and start to come back
     early in the same way. At most `memory` bytes of them wait to leave at once, and as many come back ahead of their

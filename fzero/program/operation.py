@@ -7,7 +7,7 @@ the corrections of `aten`. `define` adds the record of an operation from outside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -103,8 +103,7 @@ class Operation:
     * `takes_shape`: the operation takes the shapes of its operands, and reads none of their elements.
     * `is_random(node)`: whether the operation draws from a generator of torch.
     * `body(node)`: for a loop, the program that it runs once for each turn.
-    * `early(node)`: for a loop, the all-gathers of its body that start one turn early, and the copies to the device
-      that these read, which start two turns early.
+    * `early(node)`: for a loop, the nodes of its body that start in front of their turn -> so many turns early.
     * `draws`: the operation is called with the step's seed, as the keyword `seed`.
     * `in_place`: the target that computes the same results and writes them over operands.
     * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
@@ -143,7 +142,7 @@ class Operation:
     takes_shape: bool = False
     is_random: Callable[[Node], bool] = _never
     body: Callable[[Node], Program] | None = None
-    early: Callable[[Node], list[Node]] = no_operands
+    early: Callable[[Node], Mapping[Node, int]] | None = None
     draws: bool = False
     in_place: Any = None
     replaces: tuple[int, ...] = ()

@@ -130,7 +130,9 @@ def is_wide(node: Node) -> bool:
 def place_results(program: Program) -> Program:
     """The program, each state result of which lies where the state lies that it replaces.
 
-    That is the argument of the same leaf and dtype with the most path in common, counted from the end.
+    That is the argument in whose place the result stands, where it has the leaf and the dtype of the result. Else it is
+    the argument of the same leaf and dtype with the most path in common, counted from the end, and of these the one
+    with the shortest path.
     """
     if not is_placed(program):
         return program
@@ -144,7 +146,12 @@ def place_results(program: Program) -> Program:
         same = [x for x, node in given if (x.bucket, x.leaf) == leaf and node.meta["val"].dtype == dtype]
         if not same:
             return result
-        return replace(result, place=max(same, key=lambda x: _count_common(x.path, result.path)).place)
+
+        def likeness(argument: Argument) -> tuple[bool, int, int]:
+            common, depth = _count_common(argument.path, result.path), argument.path.count(".")
+            return argument.path == result.replaces, common, -depth
+
+        return replace(result, place=max(same, key=likeness).place)
 
     return replace(program, results=tuple(map(place, program.results)))
 

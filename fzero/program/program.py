@@ -63,7 +63,8 @@ class Result:
     `constant`.
 
     `varies` names the mesh axes along which a tensor that is no state differs between ranks. A result of a loop's body
-    has the `kind` that it may have in all turns. State is returned in `place`, None for the device.
+    has the `kind` that it may have in all turns. State is returned in `place`, None for the device. `replaces` is the
+    path of the argument in whose place it stands: both are leaves of trees of one structure. "" where there is none.
     """
 
     path: str
@@ -74,6 +75,7 @@ class Result:
     varies: frozenset[str] = frozenset()
     kind: Kind | None = None
     place: Placement | None = None
+    replaces: str = ""
 
 
 @dataclass(frozen=True)

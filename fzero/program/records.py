@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -212,9 +212,11 @@ def turns_of(loop: Node) -> int:
     return int(loop.args[1])
 
 
-def early_of(loop: Node) -> list[Node]:
-    """The nodes of a loop's body that start before their turn: all-gathers one turn early, their copies two."""
-    return record(loop).early(loop)
+def early_of(loop: Node) -> Mapping[Node, int]:
+    """The nodes of a loop's body that start in front of their turn -> so many turns early: all-gathers one, their
+    copies two, and the reads of these from a disk three."""
+    early = record(loop).early
+    return {} if early is None else early(loop)
 
 
 def find_bodies(graph: fx.Graph) -> Iterator[Program]:

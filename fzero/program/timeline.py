@@ -234,35 +234,27 @@ class Lanes:
                 self._wait_at_once(node, comms)
 
     def _run_turns(self, loop: Node, body: Program) -> None:
-        gathers = [node for node in early_of(loop) if starts(node)]
-        copies = [node for node in early_of(loop) if not starts(node)]
-        rest = [node for node in body.graph.nodes if node not in gathers and node not in copies]
+        early = sorted(early_of(loop).items(), key=lambda item: item[1])
+        rest, deepest = [node for node in body.graph.nodes if node not in dict(early)], max([0, *dict(early).values()])
         done_at: list[dict[Node, float]] = [{} for _ in range(turns_of(loop))]
-
-        def begin(nodes: list[Node], turn: int) -> None:
-            for of_turn in done_at[turn : turn + 1]:  # none behind the last turn
-                self.done_at |= of_turn
-                for node in nodes:
+        for turn in range(-deepest, len(done_at)):
+            for node, turns in early:
+                if 0 <= turn + turns < len(done_at):
+                    self.done_at |= done_at[turn + turns]
                     self._begin(node)
-                    of_turn[node] = self.done_at[node]
-
-        begin(copies, 0)
-        begin(gathers, 0)
-        begin(copies, 1)
-        for turn, of_turn in enumerate(done_at):
-            begin(gathers, turn + 1)
-            begin(copies, turn + 2)
-            self.done_at |= of_turn
-            self.run(rest)
+                    done_at[turn + turns][node] = self.done_at[node]
+            if turn >= 0:
+                self.done_at |= done_at[turn]
+                self.run(rest)
 
     def _begin(self, node: Node) -> None:
-        """Start a node of the next turns of a loop: a copy, or an all-gather behind the copies that it reads."""
-        if self.costs[node].lane == LINK:
-            self._run_beside(node)
-            return
-        for copy in filter(None, map(copy_of, node.all_input_nodes)):
+        """Start a node of the next turns of a loop, behind the copies that it reads."""
+        for copy in dict.fromkeys(filter(None, map(copy_of, node.all_input_nodes))):
             self._wait(node, self.done_at[copy])
-        self._start(node)
+        if starts(node):
+            self._start(node)
+        else:
+            self._run_beside(node)
 
     def _start(self, node: Node) -> None:
         self._compute(node)

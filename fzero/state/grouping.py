@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from fzero.base import tree
+from fzero.base.arguments import is_whole
 from fzero.base.embeddings import is_embedding
+from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import ALIGN, Layout, Leaf, replicated_layout
@@ -64,7 +66,10 @@ def plan_buckets(
     """
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for position, (key, leaf) in enumerate(zip(keys, leaves)):
-        named = layers(tree.dotted(key)) if layers else None
+        named: Any = layers(tree.dotted(key)) if layers else None
+        if not isinstance(named, str | None):
+            problem = f"returns {named!r:.80} for leaf {tree.dotted(key)}"
+            raise FzeroError("layers", problem, "return the name of a bucket, or None for the rule")
         groups.setdefault((bucket_of(key) if named is None else named, leaf.dtype), []).append(position)
     for members in groups.values():
         members.sort(key=lambda i: -_alignment(leaves[i].shape.numel()))
@@ -91,6 +96,9 @@ def _alignment(numel: int) -> int:
 def _leaf(path: str, leaf: Any, granularity: Granularity | None) -> Leaf:
     shape = tuple(leaf.shape)
     block = granularity(path, shape) if granularity is not None else None
+    if block is not None and not is_whole(block):
+        problem = f"returns {block!r:.80} for leaf {path}"
+        raise FzeroError("granularity", problem, "return a number of elements, or None")
     return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf), is_embedding(leaf))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
@@ -27,6 +28,7 @@ PROBE = 8
 Rule = Callable[[str, Any], Initializer]
 
 
+@check_arguments
 def init(shapes: tree.Tree, mesh: Any, rule: Rule, *, seed: int = 0, **how: Any) -> tree.Tree:
     """A tree of `Sharded` leaves with the shapes and dtypes of `shapes` and the values that `rule` draws.
 

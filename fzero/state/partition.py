@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
+from fzero.base.devices import check_device, parse_device
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.placement import Placement, check_placement
 from fzero.base.state import State
 from fzero.layout.layout import Layout
-from fzero.ranks.homes import Home, find_home
+from fzero.ranks.homes import Home, check_rank, find_home
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
@@ -31,6 +33,7 @@ from fzero.values.sharded import Sharded
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
 
 
+@check_arguments
 def partition(
     params: tree.Tree,
     mesh: Any,
@@ -96,6 +99,10 @@ def partition(
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     on = find_home(mesh)
+    if persist < 0:
+        raise FzeroError("persist", f"is {persist}", "give a number of elements, from 0 on")
+    if source_rank is not None:
+        check_rank("source_rank", source_rank, on)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
@@ -109,7 +116,10 @@ def partition(
     if isinstance(on, Live) and (source_rank is not None or any(map(is_on_ranks, sources))):
         _agree(on, source_rank, chunk, sources, targets, planned)
         feed = None if source_rank is None else Feed(on, source_rank)
-    where = [torch.device(device or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
+    given = None if device is None else parse_device(device)
+    if given is not None:
+        check_device(given)
+    where = [torch.device(given or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
     values = fill_leaves(
         on, planned, sources, dtypes, where, chunk, pin, feed, places=dict.fromkeys(range(len(leaves)), to)
     )
@@ -205,7 +215,11 @@ def _choose_dtype(dtype: Dtypes | None, source: Source) -> torch.dtype:
     """The dtype that a leaf is cast to. A dtype is for floating leaves only; a function may cast any leaf."""
     if isinstance(dtype, torch.dtype):
         return dtype if source.dtype.is_floating_point else source.dtype
-    return (dtype(source.path, source) if dtype is not None else None) or source.dtype
+    chosen: Any = dtype(source.path, source) if dtype is not None else None
+    if not isinstance(chosen, torch.dtype | None):
+        problem = f"returns {chosen!r:.80} for leaf {source.path}"
+        raise FzeroError("dtype", problem, "return a dtype, or None to keep the leaf's")
+    return chosen or source.dtype
 
 
 def _agree(

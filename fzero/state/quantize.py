@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
@@ -31,6 +32,7 @@ from fzero.values.sharded import Sharded
 Where = str | Callable[[str, Any], bool]
 
 
+@check_arguments
 def quantize(
     params: tree.Tree,
     *,
@@ -61,8 +63,9 @@ def quantize(
     * Blocks are counted from the start of the leaf, so the codes do not depend on the number of ranks.
 
     Tensors are quantized now, on their device; a source of values, as `fzero.open_safetensors` returns, while
-    `fzero.partition` reads it, a chunk at a time. A `Sharded` leaf, as `fzero.build` returns, is quantized now, and its
-    codes are partitioned as the leaf was: all ranks call together, and send each other a chunk at a time. A tensor on
+    `fzero.partition` reads it, a chunk at a time. A `Sharded` leaf, as `fzero.build` returns, is quantized now. Its
+    codes are partitioned as the leaf was, and lie where the leaf lies, such as on the host or on a disk: all ranks call
+    together, and send each other a chunk at a time. A tensor on
     the meta device gives codes and scales there, as `like` for `fzero.load_safetensors`.
 
     Dettmers et al., QLoRA, https://arxiv.org/abs/2305.14314; the gathers are ZeRO++'s, https://arxiv.org/abs/2306.10209.
@@ -140,7 +143,8 @@ def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
 
 
 def _partition_codes(made: tree.Tree, on: Home, held: Mapping[str, Sharded]) -> tree.Tree:
-    """A tree in which the codes and scales of the leaves that were `held` on a mesh are partitioned there."""
+    """A tree in which the codes and scales of the leaves that were `held` on a mesh are partitioned there. They lie
+    where these leaves lie."""
     leaves, treedef = tree.flatten(made)
     keys = tree.keys(treedef)
     here = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _StoredOnRanks) and leaf.value.on is on]
@@ -157,7 +161,8 @@ def _partition_codes(made: tree.Tree, on: Home, held: Mapping[str, Sharded]) -> 
         lines = [f"leaf {leaves[i].path}: {describe_leaf(*planned[i], torch.uint8)}" for i in here]
         on.agree("quantize", lines)
     dtypes, devices = dict.fromkeys(here, torch.uint8), {i: leaves[i].value.device for i in here}
-    filled = fill_leaves(on, planned, sources, dtypes, devices, CHUNK_NBYTES)
+    places = {i: leaves[i].value.place for i in here}
+    filled = fill_leaves(on, planned, sources, dtypes, devices, CHUNK_NBYTES, places=places)
     return tree.unflatten(treedef, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 

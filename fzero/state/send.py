@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.base.errors import FzeroError
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
 from fzero.ranks.live import Live
@@ -15,15 +14,10 @@ from fzero.state.sources import Source
 
 
 class Feed:
-    """Values from `source`, a global rank, to all ranks of the mesh of `on`. All ranks make the same calls, `end` last.
-
-    Raises:
-        FzeroError: for a source that is no rank of the mesh.
-    """
+    """Values from `source`, a global rank of the mesh of `on`, to all its ranks. All ranks make the same calls, `end`
+    last."""
 
     def __init__(self, on: Live, source: int) -> None:
-        if source not in on.ranks:
-            raise FzeroError("source_rank", f"is {source}, the mesh has ranks {list(on.ranks)}", "name one of them")
         self.on, self.source = on, source
         self.is_source = on.ranks[on.number] == source
         self._ranks = ranks_by_position(on.mesh, on.ranks)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
+from fzero.ranks.homes import check_rank
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
@@ -23,6 +25,7 @@ from fzero.values.origin import follow
 from fzero.values.sharded import Sharded
 
 
+@check_arguments
 def unpartition(params: tree.Tree, *, rank: int | None = None) -> tree.Tree:
     """`params` with each `Sharded` leaf as a whole tensor on every rank; other leaves stay. All ranks call
     `unpartition` together. With `rank`, a global rank, leaves are whole on that rank alone, and None on the others.
@@ -48,6 +51,7 @@ def _describe(leaf: Sharded) -> list[str]:
     return [f"leaf {leaf.path}: {held}", f"state {leaf.path}: made {leaf.origin}"]
 
 
+@check_arguments
 def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[str, Any]]:
     """`(path, whole tensor)` of each leaf in order. With `chunk`, in bytes, `(path, (range, values))` of each chunk of
     each flattened leaf, values 1-d. All ranks iterate together to the end; a rank holds one whole leaf, or one chunk,
@@ -66,6 +70,7 @@ def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[
             yield path, (piece, assemble_piece(leaf, piece))
 
 
+@check_arguments
 def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) -> tree.Tree:
     """`params` with the leaf at a dotted path replaced by `fn(whole leaf)`, which may have another shape. All ranks
     call `update_leaf` together, with the same `fn`. It replaces DeepSpeed's `GatheredParameters`.
@@ -114,13 +119,13 @@ def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
 
 def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
     """A leaf as a new whole tensor, on every rank or on `rank` alone."""
+    if rank is not None:
+        check_rank("rank", rank, leaf.on)
     if not isinstance(leaf.on, Live) or torch_private.depth():  # under torch.func a slice has no memory of its own
         full = leaf.full_tensor()
         return full if leaf.on.is_tracing else freeze(full.detach(), leaf)
     if rank is None:
         return freeze(_gather(leaf, leaf.on), leaf)
-    if rank not in leaf.on.ranks:
-        raise FzeroError("rank", f"is {rank}, the mesh has ranks {list(leaf.on.ranks)}", "name one of them")
     whole = _collect(leaf, leaf.on, rank)
     return None if whole is None else freeze(whole, leaf)
 

@@ -50,6 +50,29 @@ def take_state(given: tree.Tree, returned: tree.Tree, kinds: Kinds) -> tree.Tree
     return tree.unflatten(result_def, results)
 
 
+def pair_results(given: tree.Tree, returned: tree.Tree) -> dict[int, int]:
+    """Position of a leaf of `returned` -> position of the leaf of `given` in whose place it stands.
+
+    A subtree of the result is in the place of a subtree of the arguments that has the same structure and the same
+    shapes. The largest pair up first, and those of equal size in order, so that a tree of gradients takes the place of
+    no state that has a new value. Each leaf is in one pair at most.
+    """
+    (leaves, treedef), (results, result_def) = tree.flatten(given), tree.flatten(returned)
+    tops, alike = {*_children((result_def, 0))}, dict[tree.TreeDef, list[Place]]()
+    for place in _list_places(treedef, leaves):
+        alike.setdefault(place[0], []).append(place)
+    claimed, replaced = set[int](), dict[int, int]()
+    for place in sorted(_list_subtrees(result_def), key=lambda place: -place[0].num_leaves):
+        count, start = place[0].num_leaves, place[1]
+        if replaced.keys().isdisjoint(range(start, start + count)):
+            free = (each for each in alike.get(place[0], ()) if claimed.isdisjoint(range(each[1], each[1] + count)))
+            found = next((each for each in free if _fits(place, each, results, leaves, place in tops)), None)
+            if found is not None:
+                claimed.update(range(found[1], found[1] + count))
+                replaced |= zip(range(start, start + count), range(found[1], found[1] + count))
+    return replaced
+
+
 def _list_places(treedef: tree.TreeDef, leaves: list[Any]) -> list[Place]:
     """The arguments and their subtrees, the larger ones first. Of single tensors only arguments that are state."""
     tops = set(_children((treedef, 0)))

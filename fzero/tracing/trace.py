@@ -37,7 +37,7 @@ from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
-from fzero.tracing.state_results import take_state
+from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.collectives import bind_axes
@@ -187,11 +187,13 @@ class _Trace:
         with TraceMode(checks) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
             returned = self.fn(*given)
             caches.check(self.fn, returned)
-            out_leaves, self._out_def = tree.flatten(take_state(given, returned, kinds))
+            returned = take_state(given, returned, kinds)
+            out_leaves, self._out_def = tree.flatten(returned)
+            replaced = pair_results(given, returned)
         self._read.extend(mode.read)
-        for path, leaf in zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves):
+        for i, (path, leaf) in enumerate(zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves)):
             check_result(path, leaf, leaves)
-            self._results.append(_describe_result(path, leaf, tracer))
+            self._results.append(_describe_result(path, leaf, tracer, self.paths[replaced[i]] if i in replaced else ""))
         self._results.extend(Result(flag.where) for flag in self._noted)
         # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
         made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
@@ -242,9 +244,9 @@ def _describe_argument(path: str, leaf: Any, tracer: Tracer) -> Argument:
     return Argument(path)
 
 
-def _describe_result(path: str, leaf: Any, tracer: Tracer) -> Result:
+def _describe_result(path: str, leaf: Any, tracer: Tracer, replaces: str) -> Result:
     if isinstance(leaf, Sharded):
-        return Result(path, tracer.name(leaf.form.layout), leaf.index)
+        return Result(path, tracer.name(leaf.form.layout), leaf.index, replaces=replaces)
     return Result(path) if isinstance(leaf, Tensor) else Result(path, constant=leaf, is_constant=True)
 
 

@@ -55,7 +55,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> lis
     if kind.__module__.partition(".")[0] != "torch" or kind.__name__.lower() not in _KINDS:
         problem = f"is a {kind.__module__}.{kind.__name__}, which is not converted"
         raise FzeroError("optimizer", problem, "give an optimizer of torch.optim or of fzero.optim, or a configuration")
-    if optimizer.state:
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # a new Adagrad has states at step 0
         raise FzeroError("optimizer", "has made steps already", "give a new one, and load its state from a checkpoint")
     return list_groups(kind.__name__, {}, optimizer.param_groups, model, "optimizer", torch_defaults=True)
 
@@ -77,11 +77,16 @@ def list_groups(
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[Group] = []
+    if not isinstance(groups, Iterable) or isinstance(groups, (str, bytes)):
+        raise FzeroError(where, f"is {groups!r:.80}", "give parameters, or a list of dicts of parameters")
     members = list(groups)
     loose = [member for member in members if not isinstance(member, Mapping)]
     dicts = [member for member in members if isinstance(member, Mapping)] + [{"params": loose}] * bool(loose)
     seen: set[str] = set()
     for number, member in enumerate(dicts):
+        if "params" not in member:
+            way_out = "give each group as {'params': [...], ...}"
+            raise FzeroError(where, f"group {number} has {list(member)}, and no 'params'", way_out)
         given = member["params"]
         paths = {_find_name(x, names, number) for x in ([given] if isinstance(given, torch.Tensor) else given)}
         if paths & seen:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import SHARD_AXIS
 
@@ -56,6 +57,7 @@ def split_world(world: int, shard: int | None) -> dict[str, int]:
     return {"replica": world // shard, SHARD_AXIS: shard}
 
 
+@check_arguments
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
+from fzero.base.devices import parse_device
 from fzero.values.functions import is_sharded
 from fzero.values.moves import AllReduce, Extreme, MovePerformer
 
@@ -28,6 +30,7 @@ def bind_axes(on: MovePerformer) -> Iterator[None]:
         _current.reset(token)
 
 
+@check_arguments
 def psum(x: tree.Tree, axis: str) -> tree.Tree:
     """The sum of each leaf over the ranks along a mesh axis, the same on every rank. The identity outside `shard`.
 
@@ -39,6 +42,7 @@ def psum(x: tree.Tree, axis: str) -> tree.Tree:
     return _all_reduce(AllReduce, x, "sum", axis)
 
 
+@check_arguments
 def pmean(x: tree.Tree, axis: str) -> tree.Tree:
     """The mean of each leaf over the ranks along a mesh axis, the same on every rank. The identity outside `shard`.
 
@@ -50,6 +54,7 @@ def pmean(x: tree.Tree, axis: str) -> tree.Tree:
     return _all_reduce(AllReduce, x, "avg", axis)
 
 
+@check_arguments
 def pmax(x: tree.Tree, axis: str) -> tree.Tree:
     """The elementwise maximum of each leaf over the ranks along a mesh axis, the same on every rank.
 
@@ -74,6 +79,7 @@ def mean_over_data(x: Tensor) -> Tensor:
     return x if on is None else _reduce_leaf(AllReduce, x, on, "avg", *on.mesh.names)
 
 
+@check_arguments
 def axis_index(axis: str, device: torch.device | str = "cpu") -> Tensor:
     """This rank's position along a mesh axis, a 0-d int64 tensor; 0 outside `shard`.
 
@@ -81,7 +87,7 @@ def axis_index(axis: str, device: torch.device | str = "cpu") -> Tensor:
         FzeroError: for an axis that the mesh does not have.
     """
     on = _current.get()
-    device = torch.device(device)
+    device = parse_device(device)
     if on is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     on.mesh.size(axis)  # raises for an axis that the mesh does not have

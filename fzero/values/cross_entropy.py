@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fzero.base import torch_private
 from fzero.base.ambient import find_ambient
+from fzero.base.arguments import check_arguments, is_of
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private_functions import requires_grad
@@ -28,6 +29,7 @@ class _Terms(NamedTuple):
     label_smoothing: float
 
 
+@check_arguments
 def tiled_cross_entropy(
     hidden: Tensor,
     head: Tensor,
@@ -200,6 +202,7 @@ class _Once(torch.autograd.Function):
 def _check(hidden: Tensor, head: Tensor, bias: Any, labels: Tensor, terms: _Terms, reduction: str) -> None:
     shape, head_shape, label_shape = tuple(hidden.shape), tuple(head.shape), tuple(labels.shape)
     fits = len(shape) > 0 and len(head_shape) == 2 and head_shape[1] == shape[-1]
+    is_tensor = is_of(terms.z_loss, Tensor)
     dtypes = {x.dtype for x in (hidden, head, bias) if x is not None}
     for where, is_right, problem, way_out in (
         ("head", fits, f"is {head_shape}, hidden is {shape}", "give [V, d], as nn.Linear has it, and [..., d]"),
@@ -214,6 +217,7 @@ def _check(hidden: Tensor, head: Tensor, bias: Any, labels: Tensor, terms: _Term
         ("labels", label_shape == shape[:-1], f"is {label_shape}, hidden is {shape}", "give one for each token"),
         ("labels", labels.dtype == torch.int64, f"is {labels.dtype}", "give classes, as torch.int64"),
         ("label_smoothing", 0 <= terms.label_smoothing <= 1, f"is {terms.label_smoothing}", "give 0 to 1"),
+        ("z_loss", is_tensor or 0 <= terms.z_loss < math.inf, f"is {terms.z_loss}", "give 0 or more"),
         ("reduction", reduction in ("mean", "sum"), f"is {reduction!r}", 'give "mean" or "sum"'),
     ):
         if not is_right:

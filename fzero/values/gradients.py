@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.reachable import find_tensor, walk
@@ -20,6 +21,7 @@ from fzero.values.custom_functions import take_custom_functions
 from fzero.values.sharded import Sharded
 
 
+@check_arguments
 def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """`g(params, *args) -> (fn(params, *args), gradient)`, the gradient a tree as `params` (JAX's `value_and_grad`).
 
@@ -59,6 +61,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
     return differentiated
 
 
+@check_arguments
 def grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """`g(params, *args) -> gradient`; with `has_aux`, `g(params, *args) -> (gradient, aux)`. See `value_and_grad`."""
 

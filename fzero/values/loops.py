@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
 from fzero.values.regions import keep_turns
@@ -47,6 +48,7 @@ def record_loops(recorder: LoopRecorder) -> Iterator[None]:
         _recorder.reset(token)
 
 
+@check_arguments
 def scan(
     body: Callable[..., tuple[Any, Any]],
     carry: tree.Tree,

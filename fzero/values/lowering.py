@@ -32,6 +32,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from fzero.base import torch_private, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
@@ -40,6 +41,7 @@ from fzero.base.tree import Tree, TreeDef
 _log = logging.getLogger("fzero")
 
 
+@check_arguments
 def lower(module: nn.Module) -> tuple[Tree, Apply]:
     """`(params, apply)` with `apply(params, *args, **kwargs) == module(*args, **kwargs)`, for a module without state.
 
@@ -61,6 +63,7 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
     return params, Apply(module, params)
 
 
+@check_arguments
 def lower_stateful(module: nn.Module) -> tuple[Tree, Tree, StatefulApply]:
     """`(params, buffers, apply)` with `apply(params, buffers, *args, **kwargs) -> (output, new buffers)`.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
@@ -32,6 +33,7 @@ class NoWeight(Flag):
 _SYNCS = (None, "once", "each")
 
 
+@check_arguments
 def accumulate(
     fn: Callable[..., tuple[Any, Any]], microbatches: int, *, sync: str | None = None, dtype: torch.dtype | None = None
 ) -> Callable[[tree.Tree, tree.Tree], tuple[Tensor, tree.Tree]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
 from fzero.values.quantized import map_quantized_leaves
@@ -18,6 +19,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 _DTYPES = (*_NARROW, torch.float32, torch.float64)
 
 
+@check_arguments
 def precision(
     compute: torch.dtype, *, reduce: torch.dtype | None = None, output: torch.dtype | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from fzero.base import torch_private
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private_functions import HigherOrderOperator
 
@@ -51,6 +52,7 @@ _FATES: dict[Any, Fate] = {
 """What a policy returns -> the fate of the operation's result."""
 
 
+@check_arguments
 def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None) -> Callable[..., Any]:
     """`fn`, with intermediate values that a sharded step does not keep for its backward pass: it computes them again
     there, or moves them to the host and back.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.base.placement import Disk, Host, Placement
+from fzero.base.placement import Disk, Host, Placement, check_placement
 from fzero.files import OnDisk, allocate
 from fzero.files.memory import allocate_pinned_memory
 from fzero.layout.layout import Layout, Leaf, replicated_layout
@@ -182,6 +182,7 @@ class Sharded(Tensor):
     def at(self, place: Placement | None) -> Sharded:
         """A copy of this value with its slice in a placement, None for the device. The value itself where its slice
         lies there, or where it is replicated: replicated values are on the device."""
+        check_placement(place)
         if self.is_replicated or self.local.is_meta:
             return self if self.is_replicated else self.of_form(self.local, self.form._replace(place=place))
         local = self.local

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
 from fzero.values.loops import scan
 from fzero.values.regions import remat
 
 
+@check_arguments
 def tiled(fn: Callable[..., tree.Tree], chunks: int, dim: int = 0) -> Callable[..., tree.Tree]:
     """`g(params, *args)` calls `fn(params, *parts)` for each of `chunks` parts of `args` along `dim`, one after the
     other, and joins the results along `dim`.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +18,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
-from fzero import optim, tree
+from fzero import FzeroError, optim, tree
 from fzero.base.mesh import VirtualMesh
 from fzero.execution.calibration import MOVED, average_rates, fit_rates, measure_link, time_nodes
 from fzero.passes import bucket
 from fzero.program.program import Program
-from fzero.program.rates import Rates
+from fzero.program.rates import GUESSES, Rates
 from fzero.ranks.link import AtOnce
 from fzero.ranks.live import live
 
@@ -122,6 +125,29 @@ def hybrid(mesh: DeviceMesh) -> Rates:
     return step.calibrate(params, optim.adamw(0.1).init(params), torch.ones(2, 5))
 
 
+def on_disk(mesh: DeviceMesh, path: Path) -> dict[str, Any]:
+    """Of a step with parameters in files below `path`. The last rank cannot write to the second disk."""
+    params, x = fzero.partition(layers(3), mesh, to=fzero.disk(path)), torch.ones(2, 5)
+    step, guess = fzero.shard(fzero.value_and_grad(loss), mesh), GUESSES["cpu"]
+    before, reads = [leaf.local.clone() for leaf in tree.leaves(params)], step.trace(params, x).copies(mesh.get_rank())
+    rates = step.calibrate(params, x)
+    files = {file.name.partition(".")[0] for file in path.glob("*/*")}
+    gone = path / f"rank-{mesh.get_rank()}"
+    gone.mkdir()
+    other = fzero.disk(gone)
+    if mesh.get_rank() == mesh.size() - 1:
+        gone.rmdir()
+    with pytest.raises(FzeroError, match=r"disk: is fzero.host\(pin=True\); give fzero.disk\(path\)"):
+        step.calibrate(params, x, disk=fzero.host())
+    with pytest.raises(FzeroError) as raised:
+        step.calibrate(params, x, disk=other)
+    kept = all(map(torch.equal, before, (leaf.local.clone() for leaf in tree.leaves(params))))
+    return {
+        "rates": rates, "is_measured": rates.disk != guess.disk, "files": files, "error": str(raised.value),
+        "kept": kept and reads == step.trace(params, x).copies(mesh.get_rank()),
+    }  # fmt: skip
+
+
 def timing(mesh: DeviceMesh) -> dict[str, Any]:
     """One timed step."""
     held = tree.flatten((fzero.partition(layers(2), mesh), torch.ones(2, 5)))[0]
@@ -138,8 +164,9 @@ def timing(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_ranks() -> dict[str, list[Any]]:
-    cases = {"calibrate": calibrate, "hybrid": hybrid, "timing": timing}
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    of_disk = partial(on_disk, path=tmp_path_factory.mktemp("disk"))
+    cases = {"calibrate": calibrate, "hybrid": hybrid, "timing": timing, "disk": of_disk}
     return {name: values(found) for name, found in run_cases(2, cases).items()}
 
 
@@ -154,6 +181,20 @@ def test_ranks_agree_on_rates(on_ranks: dict[str, list[Any]]) -> None:
     assert first == second and all(rate > 0 for rate in first)
     first, second = on_ranks["hybrid"]
     assert first == second and all(rate > 0 for rate in first)
+
+
+def test_a_disk_is_measured_in_a_file_that_is_gone_afterwards(on_ranks: dict[str, list[Any]]) -> None:
+    first, second = on_ranks["disk"]
+    assert first["rates"] == second["rates"]
+    for found in (first, second):
+        assert found["is_measured"] and found["kept"]
+        assert found["files"] <= {"lock", "rank-0", "rank-1"}, "a file of the measurement is left"
+
+
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(on_ranks: dict[str, list[Any]]) -> None:
+    first, second = on_ranks["disk"]
+    assert re.search("rank 1.*FzeroError: disk .* is no folder", first["error"])
+    assert re.match("disk .* is no folder; give the path", second["error"])
 
 
 def test_calibration_leaves_everything_as_it_was(on_ranks: dict[str, list[Any]]) -> None:

@@ -191,7 +191,7 @@ def test_ranks_that_do_not_all_compile_are_told() -> None:
 
 @pytest.mark.parametrize("other", ["graphs", 1, None])
 def test_other_values_are_refused(other: Any) -> None:
-    with pytest.raises(fzero.FzeroError, match=r"compile: is .*; give False, True or 'graph'"):
+    with pytest.raises(fzero.FzeroError, match=r"compile: is .*; give True or False or 'graph'"):
         fzero.shard(lambda x: x, None, compile=other)
 
 

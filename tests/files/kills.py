@@ -10,13 +10,15 @@ a dead run once it has made its own.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from fzero import checkpoint, optim, tree
 MESH = fzero.VirtualMesh(fsdp=2)
 OPTIMIZER = optim.adamw(0.1)
 BATCH = torch.linspace(-1, 1, 4 * 7).view(4, 7)
-ERROR = 3
 
 
 def train_step(params: Any, state: Any, x: Any) -> Any:
@@ -78,20 +79,14 @@ def run(path: Path, known: Any, steps: int, begun: Callable[[], Any]) -> None:
             checkpoint.save(path / "run", (params, state), step=number, keep=2, wait=number % 2 == 0)
 
 
-def fork(path: Path, known: Any, steps: int) -> tuple[int, int]:
-    """`(process, pipe)` of a child that runs. The pipe says when the first step is done."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(send)
-        return child, receive
-    try:
-        run(path, known, steps, lambda: os.write(send, b"."))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        code = ERROR
-    os._exit(code)  # what ends a process without a kill is tested elsewhere
+def start(path: Path, known: Any, steps: int) -> tuple[BaseProcess, Connection]:
+    """A child that runs, and the end of a pipe that gets a word when the first step is done."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=run, args=(path, known, steps, lambda: send.send("begun")))
+    child.start()
+    send.close()
+    return child, receive
 
 
 def kill_rounds(path: Path, kills: int, seed: int) -> None:
@@ -101,20 +96,20 @@ def kill_rounds(path: Path, kills: int, seed: int) -> None:
     checkpoint.save(path / "warm", known, step=0)  # what torch and fzero do once, children need not do
     checkpoint.load(path / "warm", known)
     for _ in range(kills):
-        child, pipe = fork(path, known, 10**6)
-        assert os.read(pipe, 1), "a run failed in its first step"
+        child, pipe = start(path, known, 10**6)
+        pipe.recv()  # EOFError where the run failed in its first step
         time.sleep(draw.uniform(0, 0.3))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        os.close(pipe)
-        assert os.WIFSIGNALED(status), f"a run ended by itself, with status {status}"
+        child.kill()
+        child.join()
+        pipe.close()
+        assert child.exitcode == -signal.SIGKILL, f"a run ended by itself, with status {child.exitcode}"
         done = checkpoint.latest(path / "run") or 0
         assert done >= found[-1], f"the checkpoint of step {found[-1]} was lost"
         known = train(*known, done - found[-1])
         found.append(done)
-    child, pipe = fork(path, known, 3)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, f"the last run ended with status {status}"
+    child, _ = start(path, known, 3)
+    child.join()
+    assert child.exitcode == 0, f"the last run ended with status {child.exitcode}"
     print(f"{kills} kills: {len(set(found))} checkpoints went on, the last of step {found[-1]}")
 
 

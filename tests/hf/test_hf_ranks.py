@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +14,162 @@ pytest.importorskip("accelerate")  # without which transformers has no Trainer
 
 import torch
 import transformers
-from hf_models import make_arguments, make_dataset, make_model, read_logs
-from processes import run
+from hf_models import make_arguments, make_model, make_ragged_dataset, pad_rows, read_logs
+from processes import Outcome, run_cases, values
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero.hf
+from fzero import FzeroError
+from fzero.hf.padding import pad_to_longest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from families import FAMILIES
+
+FEW = 7
+"""Rows that two ranks cannot share equally."""
 
 
-def train_on_two(mesh: DeviceMesh, folder: Path) -> tuple[list[dict[str, float]], float]:
-    """Logs and evaluation loss of a rank, whose batches are half of those of one process."""
-    rank = mesh.get_local_rank()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")  # as torchrun
+def act_as_torchrun(mesh: DeviceMesh) -> None:
+    rank = str(mesh.get_local_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+
+
+def make_trainer(cls: Any, folder: Path, **changed: Any) -> Any:
+    """A trainer of rows with different lengths: the batches of ranks have different shapes."""
+    dataset = make_ragged_dataset()
+    data = {"train_dataset": dataset, "eval_dataset": dataset[:8], "data_collator": pad_rows}
+    return cls(make_model(), make_arguments(folder, **changed), **data, compute_metrics=measure)
+
+
+def measure(evaluation: Any) -> dict[str, float]:
+    """A number that depends on each prediction at a label, and how many there are."""
+    is_counted = evaluation.label_ids != -100
+    return {"count": float(is_counted.sum()), "squares": float((evaluation.predictions[is_counted] ** 2).mean())}
+
+
+def find_metrics(trainer: Any) -> dict[str, float]:
+    metrics = trainer.predict(make_ragged_dataset(FEW)).metrics
+    return {name: metrics[f"test_{name}"] for name in ("count", "squares")}
+
+
+def train(mesh: DeviceMesh, folder: Path) -> tuple[list[dict[str, float]], float, dict[str, float]]:
+    """Logs, evaluation loss and metrics of a rank, whose batches are half of those of one process."""
+    act_as_torchrun(mesh)
     changed = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
-    dataset = make_dataset()
-    trainer = fzero.hf.Trainer(
-        make_model(), make_arguments(folder, **changed), train_dataset=dataset, eval_dataset=dataset[:8]
-    )
+    trainer = make_trainer(fzero.hf.Trainer, folder, **changed)
     assert trainer.args.world_size == trainer.accelerator.num_processes == 2
+    trainer.train()
+    return read_logs(trainer), trainer.evaluate()["eval_loss"], find_metrics(trainer)
+
+
+def train_family(cls: Any, name: str, folder: Path, microbatch: int) -> tuple[list[dict[str, float]], float]:
+    """T5 takes the mean over its labels. So two rows have as many labels as the next two, and transformers must not
+    multiply the loss by the number of ranks."""
+    batch = FAMILIES[name].batch(16)
+    dataset = [{key: x[row] for key, x in batch.items()} for row in range(16)]
+    changed = {"per_device_train_batch_size": microbatch, "max_steps": 2, "train_sampling_strategy": "sequential"}
+    changed |= {"per_device_eval_batch_size": microbatch, "average_tokens_across_devices": False}
+    changed |= {"gradient_accumulation_steps": 1}
+    arguments = make_arguments(folder, **changed)
+    trainer = cls(FAMILIES[name].make(), arguments, train_dataset=dataset, eval_dataset=dataset[:8])
     trainer.train()
     return read_logs(trainer), trainer.evaluate()["eval_loss"]
 
 
-def train_plainly(folder: Path) -> Any:
-    dataset = make_dataset()
-    trainer = transformers.Trainer(
-        make_model(), make_arguments(folder), train_dataset=dataset, eval_dataset=dataset[:8]
-    )
-    trainer.train()
-    return trainer
+def train_family_on_ranks(mesh: DeviceMesh, name: str, folder: Path) -> tuple[list[dict[str, float]], float]:
+    act_as_torchrun(mesh)
+    return train_family(fzero.hf.Trainer, name, folder, 2)
 
 
-def test_two_ranks_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
-    expected = train_plainly(tmp_path / "theirs")
+def pad_unequal(mesh: DeviceMesh) -> dict[str, Any]:
+    """What a rank gets for batches that differ from those of the other rank."""
+    longer = mesh.get_local_rank()
+    tokens, labels = torch.ones(2, 3 + longer, dtype=torch.long), torch.ones(2, 4 - longer, dtype=torch.long)
+    padded = pad_to_longest({"input_ids": tokens, "labels": labels, "count": 1}, mesh, ["labels"], 5)
+    found: dict[str, Any] = {name: x.tolist() for name, x in padded.items() if isinstance(x, torch.Tensor)}
+    unequal = {
+        "rows": {"labels": torch.ones(2 + longer, 3)}, "unknown": {"sound": torch.ones(2, 3 + longer)},
+        "missing": {"labels" if longer else "input_ids": torch.ones(2, 3)},
+    }  # fmt: skip
+    for name, inputs in unequal.items():
+        try:
+            found[name] = list(pad_to_longest(inputs, mesh, ["labels"], 5))
+        except FzeroError as error:
+            found[name] = str(error)
+    return found
+
+
+UNEVEN: dict[str, dict[str, Any]] = {
+    r"accelerator_config: has even_batches=False, and 2 ranks.*drop_last=True": {
+        "accelerator_config": {"even_batches": False}
+    },
+    r"train_sampling_strategy: is 'batch_rebalance', which gives 2 ranks": {
+        "train_sampling_strategy": "batch_rebalance"
+    },
+}
+
+
+def refuse_uneven_batches(mesh: DeviceMesh, folder: Path) -> None:
+    act_as_torchrun(mesh)
+    for message, changed in UNEVEN.items():
+        with pytest.raises(FzeroError, match=message):
+            make_trainer(fzero.hf.Trainer, folder, **changed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+NAMES = ("T5", "ViT")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, list[Outcome]]:
+    cases: dict[str, Any] = {"train": functools.partial(train, folder=folder / "two"), "pad": pad_unequal}
+    cases |= {name: functools.partial(train_family_on_ranks, name=name, folder=folder / name) for name in NAMES}
+    return run_cases(2, {**cases, "uneven": functools.partial(refuse_uneven_batches, folder=folder / "uneven")})
+
+
+def test_two_ranks_train_as_one_and_one_goes_on_from_their_checkpoint(
+    outcomes: dict[str, list[Outcome]], folder: Path
+) -> None:
+    expected = make_trainer(transformers.Trainer, folder / "theirs")
+    expected.train()
     logs = read_logs(expected)
-    for got, loss in run(2, train_on_two, tmp_path / "two"):
+    for got, loss, metrics in values(outcomes["train"]):
         assert len(got) == len(logs) == 6
         for ours, theirs in zip(got, logs):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
         assert loss == pytest.approx(expected.evaluate()["eval_loss"], abs=1e-5)
-    resumed = fzero.hf.Trainer(make_model("gpt2"), make_arguments(tmp_path / "one"), train_dataset=make_dataset())
-    resumed.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+        assert metrics == pytest.approx(find_metrics(expected), abs=1e-5)
+    resumed = make_trainer(fzero.hf.Trainer, folder / "one")
+    resumed.train(resume_from_checkpoint=str(folder / "two" / "checkpoint-3"))
     for ours, theirs in zip(read_logs(resumed)[-3:], logs[-3:], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
-def test_what_is_saved_is_read_by_from_pretrained(tmp_path: Path) -> None:
-    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), train_dataset=make_dataset())
-    trainer.save_model(str(tmp_path / "saved"))
-    trainer.save_model(str(tmp_path / "saved"))  # over the first
-    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    for (name, ours), (_, theirs) in zip(read.named_parameters(), make_model().named_parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_trains_on_two_ranks_as_transformers_on_one(
+    outcomes: dict[str, list[Outcome]], name: str, tmp_path: Path
+) -> None:
+    logs, loss = train_family(transformers.Trainer, name, tmp_path, 4)
+    for got, got_loss in values(outcomes[name]):
+        for ours, theirs in zip(got, logs, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        assert got_loss == pytest.approx(loss, abs=1e-5)
+
+
+def test_batches_get_the_length_of_the_longest_rank(outcomes: dict[str, list[Outcome]]) -> None:
+    first, second = values(outcomes["pad"])
+    assert first["input_ids"] == [[1, 1, 1, 5]] * 2 and second["input_ids"] == [[1, 1, 1, 1]] * 2
+    assert first["attention_mask"] == [[1, 1, 1, 0]] * 2 and second["attention_mask"] == [[1, 1, 1, 1]] * 2
+    assert first["labels"] == [[1, 1, 1, 1]] * 2 and second["labels"] == [[1, 1, 1, -100]] * 2
+    for found in (first, second):
+        assert "labels: differs in more than its length, by rank: [2, 3], [3, 3]" in found["rows"]
+        assert "sound: has other lengths on other ranks, and its padding is not known" in found["unknown"]
+    assert first["missing"] == ["input_ids"] and second["missing"] == ["labels"]  # the step says which inputs differ
+
+
+def test_batches_that_some_ranks_lack_are_refused(outcomes: dict[str, list[Outcome]]) -> None:
+    values(outcomes["uneven"])

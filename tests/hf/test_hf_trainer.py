@@ -66,15 +66,6 @@ def test_arguments_mean_the_same(case: str, tmp_path: Path) -> None:
     assert_equal(got, expected, 1e-3 if "bfloat16" in case else 1e-5)  # autocast rounds to 8 bits
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [({"fp16": True}, r"fp16.*bf16=True"), ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha: is 5\.0")],
-)
-def test_what_is_not_here_is_refused_by_name(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(FzeroError, match=message):
-        fzero.hf.Trainer(make_model(), make_arguments(tmp_path, **changed), train_dataset=make_dataset())
-
-
 def test_an_optimizer_that_is_not_converted_is_refused_by_type(tmp_path: Path) -> None:
     with pytest.raises(FzeroError, match="Adafactor"):
         train(fzero.hf.Trainer, tmp_path, changed={"optim": "adafactor"}, mesh=VirtualMesh(fsdp=2))

@@ -166,7 +166,11 @@ def train_step(optimizer: optim.GradientTransformation) -> Callable[..., Any]:
     """`step(params, state, x) -> (params, state, [loss, norm of the gradients])`."""
 
     def step(params: tree.Tree, state: Any, x: Tensor) -> Any:
-        loss, grads = fzero.value_and_grad(lambda params: (params["scale"] * mlp(params, x)).square().mean())(params)
+        def loss_of(params: tree.Tree) -> Tensor:
+            params = tree.map(lambda leaf: leaf.to(x.dtype), params)
+            return (params["scale"] * mlp(params, x)).square().mean()
+
+        loss, grads = fzero.value_and_grad(loss_of)(params)
         updates, state = optimizer.update(grads, state, params)
         return optim.apply_updates(params, updates), state, [loss, optim.global_norm(grads)]
 
@@ -219,7 +223,7 @@ def test_a_sharded_optimizer_is_the_plain_one(cell: Cell) -> None:
     check(train(step, optimizer, fzero.partition(first_params(cell.dtype), MESH), cell.dtype), cell)
 
 
-ELSEWHERE = {"adamw8bit", "muon", "report", "scale_by_adam8bit", "scale_by_muon"}
+TRIED_ELSEWHERE = {"adamw8bit", "muon", "report", "scale_by_adam8bit", "scale_by_muon"}
 """Tried in test_muon.py and test_adam8bit.py: rounding to bfloat16 or 8 bits makes results differ by more than
 TOLERANCE."""
 
@@ -232,7 +236,7 @@ NO_OPTIMIZERS = {
 
 def test_every_public_function_is_tried() -> None:
     functions = {name for name in optim.__all__ if not isinstance(getattr(optim, name), type)}
-    assert functions - ELSEWHERE - NO_OPTIMIZERS == {name.partition(",")[0] for name in OPTIMIZERS}
+    assert functions - TRIED_ELSEWHERE - NO_OPTIMIZERS == {name.partition(",")[0] for name in OPTIMIZERS}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -277,25 +281,36 @@ def test_a_compiled_optimizer_is_the_plain_one(compilations: dict[str, list[Outc
     check(got, Cell(name))
 
 
-HOSTED = {"state": (None, fzero.host()), "params": (fzero.host(), None), "both": (fzero.host(), fzero.host())}
+ELSEWHERE = {"state": "device host", "params": "host device", "both": "host host", "disk": "disk disk"}
 """Where parameters and the optimizer's state lie."""
 WITH_STATE = [
     *PRESETS, *OTHERS, "clip_by_block_rms", "ema", "apply_if_finite", "inject_hyperparams", "masked", "multi_transform"
 ]  # fmt: skip
 """Whole optimizers, and stages around others."""
+WITH_NORMS = ["lamb", "adafactor", "clip_by_block_rms"]
+"""Those with a sum over each leaf that ranks add up. They are tried everywhere, and the others in turns."""
 
 
-@pytest.mark.parametrize(("name", "where"), zip(WITH_STATE, itertools.cycle(HOSTED)))
-def test_an_optimizer_on_the_host_is_the_resident_one(name: str, where: str) -> None:
-    """Bit for bit, with parameters, state or both on the host in turns."""
-    dtype = WIDE if name in SIGNS else torch.float32
+def mixed_params() -> tree.Tree:
+    """Leaves of two layers in float32 and float64 in turns, so that each bucket has both."""
+    dtypes = itertools.cycle([torch.float32, torch.float64])
+    return tree.map(lambda x: x.to(next(dtypes)), {**layers(2, width=WIDTH), "scale": torch.tensor(1.5)})
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    dict.fromkeys([*zip(WITH_STATE, itertools.cycle(ELSEWHERE)), *itertools.product(WITH_NORMS, ELSEWHERE)]),
+)
+def test_an_optimizer_elsewhere_is_the_resident_one(name: str, where: str, tmp_path: Path) -> None:
+    """Bit for bit, with leaves of two dtypes, and with parameters, state or both on the host or on a disk."""
     optimizer = optimizer_of(name, is_clipped=len(name) % 2 == 0)
     step = fzero.simulate(train_step(optimizer), MESH)
-    of_params, of_state = HOSTED[where]
-    resident = fzero.partition(first_params(dtype), MESH)
-    params = fzero.partition(first_params(dtype), MESH, to=of_params)
-    hosted = optimizer._replace(init=lambda params: optimizer.init(resident, to=of_state))
-    got = train(step, hosted, params, dtype)
-    expected = train(step, optimizer, resident, dtype)
+    places = {"device": None, "host": fzero.host(), "disk": fzero.disk(tmp_path)}
+    of_params, of_state = (places[each] for each in ELSEWHERE[where].split())
+    resident = fzero.partition(mixed_params(), MESH)
+    params = fzero.partition(mixed_params(), MESH, to=of_params)
+    placed = optimizer._replace(init=lambda params: optimizer.init(resident, to=of_state))
+    got = train(step, placed, params, WIDE)
+    expected = train(step, optimizer, resident, WIDE)
     for path, a, b in zip(tree.paths(expected), tree.leaves(got), tree.leaves(expected), strict=True):
-        assert a.equal(b), path
+        assert a.equal(b) and a.dtype == b.dtype, path

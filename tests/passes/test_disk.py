@@ -27,13 +27,14 @@ from programs import loss, rows, training
 from torch import Tensor
 
 import fzero
-from fzero import FzeroError, VirtualMesh, optim, passes, tree
+from fzero import VirtualMesh, optim, tree
 from fzero.base.placement import Placement
 from fzero.files import OnDisk
 from fzero.program import ops
+from fzero.program.kinds import Slice
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
-from fzero.program.records import record
+from fzero.program.records import find_bodies, record
 
 
 class Watch(Peaks):
@@ -122,12 +123,12 @@ def test_a_program_says_what_it_reads_and_writes(tmp_path: Path) -> None:
     assert f"reads {report.copies['read']} B, writes {report.copies['write']} B" in str(program).splitlines()[0]
 
 
-def test_nothing_computes_on_a_disk(tmp_path: Path) -> None:
-    mesh, disk = VirtualMesh(fsdp=2), fzero.disk(tmp_path)
-    chosen = [each for each in passes.defaults(stage=3) if each is not passes.offload]
-    step = fzero.simulate(training(ADAMW), mesh, passes=chosen)
-    with pytest.raises(FzeroError, match="lies on the disk.*put the pass offload among the passes"):
-        step(*begin(ADAMW, mesh, (disk, disk)), rows(mesh))
+@pytest.mark.parametrize(("names", "place"), [("disk disk", HOST), ("host device", HOST), ("device disk", None)])
+def test_sums_of_gradients_lie_with_the_parameters_or_on_the_host(names: str, place: Any, tmp_path: Path) -> None:
+    mesh, places = VirtualMesh(fsdp=2), fill_places(names, fzero.disk(tmp_path))
+    program = fzero.simulate(LOOPS["accumulate"], mesh).trace(*begin(ADAMW, mesh, places), rows(mesh))
+    (body,) = find_bodies(program.graph)
+    assert {result.place for result in body.results if isinstance(result.kind, Slice)} == {place}
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", *PRESETS, *OTHERS, *STAGES])

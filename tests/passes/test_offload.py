@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, VirtualMesh, optim, passes, tree
-from fzero.base.placement import Host
+from fzero.base.placement import Host, Placement
 from fzero.execution.outline import outline
-from fzero.files import OnDisk
+from fzero.files import OnDisk, load
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.places import find_places, where_of
@@ -302,17 +304,19 @@ def test_gradients_leave_as_soon_as_they_are_there() -> None:
     assert len(sent) == len(scatters) == 3 and position[sent[0]] < position[scatters[-1]]
 
 
-def on_ranks(mesh: DeviceMesh) -> tuple[list[Any], Any, str]:
-    """Training with state on the device and on the host, clipped and not: results of this rank. Measured rates, and the
-    error of ranks that place state differently."""
-    results = []
-    steps = training(ADAMW), training(CLIPPED), scan_layers
-    for train_step, optimizer, places in zip(steps, (ADAMW, CLIPPED, ADAMW), (STATE, STATE, BOTH)):
+def on_ranks(mesh: DeviceMesh, disk: Placement) -> tuple[list[Any], Any, str]:
+    """Training with state on the device, on the host and on a disk, clipped and not: results of this rank. Measured
+    rates, and the error of ranks that place state differently."""
+    results, on_disk = [], (disk, disk)
+    steps = training(ADAMW), training(CLIPPED), scan_layers, scan_layers
+    for train_step, optimizer, places in zip(steps, (ADAMW, CLIPPED, ADAMW, ADAMW), (STATE, STATE, BOTH, on_disk)):
         step = fzero.shard(train_step, mesh)
         batch = rows(VirtualMesh(fsdp=mesh.size())).chunk(mesh.size())[mesh.get_rank()]
         runs = [train(step, begin(optimizer, mesh, each), batch) for each in ((None, None), places)]
-        results.append([(tree.map(lambda x: x.local, state), losses) for state, losses in runs])
-    assert ", copies two turns early, gathers one turn early:" in str(step.trace(*begin(ADAMW, mesh, BOTH), batch))
+        results.append([(tree.map(lambda x: load(x.local), state), losses) for state, losses in runs])
+    for places, early in ((BOTH, ""), (on_disk, ", reads three turns early")):
+        listing = str(step.trace(*begin(ADAMW, mesh, places), batch))
+        assert f"{early}, copies two turns early, gathers one turn early:" in listing
     rates = step.calibrate(*begin(ADAMW, mesh, (HOST, HOST)), batch)
     try:
         step(*begin(ADAMW, mesh, (HOST if mesh.get_rank() else None, None)), batch)
@@ -321,13 +325,37 @@ def on_ranks(mesh: DeviceMesh) -> tuple[list[Any], Any, str]:
     return results, rates, ""
 
 
-def test_live_ranks_do_the_same() -> None:
+def test_live_ranks_do_the_same(tmp_path: Path) -> None:
     """Ranks that place state differently are named."""
-    for results, rates, message in run(2, on_ranks):
+    for results, rates, message in run(2, on_ranks, fzero.disk(tmp_path)):
         for resident, offloaded in results:
             assert_equal(offloaded, resident)
         assert all(rate > 0 for rate in rates) and rates.link != GUESSES["cpu"].link
         assert "argument 0.layers.0.b: float32[5] of layers.0 in fzero.host(pin=True)" in message
+
+
+def update_named(state: Any, params: Any, x: Tensor) -> Any:
+    """Results are in another order than the arguments, and have names."""
+    params, state, value = training(ADAMW)(params, state, x)
+    return {"params": params, "rest": {"value": value, "state": state}}
+
+
+def return_gradients(state: Any, params: Any, x: Tensor) -> Any:
+    """Two results are trees like the parameters, and like parts of the state."""
+    value, grads = fzero.value_and_grad(loss)(params, x)
+    updates, state = ADAMW.update(grads, state, params)
+    return {"grads": grads, "params": optim.apply_updates(params, updates), "rest": {"value": value, "state": state}}
+
+
+@pytest.mark.parametrize(("fn", "places"), [*itertools.product([update_named], PLACES), (return_gradients, STATE)])
+def test_results_in_a_tree_of_their_own_lie_where_the_state_lay(fn: Callable[..., Any], places: Any) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    params, state = begin(ADAMW, mesh, places)
+    new = fzero.simulate(fn, mesh)(state, params, rows(mesh))
+    assert ({*where(new["params"])}, {*where(new["rest"]["state"])}) == ({places[0]}, {places[1]})
+    assert {*where(new.get("grads", params))} == {places[0]}
+    expected, _ = train(fzero.simulate(training(ADAMW), mesh), begin(ADAMW, mesh), rows(mesh), steps=1)
+    assert_equal(fzero.unpartition((new["params"], new["rest"]["state"])), fzero.unpartition(expected))
 
 
 def test_a_step_that_keeps_its_arguments_is_the_resident_one() -> None:
@@ -350,12 +378,13 @@ def test_outlined_fragments_leave_the_host_alone() -> None:
     assert_same(case.run(outline(program)), case.run(program))
 
 
-def test_passes_without_offload_are_named() -> None:
-    mesh = VirtualMesh(fsdp=2)
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_passes_without_offload_are_named(name: str, tmp_path: Path) -> None:
+    mesh, place = VirtualMesh(fsdp=2), HOST if name == "host" else fzero.disk(tmp_path)
     chosen = [each for each in passes.defaults(stage=3) if each is not passes.offload]
     step = fzero.simulate(training(ADAMW), mesh, passes=chosen)
-    with pytest.raises(FzeroError, match="lies on the .*put the pass offload among the passes"):
-        step(*begin(ADAMW, mesh, (None, HOST)), rows(mesh))
+    with pytest.raises(FzeroError, match=f"lies on the {name}.*put the pass offload among the passes"):
+        step(*begin(ADAMW, mesh, (place, place)), rows(mesh))
 
 
 def test_state_of_plain_parameters_has_no_placement() -> None:

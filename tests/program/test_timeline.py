@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fzero.passes import bucket, prefetch
 from fzero.program.comm import Comm
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES, Rates, bus_bytes, guess_rates
-from fzero.program.timeline import Timeline
+from fzero.program.timeline import Timeline, Transfer
 from fzero.program.work import Work
 
 RATES = Rates(flops=64.0, memory=1e30, wire=32.0, launch=0.0, latency=1.0)
@@ -189,20 +189,36 @@ def test_a_disk_reads_and_writes_in_turn(tmp_path: Path) -> None:
     assert timeline.seconds == 16 and timeline.hidden("write") == 0
 
 
+def multiply_layers(params: tree.Tree, x: Tensor) -> Tensor:
+    return fzero.scan(lambda h, _, layer: (h @ layer["w"], None), x, layers=params["layers"])[0]
+
+
+def start_times(transfers: Sequence[Transfer]) -> list[tuple[int, int]]:
+    return [(round(each.start), round(each.end)) for each in transfers]
+
+
 def test_a_loop_copies_from_the_host_two_turns_early() -> None:
     """The copy and the all-gather of a layer take 2 s each, and what a turn computes takes 3 s. Only the copy and the
     gather of the first layer are exposed."""
     mesh, count = VirtualMesh(fsdp=2), 5
     params = fzero.partition({"layers": [{"w": torch.ones(16, 16)} for _ in range(count)]}, mesh, to=fzero.host())
-
-    def loss(params: tree.Tree, x: Tensor) -> Tensor:
-        return fzero.scan(lambda h, _, layer: (h @ layer["w"], None), x, layers=params["layers"])[0]
-
-    traced = fzero.simulate(loss, mesh).trace(params, torch.ones(2, 16))
+    traced = fzero.simulate(multiply_layers, mesh).trace(params, torch.ones(2, 16))
     rates = Rates(flops=16 * 16 * 2 / 3, memory=1e30, wire=256.0, launch=0.0, latency=0.0, link=256.0)
     timeline = traced.timeline(rates)
-    copies = [(round(each.start), round(each.end)) for each in timeline.lanes["link"]]
-    gathers = [(round(each.start), round(each.end)) for each in timeline.lanes["communication"]]
-    assert copies == [(0, 2), (2, 4), (4, 6), (7, 9), (10, 12)]
-    assert gathers == [(2, 4), (4, 6), (7, 9), (10, 12), (13, 15)]
+    assert start_times(timeline.lanes["link"]) == [(0, 2), (2, 4), (4, 6), (7, 9), (10, 12)]
+    assert start_times(timeline.lanes["communication"]) == [(2, 4), (4, 6), (7, 9), (10, 12), (13, 15)]
     assert timeline.exposed == pytest.approx(4) and timeline.compute == pytest.approx(3 * count)
+
+
+def test_a_loop_reads_from_a_disk_three_turns_early(tmp_path: Path) -> None:
+    """As above, with reads that take 2.5 s. The first three reads are exposed, because the third copy starts in front
+    of the first turn. Beside a turn's own layer the host holds three that are being read, of 512 bytes a rank."""
+    mesh, count = VirtualMesh(fsdp=2), 6
+    whole = {"layers": [{"w": torch.ones(16, 16)} for _ in range(count)]}
+    params = fzero.partition(whole, mesh, to=fzero.disk(tmp_path))
+    traced = fzero.simulate(multiply_layers, mesh).trace(params, torch.ones(2, 16))
+    rates = Rates(flops=16 * 16 * 2 / 3, memory=1e30, wire=256.0, launch=0.0, latency=0.0, link=256.0, disk=204.8)
+    timeline = traced.timeline(rates)
+    assert [each.start for each in timeline.lanes["disk"]] == pytest.approx([0, 2.5, 5, 7.5, 10, 12.5])
+    assert timeline.compute == pytest.approx(3 * count) and timeline.exposed == pytest.approx(3 * 2.5)
+    assert traced.memory().host == 4 * 512

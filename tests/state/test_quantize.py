@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from passes.test_offload import Peaks
 from torch import Tensor, nn
 
 import fzero
@@ -15,6 +16,7 @@ import fzero.checkpoint
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.program.memory import measure_memory
 from fzero.state import quantize as rounding
 from fzero.state.sources import TensorSource
 from fzero.values import blockwise
@@ -141,6 +143,24 @@ def test_what_is_built_is_quantized_where_it_lies() -> None:
     value, _ = step(held, torch.arange(6))
     expected = fzero.simulate(apply, mesh)(fzero.partition(fzero.unpartition(held), mesh), torch.arange(6))
     torch.testing.assert_close(value.mean(), expected.square().mean())
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_codes_lie_where_the_leaf_lay(name: str, tmp_path: Path) -> None:
+    """And a step takes them from there, with the same results and the bytes that are planned."""
+    place = fzero.host() if name == "host" else fzero.disk(tmp_path)
+    mesh, (params, apply) = fzero.VirtualMesh(fsdp=2), fzero.lower(Model())
+    held, resident = (fzero.quantize(fzero.partition(params, mesh, to=to)) for to in (place, None))
+    weight = held["layers"][0]["weight"]
+    assert {x.place for x in (weight.codes, weight.scales)} == {place}
+    step, tokens = fzero.simulate(fzero.value_and_grad(lambda p, x: apply(p, x).square().mean()), mesh), torch.arange(6)
+    program = step.trace(held, tokens)
+    peaks, planned = Peaks(program), [measure_memory(program, [rank]) for rank in (0, 1)]
+    got, expected = step(held, tokens, watch=peaks.watch), step(resident, tokens)
+    assert all(map(torch.equal, *(tree.leaves(fzero.unpartition(each)) for each in (got, expected))))
+    assert program.comm() == step.trace(resident, tokens).comm()
+    most = {"device": [x.peak for x in planned], "host": [x.host for x in planned], "disk": [x.disk for x in planned]}
+    assert peaks.most == {name: max(each) for name, each in most.items()}
 
 
 def test_an_array_is_quantized() -> None:

@@ -376,6 +376,31 @@ def test_a_table_kept_in_an_attribute_does_not_outlive_the_call() -> None:
     check_equal(apply(params, x), module(x).detach())
 
 
+def test_hooks_that_a_forward_registers_once_run_once_in_each_call() -> None:
+    """As transformers does to return hidden states."""
+
+    class Recording(nn.Module):
+        is_recording = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_recording:
+                self.inner.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+                self.inner.register_forward_hook(lambda _, args, kwargs, output: 2 * output, with_kwargs=True)
+                self.is_recording = True
+            return self.inner(x)
+
+    x = torch.randn(2, 3)
+    params, apply = lower(Recording())
+    for _ in range(3):
+        torch.testing.assert_close(
+            apply(params, x), 2 * nn.functional.linear(x + 1, params["inner"]["weight"], params["inner"]["bias"])
+        )
+
+
 # ---- buffers that change
 
 

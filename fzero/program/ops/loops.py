@@ -37,7 +37,7 @@ from fzero.program.memory import measure_beside
 from fzero.program.operation import Node, Operation, Work, nbytes
 from fzero.program.ops.transfers import copy_of
 from fzero.program.places import CHAIN, Where, is_placed, where_of
-from fzero.program.records import body_of, register, register_for_tracing, starts
+from fzero.program.records import body_of, record, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
 from fzero.values.regions import TiledLoss
@@ -58,7 +58,8 @@ class Loop(NamedTuple):
     * `kept`: so many of the last results of the body are items of lists that the loop returns.
     * `layers`: a bucket that the body names -> the bucket of each row.
     * `is_early`: the all-gathers of a turn that read nothing but lists start one turn early, those of the first turn in
-      front of the loop. The copies to the device that these all-gathers read start one turn earlier still.
+      front of the loop. The copies to the device that these all-gathers read start one turn earlier still, and so do
+      the reads from a disk that these copies read.
     * `loss`: what the turns compute of a cross entropy (`Turn.loss`).
     """
 
@@ -83,22 +84,33 @@ class Loop(NamedTuple):
         """Whether the items of a list die in their turns: another loop made the list, and nothing else uses it."""
         return isinstance(rows, fx.Node) and len(rows.users) == 1
 
-    def find_early(self) -> list[Node]:
-        """The all-gathers of the body that read nothing but lists, and the copies to the device that they read."""
+    def find_early(self) -> dict[Node, int]:
+        """The all-gathers of the body that read nothing but lists, and the copies that they read -> so many turns early
+        each starts: one turn in front of what reads it."""
         first = len(self.carry) + len(self.xs)
         items = set(self.body.placeholders[first : first + len(self.lists)])
-        early = dict[Node, None]()
+        early = dict[Node, int]()
         for gather in self.body.graph.nodes:
             if starts(gather) == "gathered":
-                copies = {x: copy_of(x) for x in gather.all_input_nodes}
-                read = {each for x, copy in copies.items() for each in (copy.all_input_nodes if copy else [x])}
-                early |= dict.fromkeys([*filter(None, copies.values()), gather] if read <= items else [])
-        return list(early)
+                chain, read = _find_chain(gather)
+                early |= chain if read <= items else {}
+        return early
 
     def rename(self, kind: Kind, row: int) -> Kind:
         """A kind of the body, of the layer at a row."""
         is_layer = isinstance(kind, Slice) and kind.bucket in self.layers
         return replace(kind, bucket=self.layers[kind.bucket][row]) if is_layer else kind
+
+
+def _find_chain(start: Node) -> tuple[dict[Node, int], set[Node]]:
+    """A start and the copies that it reads, by way of others -> its place in the chain, counted from 1; and what these
+    nodes read besides."""
+    chain, read = [(start, 1)], set[Node]()
+    for node, at in chain:  # the list grows while it is read
+        copies = {x: copy_of(x) for x in node.all_input_nodes}
+        read |= {x for x, copy in copies.items() if copy is None}
+        chain += [(copy, at + 1) for copy in dict.fromkeys(copies.values()) if copy is not None]
+    return dict(chain), read
 
 
 def loop(*args: Any) -> list[Any]:
@@ -140,9 +152,9 @@ def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Progr
     return program
 
 
-def _list_early(node: Node) -> list[Node]:
+def _find_early(node: Node) -> dict[Node, int]:
     given = Loop(*node.args)
-    return given.find_early() if given.is_early else []
+    return given.find_early() if given.is_early else {}
 
 
 def _list_writes(node: Node) -> list[Node]:
@@ -181,7 +193,7 @@ def _is_within(kind: Kind, expected: Kind | None) -> bool:
 
 
 def _moves(program: Program, node: Node) -> Iterator[Comm]:
-    given, early = Loop(*node.args), _list_early(node)
+    given, early = Loop(*node.args), _find_early(node)
     first = [entry for each in early for entry in comm_of(program, each)]
     rest = [entry for each in given.body.graph.nodes if each not in early for entry in comm_of(program, each)]
     rows = given.rows()
@@ -221,14 +233,14 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
             places.append(allocator.new_rows((node, i), value, result.kind))
             grown[where_of(result)] = grown[where_of(result)] + allocator.nbytes[places[-1][0].key]
     made = sum((allocator.bytes_of(x) for x, argument in zip(carry, body.arguments) if not argument.donated), 0)
-    scratch = measure_beside(body, allocator.ranks.tolist()) - (made if given.length == 1 else 0)
-    if given.length > 1:
-        sizes = ((each, nbytes(each.meta["val"])) for each in _list_early(node))
-        scratch = scratch + sum(size if starts(each) else 2 * size for each, size in sizes)  # copies: two turns ahead
-    allocator.scratch[node] = scratch - _count_absent(allocator, given, grown["device"], "device")
-    for where in CHAIN[:-1] if is_placed(body) else ():  # beside the device
-        beside = measure_beside(body, allocator.ranks.tolist(), where)
+    ahead: dict[Where, int] = dict.fromkeys(CHAIN, 0)  # bytes of what starts early, for the turns to come
+    for each, turns in _find_early(node).items():
+        ahead[record(each).to or "device"] += min(turns, given.length - 1) * nbytes(each.meta["val"])
+    for where in CHAIN if is_placed(body) else ("device",):
+        beside = measure_beside(body, allocator.ranks.tolist(), where) + ahead[where]
         allocator.scratch_at[where][node] = beside - _count_absent(allocator, given, grown[where], where)
+    if given.length == 1:
+        allocator.scratch[node] = allocator.scratch[node] - made
     return (places,)
 
 
@@ -244,8 +256,8 @@ def _count_absent(allocator: Allocator, given: Loop, grown: Any, where: Where) -
 def _line(program: Program, node: Node) -> str:
     given = Loop(*node.args)
     layers = f", each one layer {'back' if given.is_reversed else 'on'}" if given.layers else ""
-    copies = ", copies two turns early" if any(not starts(each) for each in _list_early(node)) else ""
-    early = f"{copies}, gathers one turn early" if given.is_early else ""
+    words = {1: "gathers one turn", 2: "copies two turns", 3: "reads three turns"}
+    early = "".join(f", {words[turns]} early" for turns in sorted({*_find_early(node).values()}, reverse=True))
     return f"{given.length} times{layers}{early}:"
 
 
@@ -261,7 +273,7 @@ register(
         work=_work,
         line=_line,
         body=lambda node: node.args[0],
-        early=_list_early,
+        early=_find_early,
     )
 )
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base import torch_private, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
@@ -35,6 +36,7 @@ from fzero.values.sharded import Sharded
 Constructor = Callable[[], nn.Module]
 
 
+@check_arguments
 def build(constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any) -> tuple[Tree, Apply]:
     """`(params, apply)` of the module that `constructor` returns, partitioned: bit for bit the result of
 
@@ -67,6 +69,7 @@ def build(constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any) -> 
         return cut_into_slices(params, mesh, store, how), apply
 
 
+@check_arguments
 def build_stateful(
     constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any
 ) -> tuple[Tree, Tree, StatefulApply]:

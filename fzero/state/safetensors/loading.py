@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
@@ -27,6 +28,7 @@ Files = str | os.PathLike[str] | Mapping[str, Source]
 Rename = Callable[[str], str | None]
 
 
+@check_arguments
 def load_safetensors(
     files: Files,
     like: tree.Tree,

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.files.memory import memory_of
 from fzero.state.safetensors.header import DAMAGED, PREFIX, Entry, Header, parse_header, parse_length
@@ -146,6 +147,7 @@ class FileSource:
         return f"FileSource({self.path}: {describe(self)} in {self.file.path})"
 
 
+@check_arguments
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, FileSource]:
     """The tensors of a safetensors file, of an index file `*.safetensors.index.json`, or of a directory with one of
     these, as sources by key. Reads headers only; the sources of one file share a `TensorFile`. Of an index, only the

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.base import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.ranks.live import Live
 from fzero.state.common_home import find_common_home
@@ -19,6 +20,7 @@ from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.sharded import Sharded
 
 
+@check_arguments
 def save_safetensors(
     values: tree.Tree,
     path: str | os.PathLike[str],

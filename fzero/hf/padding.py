@@ -1,0 +1,126 @@
+"""Padding: the batches of all ranks get the length of the longest, because all ranks run one program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fzero import tree
+from fzero.base.errors import FzeroError
+from fzero.ranks.agreement import Everyone, digest
+from fzero.ranks.homes import find_home
+from fzero.ranks.live import Live
+from fzero.ranks.members import Members
+from fzero.ranks.together import gather_words
+
+Shapes = dict[str, tuple[int, ...]]
+WHAT = "the shapes of a batch"
+IGNORED = -100
+"""The label that no loss counts."""
+ZEROS = ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids")
+"""Inputs whose padding is 0. Behind a mask no other number counts."""
+TOKENS = ("input_ids", "decoder_input_ids")
+WAY_OUT = 'give the collator padding="max_length", or pad_to_multiple_of='
+
+
+def pad_to_longest(inputs: Mapping[str, Any], mesh: Any, labels: Collection[str], token: int) -> dict[str, Any]:
+    """`inputs`, with padding behind sequences that are shorter than those of another rank. Sequences lie along dim 1.
+
+    Padding is IGNORED in `labels`, and `token` in tokens. Tokens without a mask get one, so that no model looks at
+    padding. All ranks of the mesh call `pad_to_longest` together. Ranks with equal shapes exchange one number.
+
+    Raises:
+        FzeroError: on all ranks, naming the input, for ranks with unequal numbers of rows, and for an input whose
+            padding is not known.
+    """
+    home = find_home(mesh)
+    shapes: Shapes = {name: tuple(x.shape) for name, x in inputs.items() if isinstance(x, Tensor)}
+    of_ranks = _gather_shapes(home.members, shapes) if isinstance(home, Live) else [shapes]
+    if len({tuple((name, len(shape)) for name, shape in each.items()) for each in of_ranks}) > 1:
+        return dict(inputs)  # the step says which inputs differ
+    padded = dict(inputs)
+    for name, x in inputs.items():
+        length = _find_longest(name, of_ranks) if name in shapes else None
+        if length is None:
+            continue
+        mask = name.replace("input_ids", "attention_mask")
+        if name in TOKENS and mask not in inputs:
+            padded[mask] = _pad(x.new_ones(x.shape), length, 0)
+        padded[name] = _pad(x, length, _find_number(name, labels, token))
+    return padded
+
+
+def cut_to_own(
+    output: Any, inputs: Mapping[str, Any], padded: Mapping[str, Any], labels: Collection[str], sizes: Collection[int]
+) -> Any:
+    """An `output` of `padded` inputs as that of `inputs`: without the results at their padding. Changes a dict.
+
+    A result [rows, length, ...] lies along the labels, or, without labels and in an encoder, along the first input. A
+    result [rows, n] lies along them where n is the length, and none of `sizes`, the numbers of the configuration.
+
+    Raises:
+        FzeroError: for a result [rows, n] where n is both.
+    """
+    shapes = {name: x.shape for name, x in inputs.items() if isinstance(x, Tensor)}
+    changed = [name for name, shape in shapes.items() if padded[name].shape != shape]
+    if not changed:
+        return output
+    along_labels = next((name for name in changed if name in labels), changed[0])
+
+    def cut(name: str, x: Any) -> Any:
+        along = changed[0] if name.startswith("encoder") else along_labels
+        length, own = padded[along].shape[1], inputs[along].shape[1]
+        if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[1] != length or own == length:
+            return x
+        if x.ndim == 2 and length in sizes:
+            problem = f"has shape {list(x.shape)}, and {length} is a number of the configuration and a padded length"
+            raise FzeroError(f"output {name}", problem, WAY_OUT)
+        return x[:, :own]
+
+    if isinstance(output, dict):
+        for name, x in output.items():
+            output[name] = tree.map(functools.partial(cut, name), x)
+        return output
+    return tree.map(functools.partial(cut, ""), output)
+
+
+def _gather_shapes(members: Members, shapes: Shapes) -> list[Shapes]:
+    """The different shapes of all ranks."""
+    if members.group is None:
+        return [shapes]
+    with members.begin(WHAT):
+        said = Everyone((digest([repr(shapes)]),)).run(members)
+    if all(number == said[0] for number in said):
+        return [shapes]
+    return list(gather_words(members, WHAT)(shapes).values())
+
+
+def _find_longest(name: str, of_ranks: Sequence[Shapes]) -> int | None:
+    """The greatest length of an input; None where all ranks have equal shapes."""
+    shapes = [each[name] for each in of_ranks]
+    if all(shape == shapes[0] for shape in shapes):
+        return None
+    if any(len(shape) < 2 or shape[:1] + shape[2:] != shapes[0][:1] + shapes[0][2:] for shape in shapes):
+        told = ", ".join(str(list(shape)) for shape in shapes)
+        way_out = "give dataloader_drop_last=True, or even_batches=True in accelerator_config"
+        raise FzeroError(name, f"differs in more than its length, by rank: {told}", way_out)
+    return max(shape[1] for shape in shapes)
+
+
+def _find_number(name: str, labels: Collection[str], token: int) -> int:
+    if name in TOKENS:
+        return token
+    if name in ZEROS:
+        return 0
+    if name in labels:
+        return IGNORED
+    raise FzeroError(name, "has other lengths on other ranks, and its padding is not known", WAY_OUT)
+
+
+def _pad(x: Tensor, length: int, number: int) -> Tensor:
+    behind = [0, 0] * (x.ndim - 2) + [0, length - x.shape[1]]
+    return pad(x, behind, value=number) if length > x.shape[1] else x
