@@ -12,8 +12,6 @@ from torch.nn.functional import pad
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.ranks.agreement import Everyone, digest
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
 from fzero.ranks.members import Members
 from fzero.ranks.together import gather_words
 
@@ -27,19 +25,20 @@ TOKENS = ("input_ids", "decoder_input_ids")
 WAY_OUT = 'give the collator padding="max_length", or pad_to_multiple_of='
 
 
-def pad_to_longest(inputs: Mapping[str, Any], mesh: Any, labels: Collection[str], token: int) -> dict[str, Any]:
+def pad_to_longest(
+    inputs: Mapping[str, Any], members: Members | None, labels: Collection[str], token: int
+) -> dict[str, Any]:
     """`inputs`, with padding behind sequences that are shorter than those of another rank. Sequences lie along dim 1.
 
     Padding is IGNORED in `labels`, and `token` in tokens. Tokens without a mask get one, so that no model looks at
-    padding. All ranks of the mesh call `pad_to_longest` together. Ranks with equal shapes exchange one number.
+    padding. All `members` call `pad_to_longest` together. Those with equal shapes exchange one number.
 
     Raises:
         FzeroError: on all ranks, naming the input, for ranks with unequal numbers of rows, and for an input whose
             padding is not known.
     """
-    home = find_home(mesh)
     shapes: Shapes = {name: tuple(x.shape) for name, x in inputs.items() if isinstance(x, Tensor)}
-    of_ranks = _gather_shapes(home.members, shapes) if isinstance(home, Live) else [shapes]
+    of_ranks = _gather_shapes(members, shapes)
     if len({tuple((name, len(shape)) for name, shape in each.items()) for each in of_ranks}) > 1:
         return dict(inputs)  # the step says which inputs differ
     padded = dict(inputs)
@@ -88,9 +87,9 @@ def cut_to_own(
     return tree.map(functools.partial(cut, ""), output)
 
 
-def _gather_shapes(members: Members, shapes: Shapes) -> list[Shapes]:
+def _gather_shapes(members: Members | None, shapes: Shapes) -> list[Shapes]:
     """The different shapes of all ranks."""
-    if members.group is None:
+    if members is None or members.group is None:
         return [shapes]
     with members.begin(WHAT):
         said = Everyone((digest([repr(shapes)]),)).run(members)
