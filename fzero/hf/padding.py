@@ -58,20 +58,21 @@ def cut_to_own(
 ) -> Any:
     """An `output` of `padded` inputs as that of `inputs`: without the results at their padding. Changes a dict.
 
-    A result [rows, length, ...] lies along the labels, or, without labels and in an encoder, along the first input. A
-    result [rows, n] lies along them where n is the length, and none of `sizes`, the numbers of the configuration.
+    A result [rows, length, ...] lies along the labels where each row has several. Without them, and in an encoder, it
+    lies along the first other input. A result [rows, n] does so where n is the length, and none of `sizes`, the numbers
+    of the configuration.
 
     Raises:
         FzeroError: for a result [rows, n] where n is both.
     """
-    shapes = {name: x.shape for name, x in inputs.items() if isinstance(x, Tensor)}
-    changed = [name for name, shape in shapes.items() if padded[name].shape != shape]
-    if not changed:
+    shapes = {name: x.shape for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim > 1}
+    if all(padded[name].shape == shape for name, shape in shapes.items()):
         return output
-    along_labels = next((name for name in changed if name in labels), changed[0])
+    along_input = next((name for name in shapes if name not in labels), "")
+    along_labels = next((name for name in shapes if name in labels), along_input)
 
     def cut(name: str, x: Any) -> Any:
-        along = changed[0] if name.startswith("encoder") else along_labels
+        along = along_input if name.startswith("encoder") and along_input else along_labels
         length, own = padded[along].shape[1], inputs[along].shape[1]
         if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[1] != length or own == length:
             return x

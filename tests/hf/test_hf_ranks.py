@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-NAMES = ("T5", "ViT")
+NAMES = ("T5",)
 
 
 @pytest.fixture(scope="module")
