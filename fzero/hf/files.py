@@ -16,6 +16,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
+from fzero.ranks.members import Members
 from fzero.ranks.together import do_together, gather_words
 
 STATE = "fzero"
@@ -110,10 +111,15 @@ class Files(transformers.Trainer):
         self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
+    @property
+    def _members(self) -> Members | None:
+        """The ranks that act together; None where one process has them all."""
+        home = find_home(self.mesh)
+        return home.members if isinstance(home, Live) else None
+
     def _write(self, folder: Path, write: Callable[[], None]) -> None:
         """Call `write` on the rank that saves. All ranks return together, or raise."""
-        home = find_home(self.mesh)
-        gather = gather_words(home.members if isinstance(home, Live) else None, f"save {folder}")
+        gather = gather_words(self._members, f"save {folder}")
         way_out = "mend that, and save again"
         do_together(gather, lambda: write() if self.args.should_save else None, str(folder), "write files", way_out)
 

@@ -12,8 +12,6 @@ from torch.nn.functional import pad
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.ranks.agreement import Everyone, digest
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
 from fzero.ranks.members import Members
 from fzero.ranks.together import gather_words
 
@@ -27,19 +25,20 @@ TOKENS = ("input_ids", "decoder_input_ids")
 WAY_OUT = 'give the collator padding="max_length", or pad_to_multiple_of='
 
 
-def pad_to_longest(inputs: Mapping[str, Any], mesh: Any, labels: Collection[str], token: int) -> dict[str, Any]:
+def pad_to_longest(
+    inputs: Mapping[str, Any], members: Members | None, labels: Collection[str], token: int
+) -> dict[str, Any]:
     """`inputs`, with padding behind sequences that are shorter than those of another rank. Sequences lie along dim 1.
 
     Padding is IGNORED in `labels`, and `token` in tokens. Tokens without a mask get one, so that no model looks at
-    padding. All ranks of the mesh call `pad_to_longest` together. Ranks with equal shapes exchange one number.
+    padding. All `members` call `pad_to_longest` together. Those with equal shapes exchange one number.
 
     Raises:
         FzeroError: on all ranks, naming the input, for ranks with unequal numbers of rows, and for an input whose
             padding is not known.
     """
-    home = find_home(mesh)
     shapes: Shapes = {name: tuple(x.shape) for name, x in inputs.items() if isinstance(x, Tensor)}
-    of_ranks = _gather_shapes(home.members, shapes) if isinstance(home, Live) else [shapes]
+    of_ranks = _gather_shapes(members, shapes)
     if len({tuple((name, len(shape)) for name, shape in each.items()) for each in of_ranks}) > 1:
         return dict(inputs)  # the step says which inputs differ
     padded = dict(inputs)
@@ -59,20 +58,21 @@ def cut_to_own(
 ) -> Any:
     """An `output` of `padded` inputs as that of `inputs`: without the results at their padding. Changes a dict.
 
-    A result [rows, length, ...] lies along the labels, or, without labels and in an encoder, along the first input. A
-    result [rows, n] lies along them where n is the length, and none of `sizes`, the numbers of the configuration.
+    A result [rows, length, ...] lies along the labels where each row has several. Without them, and in an encoder, it
+    lies along the first other input. A result [rows, n] does so where n is the length, and none of `sizes`, the numbers
+    of the configuration.
 
     Raises:
         FzeroError: for a result [rows, n] where n is both.
     """
-    shapes = {name: x.shape for name, x in inputs.items() if isinstance(x, Tensor)}
-    changed = [name for name, shape in shapes.items() if padded[name].shape != shape]
-    if not changed:
+    shapes = {name: x.shape for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim > 1}
+    if all(padded[name].shape == shape for name, shape in shapes.items()):
         return output
-    along_labels = next((name for name in changed if name in labels), changed[0])
+    along_input = next((name for name in shapes if name not in labels), "")
+    along_labels = next((name for name in shapes if name in labels), along_input)
 
     def cut(name: str, x: Any) -> Any:
-        along = changed[0] if name.startswith("encoder") else along_labels
+        along = along_input if name.startswith("encoder") and along_input else along_labels
         length, own = padded[along].shape[1], inputs[along].shape[1]
         if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[1] != length or own == length:
             return x
@@ -88,9 +88,9 @@ def cut_to_own(
     return tree.map(functools.partial(cut, ""), output)
 
 
-def _gather_shapes(members: Members, shapes: Shapes) -> list[Shapes]:
+def _gather_shapes(members: Members | None, shapes: Shapes) -> list[Shapes]:
     """The different shapes of all ranks."""
-    if members.group is None:
+    if members is None or members.group is None:
         return [shapes]
     with members.begin(WHAT):
         said = Everyone((digest([repr(shapes)]),)).run(members)

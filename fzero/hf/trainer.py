@@ -166,7 +166,7 @@ class Trainer(Files):
         token = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         if token is None:
             token = getattr(self.processing_class, "pad_token_id", None)
-        return pad_to_longest(inputs, self.mesh, self.label_names, 0 if token is None else token)
+        return pad_to_longest(inputs, self._members, self.label_names, 0 if token is None else token)
 
     def generate(self, *args: Any, **named: Any) -> Any:
         """What `trainer.model.generate` of transformers returns for these arguments, from the present parameters. All

@@ -91,6 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
         "changed": {
             "train_sampling_strategy": "group_by_length", "max_steps": -1, "num_train_epochs": 1, "optim": "rmsprop",
             "eval_on_start": True, "average_tokens_across_devices": False, "max_grad_norm": 0.0,
+            "gradient_accumulation_steps": 1,
         },
         "train_dataset": make_ragged_dataset(18), "eval_dataset": make_ragged_dataset(8), "data_collator": pad_rows,
         "compute_loss_func": compute_cross_entropy,
@@ -105,11 +106,17 @@ def test_options_mean_the_same(case: str, tmp_path: Path) -> None:
     assert_equal(got, expected)
 
 
+BOTH: tuple[Any, ...] = (
+    ("theirs", transformers.Trainer, {}),
+    ("ours", fzero.hf.Trainer, {"mesh": VirtualMesh(fsdp=2)}),
+)
+
+
 def test_a_model_of_model_init_goes_on_from_a_checkpoint_and_trains_twice(tmp_path: Path) -> None:
     trainers = []
-    for name, cls in (("theirs", transformers.Trainer), ("ours", fzero.hf.Trainer)):
+    for name, cls, mesh in BOTH:
         changed = {"max_steps": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        trainer = train(cls, tmp_path / name, changed, model_init=make_model)
+        trainer = train(cls, tmp_path / name, changed, model_init=make_model, **mesh)
         trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1"))
         trainers.append(trainer)
     assert_equal(trainers[1], trainers[0])
@@ -117,14 +124,14 @@ def test_a_model_of_model_init_goes_on_from_a_checkpoint_and_trains_twice(tmp_pa
 
 def test_a_given_optimizer_and_its_schedule_mean_the_same(tmp_path: Path) -> None:
     trainers = []
-    for name, cls in (("theirs", transformers.Trainer), ("ours", fzero.hf.Trainer)):
+    for name, cls, mesh in BOTH:
         model = make_model()
         bias = [x for x in model.parameters() if x.ndim == 1]
         others = [x for x in model.parameters() if x.ndim > 1]
         optimizer = torch.optim.SGD([{"params": bias, "lr": 0.1}, {"params": others}], lr=0.5, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         changed = {"max_steps": 3, "gradient_accumulation_steps": 1}
-        trainers.append(train(cls, tmp_path / name, changed, model=model, optimizers=(optimizer, schedule)))
+        trainers.append(train(cls, tmp_path / name, changed, model=model, optimizers=(optimizer, schedule), **mesh))
     assert_equal(trainers[1], trainers[0])
 
 

@@ -1,0 +1,50 @@
+"""Padding: what a model returns for padded inputs is cut to the length of a rank's own. `test_hf_ranks.py` pads."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from fzero import FzeroError
+from fzero.hf.padding import cut_to_own, pad_to_longest
+
+INPUTS = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 4), "count": torch.tensor(7)}
+
+
+def test_a_process_that_is_alone_pads_nothing() -> None:
+    padded = pad_to_longest(INPUTS, None, ["labels"], 0)
+    assert all(padded[name] is x for name, x in INPUTS.items())
+    output = {"logits": torch.ones(2, 3, 3)}
+    assert cut_to_own(output, INPUTS, padded, ["labels"], [])["logits"].shape == (2, 3, 3)
+
+
+def test_results_lie_along_the_labels_and_those_of_an_encoder_along_its_input() -> None:
+    padded = {**INPUTS, "input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5), "attention_mask": torch.ones(2, 5)}
+    output = {
+        "loss": torch.ones(1), "logits": torch.ones(2, 5, 9), "hidden": (torch.ones(2, 5, 6), torch.ones(2, 1, 6)),
+        "encoder_last_hidden_state": torch.ones(2, 5, 6), "attentions": torch.ones(2, 5, 5, 5),
+    }  # fmt: skip
+    cut = cut_to_own(output, INPUTS, padded, ["labels"], [5])
+    assert cut["loss"].shape == (1,) and cut["logits"].shape == (2, 4, 9)
+    assert [x.shape[1] for x in cut["hidden"]] == [4, 1]
+    assert cut["encoder_last_hidden_state"].shape == (2, 3, 6) and cut["attentions"].shape == (2, 5, 5, 5)
+
+
+def test_labels_that_were_not_padded_keep_results_that_are_as_long_as_padded_inputs() -> None:
+    padded = {**INPUTS, "input_ids": torch.ones(2, 4)}
+    output = {"logits": torch.ones(2, 4, 9), "encoder_last_hidden_state": torch.ones(2, 4, 6)}
+    cut = cut_to_own(output, INPUTS, padded, ["labels"], [])
+    assert cut["logits"].shape == (2, 4, 9) and cut["encoder_last_hidden_state"].shape == (2, 3, 6)
+
+
+def test_a_result_of_two_dims_that_may_be_a_sequence_or_not_is_refused_by_name() -> None:
+    inputs = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}
+    padded = {**inputs, "input_ids": torch.ones(2, 4)}
+    output = {"start_logits": torch.ones(2, 4), "logits": torch.ones(2, 6)}
+    cut = cut_to_own(dict(output), inputs, padded, ["labels"], [6])
+    assert cut["start_logits"].shape == (2, 3) and cut["logits"].shape == (2, 6)
+    with pytest.raises(FzeroError, match=r"output start_logits: has shape \[2, 4\], and 4 is a number.*max_length"):
+        cut_to_own(dict(output), inputs, padded, ["labels"], [4])
