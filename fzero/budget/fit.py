@@ -21,7 +21,7 @@ from fzero.program.records import starts
 
 TRIES = 4
 """How many programs are built, at most, to come near a budget: an estimate of the peak is a few percent off."""
-COMPARED, MOST_NODES = 2, 4000
+COMPARED, MOST_NODES = 4, 4000
 """With how many smaller programs one that was found is compared, and up to how many nodes: an estimate of the seconds
 is a few percent off."""
 LARGEST_ERROR = 0.1
@@ -65,8 +65,7 @@ def fit(traced: Program, budget: Budget) -> Program:
     """
     programs = Programs(budget.passes)
     resident = Space(traced, programs, None, budget.to, is_resident=budget.to is not None)
-    is_open = budget.to is None or resident.is_small or not resident.is_fastest(budget.limit)
-    found = None if is_open else resident.find(budget.limit)
+    found = resident.find(budget.limit) if budget.to and resident.is_fastest(budget.limit) else None
     if found is None:
         space = Space(traced, programs, None, budget.to, resident) if budget.to else resident
         found = find_fastest(space, budget.limit)
@@ -262,13 +261,13 @@ class Space:
         return self._tell(best, self.build(best), limit) if best else None
 
     def _list_smaller(self, found: Point | None) -> list[Point]:
-        """The next smaller points, whose programs may be faster than the estimates say. None of large programs, in
-        which one choice is a small part of the step, and none where collectives do not start ahead: there estimates are
-        exact."""
-        if found not in self.frontier or self.ahead == 0 or not self.is_small:
+        """Of the next smaller points, whose programs may be faster than the estimates say, those that have no more
+        state elsewhere. None of large programs, in which one choice is a small part of the step, and none where
+        collectives do not start ahead: there estimates are exact."""
+        if found is None or found not in self.frontier or self.ahead == 0 or not self.is_small:
             return []
-        at = self.frontier.index(found)
-        return self.frontier[max(at - COMPARED, 0) : at]
+        at, away = self.frontier.index(found), self.pick(found).away
+        return [point for point in self.frontier[max(at - COMPARED, 0) : at] if self.pick(point).away <= away]
 
     def _time(self, point: Point) -> float:
         """The seconds of the program of a point."""
