@@ -129,6 +129,10 @@ def lose(z_loss: float) -> Tensor:
     return fzero.tiled_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 2]), 1, z_loss=z_loss)
 
 
+def average(params: Any) -> Any:
+    return fzero.optim.incremental_update(params, params, 0.5)
+
+
 MEANINGLESS: dict[str, tuple[Callable[[], Any], str]] = {
     "persist": (lambda: place(persist=-1), r"persist: is -1; give"),
     "source_rank": (lambda: place(source_rank=2), r"source_rank: is 2, the mesh has ranks \[0, 1\]"),
@@ -143,6 +147,10 @@ MEANINGLESS: dict[str, tuple[Callable[[], Any], str]] = {
     "steps": (lambda: fzero.check_equivalence(len, (), (), steps=0), r"steps: is 0; compare at least 1 step"),
     "ranks": (lambda: VirtualMesh(fsdp=torch.ones(2)), r"mesh axis fsdp: has size tensor"),  # type: ignore[arg-type]
     "z_loss": (lambda: lose(z_loss=-1.0), r"z_loss: is -1.0; give 0 or more"),
+    "codes": (
+        lambda: average({"w": torch.ones(2, dtype=torch.uint8)}),
+        r"w: dtype is torch.uint8, which has no average",
+    ),
     "a leaf": (lambda: fzero.optim.adam().init({"w": 3.0}), r"w: is a float, an optimizer needs a tensor"),
 }
 

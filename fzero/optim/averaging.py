@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.errors import FzeroError
 from fzero.base.tree import Tree
 from fzero.optim.base import (
     GradientTransformation,
@@ -76,9 +77,13 @@ def incremental_update(new_tensors: Tree, old_tensors: Tree, step_size: float) -
     Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992.
 
     Raises:
-        FzeroError: for a `step_size` that is no finite number; where the trees differ in structure or shapes, naming
-            the leaf.
+        FzeroError: for a `step_size` that is no finite number; naming the leaf, where the trees differ in structure or
+            shapes, and for a leaf of whole numbers, such as the codes of a quantized leaf.
     """
     check_finite("incremental_update", "step_size", step_size)
     treedef, (old, new) = flatten_alike(old_tensors, new_tensors)
+    for path, leaf in zip(tree.paths(old_tensors), old):
+        if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+            way_out = "average the others alone, which fzero.tree.split sets apart"
+            raise FzeroError(path, f"dtype is {leaf.dtype}, which has no average", way_out)
     return tree.unflatten(treedef, torch._foreach_lerp(old, cast(new, old), step_size)) if old else old_tensors

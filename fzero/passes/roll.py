@@ -31,8 +31,8 @@ def roll(program: Program) -> Program:
     """Replace the nodes of each turn by one `ops.loop`, in the program's own graph. Returns the program.
 
     The backward pass of a turn is a loop of its own, in the other direction. What it uses of the forward turn is
-    collected there, turn by turn. Views and gathered leaves are made again instead, from what they are views and
-    gathers of; and so are the values of `remat` regions.
+    collected there, turn by turn. Views and gathered values are made again instead, from what they are views and
+    gathers of: a slice is kept, and what is gathered from the slice is not. So are the values of `remat` regions.
 
     Raises:
         FzeroError: where a value of a turn is used outside of the loop without being a result of it.
@@ -179,12 +179,12 @@ def _keep_residuals(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> No
 
 
 def _is_free(node: Node, own: set[Node], changed: set[Any]) -> bool:
-    """Whether the backward pass makes a value of a turn again instead of keeping it: a view, a gathered leaf, the cast
-    of a slice that is gathered."""
+    """Whether the backward pass makes a value of a turn again instead of keeping it: a view, what is gathered from a
+    slice, the cast of a slice that is gathered."""
     if is_call(node, *_INS) or storage(node) in changed or record(node).writes(node) or len(node.all_input_nodes) != 1:
         return False
     (source,) = node.all_input_nodes
-    if record(node).shares(node) and node.target is not operator.getitem:
+    if is_call(node, ops.gather) or (record(node).shares(node) and node.target is not operator.getitem):
         return True
     return _comes_from_leaf(source, own) and _moves_leaf(node)
 
@@ -246,7 +246,8 @@ def _make_body(
     ends: list[list[Node]],
     kinds: dict[Node, Kind],
 ) -> Program:
-    """The program of a turn. A result has memory of its own: neither that of an argument nor of another result."""
+    """The program of a turn. A result has memory of its own, and all of it: neither that of an argument nor of another
+    result, nor a part of a larger tensor."""
     paths = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     graph, values, arguments = fx.Graph(), dict[Node, Node](), list[Argument]()
     for name, nodes in zip(("carry", "xs", "list", "constant"), given):
@@ -268,7 +269,7 @@ def _make_body(
     for name, nodes in zip(("carry", "y", "list"), ends):
         for i, end in enumerate(nodes):
             node = values[end.args[0]]
-            if storage(node) in taken:
+            if storage(node) in taken or _is_part(node):
                 node = body.emit(torch.ops.aten.clone.default, node)
             taken.add(storage(node))
             returned.append(node)
@@ -278,6 +279,12 @@ def _make_body(
             results.append(Result(f"{name}.{i}", bucket, leaf, kind=kind, place=place))
     graph.output(returned)
     return roll(replace(body, results=tuple(results)))
+
+
+def _is_part(node: Node) -> bool:
+    """Whether a value is a part of a larger tensor, which the value would keep alive over all turns."""
+    value = node.meta["val"]
+    return bool(value.untyped_storage().nbytes() > value.numel() * value.element_size())
 
 
 def _find_source(node: Node) -> Node:

@@ -82,11 +82,11 @@ def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
     return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
-def measure_beside(program: Program, ranks: Sequence[int], where: Where = "device") -> Tensor:
+def measure_beside(allocator: Allocator, where: Where = "device") -> Tensor:
     """[R] the peak of each rank in a place, beside the arguments, which belong to the caller."""
-    allocator = Allocator(program, ranks)
-    peaks = _find_peaks(program.graph, list_changes(program.graph, allocator.keys), allocator, where)
-    given = {key for node in program.placeholders for key in allocator.keys[node]}
+    graph = allocator.program.graph
+    peaks = _find_peaks(graph, list_changes(graph, allocator.keys), allocator, where)
+    given = {key for node in allocator.program.placeholders for key in allocator.keys[node]}
     return peaks - sum(allocator.nbytes[key] for key in given if allocator.where(key) == where)
 
 

@@ -351,6 +351,48 @@ def test_the_predicted_peak_is_what_ranks_hold(world: int, stage: int, is_remat:
     assert program.memory().peak - early == pytest.approx(most, rel=0.05)
 
 
+def has_a_gain(h: Tensor, q: Any) -> Tensor:
+    """What is gathered of `n` is no leaf of the layer, but a function of the leaf's slice."""
+    return h + torch.tanh(functional.layer_norm(h, (len(q["n"]),)) * (1 + q["n"]) @ q["w"][: len(q["n"])])
+
+
+def has_parts(h: Tensor, q: Any) -> Tensor:
+    """The backward pass uses one part of a product."""
+    part, other = (h @ q["w"]).chunk(2, -1)
+    return h + part.sin() + other + q["n"]
+
+
+@pytest.mark.parametrize("is_remat", [True, False])
+@pytest.mark.parametrize("layer", [has_a_gain, has_parts])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_turn_keeps_nothing_alive_beside_what_the_backward_pass_uses(world: int, layer: Any, is_remat: bool) -> None:
+    """Neither a gathered layer nor a whole product, of which it uses a part."""
+    width, rows, count = 16, 6, 4
+    shapes = {"w": (width, 2 * width), "n": (width,)}
+    p = {"blocks": [{name: torch.randn(shape) / 8 for name, shape in shapes.items()} for _ in range(count)]}
+    if layer is has_a_gain:
+        p = tree.map(lambda x: x.T[:width].T.contiguous() if x.ndim > 1 else x, p)
+    body = fzero.remat(layer) if is_remat else layer
+
+    def loss(scan: Scan, p: Any, x: Tensor) -> Tensor:
+        h, _ = scan(lambda h, _, q: (body(h, q), None), x, layers=p["blocks"])
+        return h.square().mean()
+
+    mesh, x = fzero.VirtualMesh(fsdp=world), torch.randn(world * rows, width)
+    step = fzero.simulate(fzero.value_and_grad(functools.partial(loss, fzero.scan)), mesh)
+    sharded = fzero.partition(p, mesh)
+    program, most = measure_peak(step, sharded, x)
+    forward, _ = calls(program, ops.loop)
+    kept = [node.meta["val"] for node in Loop(*forward.args).body.output.args[0]]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in kept)
+    assert max(value.numel() for value in kept) == rows * width  # no layer
+    early = sum(each.meta["val"].nbytes for loop in calls(program, ops.loop) for each in early_of(loop))
+    assert most <= program.memory().peak <= 1.05 * most + early
+    torch.testing.assert_close(
+        fzero.unpartition(step(sharded, x)), fzero.value_and_grad(functools.partial(loss, one_by_one))(p, x)
+    )
+
+
 def test_each_layer_drops_its_own_elements_and_the_backward_pass_the_same() -> None:
     """With `remat` the backward pass draws again."""
     mesh, drop = fzero.VirtualMesh(fsdp=2), nn.Dropout(0.5)

@@ -33,7 +33,7 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.program.comm import Comm, comm_of
 from fzero.program.kinds import Kind, Slice, kind_of_state
-from fzero.program.memory import measure_beside
+from fzero.program.memory import Allocator, measure_beside
 from fzero.program.operation import Node, Operation, Work, nbytes
 from fzero.program.ops.transfers import copy_of
 from fzero.program.places import CHAIN, Where, is_placed, where_of
@@ -44,7 +44,6 @@ from fzero.values.regions import TiledLoss
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
-    from fzero.program.memory import Allocator
     from fzero.program.program import Program
 
 
@@ -216,12 +215,15 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     A turn that does not update its carry in place makes a new one. In the last turn that is the result, and the carry
     that the turn was given needs as much memory beside it, unless it is the loop's own operand.
 
+    Items of a turn that are parts of one buffer keep the buffer alive.
+
     While lists grow and die turn by turn, fewer bytes of them are alive than the whole lists have.
     """
     given = Loop(*node.args)
     body, carry, single = given.body, given.carry, len(given.body.results) - given.kept
     places, zeros = list[Any](), torch.zeros(len(allocator.ranks), dtype=torch.int64, device="cpu")
     grown: dict[Where, Any] = dict.fromkeys(CHAIN, zeros)
+    inside, held = Allocator(body, allocator.ranks.tolist()), dict[Any, list[Any]]()
     for i, (value, result) in enumerate(zip(node.meta["val"], body.results)):
         if i < len(carry) and body.arguments[i].donated:
             places.append(allocator.at(carry[i]))
@@ -230,14 +232,21 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
         elif i < single:
             places.append(allocator.new((node, i), value))
         else:
-            places.append(allocator.new_rows((node, i), value, result.kind))
-            grown[where_of(result)] = grown[where_of(result)] + allocator.nbytes[places[-1][0].key]
+            rows = allocator.new_rows((node, i), value, result.kind)
+            key = inside.at(body.output.args[0][i]).key
+            if key in held:  # parts of one buffer
+                rows = [row._replace(key=first) for row, first in zip(rows, held[key])]
+            else:
+                held[key] = [row.key for row in rows]
+                allocator.nbytes.update(dict.fromkeys(held[key], inside.nbytes[key]))
+                grown[where_of(result)] = grown[where_of(result)] + inside.nbytes[key]
+            places.append(rows)
     made = sum((allocator.bytes_of(x) for x, argument in zip(carry, body.arguments) if not argument.donated), 0)
     ahead: dict[Where, int] = dict.fromkeys(CHAIN, 0)  # bytes of what starts early, for the turns to come
     for each, turns in _find_early(node).items():
         ahead[record(each).to or "device"] += min(turns, given.length - 1) * nbytes(each.meta["val"])
     for where in CHAIN if is_placed(body) else ("device",):
-        beside = measure_beside(body, allocator.ranks.tolist(), where) + ahead[where]
+        beside = measure_beside(inside, where) + ahead[where]
         allocator.scratch_at[where][node] = beside - _count_absent(allocator, given, grown[where], where)
     if given.length == 1:
         allocator.scratch[node] = allocator.scratch[node] - made
