@@ -117,7 +117,7 @@ def partition(
         _agree(on, source_rank, chunk, sources, targets, planned)
         feed = None if source_rank is None else Feed(on, source_rank)
     given = None if device is None else parse_device(device)
-    if given is not None:
+    if given is not None and not pin:  # only memory of the host is pinned, which allocation checks
         check_device(given)
     where = [torch.device(given or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
     values = fill_leaves(
