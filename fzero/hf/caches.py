@@ -15,6 +15,7 @@ LEAST = 16
 """The shortest bucket."""
 NAMES = ("past_key_values", "cache_params")
 """The arguments, and outputs, of models that are caches."""
+OLD_NAMES = ("state", "mems", "past_buckets_states")  # of tensors, without a class
 
 
 def round_up(length: int) -> int:

@@ -15,7 +15,18 @@ from transformers.generation import GenerationMode
 
 from fzero import lower, tree
 from fzero.base.errors import FzeroError
-from fzero.hf.caches import NAMES, Fixing, absorb, copy_cache, find_decoder, is_filled, is_fixed, keep_new, round_up
+from fzero.hf.caches import (
+    NAMES,
+    OLD_NAMES,
+    Fixing,
+    absorb,
+    copy_cache,
+    find_decoder,
+    is_filled,
+    is_fixed,
+    keep_new,
+    round_up,
+)
 from fzero.hf.checks import check_model
 from fzero.hf.turns import Request, choose, fail
 from fzero.ranks.homes import find_home
@@ -178,7 +189,9 @@ class _Session:
         for name in NAMES:
             if name in output and name in given:
                 output[name] = absorb(given[name], output[name], count)
-        if not all(map(is_filled, given.values())):  # attention to both sides: each token changes what others see
+        is_returned = any(output.get(name) is not None for name in (*NAMES, *OLD_NAMES))
+        if inputs.get("use_cache") and not (is_returned and all(map(is_filled, given.values()))):
+            # attention sees both sides, so that each token changes what others see; or the module keeps the state
             problem = f"{type(self._generator.model).__name__} fills no cache"
             raise FzeroError("generate", problem, "set is_decoder=True in its config, or give use_cache=False")
         return output

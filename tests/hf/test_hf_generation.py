@@ -101,11 +101,30 @@ def test_beams(name: str) -> None:
     torch.testing.assert_close(got.sequences_scores, expected.sequences_scores)
 
 
+class Listener(transformers.generation.BaseStreamer):
+    """Notes what a streamer is told."""
+
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
+
+    def put(self, value: Tensor) -> None:
+        self.found.append(value.tolist())
+
+    def end(self) -> None:
+        self.found.append("end")
+
+
 def test_one_program_serves_all_prompts_of_a_bucket_and_one_all_tokens_of_a_cache() -> None:
     model = perturb(FAMILIES["Llama"].make(num_hidden_layers=1))
     generator, params = partition(model)
     for length in (3, 10, 16, 17, 19):
-        assert_equal(model, generator, params, **make_prompt(2, length), do_sample=False, max_new_tokens=13)
+        named = {**make_prompt(2, length), "max_new_tokens": 13, "eos_token_id": [4, 9, 14, 21]}
+        assert_equal(model, generator, params, **named)
+    tokens: list[list[Any]] = [[], []]
+    for found, generate in zip(tokens, (functools.partial(generator, params), model.generate)):
+        generate(**make_prompt(2), **PLAIN, streamer=Listener(found))
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 8  # the prompt, six tokens, and the end
     assert count_programs(generator) == {"prompt": 2, "token": 2, "encoder": 0}  # of 16 and of 32
     assert [round_up(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 
@@ -191,20 +210,24 @@ def test_what_cannot_generate_is_refused_by_name() -> None:
     generator, params = partition(bert)
     with pytest.raises(FzeroError, match="generate: BertForMaskedLM has no generate"):
         generator(params, torch.tensor([[5, 6]]))
+    keeper = transformers.OpenAIGPTLMHeadModel(
+        transformers.OpenAIGPTConfig(vocab_size=32, n_embd=16, n_layer=1, n_head=2)
+    )
     reader = transformers.BertLMHeadModel(bert.config)
-    generator, params = partition(reader)
-    with pytest.raises(FzeroError, match=r"BertLMHeadModel fills no cache; set is_decoder=True"):
-        generator(params, **make_prompt(2), **PLAIN)
-    assert_equal(reader.eval(), generator, params, **make_prompt(2), use_cache=False)  # attention to both sides
+    for model in (keeper, reader):  # one takes no cache, the other sees both sides
+        generator, params = partition(model)
+        with pytest.raises(FzeroError, match=rf"{type(model).__name__} fills no cache; set is_decoder=True"):
+            generator(params, **make_prompt(2), **PLAIN)
+    assert_equal(reader.eval(), generator, params, **make_prompt(2), use_cache=False)
 
 
 def generate_on_two(mesh: DeviceMesh) -> list[Any]:
-    """What a rank has for its own prompts, where ranks differ in buckets and steps, and where one fails."""
+    """What a rank has for its own prompts, where ranks differ in rows, lengths and steps, and where one fails."""
     rank = mesh.get_local_rank()
     model = perturb(FAMILIES["Llama"].make(num_hidden_layers=1))
     generator, params = partition(model, mesh)
     found: list[Any] = []
-    for rows, length, steps in (((2, 2), (5, 7), (6, 3)), ((2, 2), (20, 5), (2, 6))):
+    for rows, length, steps in (((2, 2), (5, 7), (6, 3)), ((1, 2), (20, 5), (2, 6))):
         named = {**make_prompt(rows[rank], length[rank]), "max_new_tokens": steps[rank], "do_sample": rank == 1}
         assert_equal(model, generator, params, **named)
     for named in ({"typo": rank}, {"stopping_criteria": [stop_by_error]}) if rank else ({}, {}):
