@@ -20,6 +20,7 @@ has 25 GB/s. It prints what budgets take with `to=fzero.host()` and without, on 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -111,7 +112,7 @@ def find_least(step: Any, mesh: fzero.VirtualMesh, args: tuple[Any, ...], **how:
 
 
 def time_choices(layers: int) -> str:
-    """Seconds of CPU until a step has its program, at stage 3 and with three budgets, and what was chosen."""
+    """Seconds of CPU until a step has its program, at stage 3 and with budgets, the least too, and what was chosen."""
     step, mesh, args = make_step(Size(layers=layers, dim=8192, seq=2048, batch=1, vocab=50304), 8)
 
     def trace(**how: Any) -> tuple[float, Any]:
@@ -122,10 +123,11 @@ def time_choices(layers: int) -> str:
     plain, program = trace(stage=3)
     lines = [f"{layers} layers, {len(program.graph.nodes)} nodes: {plain:.1f} s at stage 3"]
     most = program.memory().peak
-    for part in (1.1, 1.0, 0.95):
-        seconds, program = trace(memory=int(part * most))
+    least = find_least(step, mesh, args) / most
+    for part in (1.1, 0.95, 0.7, least):
+        seconds, program = trace(memory=math.ceil(part * most))
         said = "\n".join(f"    {remark.strip()}" for remark in program.remarks)
-        lines.append(f"  {part} of its peak: {seconds:.1f} s, {seconds - plain:.1f} more\n{said}")
+        lines.append(f"  {part:.2f} of its peak: {seconds:.1f} s, {seconds - plain:.1f} more\n{said}")
     return "\n".join(lines)
 
 

@@ -257,8 +257,11 @@ class Space:
             peaks[least] = self.build(least).memory().peak
         peaks |= {point: self.build(point).memory().peak for point in self._list_smaller(found) if point not in peaks}
         within = [point for point, peak in peaks.items() if peak <= limit]
-        best = min(within, key=lambda point: (self._time(point), point.seconds, point.peak), default=None)
-        return self._tell(best, self.build(best), limit) if best else None
+        is_compared = self.is_small and self.ahead != 0
+        best = min(
+            within, key=lambda point: (is_compared and self._time(point), point.seconds, point.peak), default=None
+        )
+        return self._tell(best, self.build(best), peaks[best], limit) if best else None
 
     def _list_smaller(self, found: Point | None) -> list[Point]:
         """Of the next smaller points, whose programs may be faster than the estimates say, those that have no more
@@ -284,14 +287,14 @@ class Space:
             program = self._write(self.pick(point), ahead)
             peak = program.memory().peak
             if peak <= limit:
-                return self._tell(point, program, limit, ahead)
+                return self._tell(point, program, peak, limit, ahead)
             bound = min(bound, point.peak) - (peak - limit)
         return None
 
-    def _tell(self, point: Point, program: Program, limit: int, ahead: int | None = None) -> Found:
+    def _tell(self, point: Point, program: Program, peak: int, limit: int, ahead: int | None = None) -> Found:
         """The program of a point, with remarks that say what was chosen."""
         ahead = self.ahead if ahead is None else ahead
-        lines = self._explain(point, program.memory().peak, limit)
+        lines = self._explain(point, peak, limit)
         room = () if ahead is None else (f"  collectives have {format_size(ahead)} to start ahead of their use",)
         program = replace(program, remarks=(*program.remarks, *lines, *room))
         return Found(program, self.pick(point).keep, self._count_elsewhere(point))
