@@ -26,7 +26,7 @@ from fzero.passes.order import find_origins
 from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
-from fzero.program.records import name_of
+from fzero.program.records import find_bodies, name_of
 from fzero.tracing import trace
 
 Pass = Callable[[Program], Program]
@@ -64,6 +64,13 @@ def measure_peak(step: Any, *args: Any) -> tuple[Program, int]:
 
     step(*args, watch=watch)
     return program, most
+
+
+def list_programs(program: Program) -> Iterator[Program]:
+    """A program and the bodies of its loops, in the order in which they run first."""
+    yield program
+    for body in find_bodies(program.graph):
+        yield from list_programs(body)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

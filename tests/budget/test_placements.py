@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peaks import Peaks
 from processes import run
-from programs import Storages, tensors
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import optim, tree
 from fzero.base.errors import FzeroError
-from fzero.program.operation import Node
-from fzero.program.places import find_places
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES, Rates
 
@@ -93,19 +91,6 @@ class Case:
         return int(re.findall(r"give at least (\d+) bytes", str(error.value))[0])
 
 
-def measure_device(program: Program, step: Any, *args: Any) -> tuple[Any, int]:
-    """The results of a simulated step, and the most bytes on the device of a rank while all ranks run."""
-    places, storages, most = {node.name: where for node, where in find_places(program).items()}, Storages(program), 0
-
-    def watch(node: Node, ranks: list[dict[Node, Any]]) -> None:
-        nonlocal most
-        for held in ranks:
-            here = {each: value for each, value in held.items() if places.get(each.name) != "host"}
-            most = max(most, storages.count(here, tensors(here.values())))
-
-    return step(*args, watch=watch), most
-
-
 def whole(results: Any) -> list[Tensor]:
     """All values, the first ones of the state among them."""
     return tree.leaves(fzero.unpartition(results))
@@ -134,8 +119,9 @@ def test_results_are_those_of_stage_3(case: Case, donate: bool, given: Any) -> N
     step = case.simulate(memory=budget, to=HOST, donate=donate)
     program = step.trace(*case.begin())
     assert program.memory().peak <= budget and HOST in where(program)
-    first, most = measure_device(program, step, *case.begin(*given))
-    assert most <= program.memory().peak <= 1.05 * most
+    peaks = Peaks(program)
+    first = step(*case.begin(*given), watch=peaks.watch)
+    assert peaks.most["device"] <= program.memory().peak <= 1.05 * peaks.most["device"]
     kept = [leaf.place for leaf in tree.leaves(first[:2])]
     got = whole(first) + whole(step(*first[:2], case.x))
     assert [leaf.place for leaf in tree.leaves(first[:2])] == kept and len(step._pipeline._cache) == 1

@@ -16,13 +16,13 @@ from passes.test_offload import (
     CLIPPED,
     HOST,
     LOOPS,
-    Peaks,
     assert_equal,
     begin,
     scan_steps,
     train,
     where,
 )  # fmt: skip
+from peaks import Peaks
 from programs import loss, rows, training
 from torch import Tensor
 

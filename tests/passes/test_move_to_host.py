@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peaks import Peaks
 from programs import Case, assert_same, calls, names, on_rows, training
-from test_offload import Peaks, assert_equal
+from test_offload import assert_equal
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 

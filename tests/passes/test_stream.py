@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from processes import run
-from programs import calls, measure_peak, tensors
+from programs import calls, list_programs, measure_peak, tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -18,7 +17,7 @@ import fzero
 from fzero import ops, optim, tree
 from fzero.base.mesh import VirtualMesh
 from fzero.program.program import Program
-from fzero.program.records import early_of, find_bodies, starts
+from fzero.program.records import early_of, starts
 
 WIDTH, HIDDEN, BATCH = 16, 64, 8
 CHUNK = 1024  # bytes: a quarter of a weight of the MLP
@@ -77,13 +76,6 @@ def train_and_measure(step: Any, params: tree.Tree, batch: Any, mesh: VirtualMes
 def trace(step: Any, params: tree.Tree, batch: Any, mesh: VirtualMesh, **how: Any) -> Program:
     params = fzero.partition(params, mesh, **GRANULARITY)
     return fzero.simulate(step, mesh, **how).trace(params, OPTIMIZER.init(params), batch)
-
-
-def list_programs(program: Program) -> Iterator[Program]:
-    """The program and the bodies of its loops, those within bodies too."""
-    yield program
-    for body in find_bodies(program.graph):
-        yield from list_programs(body)
 
 
 def list_gathered(program: Program) -> list[int]:

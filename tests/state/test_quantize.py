@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from passes.test_offload import Peaks
+from peaks import Peaks
 from torch import Tensor, nn
 
 import fzero
