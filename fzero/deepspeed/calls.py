@@ -6,7 +6,8 @@ with the random numbers of the call, and multiplies the derivative of the output
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,10 @@ from fzero.base.errors import FzeroError
 
 Pull = Callable[["Call", tuple[Tensor, ...]], list[Tensor]]
 """(call, gradients of its outputs) -> the gradients of those arguments that require one."""
+
+
+_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+"""The devices that a model may compute on."""
 
 
 class Inputs(NamedTuple):
@@ -65,7 +70,8 @@ class Call:
         self.engine, self.inputs, self._pull = engine, inputs, pull
         self._is_closed = False
         self.params = engine.state.params  # those that the outputs belong to
-        self.seed = torch.get_rng_state()
+        self._random = torch.get_rng_state()
+        self._casts = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _DEVICES]
         self.factor: float | None = None  # of the gradients of parameters, while `engine.backward` runs
 
     def attach(self, output: Any) -> Any:
@@ -85,6 +91,16 @@ class Call:
             problem = "the gradients of this call are taken already"
             raise FzeroError("engine.backward", problem, "give retain_graph=True to the first backward")
         return self._pull(self, cotangents)
+
+    @contextmanager
+    def surround(self) -> Iterator[None]:
+        """A context with the random state and the autocast of the call, in which its forward pass runs again."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            for device, is_enabled, dtype in self._casts:
+                stack.enter_context(torch.autocast(device, dtype, is_enabled))
+            torch.set_rng_state(self._random)
+            yield
 
     def close(self) -> None:
         """Forget the arguments: the gradients of the call are taken."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -190,11 +189,13 @@ class Engine(Files, Controls):
         weight = None if factor == 1 else torch.tensor(factor, device=self.device)
         inputs, (args, kwargs) = call.inputs.separate()
         measured = self._profiler.measure(GRADIENTS, self.state.step, *call.inputs.detach())
-        with torch.random.fork_rng(devices=[]), measured:
-            torch.set_rng_state(call.seed)
-            sums, self._sums = self._sums, None  # the program takes their memory
-            pull = self._programs.pull if sums is None else functools.partial(self._programs.pull_more, sums)
-            self._sums, found = pull(self.state.params, weight, inputs, args, kwargs, cotangents)
+        cotangents = tuple(x.contiguous() for x in cotangents)  # a program belongs to strides
+        with call.surround(), measured:
+            given = self.state.params, weight, inputs, args, kwargs, cotangents
+            if self._sums is None:
+                self._sums, found = self._programs.pull(*given)
+            else:
+                self._sums, found = self._programs.pull_more(self._sums, *given)
         self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
         return [found[name] for name in inputs]
 
