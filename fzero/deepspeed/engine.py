@@ -18,6 +18,7 @@ from fzero.deepspeed.functions import Functions, NoLoss, find_loss
 from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
 from fzero.deepspeed.marks import mark_parameters, refuse_values
 from fzero.deepspeed.monitors import Monitors
+from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
 from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.saving import Files
@@ -83,7 +84,8 @@ class Engine(Files, Controls):
         self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
         self.given: GivenOptimizer | None = None
-        self.optimizer, self.lr_scheduler = Handle(self), SchedulerHandle(self)
+        self.optimizer = Handle(self)
+        self.lr_scheduler: SchedulerHandle | Plateau = SchedulerHandle(self)
 
     def _prepare(self, settings: Settings) -> None:
         """Make the programs of settings. Each is traced at its first call."""

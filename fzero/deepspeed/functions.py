@@ -5,6 +5,7 @@ The loop of an engine and its functional step call the same programs, which are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -127,6 +128,17 @@ def _gather(output: Any) -> Any:
     return tree.map(lambda x: x.full_tensor() if is_sharded(x) else x, output)
 
 
+def add_autocast(apply: Any, dtype: torch.dtype, device: str) -> Any:
+    """A function of a model that runs under torch's autocast for a type of device, as DeepSpeed runs the module."""
+
+    @functools.wraps(apply)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return apply(*args, **kwargs)
+
+    return call
+
+
 def make_optimizer(inner: GradientTransformation, settings: Settings) -> GradientTransformation:
     """An optimizer behind the clipping of a configuration, which skips updates that are not finite where DeepSpeed
     does."""
@@ -174,6 +186,8 @@ def _update(
     optimizer: GradientTransformation, settings: Settings, params: Any, opt_state: Any, scale: Any, sums: Any
 ) -> tuple[Any, Any, Any, Tensor]:
     grads = sums if scale is None else optim.loss_scale.unscale(sums, scale)
+    if settings.gradient_factor != 1:
+        grads = tree.map(lambda grad: grad * settings.gradient_factor, grads)
     norm = optim.global_norm(grads)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     if scale is not None and settings.scaler is not None:

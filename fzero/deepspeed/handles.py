@@ -95,3 +95,6 @@ class SchedulerHandle:
     def state_dict(self) -> dict[str, int]:
         """DeepSpeed's index of the last update. It follows from the engine's state, which a checkpoint saves."""
         return {"last_batch_iteration": self._engine.global_steps - self._engine.skipped_steps - 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: the rates follow from the engine's state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,26 +12,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero import lower
+from fzero import lower, tree
 from fzero.base import torch_private
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.engine import Engine
-from fzero.deepspeed.functions import Call, make_functions, make_optimizer
+from fzero.deepspeed.functions import Call, add_autocast, make_functions, make_optimizer
 from fzero.deepspeed.handles import GivenOptimizer
+from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
-from fzero.deepspeed.settings import Settings, settle
+from fzero.deepspeed.settings import Settings, find_shard_size, settle
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
 from fzero.training.groups import Group, combine, convert_optimizer, list_groups
-from fzero.training.meshes import PORT, find_local_rank, make_mesh
+from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
 from fzero.training.models import find_store, partition_model
 
 
@@ -77,8 +80,8 @@ def initialize(
 
     * `optimizer`: an optimizer of torch, a function of parameters that makes one, or one of `fzero.optim`. It goes
       before that of the configuration.
-    * `lr_scheduler`: a scheduler of torch that counts steps, or a function of an optimizer that makes one. Its rates
-      become a table. It goes before that of the configuration.
+    * `lr_scheduler`: a scheduler of torch, or a function of an optimizer that makes one. Its rates become a table;
+      those of a ReduceLROnPlateau move by `scheduler.step(metric)`. It goes before that of the configuration.
     * `model_parameters`: the parameters that are updated, or dicts of them, groups with params of their own.
     * `loss(model, *args, **kwargs)` returns the loss of a call `engine(*args, **kwargs)`, where `model` is a function
       with the module's arguments. Without `loss` the loss is the model's output, its `.loss` or its first element.
@@ -96,14 +99,16 @@ def initialize(
     given = read_config(_choose_config(args, config, config_params))
     local_rank = find_local_rank(args)
     with torch_private.disable_modes() if is_deferring() else nullcontext():  # suspends a zero.Init around this call
-        mesh = make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh
+        mesh = choose_mesh(mesh, find_shard_size(given), local_rank, distributed_port, dist_init_required)
         rank = getattr(find_home(mesh), "number", 0)
         settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=rank)
         if _is_function(optimizer):
             optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
         groups = _find_groups(optimizer, model_parameters, settings, model)
-        scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
+        found = _schedule(groups, settings, lr_scheduler, optimizer)
+        scheduled = found.scheduled if isinstance(found, Plateau) else found
         engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
+        engine.lr_scheduler = found if isinstance(found, Plateau) else engine.lr_scheduler
     if isinstance(optimizer, torch.optim.Optimizer):
         engine.given = GivenOptimizer(optimizer)
     if training_data is not None:
@@ -116,6 +121,22 @@ def initialize(
         engine.training_dataloader,
         None if settings.scheduler is None and lr_scheduler is None else engine.lr_scheduler,
     )
+
+
+def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, required: bool | None) -> Any:
+    """The mesh that is given, or one of all ranks. With `shard`, the `mics_shard_size` of a configuration, state lies
+    along so many ranks, and each group of these holds all of it.
+
+    Raises:
+        FzeroError: for a mesh that is given and whose state lies along other ranks.
+    """
+    if mesh is None:
+        return make_mesh(local_rank, port, required, shard=shard)
+    shape = mesh_shape(mesh)
+    if shard is not None and shape.sizes != split_world(shape.size(), shard):
+        problem = f"is {shard}, and mesh= is {shape}"
+        raise FzeroError("zero_optimization.mics_shard_size", problem, "give one of both")
+    return mesh
 
 
 def _build_engine(
@@ -133,13 +154,16 @@ def _build_engine(
     _, evaluate = lower(model.eval())
     params, apply = lower(model.train())
     model.train(was_training)
+    if settings.autocast is not None:
+        device = (find_home(mesh).device or torch.device("cpu")).type
+        apply, evaluate = (add_autocast(each, settings.autocast, device) for each in (apply, evaluate))
     held = partition_model(
         model,
         params,
         store,
         mesh,
         persist=sys.maxsize if settings.stage == 0 else 0,
-        dtype=None if settings.compute is None else torch.float32,
+        dtype=settings.param_dtype,
         to=settings.params_at,
     )
     held = quantize_frozen(held) if settings.quantizes_frozen else held
@@ -147,7 +171,7 @@ def _build_engine(
     chosen = None if inner is None else make_optimizer(inner, settings)
     state = State(
         params=held,
-        opt_state=None if chosen is None else chosen.init(held, to=settings.optimizer_at),
+        opt_state=None if chosen is None else _init_state(chosen, held, settings),
         scale=None if settings.scaler is None else settings.scaler.init(held),
         step=0,
     )
@@ -155,6 +179,25 @@ def _build_engine(
     calls = _take_loss(apply, loss), _take_loss(evaluate, loss)
     make = functools.partial(make_functions, *calls, chosen, virtual_ranks=ranks)
     return Engine(model, (apply, evaluate), state, make, settings, scheduled, mesh, local_rank)
+
+
+def _init_state(optimizer: GradientTransformation, params: Any, settings: Settings) -> Any:
+    """The first state of an optimizer. With an `offload_ratio` below 1 the state of the last layers, so many of all
+    elements, lies where the configuration wants it. State lies where its parameter does while it is made."""
+    to, ratio = settings.optimizer_at, settings.offload_ratio
+    if to is None or ratio == 1:
+        return optimizer.init(params, to=to)
+    trained = [leaf for leaf in tree.leaves(params) if not is_frozen(leaf)]
+    sizes = Counter[str]()
+    for leaf in trained:
+        sizes[leaf.form.layout.bucket] += leaf.numel()
+    stays, room = set(), (1 - ratio) * sizes.total()
+    for bucket, size in sizes.items():
+        if size > room:
+            break
+        stays.add(bucket)
+        room -= size
+    return optimizer.init(tree.map(lambda leaf: leaf.at(None if leaf.form.layout.bucket in stays else to), params))
 
 
 def _take_loss(apply: Call, loss: Callable[..., Any] | None) -> Call:
@@ -198,7 +241,7 @@ def _is_function(optimizer: Any) -> bool:
 
 def _schedule(
     groups: list[Group] | GradientTransformation | None, settings: Settings, lr_scheduler: Any, optimizer: Any
-) -> Scheduled:
+) -> Scheduled | Plateau:
     """What changes from update to update. `lr_scheduler` goes before that of the configuration, as in DeepSpeed."""
     if isinstance(groups, list):
         if lr_scheduler is not None:

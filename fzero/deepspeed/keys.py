@@ -59,6 +59,7 @@ TOP = (
         "",
         "mapped",
         ("communication_data_type", "fp16|bf16|fp32", None, "`reduce_dtype` of `fzero.shard`"),
+        ("gradient_allreduce_op", "mean|sum", "mean", "a sum is the mean times the number of ranks"),
     ),
     *_keys(
         "",
@@ -78,7 +79,6 @@ TOP = (
     *_keys(
         "",
         "refused",
-        ("gradient_allreduce_op", "mean|sum", "mean", "multiply the loss by the number of ranks instead of a sum"),
         ("use_data_before_expert_parallelism", "bool", False, "there is no expert parallelism"),
         ("sequence_parallel_size", "int", 1, "there is no sequence parallelism"),
         ("data_parallel_size", "int", None, "all ranks of the mesh are data parallel: give mesh="),
@@ -97,7 +97,6 @@ TOP = (
         ("expert_parallel", "dict", None, "there is no expert parallelism"),
         ("weight_quantization", "dict", None, "fzero.quantize holds frozen leaves as codes (docs/quantized.md)"),
         ("datastates_ckpt", "dict", None, "fzero.checkpoint.save(wait=False) writes while training goes on"),
-        ("torch_autocast", "dict", None, "use bf16 or fp16, or torch.autocast in the model's forward"),
     ),
 )  # fmt: skip
 
@@ -128,9 +127,22 @@ PRECISION = (
     *_keys("bf16.", "no meaning", ("immediate_grad_update", "bool", False, "a step is one program")),
     *_keys(
         "bf16.",
-        "refused",
-        ("bf16_master_weights_and_grads", "bool", False, "weights stay float32"),
-        ("bf16_optimizer_states", "bool", False, "optimizer=fzero.optim.cast_state(...) holds narrower state"),
+        "mapped",
+        ("bf16_master_weights_and_grads", "bool", False, "parameters and gradients are bfloat16; needs the next key"),
+        ("bf16_optimizer_states", "bool", False, "optimizer state is bfloat16; needs the key before"),
+    ),
+    *_keys(
+        "torch_autocast.",
+        "mapped",
+        ("enabled", "bool", False, "`torch.autocast` around the module"),
+        ("dtype", "str", None, '"bfloat16"; for float16 there is the block `fp16`'),
+    ),
+    Key(
+        "torch_autocast.lower_precision_safe_modules",
+        "list",
+        None,
+        "no meaning",
+        "leaves move in the dtype of their uses",
     ),
     *(
         Key(f"bfloat16.{name}", "bool", default, "honoured", f"`bf16.{name}`", f"bf16.{name}")
@@ -201,6 +213,7 @@ _ZERO_IGNORED = (
     ("log_trace_cache_warnings", "bool", False, 'a step that is traced again says why in the logger "fzero"'),
     ("enable_sanity_checks", "bool", False, "programs are verified in any case"),
     ("save_muon_momentum_buffer_in_memory", "bool", False, "the momentum lies where optimizer state lies"),
+    ("mics_hierarchical_params_gather", "bool", False, "a gather is one collective of the ranks along fsdp"),
     ("leaf_module.*", "dict", None, "gathers follow uses, not modules"),
 )  # fmt: skip
 
@@ -215,11 +228,13 @@ ZERO = (
         "mapped",
         ("offload_optimizer.device", "none|cpu|nvme", "none", '"cpu": `fzero.host()`; "nvme": `fzero.disk()`'),
         ("offload_optimizer.pin_memory", "bool", True, "`fzero.host(pin=)`"),
+        ("offload_optimizer.ratio", "float", 1.0, "at stage 3, how much of the state: that of the last layers"),
         ("offload_param.device", "none|cpu|nvme", "none", 'at stage 3, "cpu": `fzero.host()`; "nvme": `fzero.disk()`'),
         ("offload_param.pin_memory", "bool", True, "`fzero.host(pin=)`"),
         ("offload_optimizer.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("offload_param.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("stage3_partition_stream_chunk_size", "int", None, "`chunk` of `fzero.shard`, in bytes"),
+        ("mics_shard_size", "int", -1, "at stage 3, the mesh (replica, fsdp) with so many ranks along fsdp"),
         ("zero_quantized_weights", "bool", False, "at stage 3, the pass `fzero.variants.int8_gather`"),
         ("zero_quantized_gradients", "bool", False, "at stage 3, the pass `fzero.variants.int8_mean`"),
         (
@@ -249,12 +264,9 @@ ZERO = (
     *_keys(
         "zero_optimization.",
         "refused",
-        ("offload_optimizer.ratio", "float", 1.0, "leave it at 1: all optimizer state lies on the host, or none"),
         ("offload_optimizer.super_offload", "bool", False, "offload_optimizer.device is what there is"),
         ("zenflow", "dict", None, "offload_optimizer.device is what there is"),
         ("zero_hpz_partition_size", "int", 1, "give a mesh with the axes replica and fsdp"),
-        ("mics_shard_size", "int", None, "give a mesh with the axes replica and fsdp"),
-        ("mics_hierarchical_params_gather", "bool", False, "give a mesh with the axes replica and fsdp"),
         ("zeropp_loco_param", "dict", None, _REMOVED),
     ),
     *_keys("zero_optimization.", "no meaning", *_ZERO_IGNORED),

@@ -42,6 +42,7 @@ class Files:
     settings: Settings
     mesh: Any
     _home: Home
+    lr_scheduler: Any
 
     def save_checkpoint(
         self,
@@ -64,7 +65,8 @@ class Files:
             raise FzeroError("exclude_frozen_parameters", "is True, which is not supported", "leave it out")
         step = int(self.state.step)
         tag = f"global_step{step}" if tag is None else str(tag)
-        metadata = {"client_state": client_state or {}, "micro_steps": self.micro_steps}
+        scheduler = self.lr_scheduler.state_dict()
+        metadata = {"client_state": client_state or {}, "micro_steps": self.micro_steps, "lr_scheduler": scheduler}
         checkpoint.save(Path(save_dir) / tag, self.state, step=step, overwrite=True, keep=1, metadata=metadata)
         if save_latest and getattr(self._home, "number", 0) == 0:
             (Path(save_dir) / LATEST).write_text(tag)
@@ -104,6 +106,8 @@ class Files:
         metadata = checkpoint.open_checkpoint(folder).metadata
         if is_whole:
             self.micro_steps = metadata["micro_steps"]
+            if load_lr_scheduler_states:
+                self.lr_scheduler.load_state_dict(metadata.get("lr_scheduler", {}))
         return str(folder), metadata["client_state"]
 
     def _load_weights(self, folder: Path, is_whole: bool) -> dict[str, Any]:

@@ -29,11 +29,15 @@ class Settings(NamedTuple):
     stage: int
     clipping: float  # the largest global norm, 0 for none
     compute: torch.dtype | None  # None: the dtype of the leaves
+    param_dtype: torch.dtype | None  # of parameters, gradients and optimizer state; None: that of the model
+    autocast: torch.dtype | None  # of torch's autocast
+    gradient_factor: int  # 1 for means over ranks, the number of ranks for sums
     reduce_dtype: torch.dtype | None
     scaler: loss_scale.LossScale | None
     skips_nonfinite: bool
     params_at: Placement | None
     optimizer_at: Placement | None
+    offload_ratio: float  # how much of the optimizer state lies at `optimizer_at`
     chunk: int | None
     compile: bool
     optimizer: tuple[str, dict[str, Any]] | None  # type and params
@@ -71,11 +75,15 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         stage,
         clipping,
         compute,
+        _find_param_dtype(given, compute, stage),
+        _find_autocast(given, compute),
+        world if look_up(given, "gradient_allreduce_op") == "sum" else 1,
         DTYPES[reduce] if reduce else None,
         scaler,
         scaler is not None or (compute is torch.bfloat16 and look_up(given, "bf16.check_grad_overflow")),
         _find_place(given, "param", stage),
         _find_place(given, "optimizer", stage),
+        _find_ratio(given, stage),
         int(chunk) if chunk else None,
         look_up(given, "compile.deepcompile"),
         _find_algorithm(given, "optimizer"),
@@ -208,6 +216,52 @@ def _find_precision(given: Values, stage: int) -> tuple[torch.dtype | None, loss
     )
 
 
+def _find_param_dtype(given: Values, compute: torch.dtype | None, stage: int) -> torch.dtype | None:
+    """The dtype in which parameters are held: float32 beside narrow compute, unless the configuration wants bfloat16
+    for parameters and optimizer state. DeepSpeed keeps one without the other on the host alone."""
+    weights, states = (f"bf16.bf16_{name}" for name in ("master_weights_and_grads", "optimizer_states"))
+    wanted = [path for path in (weights, states) if look_up(given, path)]
+    if not wanted:
+        return None if compute is None else torch.float32
+    if len(wanted) == 1:
+        other = states if wanted == [weights] else weights
+        raise FzeroError(wanted[0], f"is true, and {other} is false", "give both: leaf and state have one dtype")
+    if compute is not torch.bfloat16 or not stage:
+        problem = f"is true at stage {stage}" if not stage else "is true, and bf16.enabled is false"
+        raise FzeroError(
+            weights, problem, "give bf16.enabled and zero_optimization.stage 1, 2 or 3, as DeepSpeed wants"
+        )
+    return torch.bfloat16
+
+
+def _find_autocast(given: Values, compute: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of torch's autocast."""
+    if not look_up(given, "torch_autocast.enabled"):
+        return None
+    if compute is not None:
+        raise FzeroError("torch_autocast.enabled", f"is true, and compute is {compute}", "give one of both")
+    name = look_up(given, "torch_autocast.dtype")
+    if name not in ("bfloat16", "bf16", "torch.bfloat16"):
+        raise FzeroError("torch_autocast.dtype", f"is {name!r}", 'give "bfloat16"; for float16 there is the block fp16')
+    return torch.bfloat16
+
+
+def find_shard_size(given: Values) -> int | None:
+    """The ranks of a group of MiCS, which holds all state; None for all ranks.
+
+    Raises:
+        FzeroError: at other stages than 3.
+    """
+    path = "zero_optimization.mics_shard_size"
+    size = look_up(given, path)
+    if size == "auto" or size < 1:
+        return None
+    if _find_stage(given) != 3:
+        problem = f"is {size} at stage {_find_stage(given)}, where DeepSpeed has no groups"
+        raise FzeroError(path, problem, "give zero_optimization.stage 3")
+    return int(size)
+
+
 def _find_clipping(given: Values, version: str, rank: int) -> float:
     """The largest norm. What a missing key means depends on the version of DeepSpeed."""
     value = given.get("gradient_clipping")
@@ -241,6 +295,17 @@ def _find_place(given: Values, what: str, stage: int) -> Placement | None:
         return disk(folder)
     pin = given.get(f"{path}.pin_memory", given.get("zero_optimization.cpu_offload_use_pin_memory"))
     return Host(pin=True if pin is None else pin)
+
+
+def _find_ratio(given: Values, stage: int) -> float:
+    """How much of the optimizer state is offloaded."""
+    path = "zero_optimization.offload_optimizer.ratio"
+    ratio = look_up(given, path)
+    if not 0 <= ratio <= 1:
+        raise FzeroError(path, f"is {ratio}", "give a number from 0 to 1")
+    if ratio != 1 and stage != 3:
+        raise FzeroError(path, f"is {ratio} at stage {stage}", "give zero_optimization.stage 3, as DeepSpeed wants")
+    return float(ratio)
 
 
 def _quantizes(given: Values, what: str, stage: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fzero.base.errors import FzeroError
+from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.runtime.lr_schedules import NamedScheduler
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.training.groups import Group
@@ -19,14 +20,17 @@ LENGTH = 100_000
 """Updates that a table has rates for."""
 
 
-def convert_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> Scheduled:
+def convert_scheduler(
+    scheduler: Any, optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]
+) -> Scheduled | Plateau:
     """The hyperparameters of each group that a scheduler of torch moves, for up to `LENGTH` updates. The scheduler is
     made for `optimizer`, or is a function of an optimizer that makes one. It stays as it is: a copy makes the steps. A
-    scheduler of DeepSpeed becomes schedules, without a table.
+    scheduler of DeepSpeed becomes schedules, without a table. A scheduler that looks at a metric has no table: the
+    user's calls move its rates.
 
     Raises:
-        FzeroError: for a type that is not torch's, that looks at losses, or that moves what is not a rate; for a
-            scheduler that has made steps.
+        FzeroError: for a type that is not torch's, or that moves what is not a rate; for a scheduler that has made
+            steps.
     """
     if callable(scheduler) and not isinstance(scheduler, LRScheduler):
         scheduler = scheduler(_stand_in(groups) if optimizer is None else optimizer)
@@ -34,15 +38,18 @@ def convert_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, g
         return schedule_groups(groups, scheduler.pair)
     kind = type(scheduler)
     is_known = isinstance(scheduler, LRScheduler) and kind.__module__.startswith("torch.")
-    if not is_known or isinstance(scheduler, ReduceLROnPlateau):
+    if not is_known:
         way_out = 'give a scheduler of torch that counts steps, a function that makes one, or a config "scheduler"'
         raise FzeroError("lr_scheduler", f"is a {kind.__module__}.{kind.__name__}, which is not converted", way_out)
     if scheduler.last_epoch > 0:
         raise FzeroError("lr_scheduler", f"has made {scheduler.last_epoch} steps", "give a new one")
-    columns = _make_columns(scheduler)
-    if len(columns) != len(groups):
-        problem = f"moves {len(columns)} groups of parameters, the optimizer has {len(groups)}"
+    given: Any = scheduler.optimizer
+    if len(given.param_groups) != len(groups):
+        problem = f"moves {len(given.param_groups)} groups of parameters, the optimizer has {len(groups)}"
         raise FzeroError("lr_scheduler", problem, "make it for the optimizer that initialize gets")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return Plateau(scheduler)
+    columns = _make_columns(scheduler)
     return [
         {name: Table(values) for name, values in column.items() if name == "learning_rate" or _moves(values)}
         for column in columns

@@ -25,15 +25,36 @@ def find_local_rank(args: Any) -> int:
     return int(os.environ.get("LOCAL_RANK", 0)) if given is None or given < 0 else int(given)
 
 
-def make_mesh(local_rank: int, port: int, required: bool | None, device: str | None = None) -> DeviceMesh:
-    """The mesh of all ranks, along one axis. Makes the process group where there is none. `device` is "cpu" or "cuda",
-    by default "cuda" where torch finds it."""
+def make_mesh(
+    local_rank: int, port: int, required: bool | None, device: str | None = None, *, shard: int | None = None
+) -> DeviceMesh:
+    """The mesh of all ranks: along one axis, or in groups of `shard` ranks, each of which holds all state. Makes the
+    process group where there is none. `device` is "cpu" or "cuda", by default "cuda" where torch finds it.
+
+    Raises:
+        FzeroError: where groups of `shard` ranks do not make up all ranks.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     init_distributed(distributed_port=port, dist_init_required=required)
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=(SHARD_AXIS,))
+    sizes = split_world(dist.get_world_size(), shard)
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def split_world(world: int, shard: int | None) -> dict[str, int]:
+    """The axes of a mesh of `world` ranks and their sizes, where state lies along `shard` ranks; None for all ranks.
+
+    Raises:
+        FzeroError: as `make_mesh`.
+    """
+    if shard is None:
+        return {SHARD_AXIS: world}
+    if shard < 1 or world % shard:
+        problem = f"{world} ranks are no groups of {shard}"
+        raise FzeroError("mesh", problem, f"give a number of ranks that divides {world}, or mesh=")
+    return {"replica": world // shard, SHARD_AXIS: shard}
 
 
 @check_arguments

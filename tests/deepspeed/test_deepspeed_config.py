@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fzero import FzeroError
-from fzero.deepspeed.keys import KEYS
+from fzero.deepspeed.keys import KEYS, Key
 from fzero.deepspeed.reading import read_config
-from fzero.deepspeed.settings import Settings, find_batch_sizes, settle
+from fzero.deepspeed.settings import Settings, find_batch_sizes, find_shard_size, settle
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
 
@@ -79,7 +79,6 @@ BAD = [
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, r"fp16\.min_loss_scale: is 0; give at least 1"),
     ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, r"bfloat16\.enabled: is False, and another name"),
     ({"gradient_clipping": "auto"}, r'gradient_clipping: is "auto", and nothing tells the value; .*max_grad_norm'),
-    ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: is 'sum', which is not supported; multiply the loss"),
     ({"elasticity": {"enabled": True}}, r"elasticity: is .*not supported; DeepSpeed 0\.19 removed it too"),
     ({"zero_optimization": {"zero_hpz_partition_size": 2}}, r"zero_hpz_partition_size: is 2, which is not supported"),
     (
@@ -162,3 +161,60 @@ def test_a_configuration_is_a_dict_a_file_or_base64(tmp_path: Path) -> None:
         read_config("no.json")
     with pytest.raises(FzeroError, match=r"config: is a int; give a dict"):
         read_config(3)
+
+
+CONTEXT: dict[str, dict[str, Any]] = {
+    "fp16.": {"fp16": {"enabled": True}},
+    "bf16.": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    "bfloat16.": {"bfloat16": {"enabled": True}},
+    "torch_autocast.": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    "optimizer.": {"optimizer": {"type": "Adam"}},
+    "scheduler.": {"scheduler": {"type": "OneCycle"}},
+    "zero_optimization.offload_optimizer.": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "zero_optimization.offload_param.": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+    "zero_optimization.offload_optimizer.nvme_path": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+    "zero_optimization.offload_param.nvme_path": {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+    "zero_optimization.cpu_offload_use": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+} | {
+    f"{name}.": {name: {"enabled": True}} for name in ("wandb", "comet", "tensorboard", "csv_monitor", "flops_profiler")
+}
+"""Beginning of a path -> what else a configuration needs, for the keys below to matter."""
+VALUES = {"int": 7, "float": 0.5, "str": "text", "dict": {"a": 1}}
+
+
+def other_value(key: Key) -> Any:
+    """A value that is not the one without the key."""
+    if key.path == "zero_optimization.stage":
+        return 2
+    if key.type == "bool":
+        return not (key.default or "pin_memory" in key.path)
+    return VALUES[key.type] if key.type in VALUES else key.type.split("|")[-1]
+
+
+def put(block: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A block of keys in which the key at a path has a value."""
+    head, _, rest = path.partition(".")
+    return {**block, head: put(block.get(head, {}), rest, value) if rest else value}
+
+
+def describe(config: dict[str, Any]) -> str:
+    """The settings of a configuration, or the error that names a key."""
+    try:
+        found = settings(config)
+        shard = find_shard_size(read_config(config))
+    except FzeroError as error:
+        return str(error)
+    cells = [cell.cell_contents for each in found.scaler or () for cell in getattr(each, "__closure__", None) or ()]
+    numbers = [value for value in cells if isinstance(value, (int, float))]
+    return repr((found._replace(scaler=None), numbers, shard))
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.meaning in ("honoured", "mapped")])
+def test_a_key_with_a_meaning_changes_the_settings(path: str) -> None:
+    """Or is refused by name, with a value that makes no sense beside the others. So no key is dropped on the way."""
+    key, path = KEYS[path], path.removesuffix(".*")
+    block: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    for prefix, needed in CONTEXT.items():
+        for name, value in needed.items() if path.startswith(prefix) else ():
+            block[name] = {**block.get(name, {}), **value}
+    assert describe(put(block, path, other_value(key))) != describe(put(block, path, key.default))

@@ -1,0 +1,113 @@
+"""Keys about dtypes, sums and groups of ranks: each is equal to torch, or to the same said in another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_models import Classifier, make_batches, make_engine, make_model, run_loop
+from processes import run
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero.deepspeed
+from fzero import FzeroError, VirtualMesh, tree
+from fzero.base.mesh import mesh_shape
+from fzero.deepspeed.initialize import choose_mesh
+from fzero.deepspeed.reading import read_config
+from fzero.deepspeed.settings import find_shard_size, settle
+from fzero.training.meshes import split_world
+
+PLAIN = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+NARROW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+def test_a_sum_of_gradients_is_the_mean_times_ranks() -> None:
+    def make(rate: float, **keys: Any) -> Any:
+        return make_engine(PLAIN | {"optimizer": {"type": "SGD", "params": {"lr": rate}}} | keys)
+
+    means, sums = make(0.2), make(0.1, gradient_allreduce_op="sum")
+    assert run_loop(means, make_batches(4)) == run_loop(sums, make_batches(4))
+    assert sums.get_global_grad_norm() == 2 * means.get_global_grad_norm()
+
+
+class Autocast(Classifier):
+    """The model with autocast of its own."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, y)
+
+
+def test_autocast_is_that_of_torch_around_the_module() -> None:
+    torch.manual_seed(0)
+    by_model = make_engine(PLAIN | ADAMW, model=Autocast())
+    by_config = make_engine(PLAIN | ADAMW | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    losses = run_loop(by_config, make_batches(4))
+    assert losses == run_loop(by_model, make_batches(4)) != run_loop(make_engine(PLAIN | ADAMW), make_batches(4))
+    x, y = make_batches(1)[0]
+    assert torch.equal(by_config.eval()(x, y), by_model.eval()(x, y))
+
+
+def test_bfloat16_parameters_train_as_torchs() -> None:
+    plain = make_model().bfloat16()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    config = PLAIN | ADAMW | {"bf16": NARROW, "zero_optimization": {"stage": 2}}
+    engine = fzero.deepspeed.initialize(model=make_model(), config=config, mesh=VirtualMesh(fsdp=1)).engine
+    floating = [x for x in tree.leaves((engine.params, engine.state.opt_state)) if x.ndim and x.is_floating_point()]
+    assert {x.dtype for x in floating} == {torch.bfloat16} and len(floating) == 3 * len(list(plain.parameters()))
+    for number, (x, y) in enumerate(make_batches(8)):
+        (plain(x.bfloat16(), y) / 2).backward()
+        run_loop(engine, [(x, y)])
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for path, value in plain.state_dict().items():  # four updates of 1e-2, each rounded once to one of 256 steps
+        found = engine.module_state_dict()[path]
+        atol = 4 * value.abs().max().item() / 256
+        torch.testing.assert_close(found, value, rtol=0, atol=atol)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, r"bf16_optimizer_states: is true, .*; give both"),
+    ({"bf16": NARROW | {"enabled": False}}, r"bf16_master_weights_and_grads: is true at stage 0; give bf16\.enabled"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r"torch_autocast\.dtype: is 'float16'; give"),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": True}},
+        r"torch_autocast\.enabled: is true, and compute is torch\.bfloat16; give one of both",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), BAD)
+def test_dtypes_that_contradict_each_other_are_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(FzeroError, match=said):
+        settle(read_config(PLAIN | config), 2)
+
+
+def test_groups_of_mics_are_a_mesh_of_two_axes() -> None:
+    assert split_world(8, None) == {"fsdp": 8} and split_world(8, 2) == {"replica": 4, "fsdp": 2}
+    with pytest.raises(FzeroError, match=r"mesh: 8 ranks are no groups of 3; give a number of ranks that divides 8"):
+        split_world(8, 3)
+    mesh = VirtualMesh(replica=2, fsdp=4)
+    assert choose_mesh(mesh, 4, 0, 0, None) is mesh and choose_mesh(mesh, None, 0, 0, None) is mesh
+    with pytest.raises(FzeroError, match=r"mics_shard_size: is 2, and mesh= is VirtualMesh\(replica=2, fsdp=4\); give"):
+        choose_mesh(mesh, 2, 0, 0, None)
+    assert find_shard_size(read_config({"zero_optimization": {"stage": 3, "mics_shard_size": -1}})) is None
+    with pytest.raises(FzeroError, match=r"mics_shard_size: is 2 at stage 2, .*; give zero_optimization\.stage 3"):
+        find_shard_size(read_config({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}))
+
+
+def train_in_groups(mesh: DeviceMesh) -> tuple[Any, list[float]]:
+    config = PLAIN | ADAMW | {"zero_optimization": {"stage": 3, "mics_shard_size": 1}}
+    engine = fzero.deepspeed.initialize(model=make_model(), config=config).engine
+    half = slice(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4)
+    return mesh_shape(engine.mesh).sizes, run_loop(engine, [(x[half], y[half]) for x, y in make_batches(4)])
+
+
+def test_groups_of_mics_train_as_one() -> None:
+    expected = run_loop(make_engine(PLAIN | ADAMW), make_batches(4))
+    for sizes, losses in run(2, train_in_groups):
+        assert sizes == {"replica": 2, "fsdp": 1} and losses == pytest.approx(expected, rel=1e-5)
