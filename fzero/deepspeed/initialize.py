@@ -75,8 +75,8 @@ def initialize(
             engine.step()
 
     All ranks call `initialize` together; parameters are those of rank 0. Without a process group it makes one, from
-    `args.local_rank` and torchrun's variables; a process without these is alone. The model's parameters are copied:
-    those of `model` stay as they are.
+    `args.local_rank` and torchrun's variables; a process without these is alone. The engine takes the
+    values of `model`: any use of them is an error afterwards that names what to do instead.
 
     * `optimizer`: an optimizer of torch, a function of parameters that makes one, or one of `fzero.optim`. It goes
       before that of the configuration.
@@ -109,6 +109,7 @@ def initialize(
         scheduled = found.scheduled if isinstance(found, Plateau) else found
         engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
         engine.lr_scheduler = found if isinstance(found, Plateau) else engine.lr_scheduler
+    engine.groups = groups if isinstance(groups, list) else []
     if isinstance(optimizer, torch.optim.Optimizer):
         engine.given = GivenOptimizer(optimizer)
     if training_data is not None:
