@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from means import mean
 from torch import Tensor, nn
 
 WIDTH, ROWS = 32, 4
@@ -61,13 +62,6 @@ def train(engine: Any, steps: int) -> dict[str, list[float]]:
         rates.append(float(engine.get_lr()[0]))
         scales.append(float(getattr(engine.optimizer, "cur_scale", 1.0)))
     return {"losses": losses, "rates": rates, "scales": scales}
-
-
-def mean(loss: Tensor) -> float:
-    """The mean over ranks."""
-    total = loss.detach().double().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from corpus import Cut
 from gpt import GPT, GPTConfig
+from means import mean
 from parity_steps import CONTENDERS
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 CONFIG = GPTConfig(vocab=256, seq=32, dim=64, layers=2, heads=2)
@@ -52,13 +53,6 @@ def losses(name: str, compute: torch.dtype, steps: int, mesh: DeviceMesh) -> lis
 def build() -> nn.Module:
     torch.manual_seed(0)
     return GPT(CONFIG)
-
-
-def mean(loss: Tensor) -> float:
-    """The mean over ranks."""
-    total = loss.detach().double().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 if __name__ == "__main__":

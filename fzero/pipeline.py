@@ -26,7 +26,6 @@ from fzero.passes.roll import roll
 from fzero.passes.run import Pass
 from fzero.program.listing import format_size
 from fzero.program.operation import Node
-from fzero.program.places import place_arguments
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.program.records import follow_memory
@@ -124,13 +123,8 @@ class Pipeline(Generic[T]):
             check_mistakes(rolled, self.fn, warn=not self._cache)
             with disable_autocast():
                 if isinstance(self.passes, Budget):
-                    return fit(traced, self.passes.limit, self._rewrite, self.passes.to)
+                    return fit(traced, self.passes)
                 return run_passes(resolve(rolled), self.passes)
-
-    def _rewrite(self, traced: Program, *, places: Mapping[int, Placement | None], **choice: Any) -> Program:
-        """The program of a choice of a budget, of a trace that may be changed."""
-        assert isinstance(self.passes, Budget)
-        return run_passes(resolve(roll(place_arguments(traced, places))), self.passes.passes(**choice))
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""

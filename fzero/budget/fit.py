@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -11,8 +11,8 @@ from fzero.base.placement import Host, Placement, host
 from fzero.budget.choices import flatten, list_bucket_choices, list_segment_choices, weigh
 from fzero.budget.frontier import Choice, Point, find_frontier, keep_fastest
 from fzero.budget.placements import NOTHING, Costs, Movable, Positions, list_placement_choices, measure_costs
+from fzero.budget.programs import Choose, Programs
 from fzero.budget.saved import Level, Segment, find_segments, number_nodes
-from fzero.passes.run import Pass
 from fzero.program.largest import list_largest
 from fzero.program.listing import format_size
 from fzero.program.operation import nbytes
@@ -21,6 +21,9 @@ from fzero.program.records import starts
 
 TRIES = 4
 """How many programs are built, at most, to come near a budget: an estimate of the peak is a few percent off."""
+COMPARED, MOST_NODES = 2, 4000
+"""With how many smaller programs one that was found is compared, and up to how many nodes: an estimate of the seconds
+is a few percent off."""
 LARGEST_ERROR = 0.1
 """Where an estimate is above a limit by more than this part of it, and fewer collectives may start ahead, no program is
 built."""
@@ -36,7 +39,7 @@ class Budget(NamedTuple):
     `fzero.passes.defaults`. State and saved values may also lie in the placement `to`, unless that is None."""
 
     limit: int
-    passes: Callable[..., Sequence[Pass]]
+    passes: Choose
     to: Placement | None = None
 
 
@@ -49,8 +52,8 @@ class Rewrite(Protocol):
     ) -> Program: ...
 
 
-def fit(traced: Program, limit: int, rewrite: Rewrite, to: Placement | None = None) -> Program:
-    """The fastest program of a trace whose peak, arguments included, is at most `limit` bytes on every rank.
+def fit(traced: Program, budget: Budget) -> Program:
+    """The fastest program of a trace whose peak, arguments included, is within a budget on every rank.
 
     It chooses from the program that keeps all saved values, gathers every bucket again and has all state on the device:
     which buckets stay gathered, which saved values are computed again or, where `to` is the host, move there and back,
@@ -60,29 +63,31 @@ def fit(traced: Program, limit: int, rewrite: Rewrite, to: Placement | None = No
     Raises:
         FzeroError: where the least peak is above the limit, with the largest values that are alive there.
     """
-    space = Space(traced, rewrite, None, to)
+    programs = Programs(budget.passes)
+    resident = Space(traced, programs, None, budget.to, is_resident=budget.to is not None)
+    is_open = budget.to is None or resident.is_small or not resident.is_fastest(budget.limit)
+    found = None if is_open else resident.find(budget.limit)
+    if found is None:
+        space = Space(traced, programs, None, budget.to, resident) if budget.to else resident
+        found = find_fastest(space, budget.limit)
+    return programs.check(found.program, found.keep)
+
+
+def find_fastest(space: Space, limit: int) -> Found:
+    """The fastest of the programs that were found in a space, in which collectives start as far ahead as they like, and
+    in those of the same trace in which they have less room."""
     found = space.find(limit)
     if found is not None and not found.is_dear:
-        return found.program
-    if found is not None:
-        return _find_cheaper(space, found, limit).program
-    last = Space(traced, rewrite, 0, to, space.costs)
+        return found
+    last = space.limit_ahead(0)
+    if found is not None and space.estimate(limit) <= last.estimate(limit):
+        return found
     least = last.find(limit)
-    if least is None:
-        fits = to is None and _would_fit(last, limit)
+    if found is None and least is None:
+        fits = space.movable.to is None and _would_fit(last, limit)
         raise _refuse(last.least(), limit, "; or give to=fzero.host() too, so that state may lie there" * fits)
-    further = (Space(traced, rewrite, ahead, to, space.costs).find(limit) for ahead in space.list_ahead())
-    return next(filter(None, further), least).program
-
-
-def _find_cheaper(space: Space, found: Found, limit: int) -> Found:
-    """The faster of a program that was found and one in which collectives have less room, and less state has to lie
-    elsewhere. One is built only where the estimates say so."""
-    rooms = (*space.list_ahead()[:1], 0)
-    others = (Space(space.traced, space.rewrite, ahead, space.movable.to, space.costs) for ahead in rooms)
-    rival = min((space, *others), key=lambda each: each.estimate(limit))
-    other = None if rival is space else rival.find(limit)
-    return min(found, other or found, key=lambda each: each.program.timeline().seconds)
+    wider = (last.widen(limit, ahead) for ahead in space.list_ahead())
+    return min(filter(None, (found, least, *wider)), key=lambda each: each.program.timeline().seconds)
 
 
 def _would_fit(last: Space, limit: int) -> bool:
@@ -104,9 +109,11 @@ def _refuse(least: Program, limit: int, other_way: str) -> FzeroError:
 
 
 class Found(NamedTuple):
-    """A program within a limit, and the estimate of the seconds that it takes because state lies elsewhere."""
+    """A program within a limit, the buckets that it keeps, and the estimate of the seconds that it takes because state
+    lies elsewhere."""
 
     program: Program
+    keep: frozenset[str]
     elsewhere: float
 
     @property
@@ -119,14 +126,15 @@ class _Picked(NamedTuple):
     """What a point says: the buckets to keep, the level of each segment that computes values again, and the arguments
     that lie away from the device."""
 
-    keep: frozenset[str]
-    again: tuple[tuple[Segment, Level], ...]
+    keep: frozenset[str] = frozenset()
+    again: tuple[tuple[Segment, Level], ...] = ()
     away: Positions = NOTHING
 
 
 class Space:
-    """The programs of a trace, by what is kept, what is computed again, and where state lies. `costs` are those of
-    another space of the trace with the same `to`."""
+    """The programs of a trace, by what is kept, what is computed again, and where state lies. Collectives have `ahead`
+    bytes to start ahead of their use, by default what `prefetch` gives them. With `is_resident` all state stays on the
+    device. `like` is another space of the trace with the same `to`."""
 
     def __init__(
         self,
@@ -134,18 +142,23 @@ class Space:
         rewrite: Rewrite,
         ahead: int | None,
         to: Placement | None = None,
-        costs: Costs | None = None,
+        like: Space | None = None,
+        is_resident: bool = False,
     ) -> None:
         self.traced, self.rewrite, self.ahead, self.movable = traced, rewrite, ahead, Movable(traced, to)
-        base = self._write(_Picked(frozenset(), ()))
+        self._numbered: dict[object, Program] = like._numbered if like else {}
+        self._built: dict[tuple[_Picked, int | None], Program] = like._built if like else {}
+        base = self._write(_Picked())
         line, weights = list(flatten(base)), weigh(base)
         self.buckets = list(list_bucket_choices(base, line, weights))
-        segments = find_segments(traced, base.rates, has_host=isinstance(to, Host))
-        self.segments = list(list_segment_choices(segments, line, weights))
-        self.costs = costs or measure_costs(
-            base, self.movable, lambda away: self._write(_Picked(frozenset(), (), away))
+        self._parts: list[Segment] = like._parts if like else find_segments(traced, base.rates, isinstance(to, Host))
+        self.segments = list(list_segment_choices(self._parts, line, weights))
+        self.costs: Costs | None = like.costs if like else None
+        if self.costs is None and not is_resident:
+            self.costs = measure_costs(base, self.movable, lambda away: self._write(_Picked(away=away)))
+        self.placements = (
+            list(list_placement_choices(base, line, self.movable, self.costs)) if self.costs and not is_resident else []
         )
-        self.placements = list(list_placement_choices(base, line, self.movable, self.costs))
         self.choices: list[Choice] = [choice for choice, _ in (*self.buckets, *self.segments, *self.placements)]
         self.frontier = self._search([place.nbytes for place in line])
         picks = [0] * len(self.buckets)
@@ -153,6 +166,15 @@ class Space:
         slower = sum(choice.options[0].seconds for choice, _ in self.buckets)
         self.base, self.start = base, Point(max(place.nbytes for place in line), slower, tuple(picks))
         self.gathered = {nbytes(place.node.meta["val"]) for place in line if starts(place.node) == "gathered"}
+
+    @property
+    def is_small(self) -> bool:
+        """Whether programs have so few nodes that some more of them are built."""
+        return len(self.base.graph.nodes) <= MOST_NODES
+
+    def limit_ahead(self, ahead: int) -> Space:
+        """The programs of the same trace in which collectives have so many bytes."""
+        return Space(self.traced, self.rewrite, ahead, self.movable.to, self)
 
     def _search(self, line: list[int]) -> list[Point]:
         """The frontier. Greedy search is better at fewer choices, so those of programs with no state elsewhere, and
@@ -165,10 +187,15 @@ class Space:
             points += [point._replace(picks=point.picks[:count] + picks) for point in found]
         return keep_fastest(points)
 
-    def _write(self, picked: _Picked) -> Program:
-        """The program of these picks."""
-        numbered, places = number_nodes(self.traced, picked.again), self.movable.places(picked.away)
-        return self.rewrite(numbered, keep=picked.keep, ahead=self.ahead, places=places)
+    def _write(self, picked: _Picked, ahead: int | None = None) -> Program:
+        """The program of these picks, with as many bytes `ahead` as those of this space unless more are given."""
+        key = picked, self.ahead if ahead is None else ahead
+        if key not in self._built:
+            if picked.again not in self._numbered:
+                self._numbered[picked.again] = number_nodes(self.traced, picked.again)
+            numbered, places = self._numbered[picked.again], self.movable.places(picked.away)
+            self._built[key] = self.rewrite(numbered, keep=picked.keep, ahead=key[1], places=places)
+        return self._built[key]
 
     def list_ahead(self) -> list[int]:
         """Limits below the default of what awaits its use: the largest buffer, and two and one of the next size."""
@@ -179,6 +206,10 @@ class Space:
         """The fastest point whose estimated peak is within a limit."""
         within = [point for point in self.frontier if point.peak <= limit]
         return min(within, key=lambda point: point.seconds) if within else None
+
+    def is_fastest(self, limit: int) -> bool:
+        """Whether no limit would allow an estimate of less time than this one."""
+        return self.best(limit) == self.frontier[-1]
 
     def estimate(self, limit: int) -> float:
         """The estimated seconds of the fastest program within a limit; infinite where there is none."""
@@ -211,29 +242,60 @@ class Space:
         least = self.frontier[0]
         if self.ahead != 0 and min(least.peak, self.start.peak) > (1 + LARGEST_ERROR) * limit:
             return None
-        built, peaks, bound = {self.start: self.base}, {self.start: self.start.peak}, limit
+        peaks, bound = {self.start: self.start.peak}, limit
         found: Point | None = None
         for _ in range(TRIES):
             point = self.best(bound) or least
-            if point in built or (found and point.seconds >= found.seconds):
+            if point in peaks or (found and point.seconds >= found.seconds):
                 break
-            built[point] = self.build(point)
-            peak = peaks[point] = built[point].memory().peak
+            peak = peaks[point] = self.build(point).memory().peak
             bound = limit - (peak - point.peak)
             if peak <= limit:
                 found = point
             else:
                 bound = min(bound, point.peak - 1)
-        if found is None and least not in built:
-            built[least] = self.build(least)
-            peaks[least] = built[least].memory().peak
+        if found is None and least not in peaks:
+            peaks[least] = self.build(least).memory().peak
+        peaks |= {point: self.build(point).memory().peak for point in self._list_smaller(found) if point not in peaks}
         within = [point for point, peak in peaks.items() if peak <= limit]
-        if not within:
-            return None
-        best = min(within, key=lambda point: (point.seconds, point.peak))
-        program = built[best]
-        program = replace(program, remarks=(*program.remarks, *self._explain(best, peaks[best], limit)))
-        return Found(program, self._count_elsewhere(best))
+        best = min(within, key=lambda point: (self._time(point), point.seconds, point.peak), default=None)
+        return self._tell(best, self.build(best), limit) if best else None
+
+    def _list_smaller(self, found: Point | None) -> list[Point]:
+        """The next smaller points, whose programs may be faster than the estimates say. None of large programs, in
+        which one choice is a small part of the step, and none where collectives do not start ahead: there estimates are
+        exact."""
+        if found not in self.frontier or self.ahead == 0 or not self.is_small:
+            return []
+        at = self.frontier.index(found)
+        return self.frontier[max(at - COMPARED, 0) : at]
+
+    def _time(self, point: Point) -> float:
+        """The seconds of the program of a point."""
+        return self.build(point).timeline().seconds
+
+    def widen(self, limit: int, ahead: int) -> Found | None:
+        """A program of this space in which collectives have more bytes, `ahead`, and in exchange more is computed or
+        gathered again. None where the first ones that are built are not within the limit."""
+        bound = limit - ahead
+        for _ in range(TRIES if self.is_small else 1):
+            point = self.best(bound)
+            if point is None:
+                break
+            program = self._write(self.pick(point), ahead)
+            peak = program.memory().peak
+            if peak <= limit:
+                return self._tell(point, program, limit, ahead)
+            bound = min(bound, point.peak) - (peak - limit)
+        return None
+
+    def _tell(self, point: Point, program: Program, limit: int, ahead: int | None = None) -> Found:
+        """The program of a point, with remarks that say what was chosen."""
+        ahead = self.ahead if ahead is None else ahead
+        lines = self._explain(point, program.memory().peak, limit)
+        room = () if ahead is None else (f"  collectives have {format_size(ahead)} to start ahead of their use",)
+        program = replace(program, remarks=(*program.remarks, *lines, *room))
+        return Found(program, self.pick(point).keep, self._count_elsewhere(point))
 
     def _explain(self, point: Point, peak: int, limit: int) -> Iterator[str]:
         """Lines that say what was chosen, and what more bytes would buy."""
@@ -246,10 +308,8 @@ class Space:
             yield f"  keeps {names} of {all_names} buckets gathered: {rest}"
         if self.segments:
             yield from _explain_segments([level for _, level in again], [segment for _, segment in self.segments])
-        if self.placements:
+        if self.movable.nbytes:
             yield from self.movable.explain(away, f"{_format(self._count_elsewhere(point))} more")
-        if self.ahead is not None:
-            yield f"  collectives have {format_size(self.ahead)} to start ahead of their use"
         error = peak - point.peak
         more = self.best(limit + GIB - error)
         if more is not None and more.seconds < point.seconds:

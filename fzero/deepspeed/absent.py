@@ -65,6 +65,17 @@ _METHODS: dict[str, str] = {
 }
 
 
+def refuse_arguments(where: str, given: Mapping[str, tuple[Any, str]]) -> None:
+    """Refuse arguments that ask for something that is not here: name -> `(value, way out)`.
+
+    Raises:
+        FzeroError: for the first value that is not None, False or empty.
+    """
+    for name, (value, way_out) in given.items():
+        if value is not None and value is not False and value != ():
+            raise FzeroError(f"{where}: {name}", f"is {value!r:.80}, which is not supported", way_out)
+
+
 def make_getattr(module: str, known: Iterable[str]) -> Callable[[str], Any]:
     """The function `__getattr__` of a module, for the names that it does not have.
 

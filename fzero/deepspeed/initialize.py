@@ -20,6 +20,7 @@ from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.base.state import State
 from fzero.data import loader
+from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, add_autocast, make_functions, make_optimizer
 from fzero.deepspeed.handles import GivenOptimizer
@@ -113,15 +114,20 @@ def initialize(
     if isinstance(optimizer, torch.optim.Optimizer):
         engine.given = GivenOptimizer(optimizer)
     if training_data is not None:
-        options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
-        rows = settings.micro_batch_size * mesh_shape(mesh).size()
-        engine.training_dataloader = loader(training_data, rows, mesh, seed=0, drop_last=settings.drop_last, **options)
+        engine.training_dataloader = _load(training_data, collate_fn, settings, mesh)
     return Initialized(
         engine,
         engine.optimizer if groups is not None else None,
         engine.training_dataloader,
         None if settings.scheduler is None and lr_scheduler is None else engine.lr_scheduler,
     )
+
+
+def _load(data: Any, collate_fn: Callable[..., Any] | None, settings: Settings, mesh: Any) -> Any:
+    """The loader of `training_data`: each rank's part of batches."""
+    options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
+    rows = settings.micro_batch_size * mesh_shape(mesh).size()
+    return loader(data, rows, mesh, seed=0, drop_last=settings.drop_last, **options)
 
 
 def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, required: bool | None) -> Any:
@@ -261,10 +267,7 @@ def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
         raise FzeroError("model", f"is {type(model).__name__}", "give a torch.nn.Module")
     if any(each.__name__ == "PipelineModule" for each in type(model).__mro__):
         raise FzeroError("model", "is a PipelineModule, and there is no pipeline parallelism", "give a plain module")
-    if mpu is not None:
-        raise FzeroError("mpu", "is given, and there is no model parallelism", "leave it out; give mesh=")
-    if mesh_param is not None:
-        raise FzeroError("mesh_param", f"is {mesh_param!r}, and there is no sequence parallelism", "give mesh=")
+    refuse_arguments("initialize", {"mpu": (mpu, "give mesh="), "mesh_param": (mesh_param, "give mesh=")})
 
 
 def _choose_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -12,6 +12,7 @@ from fzero import checkpoint, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.state import State
+from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.quantized import iter_values
 from fzero.deepspeed.settings import Settings
 from fzero.ranks.homes import Home
@@ -41,8 +42,8 @@ class Files:
     micro_steps: int
     settings: Settings
     mesh: Any
-    _home: Home
     lr_scheduler: Any
+    _home: Home
 
     def save_checkpoint(
         self,
@@ -61,8 +62,7 @@ class Files:
                 `fzero.checkpoint.save`.
         """
         self._check_between_updates("engine.save_checkpoint")
-        if exclude_frozen_parameters:
-            raise FzeroError("exclude_frozen_parameters", "is True, which is not supported", "leave it out")
+        refuse_arguments("save_checkpoint", {"exclude_frozen_parameters": (exclude_frozen_parameters, "leave it out")})
         step = int(self.state.step)
         tag = f"global_step{step}" if tag is None else str(tag)
         scheduler = self.lr_scheduler.state_dict()
@@ -90,8 +90,8 @@ class Files:
         Raises:
             FzeroError: for optimizer state that DeepSpeed wrote; as `fzero.checkpoint.load`.
         """
-        if custom_load_fn is not None:
-            raise FzeroError("custom_load_fn", "is not supported", "fzero.checkpoint.open_checkpoint gives the tensors")
+        way_out = "fzero.checkpoint.open_checkpoint gives the tensors"
+        refuse_arguments("load_checkpoint", {"custom_load_fn": (custom_load_fn, way_out)})
         self._check_between_updates("engine.load_checkpoint")
         folder, is_whole = find_folder(load_dir, tag), load_optimizer_states and not load_module_only
         if folder is None:
@@ -137,8 +137,7 @@ class Files:
     ) -> bool:
         """Write the parameters as a state dict of torch, in the dtype of compute, to one file. All ranks call it
         together; rank 0 holds all parameters meanwhile, and writes."""
-        if exclude_frozen_parameters:
-            raise FzeroError("exclude_frozen_parameters", "is True, which is not supported", "leave it out")
+        refuse_arguments("save_16bit_model", {"exclude_frozen_parameters": (exclude_frozen_parameters, "leave it out")})
         is_writer = getattr(self._home, "number", 0) == 0
         values = {}
         for path, leaf in iter_values(self.state.params):
@@ -155,6 +154,8 @@ class Files:
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """All parameters, whole on every rank, by their names in the module. All ranks call it together."""
+        given = {"exclude_frozen_parameters": (exclude_frozen_parameters, "leave it out")}
+        refuse_arguments("module_state_dict", given)
         return {path: leaf.detach().clone() for path, leaf in iter_values(self.state.params)}
 
     def _check_between_updates(self, where: str) -> None:

@@ -48,7 +48,7 @@ class Status:
         count, found = self.global_steps - self.skipped_steps, []
         for group, scheduled in zip(self.groups, self._scheduled):
             now: dict[str, Any] = {**group.options, **values_at(scheduled, count)}
-            kept = {name: now[name] for name in ("eps", "weight_decay", "momentum") if name in now}
+            kept: dict[str, Any] = {name: now[name] for name in ("eps", "weight_decay", "momentum") if name in now}
             kept |= {"betas": (now["b1"], now["b2"])} if "b1" in now else {}
             found.append({"lr": now["learning_rate"], **kept})
         return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.deepspeed.absent import make_getattr
+from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.spent import Spent
 from fzero.ranks.homes import Home, find_home
@@ -76,9 +76,7 @@ class Init(ContextDecorator):
             "zero_quantized_weights": (zero_quantized_weights, "leave it out"),
             "zero_quantized_nontrainable_weights": (zero_quantized_nontrainable_weights, "fzero.quantize holds codes"),
         }
-        for name, (value, way_out) in given.items():
-            if value:
-                raise FzeroError(f"zero.Init: {name}", f"is {value!r:.80}, which is not supported", way_out)
+        refuse_arguments("zero.Init", given)
         if dtype not in (None, torch.float32):
             way_out = "leave it out: fp16 or bf16 of the configuration says in which dtype a step computes"
             raise FzeroError("zero.Init: dtype", f"is {dtype}, and weights stay float32", way_out)

@@ -18,7 +18,7 @@ UPDATES = 4
 """So many updates may have copies on the host at once. The thread of the host waits for the gradients of the first
 while the device has the work of the others to do: scatter, copy and update of a bucket may take as long as the compute
 of the three buckets behind it. With state on a disk two would hold the state of two buckets less on the host, and the
-planned step without clipping takes as long. With clipping it takes up to 1.6 % longer, because reads of fewer buckets
+planned step without clipping takes as long. With clipping it takes up to 6.7 % longer, because reads of fewer buckets
 run beside the backward pass (12 layers, 8 ranks, 3 GB/s)."""
 
 

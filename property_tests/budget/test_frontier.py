@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -50,6 +50,17 @@ def train(layers: tree.Tree, state: Any, x: Tensor) -> Any:
     return fzero.optim.apply_updates(layers, updates), state, value
 
 
+def train_in_parts(layers: tree.Tree, state: Any, x: Tensor) -> Any:
+    def sums(layers: tree.Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in layers:
+            x = block(layer, x)
+        return x.square().sum(), torch.tensor(float(x.shape[0]))
+
+    value, grads = fzero.accumulate(sums, 2)(layers, x)
+    updates, state = OPTIMIZER.update(grads, state, layers)
+    return fzero.optim.apply_updates(layers, updates), state, value
+
+
 def rewrite(
     traced: Program, *, keep: Collection[str], ahead: int | None, places: Mapping[int, Placement | None], rates: Rates
 ) -> Program:
@@ -57,14 +68,16 @@ def rewrite(
     return run_passes(resolved, defaults(stage=3, keep=keep, ahead=ahead))
 
 
-def make_space(inner: list[int], rows: int, rates: Rates, to: Placement | None = None) -> Space:
+def make_space(
+    inner: list[int], rows: int, rates: Rates, to: Placement | None = None, step: Callable[..., Any] = train
+) -> Space:
     """The programs of a step with a layer for each inner width, whose state may lie in `to`."""
     mesh = fzero.VirtualMesh(fsdp=RANKS)
     layers = [
         {"in": torch.zeros(WIDTH, n), "up": torch.zeros(n, 3 * n), "down": torch.zeros(3 * n, WIDTH)} for n in inner
     ]
     params = fzero.partition(layers, mesh)
-    traced = trace(train, (params, OPTIMIZER.init(params), torch.zeros(rows, WIDTH)), mesh)
+    traced = trace(step, (params, OPTIMIZER.init(params), torch.zeros(rows, WIDTH)), mesh)
     return Space(traced, partial(rewrite, rates=rates), None, to)
 
 
@@ -116,6 +129,27 @@ def test_a_search_of_placements_is_near_exhaustive_search(
     least, most = every[0].peak, every[-1].peak
     for limit in (least + (most - least) * i // LIMITS for i in range(LIMITS + 1)):
         assert fastest + best(found, limit) <= NEAR * (fastest + best(every, limit))
+
+
+@given(
+    inner=st.lists(st.sampled_from([8, 24, 64]), min_size=2, max_size=4),
+    rows=st.sampled_from([8, 64, 512]),
+    compute=st.sampled_from([1, 100]),
+    step=st.sampled_from([train, train_in_parts]),
+)
+@settings(max_examples=3)
+def test_more_memory_never_takes_more_time(inner: list[int], rows: int, compute: float, step: Any) -> None:
+    """By the timelines of finished programs, where collectives start ahead."""
+    guess = GUESSES["cuda"]
+    rates = guess._replace(flops=guess.flops / compute, memory=guess.memory / compute)
+    space = make_space(inner, rows, rates, step=step)
+    before = float("inf")
+    for limit in [point.peak for point in space.frontier][:: max(1, len(space.frontier) // LIMITS)]:
+        found = space.find(limit)
+        if found is not None:
+            seconds = found.program.timeline().seconds
+            assert found.program.memory().peak <= limit and seconds <= before
+            before = seconds
 
 
 @given(

@@ -25,6 +25,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tied_model import TiedModel
+
 HERE = Path(__file__).parent / "deepspeed"
 RUNS: dict[str, tuple[int, int, bool]] = {
     "stage1": (1, 2, False),
@@ -35,32 +39,12 @@ RUNS: dict[str, tuple[int, int, bool]] = {
 """Name -> stage, ranks, whether the weights are bfloat16."""
 
 
-class Model(nn.Module):
-    """Sizes that no number of ranks divides, a shared parameter, a frozen one, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-        self.scale = nn.Parameter(torch.full((1,), 1.5))
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.fixed = nn.Parameter(torch.arange(6.0) / 7, requires_grad=False)
-        self.register_buffer("offset", torch.arange(6.0) / 100)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + layer(x).tanh() * self.scale + (self.offset + self.fixed).to(x.dtype)
-        return self.head(x)
-
-
 def train(name: str, rank: int) -> None:
     """Three steps on this rank, with two groups of parameters."""
     stage, world, bf16 = RUNS[name]
     deepspeed.init_distributed("gloo")
     torch.manual_seed(3)
-    model = Model()
+    model = TiedModel()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},

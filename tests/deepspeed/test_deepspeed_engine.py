@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed_models import MESH, Classifier, make_batches, make_engine, make_model, run_loop
 from safetensors.torch import load_file
+from tied_model import TiedModel
 from torch import Tensor, nn
 
 import fzero
@@ -184,6 +185,10 @@ MISUSES: dict[str, tuple[Any, str]] = {
         lambda engine, batch: [engine.backward(engine(*batch)), engine.save_checkpoint("nowhere")],
         r"engine\.save_checkpoint: gradients are waiting for an update",
     ),
+    "values without frozen ones": (
+        lambda engine, batch: engine.module_state_dict(exclude_frozen_parameters=True),
+        r"module_state_dict: exclude_frozen_parameters: is True, which is not supported; leave it out",
+    ),
     "a rate by hand": (
         lambda engine, batch: engine.optimizer.param_groups[0].__setitem__("lr", 1.0),
         r"param_groups: lr: is set to 1\.0; give a scheduler",
@@ -221,7 +226,7 @@ ARGUMENTS = [
     ({"model": None}, r"model: is NoneType; give a torch\.nn\.Module"),
     ({"config": None}, r"config: is missing; give one, a dict or a path"),
     ({"config_params": PLAIN}, r"config: is given 2 times: config, config_params"),
-    ({"mpu": 1}, r"mpu: is given, and there is no model parallelism"),
+    ({"mpu": 1}, r"initialize: mpu: is 1, which is not supported; give mesh="),
     ({"optimizer": 3}, r"optimizer: is a int; give an optimizer"),
     (
         {"config": PLAIN | {"optimizer": {"type": "OneBitLamb"}}},
@@ -322,25 +327,9 @@ def test_schedulers_that_are_not_converted_are_named() -> None:
         make_engine(PLAIN, lr_scheduler=SCHEDULERS["LambdaLR"])
 
 
-class Tied(nn.Module):
-    """The model of tests/checkpoint/make_deepspeed.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-        self.scale = nn.Parameter(torch.full((1,), 1.5))
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.fixed = nn.Parameter(torch.arange(6.0) / 7, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embed(x)).mean()
-
-
 def test_weights_of_a_checkpoint_of_deepspeed_are_loaded() -> None:
     run = Path(__file__).parents[1] / "checkpoint" / "deepspeed" / "stage3-three-ranks"
-    engine = make_engine(PLAIN | ADAMW | {"zero_optimization": {"stage": 3}}, model=Tied())
+    engine = make_engine(PLAIN | ADAMW | {"zero_optimization": {"stage": 3}}, model=TiedModel())
     with pytest.raises(FzeroError, match=r"is DeepSpeed's own, of which an engine reads weights alone; .*load_module"):
         engine.load_checkpoint(str(run))
     folder, client_state = engine.load_checkpoint(str(run), load_module_only=True)

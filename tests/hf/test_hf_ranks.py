@@ -69,6 +69,7 @@ def train_family(cls: Any, name: str, folder: Path, microbatch: int) -> tuple[li
     dataset = [{key: x[row] for key, x in batch.items()} for row in range(16)]
     changed = {"per_device_train_batch_size": microbatch, "max_steps": 2, "train_sampling_strategy": "sequential"}
     changed |= {"per_device_eval_batch_size": microbatch, "average_tokens_across_devices": False}
+    changed |= {"gradient_accumulation_steps": 1}
     arguments = make_arguments(folder, **changed)
     trainer = cls(FAMILIES[name].make(), arguments, train_dataset=dataset, eval_dataset=dataset[:8])
     trainer.train()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fzero import checkpoint
 from fzero.base.errors import FzeroError
-from fzero.deepspeed.absent import make_getattr
+from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.saving import find_folder
 
 __all__ = [
@@ -33,9 +33,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         FzeroError: for a folder without a checkpoint; for `exclude_frozen_parameters` and `lazy_mode`.
     """
-    for name, value in (("exclude_frozen_parameters", exclude_frozen_parameters), ("lazy_mode", lazy_mode)):
-        if value:
-            raise FzeroError(name, "is True, which is not supported", "leave it out")
+    given = {"exclude_frozen_parameters": exclude_frozen_parameters, "lazy_mode": lazy_mode}
+    refuse_arguments("zero_to_fp32", {name: (value, "leave it out") for name, value in given.items()})
     folder = find_folder(checkpoint_dir, tag)
     if folder is None:
         raise FzeroError(str(checkpoint_dir), "has no file 'latest'", "give tag=, or a folder of save_checkpoint")
@@ -75,9 +74,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         FzeroError: for `max_shard_size` and `safe_serialization`.
     """
-    if max_shard_size is not None or safe_serialization:
-        way_out = "leave both out: fzero.save_safetensors writes safetensors, on all ranks at once"
-        raise FzeroError("max_shard_size", "or safe_serialization is given", way_out)
+    way_out = "leave it out: fzero.save_safetensors writes safetensors, on all ranks at once"
+    given = {"max_shard_size": (max_shard_size, way_out), "safe_serialization": (safe_serialization, way_out)}
+    refuse_arguments("zero_to_fp32", given)
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     torch.save(values, Path(output_dir) / "pytorch_model.bin")
