@@ -17,7 +17,6 @@ from fzero.deepspeed.calls import Call, Inputs, find_calls
 from fzero.deepspeed.controls import Controls
 from fzero.deepspeed.functions import Functions, NoLoss, find_loss
 from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
-from fzero.deepspeed.marks import mark_parameters
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
@@ -25,7 +24,6 @@ from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
-from fzero.deepspeed.spent import spend_model
 from fzero.deepspeed.tables import find_end
 from fzero.training.groups import Group
 from fzero.training.models import copy_without_values
@@ -67,9 +65,6 @@ class Engine(Files, Controls):
         local_rank: int,
     ) -> None:
         self.module, self.state, self.mesh = copy_without_values(module), state, mesh
-        for name, each in {"model": module, "engine.module": self.module}.items():
-            spend_model(each, self.device, name)
-            mark_parameters(each, self)
         self.local_rank, self.training = local_rank, True
         self._applies, self._scheduled, self._end, self._make = applies, scheduled, find_end(scheduled), make
         self._prepare(settings)

@@ -71,7 +71,7 @@ class Spent(Tensor):
 def spend_model(module: nn.Module, device: torch.device, name: str) -> None:
     """Take the values of a module's parameters: whoever holds a parameter holds a `Spent` on `device` from now on.
     A parameter that torch does not let go, because a graph or a weak reference holds it, is replaced in the module
-    alone. `name` is how errors call the module."""
+    alone, and torch refuses to differentiate the graph. `name` is how errors call the module."""
 
     def refuse(path: str, what: str) -> FzeroError:
         where = f"{name}: {path}" if path else name

@@ -385,7 +385,7 @@ MISUSES: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
         ONE,
         lambda engine, x, y: engine.backward(engine(x)),
         FzeroError,
-        r"engine\.backward: got a value of shape \(8, 4\), not one number; give a mean over examples",
+        r"engine\.backward: got a value of shape \(8, 4\), not a tensor of one number; give a mean over examples",
     ),
     "an output of before the update": (ONE, use_old_output, FzeroError, r"the parameters have changed since the call"),
     "a graph that is freed": (ONE, take_twice, RuntimeError, r"backward through the graph a second time"),

@@ -78,10 +78,18 @@ def test_a_parameter_that_a_graph_holds_is_replaced_in_the_module() -> None:
     net = make_model()
     loss, held = net(*BATCH), net.head.weight
     make_engine(CONFIG, model=net)
-    loss.backward()
-    assert held.grad is not None and net.head.weight is not held
+    assert net.head.weight is not held and held.shape == (4, 8)
+    with pytest.raises(RuntimeError, match="poisoned"):  # torch's error: other parameters were let go
+        loss.backward()
     with pytest.raises(FzeroError, match=r"model: .* needs values"):
         net(*BATCH)
+
+
+def test_a_model_that_initialize_refuses_keeps_its_values() -> None:
+    net = make_model()
+    with pytest.raises(FzeroError, match="dataset: has 1 examples"):
+        make_engine(CONFIG | {"dataloader_drop_last": True}, model=net, training_data=[torch.ones(8)])
+    make_engine(CONFIG, model=net)
 
 
 def test_a_tied_parameter_is_taken_under_both_names() -> None:
