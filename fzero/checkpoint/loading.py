@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ def _real_device(leaf: Sharded) -> torch.device:
 def _check_names(checkpoint: Checkpoint, paths: list[str], strict: bool) -> None:
     """Raise for leaves that the checkpoint lacks, and with `strict` for those that it has beside them."""
     stored = checkpoint.keys() | checkpoint.values_by_path.keys()
-    missing, surplus = sorted(set(paths) - stored), sorted(stored - set(paths)) if strict else []
+    missing, surplus = _order(set(paths) - stored), _order(stored - set(paths)) if strict else []
     problems = []
     if missing:
         problems.append(f"lacks {len(missing)} leaves of `like`: {_some(missing)}")
@@ -171,6 +171,11 @@ def _check_names(checkpoint: Checkpoint, paths: list[str], strict: bool) -> None
     if problems:
         way_out = "give the tree that was saved; strict=False skips leaves that `like` lacks"
         raise FzeroError(str(checkpoint.folder), "; ".join(problems), way_out)
+
+
+def _order(paths: Iterable[str]) -> list[str]:
+    """Paths by name, those of optimizer state last: an unknown layer shows in the parameters."""
+    return sorted(paths, key=lambda path: (path.startswith("opt_state"), path))
 
 
 def _some(paths: list[str]) -> str:

@@ -46,6 +46,10 @@ class Inputs(NamedTuple):
                 raise FzeroError(where, "is one number that requires a gradient", "give it a dimension for examples")
         return cls(leaves, treedef, wanted)
 
+    def count_rows(self) -> int | None:
+        """The first dimension of the first tensor that has one: most often the number of examples."""
+        return next((len(x) for x in self.leaves if isinstance(x, Tensor) and x.ndim), None)
+
     def detach(self) -> Any:
         """`(args, kwargs)` without gradients."""
         return tree.unflatten(self.treedef, [_detach(x) for x in self.leaves])
@@ -89,7 +93,8 @@ class Call:
     def pull(self, cotangents: tuple[Tensor, ...]) -> list[Tensor]:
         if self._is_closed:
             problem = "the gradients of this call are taken already"
-            raise FzeroError("engine.backward", problem, "give retain_graph=True to the first backward")
+            way_out = "call engine(...) again for each backward, or give retain_graph=True to the first one"
+            raise FzeroError("engine.backward", problem, way_out)
         return self._pull(self, cotangents)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 from torch import nn
 
 from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
 from fzero.deepspeed.absent import refuse_method
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.status import Status
 
+_log = logging.getLogger("fzero")
 _STRUCTURE = ("parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "config")
 """Attributes of a module that need no values."""
 
@@ -24,6 +27,7 @@ class Controls(Status):
     _sums: Any
     _open: Any
     _is_held = False  # within no_sync
+    _has_noted_rows = False
 
     def _prepare(self, settings: Settings) -> None:
         raise NotImplementedError
@@ -97,6 +101,15 @@ class Controls(Status):
         self.settings = self.settings._replace(train_batch_size=total, micro_batch_size=micro, accumulation_steps=steps)
         if has_new_programs:
             self._prepare(self.settings)
+
+    def _note_rows(self, rows: int | None) -> None:
+        """Log the first batch that has another number of rows than the configuration says. It counts as one batch."""
+        wanted = self.settings.micro_batch_size * (self.world_size if isinstance(self.mesh, VirtualMesh) else 1)
+        if rows in (None, wanted) or self._has_noted_rows or self.global_rank:
+            return
+        self._has_noted_rows = True
+        text = "fzero.deepspeed: a batch has %d rows, and the configuration says %d: its mean loss counts as one batch"
+        _log.info(text, rows, wanted)
 
     def empty_partition_cache(self) -> None:
         """Nothing: no parameter stays whole between two calls."""

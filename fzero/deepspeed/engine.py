@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,6 @@ from fzero.deepspeed.calls import Call, Inputs, find_calls
 from fzero.deepspeed.controls import Controls
 from fzero.deepspeed.functions import Functions, NoLoss, find_loss
 from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
-from fzero.deepspeed.marks import mark_parameters, refuse_values
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
@@ -25,6 +25,7 @@ from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
+from fzero.training.groups import Group
 from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
 from fzero.values.lowering import Apply
@@ -64,9 +65,6 @@ class Engine(Files, Controls):
         local_rank: int,
     ) -> None:
         self.module, self.state, self.mesh = copy_without_values(module), state, mesh
-        refuse_values(self.module)
-        for each in (module, self.module):
-            mark_parameters(each, self)
         self.local_rank, self.training = local_rank, True
         self._applies, self._scheduled, self._end, self._make = applies, scheduled, find_end(scheduled), make
         self._prepare(settings)
@@ -84,6 +82,7 @@ class Engine(Files, Controls):
         self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
         self.given: GivenOptimizer | None = None
+        self.groups: list[Group] = []
         self.optimizer = Handle(self)
         self.lr_scheduler: SchedulerHandle | Plateau = SchedulerHandle(self)
 
@@ -106,6 +105,7 @@ class Engine(Files, Controls):
         if not torch.is_grad_enabled():
             return self._programs.forward(self.state.params, args, kwargs)
         call = Call(self, Inputs.of(args, kwargs), self._take)
+        self._note_rows(call.inputs.count_rows())
         if self._open is not None:
             self._drop("engine", "is called again, and the loss before was not given to engine.backward")
         args, kwargs = call.inputs.detach()
@@ -168,7 +168,9 @@ class Engine(Files, Controls):
         """
         if not isinstance(loss, Tensor) or loss.ndim:
             kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
-            raise FzeroError("engine.backward", f"got a value {kind}, not one number", "give a mean over examples")
+            is_read = isinstance(loss, (int, float))
+            way_out = "give the tensor, without .item()" if is_read else "give a mean over examples"
+            raise FzeroError("engine.backward", f"got a value {kind}, not a tensor of one number", way_out)
         calls = find_calls(loss)
         if not any(call.engine is self for call in calls):
             problem = "the loss does not depend on an output of this engine in training"
@@ -357,6 +359,8 @@ class Engine(Files, Controls):
 
 def _compile(function: Callable[..., Any], engine: Engine) -> Any:
     settings = engine.settings
+    names = ", ".join(inspect.signature(function).parameters)  # a log calls args[0] of a batch argument 1.0, perhaps
+    function.__qualname__ = f"engine: {function.__name__}({names})"
     passes = choose_passes(settings)
     how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
     how = how if passes is None else {"passes": passes}

@@ -25,8 +25,9 @@ class Handle:
 
     @property
     def param_groups(self) -> tuple[dict[str, Any], ...]:
-        """One dict with the rate for each group."""
-        return tuple(_ReadOnly(lr=rate) for rate in self._engine.get_lr())
+        """For each group a dict of the rate of the next update and, where the optimizer has them, of betas, eps,
+        weight_decay and momentum."""
+        return tuple(_ReadOnly(each) for each in self._engine.list_hyperparameters())
 
     @property
     def loss_scale(self) -> float:

@@ -24,11 +24,13 @@ from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, add_autocast, make_functions, make_optimizer
 from fzero.deepspeed.handles import GivenOptimizer
+from fzero.deepspeed.marks import mark_parameters
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, find_shard_size, settle
+from fzero.deepspeed.spent import spend_model
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
@@ -76,8 +78,8 @@ def initialize(
             engine.step()
 
     All ranks call `initialize` together; parameters are those of rank 0. Without a process group it makes one, from
-    `args.local_rank` and torchrun's variables; a process without these is alone. The model's parameters are copied:
-    those of `model` stay as they are.
+    `args.local_rank` and torchrun's variables; a process without these is alone. The engine takes the
+    values of `model`: any use of them is an error afterwards that names what to do instead.
 
     * `optimizer`: an optimizer of torch, a function of parameters that makes one, or one of `fzero.optim`. It goes
       before that of the configuration.
@@ -110,10 +112,14 @@ def initialize(
         scheduled = found.scheduled if isinstance(found, Plateau) else found
         engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
         engine.lr_scheduler = found if isinstance(found, Plateau) else engine.lr_scheduler
-    if isinstance(optimizer, torch.optim.Optimizer):
-        engine.given = GivenOptimizer(optimizer)
-    if training_data is not None:
-        engine.training_dataloader = _load(training_data, collate_fn, settings, mesh)
+        engine.groups = groups if isinstance(groups, list) else []
+        if isinstance(optimizer, torch.optim.Optimizer):
+            engine.given = GivenOptimizer(optimizer)
+        if training_data is not None:
+            engine.training_dataloader = _load(training_data, collate_fn, settings, mesh)
+        for name, each in {"model": model, "engine.module": engine.module}.items():  # nothing is refused from here on
+            spend_model(each, engine.device, name)
+            mark_parameters(each, engine)
     return Initialized(
         engine,
         engine.optimizer if groups is not None else None,

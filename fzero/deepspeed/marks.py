@@ -14,14 +14,11 @@ _MARK = "fzero_mark"
 
 
 class _Mark:
-    """The engine and the path of a leaf. A copy of it, or one from a file, knows no engine."""
+    """The engine and the path of a leaf."""
 
     def __init__(self, engine: Any = None, path: str = "") -> None:
         self.engine = None if engine is None else weakref.ref(engine)
         self.path = path
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Mark, ()
 
 
 def mark_parameters(module: nn.Module, engine: Any) -> None:
@@ -42,18 +39,3 @@ def find_owner(parameter: Any) -> tuple[Any, str]:
         problem = f"a {type(parameter).__name__} of shape {tuple(getattr(parameter, 'shape', ()))} is no engine's"
         raise FzeroError("parameter", problem, "give one of engine.module.named_parameters()")
     return engine, mark.path
-
-
-def refuse_values(module: nn.Module) -> None:
-    """Let a module without values refuse what asks for values, in torch's hooks: its call and its state dict."""
-    module.register_forward_pre_hook(_refuse_call)
-    module.register_state_dict_pre_hook(_refuse_state_dict)
-
-
-def _refuse_call(*_: Any) -> None:
-    raise FzeroError("engine.module", "is called, and has no values: they are in slices", "call engine(...)")
-
-
-def _refuse_state_dict(*_: Any) -> None:
-    way_out = "all ranks call engine.module_state_dict(), or engine.save_16bit_model"
-    raise FzeroError("engine.module.state_dict", "the module has no values: they are in slices", way_out)

@@ -118,6 +118,9 @@ def _check_block(path: str, value: Any) -> None:
 
 def _refuse_unknown(path: str, prefix: str) -> FzeroError:
     names = sorted(known.removesuffix(".*") for known in KEYS)
+    blocks = {prefix + known.removeprefix(prefix).partition(".")[0] for known in names if known.startswith(prefix)}
+    if block := difflib.get_close_matches(path, sorted(blocks - set(names)), 1, 0.8):
+        return FzeroError(path, "is no key of DeepSpeed's configuration", f"the nearest one is the block {block[0]}")
     beside = [known for known in names if known.startswith(prefix)]
     near = difflib.get_close_matches(path, beside, 1, 0) or difflib.get_close_matches(path, names, 1, 0)
     return FzeroError(path, "is no key of DeepSpeed's configuration", f"the nearest one is {near[0]}")

@@ -100,6 +100,10 @@ class Files:
         wanted = self.state if is_whole else State(params=self.state.params)
         if any(folder.glob("*_optim_states.pt")):
             return str(folder), self._load_weights(folder, is_whole)
+        if not folder.exists():
+            tags = sorted(each.name for each in Path(load_dir).glob("*/"))
+            problem = f"does not exist; {load_dir} has {', '.join(tags[:8]) or 'no tag'}"
+            raise FzeroError(f"load_checkpoint: {folder}", problem, "give a tag that engine.save_checkpoint wrote")
         strict = load_module_strict if is_whole else False
         loaded = checkpoint.load(folder, wanted, strict=strict)
         self.state = loaded if is_whole else self.state._replace(params=loaded.params)

@@ -37,8 +37,12 @@ def schedule_groups(groups: Sequence[Group], scheduler: tuple[str, Mapping[str, 
 
 def rate_at(scheduled: Mapping[str, Any], count: int) -> float:
     """The rate of the update behind `count` updates."""
-    rate = scheduled["learning_rate"]
-    return float(rate(torch.tensor(count))) if callable(rate) else float(rate)
+    return values_at(scheduled, count)["learning_rate"]
+
+
+def values_at(scheduled: Mapping[str, Any], count: int) -> dict[str, float]:
+    """The hyperparameters of the update behind `count` updates, by the names of `fzero.optim`."""
+    return {name: float(x(torch.tensor(count)) if callable(x) else x) for name, x in scheduled.items()}
 
 
 def _call(maker: Callable[..., Any], params: dict[str, Any], kind: str) -> Any:

@@ -124,6 +124,11 @@ def find_batch_sizes(given: Values, world: int) -> tuple[int, int, int]:
     for name, size in zip(_SIZES, (train, micro, steps)):
         if size < 1 and given.get(name) not in (None, "auto"):
             raise FzeroError(name, f"is {size}", "give a whole number of at least 1")
+    absent = [name for name in _SIZES[1:] if given.get(name) in (None, "auto")]
+    if train != micro * steps * world and absent:
+        part, what = (steps * world, f"{steps} steps") if _SIZES[1] in absent else (micro * world, f"{micro} a rank")
+        problem = f"is {train}, which is no multiple of {what} x {world} ranks"
+        raise FzeroError("train_batch_size", problem, f"give a multiple of {part}")
     if train != micro * steps * world or train < 1:
         problem = f"is {train}, and {micro} a rank x {steps} steps x {world} ranks are {micro * steps * world}"
         raise FzeroError("train_batch_size", problem, "leave one of the three sizes out, or mend one")
@@ -273,8 +278,8 @@ def _find_clipping(given: Values, version: str, rank: int) -> float:
         raise FzeroError("version", f"is {version!r}", 'give one of DeepSpeed, such as "0.19"') from None
     bound = 1.0 if number >= CLIPS_BY_DEFAULT else 0.0
     if rank == 0:
-        text = "fzero.deepspeed: gradient_clipping is missing, which is %s in DeepSpeed %s; write it to be sure"
-        _log.warning(text, bound, version)
+        text = 'gradient_clipping is missing, which is %s in DeepSpeed %s; write "gradient_clipping": 1.0, or 0'
+        _log.warning(f"fzero.deepspeed: {text}", bound, version)
     return bound
 
 

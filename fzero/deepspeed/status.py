@@ -8,9 +8,10 @@ import torch
 
 from fzero.base.state import State
 from fzero.deepspeed.functions import count_skips
-from fzero.deepspeed.schedulers import Scheduled, rate_at
+from fzero.deepspeed.schedulers import Scheduled, rate_at, values_at
 from fzero.deepspeed.settings import Settings
 from fzero.ranks.homes import Home, find_home
+from fzero.training.groups import Group
 
 
 class Status:
@@ -19,6 +20,7 @@ class Status:
     state: State
     settings: Settings
     mesh: Any
+    groups: list[Group]
     _scheduled: Scheduled
     _norm: Any
 
@@ -40,6 +42,16 @@ class Status:
         """The rate of the next update, one for each group of parameters."""
         count = self.global_steps - self.skipped_steps
         return [rate_at(each, count) for each in self._scheduled]
+
+    def list_hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of the next update by torch's names, one dict for each group of parameters."""
+        count, found = self.global_steps - self.skipped_steps, []
+        for group, scheduled in zip(self.groups, self._scheduled):
+            now: dict[str, Any] = {**group.options, **values_at(scheduled, count)}
+            kept: dict[str, Any] = {name: now[name] for name in ("eps", "weight_decay", "momentum") if name in now}
+            kept |= {"betas": (now["b1"], now["b2"])} if "b1" in now else {}
+            found.append({"lr": now["learning_rate"], **kept})
+        return found
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the mean gradient of the last update, before it was clipped. None before the first update."""

@@ -19,6 +19,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.reading import read_config
+from fzero.deepspeed.spent import Spent
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import virtual
@@ -128,7 +129,7 @@ class GatheredParameters:
         self._rank = modifier_rank
         self._swaps: list[tuple[Deferred, Allocation, Allocation]] = []  # parameter, its memory, and that of the block
         for value in self._params:
-            if is_sharded(value) or value.is_meta:
+            if is_sharded(value) or isinstance(value, Spent):
                 problem = f"a {tuple(value.shape)} parameter is an engine's"
                 way_out = (
                     "read engine.module_state_dict(); edit with engine.state = engine.state._replace("

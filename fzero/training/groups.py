@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -166,8 +167,10 @@ class _Options:
 
     def __init__(self, given: dict[str, Any], where: str) -> None:
         self.given, self.where = given, where
+        self._known: list[str] = []  # what was asked for
 
     def take(self, name: str, default: Any) -> Any:
+        self._known.append(name)
         value = self.given.pop(name, default)
         return default if value is None else value
 
@@ -192,7 +195,13 @@ class _Options:
             if name == "max_grad_norm":
                 raise FzeroError(f"{self.where}.{name}", f"is {value!r}", "give gradient_clipping, as DeepSpeed wants")
             if value is not None and value is not False:
-                raise FzeroError(f"{self.where}.{name}", f"is {value!r}, which is not supported", "leave it out")
+                raise FzeroError(f"{self.where}.{name}", f"is {value!r}, which is not supported", self._suggest(name))
+
+    def _suggest(self, name: str) -> str:
+        """What to do about a param that nobody takes: `learning_rate` is near to `lr`, by its initials."""
+        initials = "".join(word[:1] for word in name.split("_"))
+        near = [x for x in self._known if x == initials] or difflib.get_close_matches(name, self._known, 1)
+        return f"leave it out, or write {near[0]}, the nearest one" if near else "leave it out"
 
 
 def _adam(options: _Options, torch_defaults: bool, decoupled: bool) -> Group:

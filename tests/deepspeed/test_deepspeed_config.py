@@ -56,9 +56,9 @@ def test_two_batch_sizes_give_the_third(given: Any, expected: Any) -> None:
     ("given", "said"),
     [
         ((16, 2, 3), r"train_batch_size: is 16, and 2 a rank x 3 steps x 2 ranks are 12; leave one"),
-        ((15, 2, None), r"train_batch_size: is 15, and 2 a rank x 3 steps x 2 ranks are 12"),
+        ((15, 2, None), r"train_batch_size: is 15, which is no multiple of 2 a rank x 2 ranks"),
         ((None, None, 4), r"train_batch_size: and train_micro_batch_size_per_gpu are missing; give one"),
-        ((1, None, None), r"train_batch_size: is 1, and 0 a rank"),
+        ((1, None, None), r"train_batch_size: is 1, which is no multiple of 1 steps x 2 ranks"),
     ],
 )
 def test_batch_sizes_that_contradict_each_other_are_refused(given: Any, said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def test_a_gan_trains_as_in_torch(extra: dict[str, Any]) -> None:
     torch.manual_seed(0)
     nets = Discriminator(), Generator()
     engines = []
-    for net in nets:
+    for net in copy.deepcopy(nets):
         optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.5, 0.999))
         engines.append(make_engine(config, model=net, optimizer=optimizer))
     found = train_gan(*engines, lambda net, loss: net.backward(loss), lambda net: net.step())
@@ -241,7 +242,7 @@ def test_inputs_that_require_a_gradient_get_it() -> None:
     torch.manual_seed(0)
     plain = Weighted()
     engine = make_engine(ONE, model=Weighted())
-    engine.state = make_engine(ONE, model=plain).state
+    engine.state = make_engine(ONE, model=copy.deepcopy(plain)).state
     x, y = make_batches(1)[0]
     gradients = []
     for model in (plain, engine):
@@ -384,7 +385,7 @@ MISUSES: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
         ONE,
         lambda engine, x, y: engine.backward(engine(x)),
         FzeroError,
-        r"engine\.backward: got a value of shape \(8, 4\), not one number; give a mean over examples",
+        r"engine\.backward: got a value of shape \(8, 4\), not a tensor of one number; give a mean over examples",
     ),
     "an output of before the update": (ONE, use_old_output, FzeroError, r"the parameters have changed since the call"),
     "a graph that is freed": (ONE, take_twice, RuntimeError, r"backward through the graph a second time"),

@@ -1,0 +1,104 @@
+"""Spent: parameters whose values are in the slices of an engine. A use of the old values is an error that says so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fzero.base import torch_private
+from fzero.base.errors import FzeroError
+
+_STRUCTURE = {
+    *("shape", "size", "numel", "nelement", "ndim", "dim", "stride", "dtype", "itemsize", "element_size", "nbytes"),
+    *("device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_leaf", "requires_grad", "grad_fn"),
+    *("is_contiguous", "is_floating_point", "is_complex", "_backward_hooks", "_post_accumulate_grad_hooks"),
+}
+"""The attributes and methods of a tensor that need no values, and change nothing."""
+
+Refuse = Callable[[str], FzeroError]
+"""(what is asked of a parameter) -> the error."""
+
+
+class Spent(Tensor):
+    """A parameter without values, on a device. It has the structure of `like`; all else raises what `refuse` makes."""
+
+    _refuse: Refuse
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, refuse: Refuse) -> Spent:
+        self: Spent = torch_private.make_wrapper_subclass(
+            cls, like.size(), dtype=like.dtype, device=device, requires_grad=like.requires_grad
+        )
+        self._refuse = refuse
+        vars(self)["_is_param"] = True  # for isinstance(x, nn.Parameter), as torch marks parameters of other classes
+        return self
+
+    def __init__(self, like: Tensor, device: torch.device, refuse: Refuse) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_read = func.__name__ == "__get__"
+        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+        if name in _STRUCTURE and func.__name__ != "__set__":
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        spent = torch_private.pytree_leaves((args, kwargs))
+        first = next(x for x in spent if isinstance(x, Spent))
+        raise first._refuse(f".{name}" if is_read else name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = next(x for x in torch_private.pytree_leaves((args, kwargs)) if isinstance(x, Spent))
+        raise first._refuse(func.__name__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self._refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise self._refuse("pickle")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Spent(shape={tuple(self.shape)}, dtype={self.dtype}, in slices of an engine)"
+
+    __hash__ = Tensor.__hash__
+
+
+def spend_model(module: nn.Module, device: torch.device, name: str) -> None:
+    """Take the values of a module's parameters: whoever holds a parameter holds a `Spent` on `device` from now on.
+    A parameter that torch does not let go, because a graph or a weak reference holds it, is replaced in the module
+    alone, and torch refuses to differentiate the graph. `name` is how errors call the module."""
+
+    def refuse(path: str, what: str) -> FzeroError:
+        where = f"{name}: {path}" if path else name
+        problem = f"{what} needs values, which are in the slices of an engine since initialize"
+        way_out = "call engine(...), after engine.eval() for outputs alone; all ranks read engine.module_state_dict()"
+        if what == ".grad":
+            way_out = (
+                "engine.zero_grad() drops gradients, gradient_clipping of the configuration clips them, "
+                "fzero.deepspeed.utils.safe_get_full_grad reads them"
+            )
+        return FzeroError(where, problem, way_out)
+
+    for path, parameter in list(module.named_parameters()):
+        spent: Any = Spent(parameter, device, functools.partial(refuse, path))
+        try:
+            torch.utils.swap_tensors(parameter, spent)
+        except RuntimeError:
+            _replace(module, parameter, spent)
+    module.register_load_state_dict_pre_hook(functools.partial(_refuse_load, name))
+
+
+def _refuse_load(name: str, *_: Any) -> NoReturn:
+    raise FzeroError(name, "load_state_dict is called behind initialize", "load the model before initialize")
+
+
+def _replace(module: nn.Module, old: Tensor, new: Any) -> None:
+    for each in module.modules():
+        for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter is old:
+                setattr(each, name, new)
