@@ -77,14 +77,14 @@ class Generator:
         model.train(was_training)
 
         def forward(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
-            inputs = {name: copy_cache(x) if name in NAMES and x is not None else x for name, x in inputs.items()}
+            caches = {name: copy_cache(inputs[name]) for name in NAMES if inputs.get(name) is not None}
+            inputs = {**inputs, **caches}
             kept = inputs.get("logits_to_keep")
             if count is not None and kept:
                 inputs["logits_to_keep"] = torch.arange(kept, device=count.device) + count - kept
             output = self._call(apply, params, **inputs)
-            for name in NAMES:
-                if output.get(name) is not None:
-                    output[name] = keep_new(output[name])
+            for name in caches.keys() & output.keys():  # the model filled them; `call` may have copied them since
+                output[name] = keep_new(caches[name])
             return output
 
         def prompt(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:

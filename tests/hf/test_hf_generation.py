@@ -56,7 +56,9 @@ def count_programs(generator: Any) -> dict[str, int]:
     return {name: len(step._pipeline._cache) for name, step in generator.programs.items()}
 
 
-def assert_equal(model: Any, generator: Any, params: Any, **named: Any) -> tuple[Any, Any]:
+def assert_equal(
+    model: Any, generator: Any, params: Any, tolerance: dict[str, float] | None = None, **named: Any
+) -> tuple[Any, Any]:
     """Equal tokens for the same seed, from equal logits. Returns both outputs."""
     results = []
     for generate in (functools.partial(generator, params), model.generate):
@@ -64,11 +66,12 @@ def assert_equal(model: Any, generator: Any, params: Any, **named: Any) -> tuple
         results.append(generate(**{**PLAIN, "return_dict_in_generate": True, "output_logits": True, **named}))
     got, expected = results
     assert torch.equal(got["sequences"], expected["sequences"])
-    torch.testing.assert_close(got.get("logits"), expected.get("logits"))
+    torch.testing.assert_close(got.get("logits"), expected.get("logits"), **(tolerance or {}))
     assert len(expected["sequences"].unique()) > 1
     return got, expected
 
 
+ONE_LAYER = {"GPT-2": ["n_layer"], "T5": ["num_layers"], "Whisper": ["encoder_layers", "decoder_layers"]}
 DECODERS = ("Llama", "Qwen3", "Gemma", "GPT-2", "GPT-NeoX", "OLMo-2", "Mixtral", "Mamba")
 
 
@@ -76,7 +79,7 @@ DECODERS = ("Llama", "Qwen3", "Gemma", "GPT-2", "GPT-NeoX", "OLMo-2", "Mixtral",
 def test_a_family_generates_as_plain_transformers(name: str) -> None:
     """Greedily and by sampling, from padded prompts. More tokens need no further program."""
     family = FAMILIES[name]
-    model = perturb(family.make())
+    model = perturb(family.make(**dict.fromkeys(ONE_LAYER.get(name, ["num_hidden_layers"]), 1)))
     prompt = make_prompt() if name in DECODERS else family.prompt(ROWS)
     named = {**prompt, **({} if name in DECODERS else {"decoder_start_token_id": 1})}
     generator, params = partition(model)
@@ -109,14 +112,14 @@ def test_one_program_serves_all_prompts_of_a_bucket_and_one_all_tokens_of_a_cach
 
 def test_no_rank_holds_whole_parameters() -> None:
     mesh = VirtualMesh(fsdp=8)
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 5, "num_attention_heads": 2}
     model = FAMILIES["Llama"].make(**sizes).eval()
     generator, params = partition(model, mesh)
     generator(params, **make_prompt(8), **{**PLAIN, "max_new_tokens": 2})
     whole = sum(x.nbytes for x in model.parameters())
     for name in ("prompt", "token"):
         (known,) = generator.programs[name]._pipeline._cache
-        assert known.finished.memory().peak < 0.7 * whole  # an eighth, and three layers of six while one comes
+        assert known.finished.memory().peak < 0.8 * whole  # an eighth, and three layers of five
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -136,7 +139,7 @@ def test_arguments_of_generate_mean_the_same(case: str) -> None:
     model = perturb(FAMILIES["Llama"].make(num_hidden_layers=1, **settings))
     generator, params = partition(model, VirtualMesh(fsdp=1))
     prompt = {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])} if "looked" in case else make_prompt(2)
-    got, expected = assert_equal(model, generator, params, **prompt, **{"max_new_tokens": 4, **CASES[case]})
+    got, expected = assert_equal(model, generator, params, **prompt, **{"max_new_tokens": 3, **CASES[case]})
     for name in ("hidden_states", "attentions", "scores"):
         torch.testing.assert_close(got.get(name), expected.get(name))
 
@@ -149,27 +152,31 @@ def test_windows_and_masks_of_other_kinds(kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")(**sizes, **mine)
     model = perturb(getattr(transformers, f"{kind}ForCausalLM")(config))
     generator, params = partition(model)
-    assert_equal(model, generator, params, **make_prompt(2), max_new_tokens=7)
+    got, expected = assert_equal(model, generator, params, **make_prompt(2), max_new_tokens=7)
+    assert_equal_caches(got.past_key_values, expected.past_key_values)
     assert sum(count_programs(generator).values()) == 2
 
 
-@pytest.mark.parametrize("kind", ["", "DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("kind", ["", "StaticCache"])
 def test_a_cache_goes_on_in_the_next_call(kind: str) -> None:
     """A chat: the second call takes what the first one returned, with its own layers, keys and values."""
     model = perturb(FAMILIES["Llama"].make(num_hidden_layers=1))
     generator, params = partition(model, VirtualMesh(fsdp=1))
     named, outputs = {**PLAIN, "return_dict_in_generate": True}, []
     for generate in (functools.partial(generator, params), model.generate):
-        longest = {"max_cache_len": 20} if kind == "StaticCache" else {}
-        given = {"past_key_values": getattr(transformers, kind)(config=model.config, **longest)} if kind else {}
+        given = {"past_key_values": transformers.StaticCache(model.config, max_cache_len=20)} if kind else {}
         first = generate(torch.tensor([[5, 6, 7]]), **given, **named)
         tokens = torch.cat([first.sequences, torch.tensor([[8, 9]])], 1)
         outputs.append(generate(tokens, past_key_values=first.past_key_values, **named))
         assert not kind or first.past_key_values is given["past_key_values"]
     got, expected = outputs
     assert torch.equal(got.sequences, expected.sequences)
-    assert [*map(type, got.past_key_values.layers)] == [*map(type, expected.past_key_values.layers)]
-    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers):
+    assert_equal_caches(got.past_key_values, expected.past_key_values)
+
+
+def assert_equal_caches(got: Any, expected: Any) -> None:
+    for ours, theirs in zip(got.layers, expected.layers, strict=True):
+        assert type(ours) is type(theirs)
         for name in ("keys", "values"):
             torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
 
@@ -192,12 +199,12 @@ def test_what_cannot_generate_is_refused_by_name() -> None:
 
 
 def generate_on_two(mesh: DeviceMesh) -> list[Any]:
-    """What a rank has for its own prompts, where ranks differ in rows, lengths and steps, and where one fails."""
+    """What a rank has for its own prompts, where ranks differ in buckets and steps, and where one fails."""
     rank = mesh.get_local_rank()
     model = perturb(FAMILIES["Llama"].make(num_hidden_layers=1))
     generator, params = partition(model, mesh)
     found: list[Any] = []
-    for rows, length, steps in (((2, 2), (5, 7), (6, 3)), ((1, 3), (20, 5), (2, 6))):
+    for rows, length, steps in (((2, 2), (5, 7), (6, 3)), ((2, 2), (20, 5), (2, 6))):
         named = {**make_prompt(rows[rank], length[rank]), "max_new_tokens": steps[rank], "do_sample": rank == 1}
         assert_equal(model, generator, params, **named)
     for named in ({"typo": rank}, {"stopping_criteria": [stop_by_error]}) if rank else ({}, {}):
@@ -228,11 +235,22 @@ def test_a_trainer_generates_from_what_it_trained(tmp_path: Path) -> None:
         cls(make_model("llama"), make_arguments(tmp_path, **changed), train_dataset=make_dataset())
         for cls in (transformers.Trainer, fzero.hf.Trainer)
     )
-    tokens = torch.tensor([[5, 9, 2, 7]])
     for trainer in (theirs, ours):
         trainer.train()
         trainer.model.eval()
-    assert_equal(theirs.model, lambda _, **named: ours.generate(**named), None, input_ids=tokens)
+    assert_equal(theirs.model, lambda _, **named: ours.generate(**named), None, input_ids=torch.tensor([[5, 9, 2, 7]]))
+
+
+def test_a_trainer_in_bfloat16_generates_in_autocast(tmp_path: Path) -> None:
+    trainer = fzero.hf.Trainer(make_model("llama"), make_arguments(tmp_path, bf16=True), mesh=VirtualMesh(fsdp=1))
+
+    def generate(_: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return trainer.generate(**named)
+
+    rounding = {"rtol": 2**-7, "atol": 2**-7}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(make_model("llama").eval(), generate, None, rounding, input_ids=torch.tensor([[5, 9, 2, 7]]))
 
 
 def test_a_model_of_files_generates_as_the_page_says(tmp_path: Path) -> None:
