@@ -54,6 +54,10 @@ def check_arguments(args: Any) -> None:
     if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
         problem = f"is {args.torch_compile_backend!r}, which is not supported"
         raise FzeroError("TrainingArguments: torch_compile_backend", problem, 'give "inductor"')
+    if (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("offload"):
+        problem = "asks for offload, which is not supported"
+        way_out = 'leave it out, or train by fzero.shard with fzero.remat(fn, policy="offload")'
+        raise FzeroError("TrainingArguments: activation_checkpointing_kwargs", problem, way_out)
     if getattr(args, "world_size", 1) > 1:
         _check_equal_batches(args)
     if getattr(args, "n_gpu", 0) > 1:

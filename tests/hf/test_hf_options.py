@@ -141,6 +141,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "compile mode": ({"torch_compile_mode": "max-autotune"}, r"torch_compile_mode: is 'max-autotune'"),
     "compile backend": ({"torch_compile_backend": "eager"}, r"torch_compile_backend: is 'eager'.*inductor"),
     "each node": ({"save_on_each_node": True}, r"save_on_each_node: is True.*one folder"),
+    "offload": ({"activation_checkpointing_kwargs": {"offload": True}}, r"_kwargs: asks for offload"),
     "debug": ({"debug": "underflow_overflow"}, r"debug: is .*overflow"),
 }
 
