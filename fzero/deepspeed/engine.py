@@ -49,7 +49,7 @@ class Engine(Files, Controls):
     is computed from what it returned, `engine.backward(loss)` runs the model again for gradients.
 
     `engine.train_step(state, *batches)` is the same as one function of a state; both run the same programs. `state` has
-    params, optimizer state, loss scale and the count of updates.
+    params, optimizer state, loss scale, the running statistics of the model and the count of updates.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fzero.deepspeed
 from fzero import FzeroError, VirtualMesh, tree
@@ -154,6 +155,31 @@ def test_the_second_loss_and_calls_without_gradients_count_as_forwards() -> None
     torch.optim.SGD(plain.parameters(), lr=RATE).step()
     assert plain.body[1].num_batches_tracked == 2
     assert_equal(engine, plain)
+
+
+def test_a_checkpointed_layer_moves_statistics_once() -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    plain, model = make_pictures(), make_pictures()
+    model.body = Checkpointed(*model.body)
+    engine, batches = make_engine(model), make_batches(2)
+    assert train_outside(engine, batches) == pytest.approx(train_plain(plain, batches), rel=1e-5)
+    assert_equal(engine, plain)
+
+
+def test_an_argument_gets_its_gradient() -> None:
+    plain, engine = make_pictures(), make_engine(make_pictures())
+    (x, y), (other, _) = make_batches(2)
+    found = []
+    for model in (plain, engine):
+        given = x.clone().requires_grad_()
+        loss = cross_entropy(model(given), y) + cross_entropy(model(other), y)  # as a discriminator is used
+        model.backward(loss) if model is engine else loss.backward()
+        found.append(given.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+    assert int(engine.module_state_dict()["body.1.num_batches_tracked"]) == 2
 
 
 def test_the_functional_step_is_the_loop() -> None:
