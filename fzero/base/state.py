@@ -28,6 +28,7 @@ class State(NamedTuple):
     seed: Any = None
     ema: Any = None  # averages of the parameters, a tree like them
     data: Any = None  # the position of a `fzero.data` loader
+    buffers: Any = None  # of a module that changes them, as `fzero.lower_stateful` gives
 
 
 def find_seeds(treedef: tree.TreeDef) -> dict[int, str]:

@@ -73,7 +73,7 @@ class Call:
     def __init__(self, engine: Any, inputs: Inputs, pull: Pull) -> None:
         self.engine, self.inputs, self._pull = engine, inputs, pull
         self._is_closed = False
-        self.params = engine.state.params  # those that the outputs belong to
+        self.params, self.buffers = engine.state.params, engine.state.buffers  # those that the outputs come from
         self._random = torch.get_rng_state()
         self._casts = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _DEVICES]
         self.factor: float | None = None  # of the gradients of parameters, while `engine.backward` runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import time
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.deepspeed.calls import Call, Inputs, find_calls
@@ -28,7 +30,6 @@ from fzero.deepspeed.tables import find_end
 from fzero.training.groups import Group
 from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
-from fzero.values.lowering import Apply
 
 _log = logging.getLogger("fzero")
 
@@ -50,13 +51,13 @@ class Engine(Files, Controls):
     is computed from what it returned, `engine.backward(loss)` runs the model again for gradients.
 
     `engine.train_step(state, *batches)` is the same as one function of a state; both run the same programs. `state` has
-    params, optimizer state, loss scale and the count of updates.
+    params, optimizer state, loss scale, the running statistics of the model and the count of updates.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        applies: tuple[Apply, Apply],
+        applies: tuple[Any, Any],
         state: State,
         make: Callable[[Settings], Functions],
         settings: Settings,
@@ -64,7 +65,7 @@ class Engine(Files, Controls):
         mesh: Any,
         local_rank: int,
     ) -> None:
-        self.module, self.state, self.mesh = copy_without_values(module), state, mesh
+        self.module, self.state, self.mesh = copy_without_values(module, tree.paths(state.buffers)), state, mesh
         self.local_rank, self.training = local_rank, True
         self._applies, self._scheduled, self._end, self._make = applies, scheduled, find_end(scheduled), make
         self._prepare(settings)
@@ -89,7 +90,8 @@ class Engine(Files, Controls):
     def _prepare(self, settings: Settings) -> None:
         """Make the programs of settings. Each is traced at its first call."""
         self.settings = settings
-        self._programs: Any = Functions(*(_compile(each, self) for each in self._make(settings)))
+        made = self._make(settings)._asdict()
+        self._programs: Any = Functions(**{name: _compile(name, each, self) for name, each in made.items()})
 
     # DeepSpeed's loop
 
@@ -101,9 +103,9 @@ class Engine(Files, Controls):
                 `backward`.
         """
         if not self.training:
-            return self._programs.evaluate(self.state.params, args, kwargs)
+            return self._programs.evaluate(self.state.params, (self.state.buffers, *args), kwargs)
         if not torch.is_grad_enabled():
-            return self._programs.forward(self.state.params, args, kwargs)
+            return self._run_forward(args, kwargs)
         call = Call(self, Inputs.of(args, kwargs), self._take)
         self._note_rows(call.inputs.count_rows())
         if self._open is not None:
@@ -111,7 +113,7 @@ class Engine(Files, Controls):
         args, kwargs = call.inputs.detach()
         if self._computes_ahead and not call.inputs.wanted:
             try:
-                output, pending = self._differentiate(self.state, self._sums, args, kwargs)
+                output, self.state, pending = self._differentiate(self.state, self._sums, args, kwargs)
             except NoLoss:
                 self._compute_behind("the model returns no loss")
             else:
@@ -119,9 +121,15 @@ class Engine(Files, Controls):
                 self._open = _Open(call, find_loss(output), pending, self._sums is not None)
                 self._sums = None  # the call took their memory
                 return output
-        return call.attach(self._programs.forward(self.state.params, args, kwargs))
+        return call.attach(self._run_forward(args, kwargs))
 
     forward = __call__
+
+    def _run_forward(self, args: Any, kwargs: Any) -> Any:
+        """The output of the model in training, which changes its buffers."""
+        output, buffers = self._programs.forward(self.state.params, (self.state.buffers, *args), kwargs)
+        self.state = self.state._replace(buffers=buffers)
+        return output
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a loss to those of the next update: of the loss that the last call returned, or of one
@@ -195,11 +203,9 @@ class Engine(Files, Controls):
         measured = self._profiler.measure(GRADIENTS, self.state.step, *call.inputs.detach())
         cotangents = tuple(x.contiguous() for x in cotangents)  # a program belongs to strides
         with call.surround(), measured:
-            given = self.state.params, weight, inputs, args, kwargs, cotangents
-            if self._sums is None:
-                self._sums, found = self._programs.pull(*given)
-            else:
-                self._sums, found = self._programs.pull_more(self._sums, *given)
+            sums, self._sums = self._sums, None  # the program takes their memory
+            pull = self._programs.pull if sums is None else functools.partial(self._programs.pull_more, sums)
+            self._sums, found = pull(call.params, call.buffers, weight, inputs, args, kwargs, cotangents)
         self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
         return [found[name] for name in inputs]
 
@@ -294,8 +300,9 @@ class Engine(Files, Controls):
         return self.state.params
 
     @property
-    def apply(self) -> Apply:
-        """The function of the model in the present mode: `apply(params, *args, **kwargs)`."""
+    def apply(self) -> Any:
+        """The function of the model in the present mode: `apply(params, *args, **kwargs)`. A model that changes its
+        buffers has `apply(params, buffers, *args, **kwargs)`, which returns `(output, new buffers)`."""
         return self._applies[0 if self.training else 1]
 
     def train_step(self, state: State, *batches: Any) -> tuple[State, Tensor]:
@@ -311,7 +318,7 @@ class Engine(Files, Controls):
         sums, losses = None, []
         for batch in batches:
             args, kwargs = _to_arguments(batch)
-            output, sums = self._differentiate(state, sums, args, kwargs)
+            output, state, sums = self._differentiate(state, sums, args, kwargs)
             losses.append(find_loss(output))
         state, self._norm = self._advance(state, sums)
         return state, torch.stack(losses).mean()
@@ -324,16 +331,21 @@ class Engine(Files, Controls):
             FzeroError: with a loss outside of the model, before the first `backward`.
         """
         if self._computes_ahead or self._shapes is None:
-            return self._programs.begin.report(self.state.params, self.state.scale, args, kwargs)
+            inputs = (self.state.buffers, *args)
+            return self._programs.begin.report(self.state.params, self.state.scale, inputs, kwargs)
         cotangents = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes)
-        return self._programs.pull.report(self.state.params, None, {}, args, kwargs, cotangents)
+        return self._programs.pull.report(self.state.params, self.state.buffers, None, {}, args, kwargs, cotangents)
 
-    def _differentiate(self, state: State, sums: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """`(output, sums of gradients)` of a batch and, unless `sums` is None, of those before it."""
+    def _differentiate(self, state: State, sums: Any, args: Any, kwargs: Any) -> tuple[Any, State, Any]:
+        """`(output, state with new buffers, sums of gradients)` of a batch and, unless `sums` is None, of those before
+        it."""
+        inputs = (state.buffers, *args)
         with self._profiler.measure(GRADIENTS, state.step, args, kwargs):
             if sums is None:
-                return self._programs.begin(state.params, state.scale, args, kwargs)
-            return self._programs.add(state.params, sums, state.scale, args, kwargs)
+                (output, buffers), sums = self._programs.begin(state.params, state.scale, inputs, kwargs)
+            else:
+                (output, buffers), sums = self._programs.add(state.params, sums, state.scale, inputs, kwargs)
+        return output, state._replace(buffers=buffers), sums
 
     def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
         if self.given is not None:
@@ -357,13 +369,14 @@ class Engine(Files, Controls):
             _log.info(text, self.global_steps, self.get_lr(), self.loss_scale, self.skipped_steps, seconds)
 
 
-def _compile(function: Callable[..., Any], engine: Engine) -> Any:
+def _compile(name: str, function: Callable[..., Any], engine: Engine) -> Any:
     settings = engine.settings
     names = ", ".join(inspect.signature(function).parameters)  # a log calls args[0] of a batch argument 1.0, perhaps
     function.__qualname__ = f"engine: {function.__name__}({names})"
     passes = choose_passes(settings)
     how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
     how = how if passes is None else {"passes": passes}
+    how["donate"] = name not in ("begin", "forward")  # `pull` needs the buffers that these were given
     return compile_function(function, engine.mesh, compile=settings.compile, **how)
 
 

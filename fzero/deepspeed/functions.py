@@ -23,25 +23,27 @@ from fzero.values.collectives import mean_over_data
 from fzero.values.functions import is_sharded
 
 Call = Callable[..., Any]
-"""(params, *args, **kwargs) -> the output of a model, or its loss."""
+"""(params, buffers, *args, **kwargs) -> `(output of a model, or its loss; new buffers)`. `buffers` are the running
+statistics that the model changes, None in most models."""
 ENDLESS = 2**31 - 1
 """More updates in a row that are not finite than a run has."""
 
 
 class Functions(NamedTuple):
-    """The pure functions of an engine.
+    """The pure functions of an engine. `inputs` is `(buffers, *args)`: the buffers that the model changes, and the
+    arguments of the model.
 
-    * `begin(params, scale, args, kwargs)` returns `(output, gradients)` of the first batch of an update, each batch's
-      share of the mean over `gradient_accumulation_steps`. Raises `NoLoss` where the output has no loss.
-    * `add(params, sums, scale, args, kwargs)` returns `(output, new sums)`: the sums of gradients with those of a
-      further batch.
+    * `begin(params, scale, inputs, kwargs)` returns `((output, buffers), gradients)` of the first batch of an update,
+      each batch's share of the mean over `gradient_accumulation_steps`. Raises `NoLoss` where the output has no loss.
+    * `add(params, sums, scale, inputs, kwargs)` returns `((output, buffers), new sums)`: the sums of gradients with
+      those of a further batch.
     * `update(params, opt_state, scale, sums)` returns `(params, opt_state, scale, norm)`: after an update by the sums,
       whose global norm is `norm`.
-    * `evaluate(params, args, kwargs)` returns the output of the model.
-    * `forward(params, args, kwargs)` returns the output of the model in training.
-    * `pull(params, factor, inputs, args, kwargs, cotangents)` returns `(gradients, gradients of inputs)`. `cotangents`
-      are the gradients of the floating tensors of the output. `inputs` are the tensors of `(args, kwargs)` that get a
-      gradient, by position. The gradients of parameters are multiplied by `factor`, unless it is None.
+    * `evaluate(params, inputs, kwargs)` returns the output of the model.
+    * `forward(params, inputs, kwargs)` returns `(output, buffers)` of the model in training.
+    * `pull(params, buffers, factor, wanted, args, kwargs, cotangents)` returns `(gradients, gradients of wanted)`.
+      `cotangents` are the gradients of the floating tensors of the output. `wanted` are the tensors of `(args, kwargs)`
+      that get a gradient, by position. The gradients of parameters are multiplied by `factor`, unless it is None.
     * `pull_more(sums, params, ...)` returns `(new sums, gradients of inputs)`.
     """
 
@@ -67,9 +69,14 @@ def make_functions(
         cast = precision(settings.compute, output=torch.float32)
         train, evaluate = cast(train), cast(evaluate)
 
-    def train_share(params: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        output = _gather(train(params, *args, **kwargs))
-        return find_loss(output) / settings.accumulation_steps, output  # before the scale, as DeepSpeed: less overflows
+    def forward(params: Any, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        output, buffers = train(params, *inputs, **kwargs)
+        return _gather(output), _average(buffers)
+
+    def train_share(params: Any, *inputs: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        output, buffers = forward(params, inputs, kwargs)
+        share = find_loss(output) / settings.accumulation_steps  # before the scale, as DeepSpeed: less overflows
+        return share, (output, buffers)
 
     begin, add = make_sums(train_share)
 
@@ -79,11 +86,8 @@ def make_functions(
             raise FzeroError("engine.step", "there is no optimizer", way_out)
         return _update(optimizer, settings, params, opt_state, scale, sums)
 
-    def evaluate_batch(params: Any, args: Any, kwargs: Any) -> Any:
-        return evaluate(params, *args, **kwargs)
-
-    def forward(params: Any, args: Any, kwargs: Any) -> Any:
-        return _gather(train(params, *args, **kwargs))
+    def evaluate_batch(params: Any, inputs: Any, kwargs: Any) -> Any:
+        return evaluate(params, *inputs, **kwargs)[0]
 
     return Functions(begin, add, update, evaluate_batch, forward, *_make_pulls(forward, virtual_ranks))
 
@@ -91,11 +95,12 @@ def make_functions(
 def _make_pulls(forward: Callable[..., Any], virtual_ranks: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`Functions.pull` and `Functions.pull_more` of a forward pass."""
 
-    def weigh(given: dict[str, Any], args: Any, kwargs: Any, cotangents: tuple[Tensor, ...]) -> Tensor:
+    def weigh(given: dict[str, Any], buffers: Any, args: Any, kwargs: Any, cotangents: tuple[Tensor, ...]) -> Tensor:
         """A number with these gradients of outputs: the sum of outputs times cotangents."""
         leaves, treedef = tree.flatten((args, kwargs))
-        leaves = [given["inputs"].get(str(i), leaf) for i, leaf in enumerate(leaves)]
-        outputs = tree.leaves(forward(given["params"], *tree.unflatten(treedef, leaves)))
+        leaves = [given["wanted"].get(str(i), leaf) for i, leaf in enumerate(leaves)]
+        args, kwargs = tree.unflatten(treedef, leaves)
+        outputs = tree.leaves(forward(given["params"], (buffers, *args), kwargs)[0])
         terms = []
         for value, cotangent in zip((outputs[i] for i in list_floating(outputs)), cotangents, strict=True):
             if value.shape != cotangent.shape:
@@ -107,18 +112,18 @@ def _make_pulls(forward: Callable[..., Any], virtual_ranks: int) -> tuple[Callab
         return sum(terms, start=torch.zeros((), device=terms[0].device))
 
     def pull(
-        params: Any, factor: Any, inputs: dict[str, Tensor], args: Any, kwargs: Any, cotangents: Any
+        params: Any, buffers: Any, factor: Any, wanted: dict[str, Tensor], args: Any, kwargs: Any, cotangents: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        found = grad(weigh)({"params": params, "inputs": inputs}, args, kwargs, cotangents)
+        found = grad(weigh)({"params": params, "wanted": wanted}, buffers, args, kwargs, cotangents)
         grads = found["params"]
         if factor is not None:
             same = mean_over_data(factor)  # ranks hold one number, and this says so
             grads = tree.map(lambda x: x * same.to(x.dtype), grads)
-        return grads, {name: x / virtual_ranks for name, x in found["inputs"].items()}
+        return grads, {name: x / virtual_ranks for name, x in found["wanted"].items()}
 
     def pull_more(sums: Any, *given: Any) -> tuple[Any, dict[str, Tensor]]:
-        grads, of_inputs = pull(*given)
-        return add_sums(sums, grads), of_inputs
+        grads, of_wanted = pull(*given)
+        return add_sums(sums, grads), of_wanted
 
     return pull, pull_more
 
@@ -137,6 +142,11 @@ def add_autocast(apply: Any, dtype: torch.dtype, device: str) -> Any:
             return apply(*args, **kwargs)
 
     return call
+
+
+def _average(buffers: Any) -> Any:
+    """New buffers as state, the same on all ranks: the mean over ranks of numbers, and counts as they are."""
+    return tree.map(lambda x: mean_over_data(x) if x.is_floating_point() else x, buffers)
 
 
 def make_optimizer(inner: GradientTransformation, settings: Settings) -> GradientTransformation:

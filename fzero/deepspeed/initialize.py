@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero import lower, tree
+from fzero import tree
 from fzero.base import torch_private
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
@@ -37,7 +37,7 @@ from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
 from fzero.training.groups import Group, combine, convert_optimizer, list_groups
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
-from fzero.training.models import find_store, partition_model
+from fzero.training.models import find_store, lower_modes, partition_model
 
 
 class Initialized(NamedTuple):
@@ -162,16 +162,10 @@ def _build_engine(
 ) -> Engine:
     """An engine with its first state."""
     store = find_store(model)
-    was_training = model.training
-    _, evaluate = lower(model.eval())
-    params, apply = lower(model.train())
-    model.train(was_training)
-    if settings.autocast is not None:
-        device = (find_home(mesh).device or torch.device("cpu")).type
-        apply, evaluate = (add_autocast(each, settings.autocast, device) for each in (apply, evaluate))
+    lowered = lower_modes(model)
     held = partition_model(
         model,
-        params,
+        lowered.params,
         store,
         mesh,
         persist=sys.maxsize if settings.stage == 0 else 0,
@@ -186,11 +180,16 @@ def _build_engine(
         opt_state=None if chosen is None else _init_state(chosen, held, settings),
         scale=None if settings.scaler is None else settings.scaler.init(held),
         step=0,
+        buffers=None if lowered.buffers is None else _partition_buffers(model, lowered.buffers, mesh),
     )
     ranks = mesh.size() if isinstance(mesh, VirtualMesh) else 1
-    calls = _take_loss(apply, loss), _take_loss(evaluate, loss)
-    make = functools.partial(make_functions, *calls, chosen, virtual_ranks=ranks)
-    return Engine(model, (apply, evaluate), state, make, settings, scheduled, mesh, local_rank)
+    applies = lowered.train, lowered.evaluate
+    if settings.autocast is not None:
+        device = (find_home(mesh).device or torch.device("cpu")).type
+        applies = tuple(add_autocast(each, settings.autocast, device) for each in applies)
+    train, evaluate = (_take_loss(_carry_buffers(each, lowered.buffers), loss) for each in applies)
+    make = functools.partial(make_functions, train, evaluate, chosen, virtual_ranks=ranks)
+    return Engine(model, applies, state, make, settings, scheduled, mesh, local_rank)
 
 
 def _init_state(optimizer: GradientTransformation, params: Any, settings: Settings) -> Any:
@@ -212,15 +211,33 @@ def _init_state(optimizer: GradientTransformation, params: Any, settings: Settin
     return optimizer.init(tree.map(lambda leaf: leaf.at(None if leaf.form.layout.bucket in stays else to), params))
 
 
-def _take_loss(apply: Call, loss: Callable[..., Any] | None) -> Call:
-    """The function of a model, or of a loss that the user computes with the model."""
-    if loss is None:
+def _partition_buffers(model: nn.Module, buffers: Any, mesh: Any) -> Any:
+    """The buffers of rank 0, whole on each rank."""
+    return partition_model(model, buffers, None, mesh, persist=sys.maxsize)
+
+
+def _carry_buffers(apply: Callable[..., Any], buffers: Any) -> Call:
+    """A function of a model as a `Call`: a model without buffers that change takes None and returns None."""
+    if buffers is not None:
         return apply
+    return lambda params, _, /, *args, **kwargs: (apply(params, *args, **kwargs), None)
 
-    def call(params: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return loss(lambda *inner, **named: apply(params, *inner, **named), *args, **kwargs)
 
-    return call
+def _take_loss(call: Call, loss: Callable[..., Any] | None) -> Call:
+    """The function of a model, or of a loss that the user computes with calls of the model, one behind another."""
+    if loss is None:
+        return call
+
+    def compute(params: Any, buffers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def model(*inner: Any, **named: Any) -> Any:
+            nonlocal buffers
+            output, buffers = call(params, buffers, *inner, **named)
+            return output
+
+        output = loss(model, *args, **kwargs)
+        return output, buffers
+
+    return compute
 
 
 def _find_groups(

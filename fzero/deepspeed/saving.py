@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Files:
         if folder is None:
             _log.warning("fzero.deepspeed: %s has no file %r: nothing is loaded", load_dir, LATEST)
             return None, None
-        wanted = self.state if is_whole else State(params=self.state.params)
+        wanted = self.state if is_whole else State(params=self.state.params, buffers=self.state.buffers)
         if any(folder.glob("*_optim_states.pt")):
             return str(folder), self._load_weights(folder, is_whole)
         if not folder.exists():
@@ -106,7 +107,7 @@ class Files:
             raise FzeroError(f"load_checkpoint: {folder}", problem, "give a tag that engine.save_checkpoint wrote")
         strict = load_module_strict if is_whole else False
         loaded = checkpoint.load(folder, wanted, strict=strict)
-        self.state = loaded if is_whole else self.state._replace(params=loaded.params)
+        self.state = loaded if is_whole else self.state._replace(params=loaded.params, buffers=loaded.buffers)
         metadata = checkpoint.open_checkpoint(folder).metadata
         if is_whole:
             self.micro_steps = metadata["micro_steps"]
@@ -123,24 +124,27 @@ class Files:
                 "state"
             )
             raise FzeroError(str(folder), problem, way_out)
-        leaves, treedef = tree.flatten(self.state.params)
-        absent = [freeze(torch.empty(x.shape, dtype=x.dtype, device="meta"), x) for x in leaves]
         found = checkpoint.open_deepspeed(folder)
         weights = {key.removeprefix("model."): x for key, x in found.items() if key.startswith("model.")}
-        sources = load_sources(weights, tree.unflatten(treedef, absent), strict=False)
-        read = partition(sources, self.mesh, like=self.state.params, to=self.settings.params_at)
-        self.state = self.state._replace(params=read)
+
+        def read(like: Any, **how: Any) -> Any:
+            absent = tree.map(lambda x: freeze(torch.empty(x.shape, dtype=x.dtype, device="meta"), x), like)
+            return partition(load_sources(weights, absent, strict=False), self.mesh, like=like, **how)
+
+        params = read(self.state.params, to=self.settings.params_at)
+        buffers = None if self.state.buffers is None else read(self.state.buffers)
+        self.state = self.state._replace(params=params, buffers=buffers)
         return {}
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the parameters as a state dict of torch, in the dtype of compute, to one file. All ranks call it
-        together; rank 0 holds all parameters meanwhile, and writes."""
+        """Write the parameters and running statistics as a state dict of torch, in the dtype of compute, to one file.
+        All ranks call it together; rank 0 holds all of them meanwhile, and writes."""
         refuse_arguments("save_16bit_model", {"exclude_frozen_parameters": (exclude_frozen_parameters, "leave it out")})
         is_writer = getattr(self._home, "number", 0) == 0
         values = {}
-        for path, leaf in iter_values(self.state.params):
+        for path, leaf in self._iter_values():
             if is_writer:
                 is_cast = self.settings.compute is not None and leaf.is_floating_point()
                 values[path] = leaf.detach().to("cpu", self.settings.compute if is_cast else leaf.dtype)
@@ -153,10 +157,16 @@ class Files:
     save_fp16_model = save_16bit_model
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """All parameters, whole on every rank, by their names in the module. All ranks call it together."""
+        """All parameters and running statistics, whole on every rank, by their names in the module. All ranks call it
+        together."""
         given = {"exclude_frozen_parameters": (exclude_frozen_parameters, "leave it out")}
         refuse_arguments("module_state_dict", given)
-        return {path: leaf.detach().clone() for path, leaf in iter_values(self.state.params)}
+        return {path: leaf.detach().clone() for path, leaf in self._iter_values()}
+
+    def _iter_values(self) -> Iterator[tuple[str, Any]]:
+        """`(name in the module, whole tensor)` of parameters, then of buffers that change."""
+        yield from iter_values(self.state.params)
+        yield from iter_values(self.state.buffers)
 
     def _check_between_updates(self, where: str) -> None:
         if getattr(self, "_sums", None) is not None or getattr(self, "_open", None) is not None:

@@ -122,5 +122,7 @@ def check_buffers(model: nn.Module) -> None:
     for name, child in model.named_modules():
         if isinstance(child, torch_private.NormBase) and child.running_mean is not None:
             problem = f"{type(model).__name__} changes this buffer while it trains, and the Trainer keeps no buffers"
-            way_out = "give the layer track_running_stats=False, or train by fzero.shard with fzero.lower_stateful"
+            way_out = (
+                "give the layer track_running_stats=False, or train by fzero.deepspeed, whose engine keeps buffers"
+            )
             raise FzeroError(f"{name}.running_mean".lstrip("."), problem, way_out)

@@ -3,18 +3,65 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fzero import partition, tree
+from fzero import lower, lower_stateful, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
 from fzero.state.build.build import cut_into_slices, make_ordinary
 from fzero.state.build.deferred import Deferred
 from fzero.state.build.store import Store
+from fzero.values.lowering import StatefulApply, find_statistics
+
+
+class Lowered(NamedTuple):
+    """A model as functions, in both of its modes.
+
+    * `buffers` are the running statistics that training changes, None in most models.
+    * Without buffers `train(params, *args, **kwargs)` and `evaluate(params, *args, **kwargs)` return the output.
+    * With buffers `train(params, buffers, *args, **kwargs)` and `evaluate(params, buffers, *args, **kwargs)` return
+      `(output, new buffers)`.
+    """
+
+    params: tree.Tree
+    buffers: tree.Tree | None
+    train: Callable[..., Any]
+    evaluate: Callable[..., Any]
+
+
+def lower_modes(model: nn.Module) -> Lowered:
+    """`fzero.lower` of a model in both modes, or `fzero.lower_stateful` for the running statistics that it changes. The
+    model keeps its own mode.
+
+    Raises:
+        FzeroError: as `fzero.lower`; for SyncBatchNorm.
+    """
+    was_training = model.training
+    try:
+        buffers = find_statistics(model.train())
+        if buffers is None:
+            _, evaluate = lower(model.eval())
+            params, train = lower(model.train())
+            return Lowered(params, None, train, evaluate)
+        _refuse_collectives(model)
+        params, _, _ = lower_stateful(model)
+        train_stateful = StatefulApply(model, params, buffers)
+        return Lowered(params, buffers, train_stateful, StatefulApply(model.eval(), params, buffers))
+    finally:
+        model.train(was_training)
+
+
+def _refuse_collectives(model: nn.Module) -> None:
+    for path, child in model.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            problem = "is a SyncBatchNorm, whose own collectives no program has"
+            way_out = "give nn.BatchNorm2d, which normalizes each rank's batch, or nn.GroupNorm, which needs no batch"
+            raise FzeroError(path or "model", problem, way_out)
 
 
 def partition_model(model: nn.Module, params: tree.Tree, store: Store | None, mesh: Any, **how: Any) -> tree.Tree:
@@ -56,10 +103,16 @@ def find_store(model: nn.Module) -> Store | None:
     return next(iter(stores), None)
 
 
-def copy_without_values(module: nn.Module) -> nn.Module:
-    """The module with parameters on the meta device: the values are in slices, and old ones would mislead."""
-    absent = {
+def copy_without_values(module: nn.Module, buffers: Container[str] = ()) -> nn.Module:
+    """The module with parameters, and the buffers of these paths, on the meta device: the values are in a state, and
+    old ones would mislead."""
+    absent: dict[int, torch.Tensor] = {
         id(x): nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
         for x in module.parameters()
+    }
+    absent |= {
+        id(x): torch.empty(x.shape, dtype=x.dtype, device="meta")
+        for path, x in module.named_buffers()
+        if path in buffers
     }
     return copy.deepcopy(module, absent)

@@ -38,6 +38,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
 from fzero.base.tree import Tree, TreeDef
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers of a normalization layer of torch."""
 _log = logging.getLogger("fzero")
 
 
@@ -55,7 +57,7 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
             `apply` (any other). Lower such a module with `lower_stateful`.
     """
     _check_module(module)
-    path = _find_running_mean(module)
+    path = next(_iter_statistics(module), None)
     if path is not None:
         raise _change_error(type(module).__name__, path, is_buffer=True)
     params = _list_params(module)
@@ -79,6 +81,14 @@ def lower_stateful(module: nn.Module) -> tuple[Tree, Tree, StatefulApply]:
     _report_frozen(module)
     buffers = _nest(module, dict(module.named_buffers()))
     return params, buffers, StatefulApply(module, params, buffers)
+
+
+def find_statistics(module: nn.Module) -> Tree | None:
+    """A tree like `buffers` of `lower_stateful`, of the running statistics alone that normalization layers change in
+    the present mode. None where no layer changes any."""
+    buffers = dict(module.named_buffers())
+    found = {path: buffers[path] for path in _iter_statistics(module)}
+    return _nest(module, found) if found else None
 
 
 class Apply:
@@ -109,15 +119,19 @@ class Apply:
 class StatefulApply:
     """`Apply` for a module that changes its buffers.
 
-    `apply(params, buffers, *args, **kwargs)` returns `(output, new buffers)`.
+    `apply(params, buffers, *args, **kwargs)` returns `(output, new buffers)`. Buffers of the module that the tree
+    `buffers` lacks are constants, as in `Apply`.
     """
 
     def __init__(self, module: nn.Module, params: Tree, buffers: Tree) -> None:
         self._function = _Function(module)
         self._params, self._buffers = _Slots.of(params), _Slots.of(buffers)
+        held = set(self._buffers.paths)
+        self._constants = _Constants({name: x.detach() for name, x in module.named_buffers() if name not in held})
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         given = self._params.fill(params)
+        given |= self._constants.on_device_of(given.values())
         state = {path: buffer.clone() for path, buffer in self._buffers.fill(buffers).items()}
         output, after = self._function.call(given | state, state, args, kwargs)
         return output, tree.unflatten(self._buffers.treedef, [after[path] for path in self._buffers.paths])
@@ -333,12 +347,12 @@ def _keep_attributes(module: nn.Module) -> Iterator[None]:
             vars(child).update(attributes)
 
 
-def _find_running_mean(module: nn.Module) -> str | None:
-    """The path of the first running mean that a normalization layer in training mode will change; None without one."""
+def _iter_statistics(module: nn.Module) -> Iterator[str]:
+    """The paths of the running statistics that normalization layers in training mode change."""
     for name, child in module.named_modules():
         if isinstance(child, torch_private.NormBase) and child.training and child.running_mean is not None:
-            return f"{name}.running_mean" if name else "running_mean"
-    return None
+            own = dict(child.named_buffers(recurse=False))
+            yield from (f"{name}.{key}".lstrip(".") for key in STATISTICS if key in own)
 
 
 def _change_error(module: str, path: str, *, is_buffer: bool) -> FzeroError:

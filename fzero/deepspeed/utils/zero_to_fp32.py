@@ -28,7 +28,7 @@ __getattr__ = make_getattr(__name__, __all__)
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint by their names in the module, on the CPU.
+    """The weights and running statistics of a checkpoint by their names in the module, on the CPU.
 
     Raises:
         FzeroError: for a folder without a checkpoint; for `exclude_frozen_parameters` and `lazy_mode`.
@@ -39,10 +39,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if folder is None:
         raise FzeroError(str(checkpoint_dir), "has no file 'latest'", "give tag=, or a folder of save_checkpoint")
     if any(folder.glob("*_optim_states.pt")):
-        sources, prefix = dict(checkpoint.open_deepspeed(folder)), "model."
+        sources, prefixes = dict(checkpoint.open_deepspeed(folder)), ["model"]
     else:
-        sources, prefix = dict(checkpoint.open_checkpoint(folder)), "params."
-    return {key.removeprefix(prefix): _read(source) for key, source in sources.items() if key.startswith(prefix)}
+        sources, prefixes = dict(checkpoint.open_checkpoint(folder)), ["params", "buffers"]
+    parts = [(*key.partition("."), source) for key, source in sources.items()]
+    return {name: _read(source) for prefix, _, name, source in parts if prefix in prefixes}
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: Any = None) -> nn.Module:
