@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import time
@@ -203,9 +202,11 @@ class Engine(Files, Controls):
         measured = self._profiler.measure(GRADIENTS, self.state.step, *call.inputs.detach())
         cotangents = tuple(x.contiguous() for x in cotangents)  # a program belongs to strides
         with call.surround(), measured:
-            sums, self._sums = self._sums, None  # the program takes their memory
-            pull = self._programs.pull if sums is None else functools.partial(self._programs.pull_more, sums)
-            self._sums, found = pull(call.params, call.buffers, weight, inputs, args, kwargs, cotangents)
+            given = call.params, call.buffers, weight, inputs, args, kwargs, cotangents
+            if self._sums is None:
+                self._sums, found = self._programs.pull(*given)
+            else:  # an error leaves the sums as they were
+                self._sums, found = self._programs.pull_more(self._sums, *given)
         self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
         return [found[name] for name in inputs]
 
