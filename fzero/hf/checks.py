@@ -11,6 +11,7 @@ from fzero import tree
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.training.spent import Spent
 
 REFUSED = {
     "fp16": "give bf16=True, or fzero.deepspeed with fp16",
@@ -98,6 +99,34 @@ def check_model(model: Any) -> None:
         raise FzeroError("model", f"{name} has adapters, which are not supported", "merge them into the model first")
     if getattr(model, "is_quantized", False):
         raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")
+
+
+def refuse_use(path: str, what: str) -> FzeroError:
+    """The error for the use `what` of a parameter at `path` of a Trainer's model, or of the model itself."""
+    where = f"model: {path}" if path else "model"
+    problem = f"{what} needs values, which are in the slices of a Trainer"
+    way_out = (
+        "trainer.save_model(folder) writes values for from_pretrained; trainer.generate, trainer.evaluate and "
+        "trainer.predict use them; change a model before Trainer gets it"
+    )
+    if what == ".grad":
+        way_out = (
+            "max_grad_norm clips gradients, and the logs have grad_norm; "
+            "a create_optimizer of your own ends with `return super().create_optimizer()`"
+        )
+    return FzeroError(where, problem, way_out)
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a model whose values are in slices elsewhere.
+
+    Raises:
+        FzeroError: naming the first parameter.
+    """
+    path = next((path for path, x in model.named_parameters() if isinstance(x, Spent)), None)
+    if path is not None:
+        problem = "has no values: the model was given to a Trainer or to initialize before"
+        raise FzeroError(f"model: {path}", problem, "construct the model again, or give a copy.deepcopy the first time")
 
 
 def check_frozen(model: nn.Module, params: tree.Tree) -> None:

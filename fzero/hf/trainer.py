@@ -13,7 +13,15 @@ from fzero import lower, optim, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
-from fzero.hf.checks import check_arguments, check_buffers, check_frozen, check_model, check_plugins
+from fzero.hf.checks import (
+    check_arguments,
+    check_buffers,
+    check_frozen,
+    check_model,
+    check_plugins,
+    check_values,
+    refuse_use,
+)
 from fzero.hf.files import Files
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
@@ -22,8 +30,9 @@ from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
 from fzero.training.groups import Group, convert_optimizer, join
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
-from fzero.training.models import copy_without_values, find_store, partition_model
+from fzero.training.models import copy_without_values, find_store, forget_values, partition_model
 from fzero.training.programs import compile_function, make_sums
+from fzero.training.spent import spend_model
 from fzero.values.lowering import Apply
 
 
@@ -38,9 +47,9 @@ class Trainer(Files):
     * `stage`: as in `fzero.shard`.
 
     `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
-    The parameters of any other model are those of rank 0. They are copied: those of `model` stay as they are, and
-    `trainer.model` has the structure alone. `trainer.sharded` is the state: parameters and optimizer state, trees of
-    `Sharded` leaves.
+    The values of any other model are those of rank 0. They move into slices: `trainer.model` is `model` without its
+    values, and a use of its old values raises an `FzeroError`. `trainer.sharded` is the state: parameters and optimizer
+    state, trees of `Sharded` leaves.
 
     `compute_loss` of transformers, or of a subclass, computes the loss, and is traced. So it is a pure function of its
     arguments. The optimizer of torch holds groups of parameters and their rates, which a schedule moves; each update is
@@ -57,21 +66,26 @@ class Trainer(Files):
         self._groups: list[Group] = []
         self._wrapped: Wrapped | None = None
         self._generator: Generator | None = None
-        self._structure: Any = None  # the one that `sharded` has the values of
+        self._structure: Any = None  # the model that `sharded` has the values of
         check_arguments(args)
         pretrained = model if isinstance(model, Pretrained) else None
         if pretrained is not None:
             self._take(pretrained)
+        elif isinstance(model, nn.Module):
+            check_values(model)
         super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         check_arguments(self.args)
         check_plugins(self)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
         self._adopt()
+        if pretrained is not None:  # nothing is refused from here on
+            spend_model(self.model, self.args.device, refuse_use)
 
     def _take(self, pretrained: Pretrained) -> None:
         """Train parameters that are in slices already."""
         check_model(pretrained.model)
+        check_values(pretrained.model)
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         self.mesh, self.sharded = pretrained.mesh, State(params=pretrained.params)
@@ -82,13 +96,14 @@ class Trainer(Files):
         if self.model is self._structure:
             return
         check_model(self.model)
+        check_values(self.model)
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         params, _ = _lower(self.model, training=False)
         self.sharded = State(params=partition_model(self.model, params, store, self.mesh))
         self._wrapped = None
-        self._structure = self.model = self.model_wrapped = copy_without_values(self.model)
-        self.callback_handler.model = self.model
+        spend_model(self.model, self.args.device, refuse_use)
+        self._structure = self.model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: slices alone go to the device."""
@@ -109,7 +124,7 @@ class Trainer(Files):
 
     def _compile_evaluation(self) -> Wrapped:
         """The model whose calls compute outputs in evaluation mode."""
-        _, evaluate = _lower(self.model, training=False)
+        _, evaluate = _lower(copy_without_values(self.model), training=False)
 
         def forward(params: Any, args: Any, kwargs: Any) -> Any:
             output = self._call(evaluate, params, *args, **kwargs)
@@ -123,7 +138,7 @@ class Trainer(Files):
         """Make the programs of an update."""
         model = self.model
         check_buffers(model)
-        _, train = _lower(model, training=True)
+        _, train = _lower(copy_without_values(model), training=True)
 
         def share(params: Any, inputs: Any, items: Any, steps: int | None) -> tuple[Tensor, Tensor]:
             bound = Wrapped(model, functools.partial(self._call, train, params))
@@ -221,12 +236,15 @@ class Trainer(Files):
         """
         self._adopt()
         if self.sharded.opt_state is None:
-            optimizer = super().create_optimizer(self.model)
-            self._groups = self._groups or convert_optimizer(optimizer, self.model)
+            like = copy_without_values(self.model) if self.optimizer is None else self.model
+            optimizer = super().create_optimizer(like)
+            self._groups = self._groups or convert_optimizer(optimizer, like)
             rates = [group.rate for group in self._groups]
             self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
             optimizer.register_step_post_hook(lambda *_: self._advance())
             optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
+            for group in optimizer.param_groups:
+                group["params"] = [forget_values(x) for x in group["params"]]
         return self.optimizer
 
     def _make(self, rates: Any) -> GradientTransformation:
