@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from fzero import lower, optim, partition, tree
@@ -19,21 +21,26 @@ from fzero.hf.checks import (
     check_frozen,
     check_model,
     check_plugins,
+    check_same,
     check_values,
+    refuse_gradients,
     refuse_use,
 )
 from fzero.hf.files import Files
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.pretrained import Pretrained
+from fzero.hf.progress import TracedState
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
-from fzero.training.groups import Group, convert_optimizer, join
+from fzero.training.groups import Group, check_options, convert_optimizer, join, list_options
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values, find_store, forget_values, partition_model
 from fzero.training.programs import compile_function, make_sums
 from fzero.training.spent import spend_model
 from fzero.values.lowering import Apply
+
+_log = logging.getLogger("fzero")
 
 
 class Trainer(Files):
@@ -64,6 +71,8 @@ class Trainer(Files):
     ) -> None:
         self.mesh, self.stage = mesh, stage
         self._groups: list[Group] = []
+        self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
+        self._has_warned = False
         self._wrapped: Wrapped | None = None
         self._generator: Generator | None = None
         self._structure: Any = None  # the model that `sharded` has the values of
@@ -95,6 +104,8 @@ class Trainer(Files):
         """Cut the parameters of `self.model` into slices, unless this was done."""
         if self.model is self._structure:
             return
+        if self.model_init is None:
+            check_same(self.model, self._structure)
         check_model(self.model)
         check_values(self.model)
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
@@ -142,7 +153,11 @@ class Trainer(Files):
 
         def share(params: Any, inputs: Any, items: Any, steps: int | None) -> tuple[Tensor, Tensor]:
             bound = Wrapped(model, functools.partial(self._call, train, params))
-            loss = self.compute_loss(bound, dict(inputs), num_items_in_batch=items)
+            held, self.state = self.state, TracedState(self.state)
+            try:
+                loss = self.compute_loss(bound, dict(inputs), num_items_in_batch=items)
+            finally:
+                self.state = held
             loss = loss if steps is None else loss / steps
             return loss, loss
 
@@ -167,6 +182,8 @@ class Trainer(Files):
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
 
     def _infer(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._wrapped is not None and self._wrapped.training:
+            raise refuse_gradients()
         padded = self._pad(kwargs)
         if "num_items_in_batch" in padded:
             padded["num_items_in_batch"] = self._share_items(padded["num_items_in_batch"])
@@ -200,7 +217,9 @@ class Trainer(Files):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of a batch, the mean over ranks, after its gradients were added to those of the update."""
-        inputs = self._pad(self._prepare_inputs(inputs))
+        inputs = self._prepare_inputs(inputs)
+        given, inputs = inputs, self._pad(inputs)
+        self._warn_of_padding(given, inputs)
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -212,6 +231,18 @@ class Trainer(Files):
         else:
             loss, self._sums = self._add(self.sharded.params, self._sums, None, (), named)
         return loss.to(self.args.device)
+
+    def _warn_of_padding(self, given: Mapping[str, Any], padded: Mapping[str, Any]) -> None:
+        """Say once that a loss of the user's own sees padding that the collator did not make."""
+        is_own = self.compute_loss_func is not None or type(self).compute_loss is not transformers.Trainer.compute_loss
+        shapes = {name: x.shape for name, x in given.items() if isinstance(x, Tensor)}
+        if is_own and not self._has_warned and any(padded[name].shape != shape for name, shape in shapes.items()):
+            self._has_warned = True
+            _log.warning(
+                "Batches are padded to the longest of all ranks, with -100 in labels and 0 in masks. compute_loss is "
+                "not that of transformers: a loss that counts padding changes. Mask the loss, or let the collator pad "
+                "to one length"
+            )
 
     def _share_items(self, items: Any) -> Any:
         """The count of items that a rank's loss is divided by. Virtual ranks each take their part of a batch of this
@@ -242,6 +273,7 @@ class Trainer(Files):
             rates = [group.rate for group in self._groups]
             self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
             optimizer.register_step_post_hook(lambda *_: self._advance())
+            self._options = list_options(optimizer)
             optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
             for group in optimizer.param_groups:
                 group["params"] = [forget_values(x) for x in group["params"]]
@@ -260,6 +292,7 @@ class Trainer(Files):
         """Update the state by the sums of gradients, at the rates that the groups have now."""
         if self._sums is None:
             raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
+        check_options(self.optimizer, self._options)
         groups = self.optimizer.param_groups
         rates = partition([torch.tensor(float(group["lr"])) for group in groups], self.mesh)
         held = self.sharded
