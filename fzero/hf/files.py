@@ -37,6 +37,7 @@ class Files(transformers.Trainer):
 
     mesh: Any
     model: Any
+    state: Any
     sharded: State
     _adopt: Callable[[], None]
 

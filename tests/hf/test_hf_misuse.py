@@ -123,6 +123,26 @@ def test_generation_in_predict_is_refused_by_name(tmp_path: Path) -> None:
         fzero.hf.Trainer(make_model(), arguments)
 
 
+def test_adafactor_of_torch_means_the_same(tmp_path: Path) -> None:
+    logs = []
+    for cls, mesh in BOTH:
+        model = make_model()
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+        arguments = make_arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1)
+        trainer = cls(model, arguments, train_dataset=make_dataset(), optimizers=(optimizer, None), **mesh)
+        trainer.train()
+        logs.append([x["loss"] for x in read_logs(trainer)])
+    assert logs[1] == pytest.approx(logs[0], abs=1e-5)
+
+
+def test_batches_of_many_lengths_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), **OURS[0][1])
+    with caplog.at_level("WARNING", "fzero"):
+        for length in (8, 8, 8, 8, 9, 10, 11, 12):
+            trainer._count_shapes({"input_ids": torch.ones(2, length)})
+    assert sum("pad_to_multiple_of" in record.getMessage() for record in caplog.records) == 1
+
+
 class Own(fzero.hf.Trainer):
     """A loss of its own."""
 

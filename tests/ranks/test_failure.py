@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import optim
 from fzero.passes import defaults
-from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks
+from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks, roll_error
 from fzero.ranks.live import live
 from fzero.ranks.transports import Native, PointToPoint, Transport
 
@@ -186,6 +186,12 @@ def test_a_rank_that_comes_too_late_is_told_from_one_that_is_missing() -> None:
         assert found.kind == "FzeroError" and found.seconds < SOON
         assert "though every rank answers: " in found.message
         assert re.search(r"rank 1 waited [0-2] s in all_gather of layers\.1", found.message)
+
+
+def test_ranks_in_different_collectives_are_told_to_call_the_same() -> None:
+    for second, way_out in (("generate", "in equal time"), ("save out", "none may save, evaluate or generate alone")):
+        words = {0: "waited 0 s in generate", 1: f"waited 2 s in {second}"}
+        assert way_out in str(roll_error("generate", words, {}))
 
 
 def two_axes(mesh: DeviceMesh) -> Refusal:
