@@ -92,8 +92,9 @@ def _children(name: str, value: Any) -> Iterator[_Named]:
     elif isinstance(value, type):
         yield from ((f"{value.__name__}.{key}", item) for key, item in vars(value).items())
     elif isinstance(value, Tensor):
-        if value.is_leaf:
-            yield f"{name}.grad", value.grad
+        with torch.DisableTorchFunctionSubclass():  # a subclass may refuse the question
+            grad = value.grad if value.is_leaf else None
+        yield f"{name}.grad", grad
         yield from _attributes(name, value)
     else:
         yield from _items(name, value)

@@ -136,7 +136,11 @@ def plan_files(model: Model, dtypes: Mapping[str, torch.dtype]) -> dict[str, Rea
     leaves, state = name_leaves(model), _state(model)
     for key in model._keys_to_ignore_on_save or ():
         state.pop(key, None)
-    params = {key: torch.empty_like(x, device="meta") for key, x in state.items() if isinstance(x, nn.Parameter)}
+    params = {
+        key: torch.empty(x.shape, dtype=x.dtype, device="meta")
+        for key, x in state.items()
+        if isinstance(x, nn.Parameter)
+    }
     try:
         kept = remove_tied_weights_from_state_dict(dict(params), model)
         named = {

@@ -30,7 +30,6 @@ from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import Settings, find_shard_size, settle
-from fzero.deepspeed.spent import spend_model
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
@@ -38,6 +37,7 @@ from fzero.state.build.deferred import is_deferring
 from fzero.training.groups import Group, combine, convert_optimizer, list_groups
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
 from fzero.training.models import find_store, lower_modes, partition_model
+from fzero.training.spent import spend_model
 
 
 class Initialized(NamedTuple):
@@ -118,7 +118,7 @@ def initialize(
         if training_data is not None:
             engine.training_dataloader = _load(training_data, collate_fn, settings, mesh)
         for name, each in {"model": model, "engine.module": engine.module}.items():  # nothing is refused from here on
-            spend_model(each, engine.device, name)
+            spend_model(each, engine.device, functools.partial(_refuse_use, name))
             mark_parameters(each, engine)
     return Initialized(
         engine,
@@ -126,6 +126,20 @@ def initialize(
         engine.training_dataloader,
         None if settings.scheduler is None and lr_scheduler is None else engine.lr_scheduler,
     )
+
+
+def _refuse_use(name: str, path: str, what: str) -> FzeroError:
+    """The error for the use `what` of a parameter at `path` of the module `name`, or of the module itself."""
+    if what == "load_state_dict":
+        return FzeroError(name, "load_state_dict is called behind initialize", "load the model before initialize")
+    way_out = "call engine(...), after engine.eval() for outputs alone; all ranks read engine.module_state_dict()"
+    if what == ".grad":
+        way_out = (
+            "engine.zero_grad() drops gradients, gradient_clipping of the configuration clips them, "
+            "fzero.deepspeed.utils.safe_get_full_grad reads them"
+        )
+    problem = f"{what} needs values, which are in the slices of an engine since initialize"
+    return FzeroError(f"{name}: {path}" if path else name, problem, way_out)
 
 
 def _load(data: Any, collate_fn: Callable[..., Any] | None, settings: Settings, mesh: Any) -> Any:

@@ -19,13 +19,13 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.reading import read_config
-from fzero.deepspeed.spent import Spent
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import virtual
 from fzero.state.build.deferred import Deferred, defer_tensors
 from fzero.state.build.store import Allocation, Store
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
+from fzero.training.spent import Spent
 from fzero.values.functions import is_sharded
 
 __getattr__ = make_getattr(__name__, ("GatheredParameters", "Init", "register_external_parameter"))

@@ -11,6 +11,7 @@ from fzero import tree
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.training.spent import Spent
 
 REFUSED = {
     "fp16": "give bf16=True, or fzero.deepspeed with fp16",
@@ -24,6 +25,7 @@ REFUSED = {
     "torch_compile_mode": "give torch_compile=True alone: inductor compiles what stands between collectives",
     "parallelism_config": "leave it out: mesh= says over which ranks parameters are cut",
     "debug": "leave it out, and look for overflows with transformers.Trainer",
+    "predict_with_generate": "leave it out, and call trainer.generate: there is no Seq2SeqTrainer here",
     "save_on_each_node": "leave it out: all ranks write parts of one folder, on a filesystem that they share",
 }
 """An argument that asks for something that is not here -> the way out."""
@@ -98,6 +100,55 @@ def check_model(model: Any) -> None:
         raise FzeroError("model", f"{name} has adapters, which are not supported", "merge them into the model first")
     if getattr(model, "is_quantized", False):
         raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")
+
+
+def refuse_use(path: str, what: str) -> FzeroError:
+    """The error for the use `what` of a parameter at `path` of a Trainer's model, or of the model itself."""
+    where = f"model: {path}" if path else "model"
+    problem = f"{what} needs values, which are in the slices of a Trainer"
+    way_out = (
+        "trainer.save_model(folder) writes values for from_pretrained; trainer.generate, trainer.evaluate and "
+        "trainer.predict use them; change a model before Trainer gets it"
+    )
+    if what == ".grad":
+        way_out = (
+            "max_grad_norm clips gradients, and the logs have grad_norm; "
+            "a create_optimizer of your own ends with `return super().create_optimizer()`"
+        )
+    return FzeroError(where, problem, way_out)
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a model whose values are in slices elsewhere.
+
+    Raises:
+        FzeroError: naming the first parameter.
+    """
+    path = next((path for path, x in model.named_parameters() if isinstance(x, Spent)), None)
+    if path is not None:
+        problem = "has no values: the model was given to a Trainer or to initialize before"
+        raise FzeroError(f"model: {path}", problem, "construct the model again, or give a copy.deepcopy the first time")
+
+
+def check_same(model: Any, of_slices: Any) -> None:
+    """Refuse a model that was put in the place of the one whose values are in slices.
+
+    Raises:
+        FzeroError: for a model other than None and the one of the slices.
+    """
+    if of_slices is not None and model is not of_slices:
+        problem = f"was replaced by another {type(model).__name__}, and the slices are of the first model"
+        raise FzeroError("trainer.model", problem, "give the model to a new Trainer, or give model_init")
+
+
+def refuse_gradients() -> FzeroError:
+    """The error for a call of the model that asks for gradients outside of the programs of training."""
+    problem = "is called for gradients outside of compute_loss"
+    way_out = (
+        "a training_step of your own returns what `super().training_step(model, inputs, num_items_in_batch)` returns; "
+        "a loss of your own is compute_loss; accelerator.backward has no gradients to compute"
+    )
+    return FzeroError("training_step: the model", problem, way_out)
 
 
 def check_frozen(model: nn.Module, params: tree.Tree) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ CONFIG = "config.json"
 PROGRESS = "trainer_state.json"
 WEIGHTS = "model.safetensors"
 """The files that transformers' Trainer writes, by its names."""
+_log = logging.getLogger("fzero")
 
 
 class Files(transformers.Trainer):
@@ -35,8 +37,31 @@ class Files(transformers.Trainer):
 
     mesh: Any
     model: Any
+    state: Any
     sharded: State
     _adopt: Callable[[], None]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
+        """As transformers' `train`. `resume_from_checkpoint=True` means the newest complete checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._find_newest() or True
+        return super().train(resume_from_checkpoint, *args, **named)
+
+    def _find_newest(self) -> str | None:
+        """The newest checkpoint that is complete; where none is, the newest; None without checkpoints."""
+        found = [path for path in Path(self.args.output_dir).glob("checkpoint-*") if path.name[11:].isdecimal()]
+        found = sorted(filter(Path.is_dir, found), key=lambda path: int(path.name[11:]), reverse=True)
+        missing = [self._find_missing(path) for path in found]
+        whole = next((i for i, name in enumerate(missing) if name is None), 0)
+        for path, name in zip(found[:whole], missing):
+            _log.warning("%s is skipped: it has no %s, so its save did not end", path, name)
+        told = gather_words(self._members, "choose a checkpoint")(str(found[whole]) if found else None)
+        return next(iter(told.values()))  # of the first rank: a folder may have changed since
+
+    def _find_missing(self, folder: Path) -> str | None:
+        """The first file that a complete checkpoint has, and this one lacks."""
+        names = [CONFIG, PROGRESS] if isinstance(self.model, transformers.PreTrainedModel) else [PROGRESS]
+        return next((name for name in names if not (folder / name).exists()), None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the parameters as `from_pretrained` reads them, and what transformers writes beside them. Each rank
@@ -85,9 +110,9 @@ class Files(transformers.Trainer):
         if not folder.is_dir():
             raise FzeroError("resume_from_checkpoint", f"{folder} is no folder", "give a folder checkpoint-STEP")
         like, is_of_transformers = self.sharded.params, isinstance(self.model, transformers.PreTrainedModel)
-        missing = [name for name in [CONFIG] * is_of_transformers + [PROGRESS] if not (folder / name).exists()]
-        if missing:
-            problem = f"has no {missing[0]}: it is no checkpoint, or its save did not end"
+        missing = self._find_missing(folder)
+        if missing is not None:
+            problem = f"has no {missing}: it is no checkpoint, or its save did not end"
             raise FzeroError(str(folder), problem, "resume from another checkpoint, or remove this one")
         if is_of_transformers:
             read = checkpoint.load_hf(folder, like, self.mesh, model_or_config=self.model)

@@ -31,6 +31,7 @@ from fzero.hf.checks import check_model
 from fzero.hf.turns import Request, choose, fail
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
+from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
 
 PADDED = ("input_ids", "position_ids", "attention_mask")
@@ -82,10 +83,9 @@ class Generator:
     @functools.cached_property
     def programs(self) -> dict[str, Any]:
         """The steps "prompt", "token" and "encoder", by name."""
-        model, was_training = self.model, self.model.training
-        apply = lower(model.eval())[1]
+        model: Any = copy_without_values(self.model).eval()
+        apply = lower(model)[1]
         encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
-        model.train(was_training)
 
         def forward(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
             caches = {name: copy_cache(inputs[name]) for name in NAMES if inputs.get(name) is not None}

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from fzero import lower, optim, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
-from fzero.hf.checks import check_arguments, check_buffers, check_frozen, check_model, check_plugins
+from fzero.hf.checks import (
+    check_arguments,
+    check_buffers,
+    check_frozen,
+    check_model,
+    check_plugins,
+    check_same,
+    check_values,
+    refuse_gradients,
+    refuse_use,
+)
 from fzero.hf.files import Files
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.pretrained import Pretrained
+from fzero.hf.progress import TracedState
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
-from fzero.training.groups import Group, convert_optimizer, join
+from fzero.training.groups import Group, check_options, convert_optimizer, join, list_options
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
-from fzero.training.models import copy_without_values, find_store, partition_model
+from fzero.training.models import copy_without_values, find_store, forget_values, partition_model
 from fzero.training.programs import compile_function, make_sums
+from fzero.training.spent import spend_model
 from fzero.values.lowering import Apply
+
+MANY = 4
+"""So many shapes of batches are worth a word."""
+_log = logging.getLogger("fzero")
 
 
 class Trainer(Files):
@@ -38,9 +56,9 @@ class Trainer(Files):
     * `stage`: as in `fzero.shard`.
 
     `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
-    The parameters of any other model are those of rank 0. They are copied: those of `model` stay as they are, and
-    `trainer.model` has the structure alone. `trainer.sharded` is the state: parameters and optimizer state, trees of
-    `Sharded` leaves.
+    The values of any other model are those of rank 0. They move into slices: `trainer.model` is `model` without its
+    values, and a use of its old values raises an `FzeroError`. `trainer.sharded` is the state: parameters and optimizer
+    state, trees of `Sharded` leaves.
 
     `compute_loss` of transformers, or of a subclass, computes the loss, and is traced. So it is a pure function of its
     arguments. The optimizer of torch holds groups of parameters and their rates, which a schedule moves; each update is
@@ -55,23 +73,31 @@ class Trainer(Files):
     ) -> None:
         self.mesh, self.stage = mesh, stage
         self._groups: list[Group] = []
+        self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
+        self._has_warned = False  # of padding
+        self._shapes: set[tuple[torch.Size, ...]] = set()  # of batches, until there are MANY
         self._wrapped: Wrapped | None = None
         self._generator: Generator | None = None
-        self._structure: Any = None  # the one that `sharded` has the values of
+        self._structure: Any = None  # the model that `sharded` has the values of
         check_arguments(args)
         pretrained = model if isinstance(model, Pretrained) else None
         if pretrained is not None:
             self._take(pretrained)
+        elif isinstance(model, nn.Module):
+            check_values(model)
         super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         check_arguments(self.args)
         check_plugins(self)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
         self._adopt()
+        if pretrained is not None:  # nothing is refused from here on
+            spend_model(self.model, self.args.device, refuse_use)
 
     def _take(self, pretrained: Pretrained) -> None:
         """Train parameters that are in slices already."""
         check_model(pretrained.model)
+        check_values(pretrained.model)
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         self.mesh, self.sharded = pretrained.mesh, State(params=pretrained.params)
@@ -81,14 +107,17 @@ class Trainer(Files):
         """Cut the parameters of `self.model` into slices, unless this was done."""
         if self.model is self._structure:
             return
+        if self.model_init is None:
+            check_same(self.model, self._structure)
         check_model(self.model)
+        check_values(self.model)
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         params, _ = _lower(self.model, training=False)
         self.sharded = State(params=partition_model(self.model, params, store, self.mesh))
         self._wrapped = None
-        self._structure = self.model = self.model_wrapped = copy_without_values(self.model)
-        self.callback_handler.model = self.model
+        spend_model(self.model, self.args.device, refuse_use)
+        self._structure = self.model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: slices alone go to the device."""
@@ -109,7 +138,7 @@ class Trainer(Files):
 
     def _compile_evaluation(self) -> Wrapped:
         """The model whose calls compute outputs in evaluation mode."""
-        _, evaluate = _lower(self.model, training=False)
+        _, evaluate = _lower(copy_without_values(self.model), training=False)
 
         def forward(params: Any, args: Any, kwargs: Any) -> Any:
             output = self._call(evaluate, params, *args, **kwargs)
@@ -123,11 +152,15 @@ class Trainer(Files):
         """Make the programs of an update."""
         model = self.model
         check_buffers(model)
-        _, train = _lower(model, training=True)
+        _, train = _lower(copy_without_values(model), training=True)
 
         def share(params: Any, inputs: Any, items: Any, steps: int | None) -> tuple[Tensor, Tensor]:
             bound = Wrapped(model, functools.partial(self._call, train, params))
-            loss = self.compute_loss(bound, dict(inputs), num_items_in_batch=items)
+            held, self.state = self.state, TracedState(self.state)
+            try:
+                loss = self.compute_loss(bound, dict(inputs), num_items_in_batch=items)
+            finally:
+                self.state = held
             loss = loss if steps is None else loss / steps
             return loss, loss
 
@@ -152,6 +185,8 @@ class Trainer(Files):
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
 
     def _infer(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._wrapped is not None and self._wrapped.training:
+            raise refuse_gradients()
         padded = self._pad(kwargs)
         if "num_items_in_batch" in padded:
             padded["num_items_in_batch"] = self._share_items(padded["num_items_in_batch"])
@@ -185,7 +220,10 @@ class Trainer(Files):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of a batch, the mean over ranks, after its gradients were added to those of the update."""
-        inputs = self._pad(self._prepare_inputs(inputs))
+        inputs = self._prepare_inputs(inputs)
+        given, inputs = inputs, self._pad(inputs)
+        self._warn_of_padding(given, inputs)
+        self._count_shapes(inputs)
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -197,6 +235,29 @@ class Trainer(Files):
         else:
             loss, self._sums = self._add(self.sharded.params, self._sums, None, (), named)
         return loss.to(self.args.device)
+
+    def _warn_of_padding(self, given: Mapping[str, Any], padded: Mapping[str, Any]) -> None:
+        """Say once that a loss of the user's own sees padding that the collator did not make."""
+        is_own = self.compute_loss_func is not None or type(self).compute_loss is not transformers.Trainer.compute_loss
+        shapes = {name: x.shape for name, x in given.items() if isinstance(x, Tensor)}
+        if is_own and not self._has_warned and any(padded[name].shape != shape for name, shape in shapes.items()):
+            self._has_warned = True
+            _log.warning(
+                "Batches are padded to the longest of all ranks, with -100 in labels and 0 in masks. compute_loss is "
+                "not that of transformers: a loss that counts padding changes. Mask the loss, or let the collator pad "
+                "to one length"
+            )
+
+    def _count_shapes(self, inputs: Mapping[str, Any]) -> None:
+        """Say once that batches have many shapes."""
+        if len(self._shapes) < MANY:
+            self._shapes.add(tuple(x.shape for x in inputs.values() if isinstance(x, Tensor)))
+            if len(self._shapes) == MANY:
+                _log.warning(
+                    "Batches have had %d shapes, and compute_loss is traced for each, which takes seconds: give the "
+                    "collator pad_to_multiple_of=64, or one length",
+                    MANY,
+                )
 
     def _share_items(self, items: Any) -> Any:
         """The count of items that a rank's loss is divided by. Virtual ranks each take their part of a batch of this
@@ -221,12 +282,16 @@ class Trainer(Files):
         """
         self._adopt()
         if self.sharded.opt_state is None:
-            optimizer = super().create_optimizer(self.model)
-            self._groups = self._groups or convert_optimizer(optimizer, self.model)
+            like = copy_without_values(self.model) if self.optimizer is None else self.model
+            optimizer = super().create_optimizer(like)
+            self._groups = self._groups or convert_optimizer(optimizer, like)
             rates = [group.rate for group in self._groups]
             self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
             optimizer.register_step_post_hook(lambda *_: self._advance())
+            self._options = list_options(optimizer)
             optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
+            for group in optimizer.param_groups:
+                group["params"] = [forget_values(x) for x in group["params"]]
         return self.optimizer
 
     def _make(self, rates: Any) -> GradientTransformation:
@@ -242,6 +307,7 @@ class Trainer(Files):
         """Update the state by the sums of gradients, at the rates that the groups have now."""
         if self._sums is None:
             raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
+        check_options(self.optimizer, self._options)
         groups = self.optimizer.param_groups
         rates = partition([torch.tensor(float(group["lr"])) for group in groups], self.mesh)
         held = self.sharded

@@ -18,6 +18,9 @@ class Wrapped(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: gradients are no attributes of parameters."""
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -91,7 +91,10 @@ def roll_error(what: str, words: Mapping[int, str], absent: Mapping[int, str]) -
         return FzeroError(what, problem, RESTART)
     places = ", ".join(f"{name_ranks(ranks)} {place}" for place, ranks in group_by_word(words).items())
     problem = f"failed, though every rank answers: {places}"
-    return FzeroError(what, problem, "let ranks take the same steps in equal time, or set a longer timeout")
+    way_out = "let ranks take the same steps in equal time, or set a longer timeout"
+    if len({word.rpartition(" s in ")[2] for word in words.values()}) > 1:
+        way_out = "let all ranks call the same functions together: none may save, evaluate or generate alone"
+    return FzeroError(what, problem, way_out)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

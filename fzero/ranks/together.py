@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,7 +25,10 @@ def gather_words(members: Members | None, what: str) -> Gather:
     def gather(word: Any) -> dict[int, Any]:
         words = [None] * len(members.ranks)
         with members.begin(what):
-            dist.all_gather_object(words, word, group=members.group)
+            try:
+                dist.all_gather_object(words, word, group=members.group)
+            except (pickle.UnpicklingError, EOFError) as error:  # a rank is in another collective, and sent its bytes
+                raise RuntimeError("a word of another rank is no word") from error
         return dict(zip(members.ranks, words))
 
     return gather

@@ -134,6 +134,33 @@ _OF_SCHEDULERS = (
 """What is in a group of torch and is no param of its optimizer: schedulers write most of these."""
 
 
+_OF_SPEED = ("foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states", "set_grad_none")
+"""Params that change no number."""
+
+
+def list_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group of an optimizer has beside parameters and its rate: what programs take once."""
+    left_out = {*_OF_SCHEDULERS, *_OF_SPEED, "lr"}
+    return [{name: x for name, x in group.items() if name not in left_out} for group in optimizer.param_groups]
+
+
+def check_options(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups whose options are no longer those of `list_options` `before`.
+
+    Raises:
+        FzeroError: naming the group, the option and both values.
+    """
+    way_out = "give the value to the Trainer at first; a rate, lr, may change at each update"
+    now = list_options(optimizer)
+    if len(now) != len(before):
+        raise FzeroError("optimizer", f"had {len(before)} groups of parameters and has {len(now)}", way_out)
+    for number, (old, new) in enumerate(zip(before, now)):
+        for name in old.keys() & new.keys():
+            if old[name] != new[name]:
+                problem = f"was {old[name]!r} when the state was made, and is {new[name]!r}"
+                raise FzeroError(f"optimizer: group {number}: {name}", problem, way_out)
+
+
 def _find_name(parameter: Any, names: Mapping[int, str], number: int) -> str:
     parameter = parameter[1] if isinstance(parameter, tuple) else parameter  # of named_parameters()
     if id(parameter) not in names:
@@ -188,9 +215,8 @@ class _Options:
 
     def check_empty(self) -> None:
         """Refuse what is left, but for options of speed, and for options whose value asks for nothing."""
-        speed = ("foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states", "set_grad_none")
         for name, value in self.given.items():
-            if name in speed or (name == "bias_correction" and value is True):
+            if name in _OF_SPEED or (name == "bias_correction" and value is True):
                 continue
             if name == "max_grad_norm":
                 raise FzeroError(f"{self.where}.{name}", f"is {value!r}", "give gradient_clipping, as DeepSpeed wants")

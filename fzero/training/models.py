@@ -106,13 +106,15 @@ def find_store(model: nn.Module) -> Store | None:
 def copy_without_values(module: nn.Module, buffers: Container[str] = ()) -> nn.Module:
     """The module with parameters, and the buffers of these paths, on the meta device: the values are in a state, and
     old ones would mislead."""
-    absent: dict[int, torch.Tensor] = {
-        id(x): nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
-        for x in module.parameters()
-    }
+    absent: dict[int, torch.Tensor] = {id(x): forget_values(x) for x in module.parameters()}
     absent |= {
         id(x): torch.empty(x.shape, dtype=x.dtype, device="meta")
         for path, x in module.named_buffers()
         if path in buffers
     }
     return copy.deepcopy(module, absent)
+
+
+def forget_values(parameter: torch.Tensor) -> nn.Parameter:
+    """A parameter like this one on the meta device."""
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)

@@ -11,7 +11,7 @@ pytest.importorskip("accelerate")  # without which transformers has no Trainer
 
 import torch
 import transformers
-from hf_models import make_arguments, make_dataset, make_model
+from hf_models import make_arguments, make_dataset, make_model, read_logs
 
 import fzero.hf
 from fzero import FzeroError, lower
@@ -102,6 +102,25 @@ def test_a_checkpoint_whose_save_did_not_end_is_refused_by_name(tmp_path: Path) 
     (tmp_path / "checkpoint-1" / "config.json").unlink()
     with pytest.raises(FzeroError, match=r"checkpoint-1: has no config\.json"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_the_newest_complete_checkpoint_is_resumed_and_others_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, **changed)
+    trainer.train()
+    logs = read_logs(trainer)
+    (tmp_path / "checkpoint-10").mkdir()  # of a save that was killed at once
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    trainer = make_trainer(tmp_path, **changed)
+    with caplog.at_level("WARNING", "fzero"):
+        trainer.train(resume_from_checkpoint=True)
+    assert read_logs(trainer)[-1] == pytest.approx(logs[-1]) and trainer.state.global_step == 3
+    told = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+    assert (
+        len(told) == 2 and "checkpoint-10" in told[0] and "checkpoint-3 is skipped: it has no trainer_state" in told[1]
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -97,8 +97,10 @@ def test_a_mesh_other_than_that_of_from_pretrained_is_refused(tmp_path: Path) ->
 
 
 def test_a_parameter_that_is_frozen_too_late_is_refused_by_name(tmp_path: Path) -> None:
-    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), eval_dataset=make_dataset())
-    trainer.model.transformer.wpe.requires_grad_(False)
+    make_model().save_pretrained(tmp_path)
+    pretrained = fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2))
+    pretrained.model.transformer.wpe.requires_grad_(False)
+    trainer = fzero.hf.Trainer(pretrained, make_arguments(tmp_path), eval_dataset=make_dataset())
     with pytest.raises(FzeroError, match=r"transformer\.wpe\.weight: requires_grad became False"):
         trainer.evaluate()
 

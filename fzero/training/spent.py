@@ -1,4 +1,4 @@
-"""Spent: parameters whose values are in the slices of an engine. A use of the old values is an error that says so."""
+"""Spent: parameters whose values are in slices. A use of the old values is an error that says so."""
 
 from __future__ import annotations
 
@@ -63,38 +63,27 @@ class Spent(Tensor):
         raise self._refuse("pickle")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Spent(shape={tuple(self.shape)}, dtype={self.dtype}, in slices of an engine)"
+        return f"Spent(shape={tuple(self.shape)}, dtype={self.dtype}, values in slices)"
 
     __hash__ = Tensor.__hash__
 
 
-def spend_model(module: nn.Module, device: torch.device, name: str) -> None:
+def spend_model(module: nn.Module, device: torch.device, refuse: Callable[[str, str], FzeroError]) -> None:
     """Take the values of a module's parameters: whoever holds a parameter holds a `Spent` on `device` from now on.
     A parameter that torch does not let go, because a graph or a weak reference holds it, is replaced in the module
-    alone, and torch refuses to differentiate the graph. `name` is how errors call the module."""
-
-    def refuse(path: str, what: str) -> FzeroError:
-        where = f"{name}: {path}" if path else name
-        problem = f"{what} needs values, which are in the slices of an engine since initialize"
-        way_out = "call engine(...), after engine.eval() for outputs alone; all ranks read engine.module_state_dict()"
-        if what == ".grad":
-            way_out = (
-                "engine.zero_grad() drops gradients, gradient_clipping of the configuration clips them, "
-                "fzero.deepspeed.utils.safe_get_full_grad reads them"
-            )
-        return FzeroError(where, problem, way_out)
-
+    alone, and torch refuses to differentiate the graph. `refuse(path, what)` makes the error for the use `what` of a
+    parameter; `path` is "" for a use of the module."""
     for path, parameter in list(module.named_parameters()):
         spent: Any = Spent(parameter, device, functools.partial(refuse, path))
         try:
             torch.utils.swap_tensors(parameter, spent)
         except RuntimeError:
             _replace(module, parameter, spent)
-    module.register_load_state_dict_pre_hook(functools.partial(_refuse_load, name))
+    module.register_load_state_dict_pre_hook(functools.partial(_refuse_load, refuse))
 
 
-def _refuse_load(name: str, *_: Any) -> NoReturn:
-    raise FzeroError(name, "load_state_dict is called behind initialize", "load the model before initialize")
+def _refuse_load(refuse: Callable[[str, str], FzeroError], *_: Any) -> NoReturn:
+    raise refuse("", "load_state_dict")
 
 
 def _replace(module: nn.Module, old: Tensor, new: Any) -> None:
