@@ -100,7 +100,7 @@ def test_integers_and_complex_gradients_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn, "float32", 32])
 def test_other_values_are_refused(dtype: Any) -> None:
-    with pytest.raises(FzeroError, match=r"^reduce_dtype: is .*; give torch\.float16 or .*, or None"):
+    with pytest.raises(FzeroError, match=r"^reduce_dtype: is .*; give .*torch\.float.* or None"):
         fzero.simulate(step, 2, reduce_dtype=dtype)
     with pytest.raises(FzeroError, match=r"^reduce_dtype: is "):
         passes.defaults(stage=3, reduce_dtype=dtype)

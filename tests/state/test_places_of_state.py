@@ -118,7 +118,7 @@ def test_leaves_that_are_whole_on_every_rank_stay_on_the_device() -> None:
 
 
 def test_a_placement_beside_another_device_is_named() -> None:
-    with pytest.raises(FzeroError, match="beside slices for mps.*CPU or CUDA"):
+    with pytest.raises(FzeroError, match="^device: is 'mps': .*; name a device of this process"):
         fzero.partition(layers(), VirtualMesh(fsdp=2), device="mps", to=HOST)
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fzero.base.arguments import check_arguments
+
 logger = logging.getLogger("fzero")
 
 
+@check_arguments
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log a message on these global ranks, by default, and for -1, on all."""
     rank = dist.get_rank() if dist.is_initialized() else 0
