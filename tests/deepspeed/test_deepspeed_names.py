@@ -166,7 +166,8 @@ def test_helpers_do_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
     assert utils.set_z3_leaf_modules_by_name(model, ["head"]) == [model.head]
     accelerator = deepspeed.get_accelerator()
     assert torch.device(accelerator.device_name(0)).type == accelerator.kind
-    assert deepspeed.comm.get_local_rank() == 0 and not deepspeed.comm.is_initialized()
+    assert deepspeed.comm.get_local_rank() == 0
+    assert deepspeed.comm.is_initialized() == torch.distributed.is_initialized()  # another test may have made a group
 
 
 def test_what_is_computed_again_is_torchs(tmp_path: Path) -> None:
