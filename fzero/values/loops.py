@@ -167,11 +167,6 @@ def _compare(given: Tensor, new: Tensor) -> list[tuple[str, Any, Any]]:
     return [row for row in pairs if row[1] != row[2]]
 
 
-def is_transformed() -> bool:
-    """Whether a function is being differentiated or mapped."""
-    return torch_private.depth() > 0 or torch_private.in_vmap() or torch_private.in_forward_mode()
-
-
 def _run_turns(turn: TurnOf, carry: Leaves, xs: Leaves, layers: list[Leaves], length: int) -> tuple[Leaves, Leaves]:
     """The turns one by one."""
     found = []
