@@ -116,16 +116,21 @@ def partition(
     if isinstance(on, Live) and (source_rank is not None or any(map(is_on_ranks, sources))):
         _agree(on, source_rank, chunk, sources, targets, planned)
         feed = None if source_rank is None else Feed(on, source_rank)
-    given = None if device is None else parse_device(device)
-    if given is not None and not pin:  # only memory of the host is pinned, which allocation checks
-        check_device(given)
-    where = [torch.device(given or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
+    where = _find_devices(leaves, device, on, pin)
     values = fill_leaves(
         on, planned, sources, dtypes, where, chunk, pin, feed, places=dict.fromkeys(range(len(leaves)), to)
     )
     if feed is not None:
         feed.end()
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
+
+
+def _find_devices(leaves: Sequence[Any], device: torch.device | str | None, on: Home, pin: bool) -> list[torch.device]:
+    """The device of each leaf's slices: the one that is given, else the mesh's, else the leaf's own."""
+    given = None if device is None else parse_device(device)
+    if given is not None and not pin:  # only memory of the host is pinned, which allocation checks
+        check_device(given)
+    return [torch.device(given or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
 
 
 def fill_leaves(
