@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from conformance.database import has_derivative, operators, samples
 from conformance.forms import FORMS, Form, is_sharded
 from conformance.verdict import (
     DOUBLE,
@@ -90,20 +89,6 @@ class Expected(NamedTuple):
     precise: Expected | None = None  # the same in double precision, of a case in single precision
 
 
-def name_of(op: Any) -> str:
-    """`linalg.norm.subgradients_at_zero`: the operator's name and its variant's."""
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
-
-
-@functools.cache
-def operators() -> dict[str, Any]:
-    """Every operator of the database by its name."""
-    # Not at the top: this import takes three seconds, and freezes the flags of torch.backends for the whole process.
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return {name_of(op): op for op in op_db}
-
-
 def names() -> list[str]:
     return sorted(operators())
 
@@ -126,25 +111,17 @@ def trials(name: str, cell: Cell) -> Iterator[Trial]:
     if "empty" in op.name:
         yield Trial(0, lambda: Verdict("skipped", "its values are what memory held"))
         return
-    samples, writes = draw_samples(name, cell.dtype), writes_operands(name, cell.dtype)
+    drawn, writes = draw_samples(name, cell.dtype), writes_operands(name, cell.dtype)
     judge = functools.partial(judge_sample, op, form=form, dtype=DTYPES[cell.dtype], writes=writes)
-    for index, sample in enumerate(samples):
-        for stage in choose_stages(index, len(samples)):
+    for index, sample in enumerate(drawn):
+        for stage in choose_stages(index, len(drawn)):
             yield Trial(index, functools.partial(judge, sample, stage=stage, turn=index))
 
 
 @functools.lru_cache(2)
 def draw_samples(name: str, dtype: str) -> list[Any]:
     """The samples of an operator. The same at each call."""
-    torch.manual_seed(0)
-    np.random.seed(0)
-    random.seed(0)
-    op = operators()[name]
-    return list(op.sample_inputs("cpu", DTYPES[dtype], requires_grad=has_derivative(op, DTYPES[dtype])))
-
-
-def has_derivative(op: Any, dtype: torch.dtype) -> bool:
-    return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    return list(samples(operators()[name], DTYPES[dtype]))
 
 
 def is_floating(x: Tensor) -> bool:

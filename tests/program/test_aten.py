@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from conformance import database
 from torch import Tensor, fx
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -99,17 +98,11 @@ def run(call: Any, leaves: list[Tensor]) -> None:
 
 
 def operator_calls() -> Iterator[tuple[Any, list[Tensor]]]:
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    for op in op_db:
+    for op in database.operators().values():
         dtype = next((d for d in (torch.float64, torch.float32, torch.int64) if d in op.supported_dtypes("cpu")), None)
         if dtype is None:
             continue
-        torch.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
-        grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-        for sample, _ in zip(op.sample_inputs("cpu", dtype, requires_grad=grad), range(SAMPLES)):
+        for sample, _ in zip(database.samples(op, dtype), range(SAMPLES)):
             yield functools.partial(op, sample.input, *sample.args, **sample.kwargs), sample
 
 

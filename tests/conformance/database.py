@@ -1,0 +1,45 @@
+"""torch's operator database: its operators by name, and samples of their arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def operators() -> dict[str, Any]:
+    """Every operator of the database by its name."""
+    # Not at the top: this import takes three seconds, and freezes the flags of torch.backends for the whole process.
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {name_of(op): op for op in op_db}
+
+
+def name_of(op: Any) -> str:
+    """`linalg.norm.subgradients_at_zero`: the operator's name and its variant's."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def has_derivative(op: Any, dtype: torch.dtype) -> bool:
+    return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+
+
+def samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
+    """The samples that `op.sample_inputs` draws, the same at each call.
+
+    `op.sample_inputs` also looks for a unittest on the call stack, and reads the source of every caller for that: under
+    pytest this takes longer than most samples.
+    """
+    from torch.testing._internal.common_utils import SEED, set_rng_seed
+
+    set_rng_seed(0)
+    drawn = iter(op.sample_inputs_func(op, "cpu", dtype, has_derivative(op, dtype)))
+    while True:
+        set_rng_seed(SEED)
+        try:
+            yield next(drawn)
+        except StopIteration:
+            return
