@@ -133,12 +133,22 @@ def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[
             problem = f"the step uses a tensor without data, which an earlier trace left behind{_find_use(node)}"
             raise FzeroError(program.name, problem, "make the tensor anew, outside of a step")
     for root, held in ((getattr(fn, "__name__", "step"), fn), *constants):
-        for cache in [value for _, value in walk(root, held) if isinstance(value, functools._lru_cache_wrapper)]:
-            if any(_is_traced(value, program) for _, value in walk("", cache)):
-                cache.cache_clear()  # it computes its results again when it is asked for them
-        for name, value in walk(root, held):
+        reachable = list(walk(root, held))
+        if _clear_caches(reachable, program):
+            reachable = list(walk(root, held))
+        for name, value in reachable:
             if _is_traced(value, program):
                 raise _refuse_escape(program, name, value)
+
+
+def _clear_caches(reachable: Iterable[tuple[str, Any]], program: Program) -> bool:
+    """Clear each `functools.lru_cache` that holds a traced value, and tell whether there was one. The cache computes its
+    results again when it is asked for them."""
+    caches = [value for _, value in reachable if isinstance(value, functools._lru_cache_wrapper)]
+    stale = [cache for cache in caches if any(_is_traced(value, program) for _, value in walk("", cache))]
+    for cache in stale:
+        cache.cache_clear()
+    return bool(stale)
 
 
 def _find_use(node: Node) -> str:

@@ -10,7 +10,8 @@ import pickle
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -108,6 +109,19 @@ def ranks_of(message: str) -> set[int]:
     return {int(word) for word in problem.replace(LATE, "").replace(",", "").split() if word.isdigit()}
 
 
+# ranks that are waited for until a timeout
+
+
+Silences = dict[Callable[[], list[Refusal | None]], Future[list[Refusal | None]]]
+
+
+@pytest.fixture(scope="module")
+def silent() -> Iterator[Silences]:
+    """How ranks end that miss one which says nothing. All such jobs run at once, because all they do is wait."""
+    with ThreadPoolExecutor(4) as pool:
+        yield {job: pool.submit(job) for job in (in_a_step, two_of_four, between_steps, at_the_mesh)}
+
+
 # in a step
 
 
@@ -127,11 +141,14 @@ def test_a_rank_that_dies_in_a_step_is_named(what: str) -> None:
     assert_named(ends, what, GONE, blamed={2})
 
 
-def test_a_rank_that_stalls_in_a_step_is_named() -> None:
+def in_a_step() -> list[Refusal | None]:
     """With the default passes, which gather ahead: the rank has begun an earlier gather, and has not read in it."""
     passes = defaults(stage=3, in_place=True)
-    ends = run(3, second_step, "all_gather of layers.1", {1: stall}, passes, stall=STALL, lost=[1])
-    assert_named(ends, "all_gather of layers.0", LATE, blamed={1})
+    return run(3, second_step, "all_gather of layers.1", {1: stall}, passes, stall=STALL, lost=[1])
+
+
+def test_a_rank_that_stalls_in_a_step_is_named(silent: Silences) -> None:
+    assert_named(silent[in_a_step].result(), "all_gather of layers.0", LATE, blamed={1})
 
 
 def native(mesh: DeviceMesh) -> Transport:
@@ -154,9 +171,12 @@ def test_other_transports_name_it_too(transport: Callable[[DeviceMesh], Transpor
     assert_named(ends, "reduce_scatter of layers.1", GONE, blamed={1})
 
 
-def test_every_missing_rank_is_named() -> None:
-    ends = run(4, second_step, "all_gather of layers.0", {1: stall, 3: die}, stall=STALL, lost=[1, 3])
-    assert_named(ends, "all_gather of layers.0", LATE, blamed={1, 3})
+def two_of_four() -> list[Refusal | None]:
+    return run(4, second_step, "all_gather of layers.0", {1: stall, 3: die}, stall=STALL, lost=[1, 3])
+
+
+def test_every_missing_rank_is_named(silent: Silences) -> None:
+    assert_named(silent[two_of_four].result(), "all_gather of layers.0", LATE, blamed={1, 3})
 
 
 class Silent:
@@ -258,9 +278,12 @@ def test_a_rank_that_raises_in_its_data_loader_is_named() -> None:
     assert_named(run(4, loading, raising, lost=[2]), BEFORE, GONE, blamed={2})
 
 
-def test_a_rank_that_waits_for_data_is_named() -> None:
-    ends = run(3, loading, waiting, stall=STALL, lost=[2])
-    assert_named(ends, BEFORE, LATE, blamed={2})
+def between_steps() -> list[Refusal | None]:
+    return run(3, loading, waiting, stall=STALL, lost=[2])
+
+
+def test_a_rank_that_waits_for_data_is_named(silent: Silences) -> None:
+    assert_named(silent[between_steps].result(), BEFORE, LATE, blamed={2})
 
 
 def dawdling(rank: int) -> None:
@@ -292,8 +315,13 @@ def partitioning(mesh: DeviceMesh) -> Refusal:
     return refusal(lambda: fzero.partition(layers(), mesh))
 
 
-def test_a_rank_that_does_not_come_to_the_mesh_ends_the_others() -> None:
-    found, _ = run(2, partitioning, stall=STALL, lost=[1])
+def at_the_mesh() -> list[Refusal | None]:
+    return run(2, partitioning, stall=STALL, lost=[1])
+
+
+def test_a_rank_that_does_not_come_to_the_mesh_ends_the_others(silent: Silences) -> None:
+    found, _ = silent[at_the_mesh].result()
+    assert found is not None
     assert found.kind == "FzeroError" and found.seconds < SOON
     assert found.message.startswith(f"mesh: not all of ranks 0, 1 came to it within {STALL.total_seconds():g} s; ")
 
