@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -40,17 +41,21 @@ VARIANTS = [name for name in MODULES if name.startswith("variants.")]
 
 
 def parse(name: str) -> ast.Module:
-    return ast.parse(MODULES[name].read_text())
+    return parse_file(MODULES[name])
+
+
+@functools.cache
+def parse_file(file: Path) -> ast.Module:
+    """A file's tree, which all tests share and none changes."""
+    return ast.parse(file.read_text())
 
 
 def imports(name: str, *, typing: bool = True) -> Iterator[str]:
     """The modules of fzero that a module imports, anywhere in its file; with `typing` those for annotations too."""
-    tree = parse(name)
+    body = parse(name).body
     if not typing:
-        tree.body = [
-            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-        ]
-    for node in ast.walk(tree):
+        body = [node for node in body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
+    for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Import):
             yield from (inside(alias.name) for alias in node.names if is_fzero(alias.name))
         elif isinstance(node, ast.ImportFrom):

@@ -142,7 +142,7 @@ def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[
 
 
 def _clear_caches(reachable: Iterable[tuple[str, Any]], program: Program) -> bool:
-    """Clear each `functools.lru_cache` that holds a traced value, and tell whether there was one. The cache computes its
+    """Clear each `functools.lru_cache` that holds a traced value. Returns whether there was one. The cache computes its
     results again when it is asked for them."""
     caches = [value for _, value in reachable if isinstance(value, functools._lru_cache_wrapper)]
     stale = [cache for cache in caches if any(_is_traced(value, program) for _, value in walk("", cache))]
