@@ -3,7 +3,8 @@
     run(2, fn, 7)               -> [fn(mesh, 7) of rank 0, fn(mesh, 7) of rank 1]
     run_cases(2, {"a": case})   -> {"a": [Outcome of rank 0, Outcome of rank 1]}
 
-Ranks are forked from one process that has imported torch and done nothing else, and are there in a tenth of a second.
+Ranks are forked from one process that has imported what they need and done nothing else, and are there in a tenth of a
+second.
 A test file runs its cases in one `run_cases` a world size all the same, behind a fixture of module scope, and each test
 looks at the outcome of its own: what a process does first (import, trace, connect) costs more than what it does next.
 """
@@ -68,7 +69,7 @@ def run(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # takes a free port itself
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "fzero"])  # what a first trace imports, once in one process
+    context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest"])  # what first traces and test files import
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
         context.Process(
