@@ -69,6 +69,7 @@ def stream(program: Program, *, chunk: int) -> Program:
         FzeroError: for a `chunk` below one row of every rank.
     """
     program = _join_bodies(program)
+    program = replace(program, remarks=(*program.remarks, *_list_owned(program, chunk)))
     if not _find_large(program, chunk):
         return program
     program, tiles = _open_tiles(program.copy(), chunk)
@@ -133,11 +134,24 @@ def _find_large(program: Program, chunk: int) -> list[_Leaf]:
     return found
 
 
-def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str) -> str:
-    """The remark on a leaf that is gathered whole."""
+def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str, where: str = "") -> str:
+    """The remark on a leaf that is gathered whole, on every rank if `where` does not say else."""
     own = program.layouts[leaf.key[0]].leaves[leaf.key[1]]
     size = format_size(own.numel * leaf.itemsize)
-    return f"{own.path} is gathered whole, {size} with chunks of {format_size(chunk)}: {obstacle}"
+    return f"{own.path} is gathered whole{where}, {size} with chunks of {format_size(chunk)}: {obstacle}"
+
+
+def _list_owned(program: Program, chunk: int) -> list[str]:
+    """The remarks on leaves of more than `chunk` bytes that an update brings together on one rank, as Muon does."""
+    remarks = []
+    for node in program.graph.find_nodes(op="call_function", target=ops.to_owners):
+        for bucket, index in zip(*node.args[1:3]):
+            layout, itemsize = program.layouts[bucket], node.meta["val"].element_size()
+            leaf = _Leaf((bucket, index), [], [], itemsize, layout.leaves[index].numel)
+            if itemsize * leaf.numel > chunk and not layout.replicated:
+                obstacle = f"{name_of(node)} uses it{line_of(node)}"
+                remarks.append(_describe(program, leaf, chunk, obstacle, " on one rank"))
+    return remarks
 
 
 def _open_tiles(program: Program, chunk: int) -> tuple[Program, dict[Key, Opened]]:

@@ -209,6 +209,45 @@ def test_uses_of_a_streamed_leaf(loss: Any) -> None:
     assert whole == (["head"] if loss is adds_a_bias else [])
 
 
+UPDATES = {
+    "adamw, clipped, a mask": optim.chain(
+        optim.clip_by_global_norm(0.1), optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, leaf: path == "head")
+    ),
+    "adamw8bit": optim.adamw8bit(1e-2),
+    "adafactor": optim.adafactor(1e-2),
+    "ema, trust ratio": optim.chain(optim.ema(0.5), optim.scale_by_trust_ratio(), optim.scale(-1e-2)),
+    "muon": optim.muon(1e-2, rest=optim.adamw(1e-2), where=lambda path, leaf: path == "head"),
+}
+
+
+def list_whole(program: Program, numel: int) -> set[str]:
+    """The operations whose results have as many elements as a leaf, in a program and in its loops."""
+    nodes = [node for each in list_programs(program) for node in each.graph.nodes]
+    return {node.target.__name__ for node in nodes if numel in [x.numel() for x in tensors(node.meta.get("val"))]}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_nothing_is_as_large_as_a_streamed_leaf_or_a_remark_names_it(name: str) -> None:
+    """Forward pass, backward pass and update. Muon needs whole matrices, each on one rank."""
+    optimizer, mesh = UPDATES[name], VirtualMesh(fsdp=4)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, gradients = fzero.value_and_grad(has_a_head)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optim.apply_updates(params, updates), state, value
+
+    params = fzero.partition(tables(), mesh)
+    program = fzero.simulate(step, mesh, chunk=CHUNK).trace(params, optimizer.init(params), tokens())
+    whole, remarks = list_whole(program, VOCABULARY * WIDTH), program.remarks
+    if name != "muon":
+        assert not whole and not remarks
+        return
+    assert {each.partition(".")[0] for each in whole} == {"to_owners", "orthogonalize"}
+    (remark,) = remarks
+    said = "head is gathered whole on one rank, 2.0 KiB with chunks of 1.0 KiB: to_owners uses it (/"
+    assert remark.startswith(said) and "optimizer.update(gradients" in remark
+
+
 ROWS = [(1, is_tied), (8, has_a_head), (2, reduces), (8, multiplies_what_is_infinite_where_there_is_no_row)]
 
 
