@@ -185,6 +185,14 @@ def reduces(p: Any, batch: Any) -> Tensor:
     return x.cos().mean() + head.sum(0).log().mean() + (p["head"] @ head.mean(0)).square().mean()
 
 
+def is_beside_what_is_spread(p: Any, batch: Any) -> Tensor:
+    """Values of the leaf's size that are made from smaller ones, beside it in a product and elementwise."""
+    mean = batch["y"].float().mean()
+    spread = ((mean + torch.ones(len(p["head"]), 1)) * torch.linspace(0, 1, WIDTH)).exp() / mean.exp()
+    of_sums = (p["head"].T @ spread).square().mean()
+    return of_sums + (weigh(p["head"], batch) * spread).sin().mean() + look_up(p, batch).square().mean()
+
+
 def multiplies_what_is_infinite_where_there_is_no_row(p: Any, batch: Any) -> Tensor:
     x = torch.softmax(look_up(p, batch).flatten(0, 1) @ p["head"].T, -1)
     return (x @ weigh(p["head"], batch).abs().log()).square().mean()
@@ -196,7 +204,14 @@ def looks_up_in_brackets(p: Any, batch: Any) -> Tensor:
     return (rows * p["head"].index_select(0, batch["y"].flatten()).view_as(rows)).square().mean()
 
 
+def list_whole(program: Program, numel: int) -> set[str]:
+    """The operations whose results have as many elements as a leaf, in a program and in its loops."""
+    nodes = [node for each in list_programs(program) for node in each.graph.nodes]
+    return {node.target.__name__ for node in nodes if numel in [x.numel() for x in tensors(node.meta.get("val"))]}
+
+
 USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum, reduces, looks_up_in_brackets]
+USES.append(is_beside_what_is_spread)
 
 
 @pytest.mark.parametrize("loss", USES)
@@ -207,6 +222,7 @@ def test_uses_of_a_streamed_leaf(loss: Any) -> None:
     assert_close(train(*given, chunk=CHUNK), train(*given))
     whole = [name for name in ("embedding", "head") if any(remark.startswith(name) for remark in streamed.remarks)]
     assert whole == (["head"] if loss is adds_a_bias else [])
+    assert bool(list_whole(streamed, VOCABULARY * WIDTH)) == bool(whole)
 
 
 UPDATES = {
@@ -218,12 +234,6 @@ UPDATES = {
     "ema, trust ratio": optim.chain(optim.ema(0.5), optim.scale_by_trust_ratio(), optim.scale(-1e-2)),
     "muon": optim.muon(1e-2, rest=optim.adamw(1e-2), where=lambda path, leaf: path == "head"),
 }
-
-
-def list_whole(program: Program, numel: int) -> set[str]:
-    """The operations whose results have as many elements as a leaf, in a program and in its loops."""
-    nodes = [node for each in list_programs(program) for node in each.graph.nodes]
-    return {node.target.__name__ for node in nodes if numel in [x.numel() for x in tensors(node.meta.get("val"))]}
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -248,7 +258,13 @@ def test_nothing_is_as_large_as_a_streamed_leaf_or_a_remark_names_it(name: str) 
     assert remark.startswith(said) and "optimizer.update(gradients" in remark
 
 
-ROWS = [(1, is_tied), (8, has_a_head), (2, reduces), (8, multiplies_what_is_infinite_where_there_is_no_row)]
+ROWS = [
+    (1, is_tied),
+    (8, has_a_head),
+    (2, reduces),
+    (8, is_beside_what_is_spread),
+    (8, multiplies_what_is_infinite_where_there_is_no_row),
+]
 
 
 @pytest.mark.parametrize(("world", "loss"), ROWS)
