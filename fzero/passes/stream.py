@@ -69,7 +69,7 @@ def stream(program: Program, *, chunk: int) -> Program:
         FzeroError: for a `chunk` below one row of every rank.
     """
     program = _join_bodies(program)
-    program = replace(program, remarks=(*program.remarks, *_list_owned(program, chunk)))
+    program = replace(program, remarks=(*program.remarks, *_remark_on_owners(program, chunk)))
     if not _find_large(program, chunk):
         return program
     program, tiles = _open_tiles(program.copy(), chunk)
@@ -141,7 +141,7 @@ def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str, where: s
     return f"{own.path} is gathered whole{where}, {size} with chunks of {format_size(chunk)}: {obstacle}"
 
 
-def _list_owned(program: Program, chunk: int) -> list[str]:
+def _remark_on_owners(program: Program, chunk: int) -> list[str]:
     """The remarks on leaves of more than `chunk` bytes that an update brings together on one rank, as Muon does."""
     remarks = []
     for node in program.graph.find_nodes(op="call_function", target=ops.to_owners):
