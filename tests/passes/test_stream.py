@@ -211,7 +211,6 @@ def list_whole(program: Program, numel: int) -> set[str]:
 
 
 USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum, reduces, looks_up_in_brackets]
-USES.append(is_beside_what_is_spread)
 
 
 @pytest.mark.parametrize("loss", USES)
@@ -231,7 +230,6 @@ UPDATES = {
     ),
     "adamw8bit": optim.adamw8bit(1e-2),
     "adafactor": optim.adafactor(1e-2),
-    "ema, trust ratio": optim.chain(optim.ema(0.5), optim.scale_by_trust_ratio(), optim.scale(-1e-2)),
     "muon": optim.muon(1e-2, rest=optim.adamw(1e-2), where=lambda path, leaf: path == "head"),
 }
 
@@ -262,7 +260,7 @@ ROWS = [
     (1, is_tied),
     (8, has_a_head),
     (2, reduces),
-    (8, is_beside_what_is_spread),
+    (2, is_beside_what_is_spread),
     (8, multiplies_what_is_infinite_where_there_is_no_row),
 ]
 
@@ -273,6 +271,7 @@ def test_rows_that_do_not_divide(world: int, loss: Any) -> None:
     mesh, batch, step = VirtualMesh(fsdp=world), tokens(51), make_step(loss)
     ours, program = train_and_measure(step, tables(51), batch, mesh, chunk=CHUNK)
     assert not program.remarks and max(list_gathered(program)) <= CHUNK
+    assert world == 1 or not list_whole(program, 51 * WIDTH)  # the slice of one rank is the leaf
     assert_close(ours, train(step, tables(51), batch, mesh))
 
 
