@@ -66,15 +66,17 @@ def disk(path: str | os.PathLike[str]) -> Disk:
     Raises:
         FzeroError: for a path that is no folder, or that cannot be written to.
     """
-    place = Disk(Path(path).expanduser().absolute())
+    if not os.fspath(path):
+        raise FzeroError("disk ''", "is an empty path", "give the path of a folder that is there, such as '.'")
+    place = Disk(Path(os.path.expanduser(path)).absolute())  # `Path.expanduser` raises where there is no such user
     check_folder(place.path)
     return place
 
 
 def check_folder(path: Path) -> None:
     """Refuse a path that is no folder, or that this process cannot write to."""
-    if not path.is_dir():
-        problem = "is there, and is no folder" if path.exists() else "is no folder"
+    if not os.path.isdir(path):  # `Path.is_dir` raises for a path that is too long
+        problem = "is there, and is no folder" if os.path.exists(path) else "is no folder"
         raise FzeroError(f"disk {str(path)!r}", problem, "give the path of a folder that is there")
     if not os.access(path, os.W_OK | os.X_OK):
         problem = f"cannot be written to by user {os.getuid()}"

@@ -11,6 +11,8 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGT", 1)
     for name, base in ((f"{prefix}B", 1000), (f"{prefix}IB", 1024))
 }
+_LARGEST = 2**63 - 1
+"""Bytes that a 64-bit machine can name."""
 _WAY_OUT = 'give a number of bytes above 0, or a text such as "40GiB", "1.5 GB" or "64MiB"'
 
 
@@ -21,16 +23,19 @@ def parse_size(where: str, given: int | str) -> int:
     of a byte is dropped.
 
     Raises:
-        FzeroError: at `where`, for another type, for a text that is no size, for a size below 1 byte.
+        FzeroError: at `where`, for another type, for a text that is no size, for a size below 1 byte or from 2**63 on.
     """
+    nbytes = 0
     if isinstance(given, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?I?B)", given.strip().upper())
+        found = re.fullmatch(r"(\d{1,40}(?:\.\d{1,40})?|\.\d{1,40})\s*([KMGT]?I?B)", given.strip().upper())
         if found and found[2] in _UNITS:
             whole, _, fraction = found[1].partition(".")
             digits = int((whole + fraction) or 0)  # exact: a float has 53 bits
             nbytes = digits * _UNITS[found[2]] // 10 ** len(fraction)
-            if nbytes > 0:
-                return nbytes
-    elif isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
+    elif isinstance(given, int) and not isinstance(given, bool):
+        nbytes = given
+    if nbytes > _LARGEST:
+        raise FzeroError(where, f"is more than {_LARGEST} bytes", _WAY_OUT)
+    if nbytes > 0:
+        return nbytes
     raise FzeroError(where, f"is {given!r}", _WAY_OUT)

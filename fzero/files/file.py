@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fzero.base.errors import FzeroError
-from fzero.files.extents import ALIGN, FreeList, align_down
+from fzero.files.extents import FreeList, align_down
 
 _log = logging.getLogger("fzero")
 
@@ -43,6 +43,7 @@ class File:
             self._free.give_back(self.unused.popleft())
         taken = self._free.take(nbytes)
         if taken.stop > self._size:
+            self._check_size("written", taken, leaf)
             try:
                 os.posix_fallocate(self._fd, self._size, taken.stop - self._size)
             except OSError as error:
@@ -60,16 +61,26 @@ class File:
         self._move("written", memory, start, leaf)
 
     def _move(self, what: str, memory: memoryview, start: int, leaf: str) -> None:
-        done = 0
+        done, is_read = 0, what == "read"
         while done < len(memory):
             rest = range(start + done, start + len(memory))
-            # A part that ends off the borders ends where the file does: what follows would be no bytes.
-            count = align_down(self._try_twice(what, memory[done:], rest, leaf))
-            if count < ALIGN:
-                size = os.fstat(self._fd).st_size
-                problem = f"bytes {rest.start} to {rest.stop} cannot be {what}: the file was cut to {size} bytes"
+            self._check_size(what, rest, leaf)
+            count = self._try_twice(what, memory[done:], rest, leaf)
+            # The system reads up to a border, or up to the end of a file that is cut meanwhile.
+            count = align_down(count) if is_read else count
+            if not count:
+                self._check_size(what, rest, leaf)
+                problem = f"bytes {rest.start} to {rest.stop} cannot be {what}: the system moves none of them"
                 raise FzeroError(self._name(leaf), problem, GO_ON)
             done += count
+
+    def _check_size(self, what: str, place: range, leaf: str) -> None:
+        """Refuse a file that is shorter than the room that was taken in it. A write behind its end would leave zeros in
+        the place of values."""
+        size = os.fstat(self._fd).st_size
+        if size < self._size:
+            problem = f"bytes {place.start} to {place.stop} cannot be {what}: the file was cut to {size} bytes"
+            raise FzeroError(self._name(leaf), problem, GO_ON)
 
     def _try_twice(self, what: str, memory: memoryview, place: range, leaf: str) -> int:
         """The number of bytes that the system moved. What fails once is tried once more, with a line in the log."""

@@ -142,7 +142,7 @@ def keeps_zeros(node: Node, inner: Mapping[Node, int]) -> bool:
     """Whether a value has rows of zeros where the leaf has, because `inner` nodes only cast it or reshape it."""
     names = _SAME | _RESHAPES | {"t", "transpose", "permute", "expand"}
     while is_carrier(node) and node in inner:
-        if name_of(node) not in names:
+        if name_of(node) not in names or node.args[0].meta["val"].numel() < node.meta["val"].numel():
             return False
         node = node.args[0]
     return True

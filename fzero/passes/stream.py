@@ -69,6 +69,7 @@ def stream(program: Program, *, chunk: int) -> Program:
         FzeroError: for a `chunk` below one row of every rank.
     """
     program = _join_bodies(program)
+    program = replace(program, remarks=(*program.remarks, *_remark_on_owners(program, chunk)))
     if not _find_large(program, chunk):
         return program
     program, tiles = _open_tiles(program.copy(), chunk)
@@ -133,11 +134,24 @@ def _find_large(program: Program, chunk: int) -> list[_Leaf]:
     return found
 
 
-def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str) -> str:
-    """The remark on a leaf that is gathered whole."""
+def _describe(program: Program, leaf: _Leaf, chunk: int, obstacle: str, where: str = "") -> str:
+    """The remark on a leaf that is gathered whole, on every rank if `where` does not say else."""
     own = program.layouts[leaf.key[0]].leaves[leaf.key[1]]
     size = format_size(own.numel * leaf.itemsize)
-    return f"{own.path} is gathered whole, {size} with chunks of {format_size(chunk)}: {obstacle}"
+    return f"{own.path} is gathered whole{where}, {size} with chunks of {format_size(chunk)}: {obstacle}"
+
+
+def _remark_on_owners(program: Program, chunk: int) -> list[str]:
+    """The remarks on leaves of more than `chunk` bytes that an update brings together on one rank, as Muon does."""
+    remarks = []
+    for node in program.graph.find_nodes(op="call_function", target=ops.to_owners):
+        for bucket, index in zip(*node.args[1:3]):
+            layout, itemsize = program.layouts[bucket], node.meta["val"].element_size()
+            leaf = _Leaf((bucket, index), [], [], itemsize, layout.leaves[index].numel)
+            if itemsize * leaf.numel > chunk and not layout.replicated:
+                obstacle = f"{name_of(node)} uses it{line_of(node)}"
+                remarks.append(_describe(program, leaf, chunk, obstacle, " on one rank"))
+    return remarks
 
 
 def _open_tiles(program: Program, chunk: int) -> tuple[Program, dict[Key, Opened]]:
@@ -190,6 +204,8 @@ def _find_uses(
     refused = _follow_gathers(leaf, rows, inner, uses, opened) or _follow_scatters(leaf, rows, inner, uses)
     refused = refused or next((node for node in inner if storage(node) in changed), None)
     refused = refused or next((use.node for use in uses if _gets_another_shape(use.node)), None)
+    if refused is None:
+        _add_own(inner, uses, rows, leaf.numel, changed)
     limit = min(chunk, leaf.itemsize * leaf.numel // parts)
     plan = _Plan(plan_stream(layout, leaf.key[1], leaf.itemsize, limit), inner, uses)
     refused = refused or next((node for node in _list_nodes(plan) if node in taken), None)
@@ -290,6 +306,26 @@ def _list_whole(use: Use) -> list[Any]:
     if use.how in ("lookup", "reduce"):
         return use.node.all_input_nodes[1:]
     return [x for x, dim in zip(use.node.args, use.dims) if dim is None and isinstance(x, fx.Node)]
+
+
+def _add_own(inner: dict[Node, int], uses: list[Use], rows: int, numel: int, changed: Collection[Node]) -> None:
+    """Add to `inner` other values of the leaf's size that loops of the leaf alone use, such as the gradient of a mean,
+    or a product that is added to a function of the leaf. Each turn then makes its rows of the value."""
+    given = [(node, find_dims(node, dim, rows) or ()) for node, dim in inner.items()]
+    given += [(use.node, use.dims) for use in uses if use.how in ("rows", "sum")]
+    whole = {x for node, dims in given for x in _list_whole(Use(node, "rows", (*dims, *[None] * len(node.args))))}
+    waiting = [(x, dim) for node, dims in given for x, dim in zip(node.args, dims) if dim is not None]
+    users = {node for node, _ in given}
+    for node, dim in waiting:
+        is_free = node not in users and node not in whole and storage(node) not in changed
+        is_own = node.op == "call_function" and node.meta["val"].numel() == numel and users.issuperset(node.users)
+        dims = find_dims(node, dim, rows) if is_free and is_own else None
+        shared = [] if dims is None else _list_whole(Use(node, "rows", dims))
+        if dims is not None and users.isdisjoint(shared):
+            inner[node] = dim
+            users.add(node)
+            whole.update(shared)
+            waiting += [(x, at) for x, at in zip(node.args, dims) if at is not None]
 
 
 def _find_sum(node: Node, source: Node, dim: int) -> Use | None:

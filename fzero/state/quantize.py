@@ -136,7 +136,7 @@ def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
         made = [torch.empty(x, dtype=torch.uint8, device="meta") for x in (coding.codes_shape, coding.scales_shape)]
     elif is_sharded(leaf) or is_source(leaf):
         stored = _StoredOnRanks if is_sharded(leaf) else _Stored
-        return Quantized(stored(leaf, coding, path, "codes"), stored(leaf, coding, path, "scales"), coding)
+        return Quantized(*(stored(leaf, coding, path, item) for item in range(2)), coding)
     else:
         made = _encode(source_of(leaf, path), path, coding, getattr(leaf, "device", torch.device("cpu")))
     return Quantized(*(torch.nn.Parameter(x, requires_grad=False) for x in made), coding)
@@ -193,15 +193,17 @@ def _check_finite(path: str, start: int, values: Tensor) -> Tensor:
 
 
 class _Stored:
-    """The source of the codes, or of the scales, of a leaf's values. It reads whole blocks of these."""
+    """The source of the codes, item 0, or of the scales, item 1, of a leaf's values. It reads whole blocks of these."""
 
     is_frozen, dtype = True, torch.uint8
 
-    def __init__(self, leaf: Any, coding: Coding, path: str, name: str) -> None:
-        self.value, self._coding, self._where = leaf, coding, path
-        self._item = ("codes", "scales").index(name)
+    def __init__(self, leaf: Any, coding: Coding, path: str, item: int) -> None:
+        self.value, self._coding, self._where, self._item = leaf, coding, path, item
         self._width = (coding.block * coding.bits // 8, 4)[self._item]  # bytes of a block
-        self.path, self.shape = f"{path}.{name}", torch.Size((coding.codes_shape, coding.scales_shape)[self._item])
+        self.path, self.shape = (
+            f"{path}.{coding.keys[item]}",
+            torch.Size((coding.codes_shape, coding.scales_shape)[self._item]),
+        )
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out`, 1-d and uint8, with the bytes [start, start + out.numel())."""

@@ -53,6 +53,13 @@ class Coding(NamedTuple):
         return torch.Size(self.shape).numel()
 
     @property
+    def keys(self) -> tuple[str, str]:
+        """The names of codes and scales below the path of the value. The name of the codes says how to read them, so
+        that a file of another coding, or of a value of another shape, lacks the leaf that a load asks for."""
+        levels = f"int{self.bits}" if self.levels == "even" else self.levels
+        return f"codes-{levels}-{self.block}-of-{'x'.join(map(str, self.shape))}", "scales"
+
+    @property
     def codes_shape(self) -> tuple[int, ...]:
         """The shape of the codes: one dimension of bytes."""
         return (-(-self.numel * self.bits // 8),)

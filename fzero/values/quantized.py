@@ -48,7 +48,7 @@ class Quantized(Tensor):
     @property
     def path(self) -> str:
         """The dotted path of a value that was partitioned; empty for another."""
-        return getattr(self.codes, "path", "").removesuffix(".codes")
+        return getattr(self.codes, "path", "").rpartition(".")[0]
 
     @property
     def grad(self) -> None:  # type: ignore[override]
@@ -140,7 +140,7 @@ def _unflatten(children: Iterable[Any], coding: Coding) -> Quantized:
 _register: Any = optree.register_pytree_node  # whose types want a Collection
 _register(
     Quantized,
-    lambda value: ((value.codes, value.scales), value.coding, ("codes", "scales")),
+    lambda value: ((value.codes, value.scales), value.coding, value.coding.keys),
     lambda coding, children: Quantized(*children, coding),
     namespace=tree.NAMESPACE,
 )

@@ -30,9 +30,17 @@ def test_sizes(given: int | str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [0, -1, True, 1.5, None, "", "40", "GiB", "-1GiB", "40 Gigabytes", "IB", "0.1B", "1e3MB"]
+    "given",
+    [0, -1, True, 1.5, None, "", "40", "GiB", "-1GiB", "40 Gigabytes", "IB", "0.1B", "1e3MB", "9" * 5000 + "GiB"],
 )
 def test_what_is_no_size_is_named(given: object) -> None:
     with pytest.raises(FzeroError) as refused:
         parse_size("memory", given)  # type: ignore[arg-type]
     assert str(refused.value).startswith(f"memory: is {given!r}; give a number of bytes above 0")
+
+
+@pytest.mark.parametrize("given", [2**63, 10**40, "9" * 30 + "B", "8388608.0 TiB"])
+def test_more_bytes_than_there_can_be(given: int | str) -> None:
+    with pytest.raises(FzeroError, match=f"^chunk: is more than {2**63 - 1} bytes; give"):
+        parse_size("chunk", given)
+    assert parse_size("chunk", 2**63 - 1) == 2**63 - 1

@@ -115,6 +115,22 @@ def test_a_file_that_was_cut_short_is_named(made: Any, size: int) -> None:
     os.truncate(made.extent.file.path, size)
     with pytest.raises(FzeroError, match=rf"blocks.0.up in .* to 20480 cannot be read: the file was cut to {size} byt"):
         made.clone()
+    for make_it_longer in (lambda: made.copy_(VALUES), lambda: torch.empty_like(made)):  # zeros would stand for values
+        with pytest.raises(FzeroError, match=rf"blocks.0.up in .* cannot be written: the file was cut to {size} bytes"):
+            make_it_longer()
+
+
+def test_a_limit_that_is_met_in_a_write_is_named_by_its_own_error(made: Any) -> None:
+    """The system writes the bytes below the limit, and refuses the others at the next call."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(FzeroError, match=r"blocks.0.up .* cannot be written: File too large; .*ulimit -f"):
+            made.copy_(VALUES + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    made.copy_(VALUES + 2)
+    assert torch.equal(made.clone(), VALUES + 2)
 
 
 def test_a_filesystem_that_refuses_direct_access_is_read_through_its_cache(

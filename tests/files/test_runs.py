@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fzero.base.errors import FzeroError
+from fzero.base.placement import disk
 from fzero.files.runs import Run, remove_dead
 
 
@@ -61,6 +62,12 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         Run(file)
     with pytest.raises(FzeroError, match=r"disk '.*/none': is no folder; give the path of a folder that is there"):
         Run(tmp_path / "none")
+
+
+@pytest.mark.parametrize("path", ["", "~no-such-user/x", "x" * 5000, "a\0b"])
+def test_a_text_that_is_no_path_is_refused(path: str) -> None:
+    with pytest.raises(FzeroError, match="^disk '.*': is (no folder|an empty path); give the path of a folder"):
+        disk(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

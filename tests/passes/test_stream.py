@@ -185,6 +185,14 @@ def reduces(p: Any, batch: Any) -> Tensor:
     return x.cos().mean() + head.sum(0).log().mean() + (p["head"] @ head.mean(0)).square().mean()
 
 
+def is_beside_what_is_spread(p: Any, batch: Any) -> Tensor:
+    """Values of the leaf's size that are made from smaller ones, beside it in a product and elementwise."""
+    mean = batch["y"].float().mean()
+    spread = ((mean + torch.ones(len(p["head"]), 1)) * torch.linspace(0, 1, WIDTH)).exp() / mean.exp()
+    of_sums = (p["head"].T @ spread).square().mean()
+    return of_sums + (weigh(p["head"], batch) * spread).sin().mean() + look_up(p, batch).square().mean()
+
+
 def multiplies_what_is_infinite_where_there_is_no_row(p: Any, batch: Any) -> Tensor:
     x = torch.softmax(look_up(p, batch).flatten(0, 1) @ p["head"].T, -1)
     return (x @ weigh(p["head"], batch).abs().log()).square().mean()
@@ -194,6 +202,12 @@ def looks_up_in_brackets(p: Any, batch: Any) -> Tensor:
     """Indices in brackets may count from the end."""
     rows = p["embedding"][batch["x"] - (batch["x"] > 20) * len(p["embedding"])]
     return (rows * p["head"].index_select(0, batch["y"].flatten()).view_as(rows)).square().mean()
+
+
+def list_whole(program: Program, numel: int) -> set[str]:
+    """The operations whose results have as many elements as a leaf, in a program and in its loops."""
+    nodes = [node for each in list_programs(program) for node in each.graph.nodes]
+    return {node.target.__name__ for node in nodes if numel in [x.numel() for x in tensors(node.meta.get("val"))]}
 
 
 USES = [has_a_head, is_tied, adds_a_bias, counts_tokens, sums_over_rows, is_einsum, reduces, looks_up_in_brackets]
@@ -207,9 +221,48 @@ def test_uses_of_a_streamed_leaf(loss: Any) -> None:
     assert_close(train(*given, chunk=CHUNK), train(*given))
     whole = [name for name in ("embedding", "head") if any(remark.startswith(name) for remark in streamed.remarks)]
     assert whole == (["head"] if loss is adds_a_bias else [])
+    assert bool(list_whole(streamed, VOCABULARY * WIDTH)) == bool(whole)
 
 
-ROWS = [(1, is_tied), (8, has_a_head), (2, reduces), (8, multiplies_what_is_infinite_where_there_is_no_row)]
+UPDATES = {
+    "adamw, clipped, a mask": optim.chain(
+        optim.clip_by_global_norm(0.1), optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, leaf: path == "head")
+    ),
+    "adamw8bit": optim.adamw8bit(1e-2),
+    "adafactor": optim.adafactor(1e-2),
+    "muon": optim.muon(1e-2, rest=optim.adamw(1e-2), where=lambda path, leaf: path == "head"),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_nothing_is_as_large_as_a_streamed_leaf_or_a_remark_names_it(name: str) -> None:
+    """Forward pass, backward pass and update. Muon needs whole matrices, each on one rank."""
+    optimizer, mesh = UPDATES[name], VirtualMesh(fsdp=4)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, gradients = fzero.value_and_grad(has_a_head)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optim.apply_updates(params, updates), state, value
+
+    params = fzero.partition(tables(), mesh)
+    program = fzero.simulate(step, mesh, chunk=CHUNK).trace(params, optimizer.init(params), tokens())
+    whole, remarks = list_whole(program, VOCABULARY * WIDTH), program.remarks
+    if name != "muon":
+        assert not whole and not remarks
+        return
+    assert {each.partition(".")[0] for each in whole} == {"to_owners", "orthogonalize"}
+    (remark,) = remarks
+    said = "head is gathered whole on one rank, 2.0 KiB with chunks of 1.0 KiB: to_owners uses it (/"
+    assert remark.startswith(said) and "optimizer.update(gradients" in remark
+
+
+ROWS = [
+    (1, is_tied),
+    (8, has_a_head),
+    (2, reduces),
+    (2, is_beside_what_is_spread),
+    (8, multiplies_what_is_infinite_where_there_is_no_row),
+]
 
 
 @pytest.mark.parametrize(("world", "loss"), ROWS)
@@ -218,6 +271,7 @@ def test_rows_that_do_not_divide(world: int, loss: Any) -> None:
     mesh, batch, step = VirtualMesh(fsdp=world), tokens(51), make_step(loss)
     ours, program = train_and_measure(step, tables(51), batch, mesh, chunk=CHUNK)
     assert not program.remarks and max(list_gathered(program)) <= CHUNK
+    assert world == 1 or not list_whole(program, 51 * WIDTH)  # the slice of one rank is the leaf
     assert_close(ours, train(step, tables(51), batch, mesh))
 
 

@@ -56,7 +56,7 @@ def assert_same(got: Any, expected: Any) -> None:
 def test_frozen_matrices_are_quantized_and_no_embeddings() -> None:
     held = fzero.quantize(frozen())
     assert [path for path, _ in stored(held)] == [
-        f"layers.{i}.weight.{name}" for i in range(2) for name in ("codes", "scales")
+        f"layers.{i}.weight.{name}" for i in range(2) for name in ("codes-int8-256-of-20x20", "scales")
     ]
     assert all(is_frozen(x) for x in tree.leaves(held["layers"]))
 
@@ -66,7 +66,7 @@ def test_where_chooses() -> None:
     by_pattern = fzero.quantize(params, where=r"^(embed|head\.w)")
     by_function = fzero.quantize(params, where=lambda path, leaf: leaf.ndim == 2 and leaf.shape[0] == 30)
     assert_same(by_pattern, by_function)
-    assert [path for path, _ in stored(by_pattern)][::2] == ["embed.weight.codes", "head.weight.codes"]
+    assert [path.split(".codes-")[0] for path, _ in stored(by_pattern)][::2] == ["embed.weight", "head.weight"]
     both = fzero.quantize(by_pattern, bits=4, block=16)  # what is left
     assert both["embed"]["weight"].coding.bits == 8 and both["layers"][1]["weight"].coding.bits == 4
 
@@ -97,7 +97,8 @@ def test_codes_and_scales_are_saved_and_loaded(tmp_path: Path) -> None:
     file, folder = str(tmp_path / "model.safetensors"), str(tmp_path / "checkpoint")
     held = fzero.partition(fzero.quantize(frozen(), bits=4, block=64), fzero.VirtualMesh(fsdp=2))
     fzero.save_safetensors(held, file)
-    assert {"layers.0.weight.codes", "layers.0.weight.scales", "head.weight"} <= fzero.open_safetensors(file).keys()
+    names = {"layers.0.weight.codes-int4-64-of-20x20", "layers.0.weight.scales", "head.weight"}
+    assert names <= fzero.open_safetensors(file).keys()
     fzero.checkpoint.save(folder, held, step=0)
     with torch.device("meta"):
         like = fzero.quantize(fzero.lower(Model())[0], bits=4, block=64)
@@ -110,6 +111,30 @@ def test_codes_and_scales_are_saved_and_loaded(tmp_path: Path) -> None:
         weight = loaded["layers"][1]["weight"]
         assert isinstance(weight, Quantized) and is_frozen(weight.codes) and weight.path == "layers.1.weight"
         assert torch.equal(weight.full_tensor(), held["layers"][1]["weight"].full_tensor())
+
+
+SAVED: dict[str, Any] = {"bits": 4, "block": 64}
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [((20, 26), SAVED | {"levels": "nf4"}), ((20, 26), SAVED | {"block": 62}), ((26, 20), SAVED)],
+)
+def test_codes_are_read_by_no_other_coding_of_as_many_bytes(
+    shape: tuple[int, int], how: dict[str, Any], tmp_path: Path
+) -> None:
+    mesh, file, folder = fzero.VirtualMesh(fsdp=2), str(tmp_path / "a.safetensors"), str(tmp_path / "checkpoint")
+    held = fzero.partition(fzero.quantize({"w": torch.randn(20, 26)}, where="w", **SAVED), mesh)
+    fzero.save_safetensors(held, file)
+    fzero.checkpoint.save(folder, held, step=0)
+    like = fzero.quantize({"w": torch.empty(shape, device="meta")}, where="w", **how)
+    assert [x.shape for x in tree.leaves(like)] == [x.shape for x in tree.leaves(held)]
+    with pytest.raises(
+        FzeroError, match=r"leaves without values \(1\): w\.codes-.*; keys .* 'w\.codes-int4-64-of-20x26'"
+    ):
+        fzero.load_safetensors(file, like, mesh)
+    with pytest.raises(FzeroError, match=r"lacks 1 leaves of `like`: w\.codes-.* lacks: w\.codes-int4-64-of-20x26"):
+        fzero.checkpoint.load(folder, like, mesh)
 
 
 def test_files_in_full_precision_are_quantized_while_they_are_read(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_to_torch_it_is_the_dequantized_tensor() -> None:
 
 def test_it_is_a_tree_of_codes_and_scales() -> None:
     held = {"layer": quantized(4, 16, 32)}
-    assert tree.paths(held) == ["layer.codes", "layer.scales"]
+    assert tree.paths(held) == ["layer.codes-int4-64-of-16x32", "layer.scales"]
     assert repr(held["layer"]) == "Quantized(value: float32[16, 32] as 4 bits in blocks of 64)"
     read = held["layer"].full_tensor()
     copies = copy.deepcopy(held), pickle.loads(pickle.dumps(held)), tree.map(torch.clone, held)
@@ -150,7 +150,7 @@ def test_what_a_step_captures_is_a_constant_or_refused() -> None:
     params = fzero.partition({"t": torch.ones(16, 32)}, mesh)
     gradient = fzero.simulate(fzero.grad(lambda p: (plain * p["t"]).sum()), mesh)(params)
     assert torch.equal(fzero.unpartition(gradient)["t"], plain.full_tensor())
-    with pytest.raises(FzeroError, match=r"w\.codes is state that the step captured.*give it to the step"):
+    with pytest.raises(FzeroError, match=r"w\.codes-int8-\S+ is state that the step captured.*give it to the step"):
         fzero.simulate(lambda p: (held * p["t"]).sum(), mesh)(params)
 
 
