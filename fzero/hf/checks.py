@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import transformers
 from torch import nn
 
 from fzero import tree
-from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.training.spent import Spent
@@ -25,30 +25,50 @@ REFUSED = {
     "torch_compile_mode": "give torch_compile=True alone: inductor compiles what stands between collectives",
     "parallelism_config": "leave it out: mesh= says over which ranks parameters are cut",
     "debug": "leave it out, and look for overflows with transformers.Trainer",
-    "predict_with_generate": "leave it out, and call trainer.generate: there is no Seq2SeqTrainer here",
+    "predict_with_generate": "give it to fzero.hf.Seq2SeqTrainer, or call trainer.generate",
     "save_on_each_node": "leave it out: all ranks write parts of one folder, on a filesystem that they share",
 }
 """An argument that asks for something that is not here -> the way out."""
 SEAMS = (
     *("_wrap_model", "_move_model_to_device", "_clip_grad_norm", "_get_grad_norm"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+    *("_run_epoch", "_maybe_log_save_evaluate"),
 )
 """The methods of transformers' Trainer that ours replaces beside public ones."""
 
 
-def check_arguments(args: Any) -> None:
-    """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer.
+def refuse_model(where: str, given: Any) -> FzeroError:
+    """The error for what is no model."""
+    way_out = "give a model, such as AutoModelForCausalLM.from_pretrained(folder) or fzero.hf.from_pretrained(folder)"
+    return FzeroError(where, f"is {given!r:.80}, which is no model", way_out)
+
+
+def check_training_arguments(args: Any, allowed: Collection[str] = ()) -> None:
+    """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer. None
+    stands for the default arguments. Of what this module refuses, `allowed` is not.
 
     Raises:
         FzeroError: naming the argument, its value and the way out.
     """
+    if args is not None and not isinstance(args, transformers.TrainingArguments):
+        raise FzeroError("args", f"is {args!r:.80}", 'give transformers.TrainingArguments("folder")')
+    _check_release()
+    if args is not None:
+        _check_options(args, allowed)
+
+
+def _check_release() -> None:
     missing = [name for name in SEAMS if not hasattr(transformers.Trainer, name)]
     if missing:
         problem = f"is {transformers.__version__}, whose Trainer has no {missing[0]}"
         raise FzeroError("transformers", problem, "install transformers 5.23")
+
+
+def _check_options(args: Any, allowed: Collection[str]) -> None:
+    """Refuse the options of TrainingArguments that ask for what is not here."""
     for name, way_out in REFUSED.items():
         value = getattr(args, name, None)
-        if value:
+        if value and name not in allowed:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
     precision = getattr(args, "mixed_precision", "no")
     if precision not in ("no", "bf16"):
@@ -162,18 +182,3 @@ def check_frozen(model: nn.Module, params: tree.Tree) -> None:
         if requires_grad == is_frozen(leaf):
             problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"
             raise FzeroError(path, problem, "set requires_grad on a whole model, and give that to fzero.hf.Trainer")
-
-
-def check_buffers(model: nn.Module) -> None:
-    """Refuse to train a model with running statistics: the Trainer keeps parameters alone.
-
-    Raises:
-        FzeroError: naming the buffer.
-    """
-    for name, child in model.named_modules():
-        if isinstance(child, torch_private.NormBase) and child.running_mean is not None:
-            problem = f"{type(model).__name__} changes this buffer while it trains, and the Trainer keeps no buffers"
-            way_out = (
-                "give the layer track_running_stats=False, or train by fzero.deepspeed, whose engine keeps buffers"
-            )
-            raise FzeroError(f"{name}.running_mean".lstrip("."), problem, way_out)
