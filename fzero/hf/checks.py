@@ -11,24 +11,9 @@ from torch import nn
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.hf.arguments import ARGUMENTS
 from fzero.training.spent import Spent
 
-REFUSED = {
-    "fp16": "give bf16=True, or fzero.deepspeed with fp16",
-    "deepspeed": "fzero.deepspeed.initialize reads a ds_config.json; leave it out here",
-    "fsdp": "leave it out: parameters are in slices anyway; mesh= says over which ranks",
-    "auto_find_batch_size": "give per_device_train_batch_size",
-    "neftune_noise_alpha": "add the noise in the model",
-    "fp16_full_eval": "give bf16=True, which evaluation follows",
-    "bf16_full_eval": "give bf16=True, which evaluation follows",
-    "use_liger_kernel": "fzero.tiled_cross_entropy needs little memory for logits",
-    "torch_compile_mode": "give torch_compile=True alone: inductor compiles what stands between collectives",
-    "parallelism_config": "leave it out: mesh= says over which ranks parameters are cut",
-    "debug": "leave it out, and look for overflows with transformers.Trainer",
-    "predict_with_generate": "give it to fzero.hf.Seq2SeqTrainer, or call trainer.generate",
-    "save_on_each_node": "leave it out: all ranks write parts of one folder, on a filesystem that they share",
-}
-"""An argument that asks for something that is not here -> the way out."""
 SEAMS = (
     *("_wrap_model", "_move_model_to_device", "_clip_grad_norm", "_get_grad_norm"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
@@ -66,13 +51,16 @@ def _check_release() -> None:
 
 def _check_options(args: Any, allowed: Collection[str]) -> None:
     """Refuse the options of TrainingArguments that ask for what is not here."""
-    for name, way_out in REFUSED.items():
+    refused = [(each.name, each.note) for each in ARGUMENTS.values() if each.meaning == "refused"]
+    for name, way_out in (*refused, ("predict_with_generate", "give it to fzero.hf.Seq2SeqTrainer")):
         value = getattr(args, name, None)
         if value and name not in allowed:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
     precision = getattr(args, "mixed_precision", "no")
     if precision not in ("no", "bf16"):
-        raise FzeroError("accelerate: mixed_precision", f"is {precision!r}, which is not supported", REFUSED["fp16"])
+        raise FzeroError(
+            "accelerate: mixed_precision", f"is {precision!r}, which is not supported", ARGUMENTS["fp16"].note
+        )
     if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
         problem = f"is {args.torch_compile_backend!r}, which is not supported"
         raise FzeroError("TrainingArguments: torch_compile_backend", problem, 'give "inductor"')
@@ -81,14 +69,19 @@ def _check_options(args: Any, allowed: Collection[str]) -> None:
         way_out = 'leave it out, or train by fzero.shard with fzero.remat(fn, policy="offload")'
         raise FzeroError("TrainingArguments: activation_checkpointing_kwargs", problem, way_out)
     if getattr(args, "world_size", 1) > 1:
-        _check_equal_batches(args)
+        _check_several_ranks(args)
     if getattr(args, "n_gpu", 0) > 1:
         problem = f"one process sees {args.n_gpu} GPUs"
         raise FzeroError("TrainingArguments: n_gpu", problem, "start one process a GPU: torchrun --nproc-per-node")
 
 
-def _check_equal_batches(args: Any) -> None:
-    """Refuse what gives some ranks fewer rows or batches: all ranks take each step together, with equal shapes."""
+def _check_several_ranks(args: Any) -> None:
+    """Refuse what gives some ranks fewer rows or batches, or lets one save alone: all ranks take each step together,
+    with equal shapes."""
+    if args.enable_jit_checkpoint:
+        problem = f"is True, and a signal reaches {args.world_size} ranks at different updates"
+        way_out = 'give save_strategy="steps"; fzero.checkpoint.run saves on a signal'
+        raise FzeroError("TrainingArguments: enable_jit_checkpoint", problem, way_out)
     if not args.accelerator_config.even_batches:
         problem = f"has even_batches=False, and {args.world_size} ranks take each step together"
         raise FzeroError("TrainingArguments: accelerator_config", problem, "give dataloader_drop_last=True instead")

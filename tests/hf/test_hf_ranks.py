@@ -103,6 +103,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     r"train_sampling_strategy: is 'batch_rebalance', which gives 2 ranks": {
         "train_sampling_strategy": "batch_rebalance"
     },
+    r"enable_jit_checkpoint: is True, and a signal reaches 2 ranks": {"enable_jit_checkpoint": True},
 }
 
 
