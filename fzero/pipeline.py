@@ -173,7 +173,8 @@ class Pipeline(Generic[T]):
             return
         self._has_warned = is_full
         does = f"has {self.limit} programs, and drops one for each further one" if is_full else "is traced again"
-        _log.warning("%r %s: %s", self.fn, does, _explain(self._cache, signature, is_full))
+        name = getattr(self.fn, "__qualname__", repr(self.fn))
+        _log.warning("%s %s: %s", name, does, _explain(self._cache, signature, is_full))
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
         """Refuse state of another mesh, and leaves that a trace cannot see into."""

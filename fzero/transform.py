@@ -155,7 +155,7 @@ class _Lines:
         def lines() -> list[str]:
             return [*self._lines, *self._constant_lines, *_list_origins(self._state, origins)]
 
-        return agree(members, (self._number ^ made.number) & MASK, lines, vote=vote), made
+        return bool(agree(members, (self._number ^ made.number) & MASK, lines, vote=vote)), made
 
 
 class Step:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
 
 
 def make_model(kind: str = "gpt2") -> Any:
@@ -23,6 +35,56 @@ def make_model(kind: str = "gpt2") -> Any:
         vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=16,
     ))  # fmt: skip
+
+
+SIZES: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "pad_token_id": 0, "eos_token_id": 1}
+SEQ2SEQ: dict[str, Any] = {
+    "T5": lambda: T5ForConditionalGeneration(
+        T5Config(**SIZES, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+    ),
+    "BART": lambda: BartForConditionalGeneration(
+        BartConfig(
+            **SIZES, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, dropout=0.0, bos_token_id=2,
+            decoder_start_token_id=1, forced_eos_token_id=None, init_std=1.0,
+        )
+    ),
+}  # fmt: skip
+
+
+def make_pairs() -> list[dict[str, Any]]:
+    """Rows for encoder-decoders."""
+    draws, shapes = torch.Generator().manual_seed(1), {"input_ids": (6,), "labels": (5,)}
+    return [{name: torch.randint(3, 32, shape, generator=draws) for name, shape in shapes.items()} for _ in range(8)]
+
+
+def measure_tokens(evaluation: Any) -> dict[str, float]:
+    tokens = evaluation.predictions
+    return {"sum": float(tokens[tokens != -100].sum()), "rows": float(len(tokens)), "length": float(tokens.shape[1])}
+
+
+def train_seq2seq(cls: Any, name: str, folder: Any, rows: int = 4, **named: Any) -> dict[str, Any]:
+    """What a run of a Seq2SeqTrainer returns: logs, metrics of generated tokens, and the tokens of `predict`, by beams.
+    T5 and BART take means over their labels, so transformers must not multiply the loss by the number of ranks."""
+    changed = {"max_steps": 2, "gradient_accumulation_steps": 1, "learning_rate": 0.05, "warmup_steps": 0}
+    plain = make_arguments(folder, **changed, average_tokens_across_devices=False).to_dict()
+    plain |= {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    arguments = Seq2SeqTrainingArguments(**plain, predict_with_generate=True, generation_max_length=7)
+    torch.manual_seed(0)
+    data = {"train_dataset": make_pairs(), "eval_dataset": make_pairs()}
+    trainer = cls(SEQ2SEQ[name](), arguments, **data, compute_metrics=measure_tokens, **named)
+    trainer.train()
+    found = trainer.evaluate()
+    tokens = trainer.predict(make_pairs(), num_beams=2, max_length=6).predictions
+    metrics = {key: found[f"eval_{key}"] for key in ("loss", "sum", "rows", "length")}
+    return {"logs": read_logs(trainer), "metrics": metrics, "tokens": tokens.tolist()}
+
+
+def assert_equal_seq2seq(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    for ours, theirs in zip(got["logs"], expected["logs"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert got["tokens"] == expected["tokens"] and len({*map(tuple, expected["tokens"])}) > 1
 
 
 def make_dataset(rows: int = 24, length: int = 10) -> list[dict[str, Any]]:

@@ -35,6 +35,15 @@ PUBLIC = {
     for name in room.__all__
     if inspect.isfunction(getattr(room, name))
 }
+PUBLIC |= {
+    f"fzero.hf.{owner}.{name}": method
+    for owner in fzero.hf.__all__
+    for base in getattr(getattr(fzero.hf, owner), "__mro__", ())
+    if base.__module__.startswith("fzero.")
+    for name, method in vars(base).items()
+    if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_"))
+}
+"""Functions, and the methods that classes of `fzero.hf` have of their own."""
 OTHERS = (None, True, -1.5, 3, "text", b"text", [object()], {}, object(), int, torch.ones(2), torch.int8)
 """Values, of which most are wrong for each type."""
 GOOD: dict[Any, Any] = {
@@ -64,9 +73,13 @@ def list_arguments() -> Iterator[tuple[str, str, Any]]:
     for name, function in PUBLIC.items():
         hints = get_type_hints(function)
         for parameter in inspect.signature(function).parameters.values():
-            kinds = split(hints[parameter.name])
+            kinds = split(hints.get(parameter.name))
             is_one = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-            if is_one and all(kind in GOOD or kind in (type(None), Literal) for kind in kinds):
+            if (
+                parameter.name in hints
+                and is_one
+                and all(kind in GOOD or kind in (type(None), Literal) for kind in kinds)
+            ):
                 yield name, parameter.name, hints[parameter.name]
 
 
@@ -77,11 +90,14 @@ def fill(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
     """Arguments of the right types for all that a function needs, and those given. No function runs with them."""
     hints = get_type_hints(function)
     needed = [x.name for x in inspect.signature(function).parameters.values() if x.default is x.empty and x.kind < 4]
-    return {name: GOOD.get(split(hints[name])[0]) for name in needed if name not in ("how", "options", "named")} | given
+    return {
+        name: GOOD.get(split(hints.get(name))[0]) for name in needed if name not in ("how", "options", "named")
+    } | given
 
 
 def test_functions_and_their_arguments_are_found() -> None:
     assert {"fzero.shard", "fzero.partition", "fzero.checkpoint.save", "fzero.deepspeed.initialize"} <= set(PUBLIC)
+    assert {"fzero.hf.Trainer.__init__", "fzero.hf.Trainer.save_model", "fzero.hf.Generator.__init__"} <= set(PUBLIC)
     assert len(ARGUMENTS) > 110
     names = {name for _, name, _ in ARGUMENTS}
     assert {"memory", "stage", "donate", "persist", "label_smoothing", "keep", "version", "compile"} <= names

@@ -52,7 +52,7 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
     members = on.members if isinstance(on, Live) else None
     target = Path(path)
     partial = target.parent / f"{target.name}.partial"
-    gather, is_first = gather_words(members, f"save_dcp to {path}"), not isinstance(on, Live) or on.number == 0
+    gather, is_first = gather_words(members, "save_dcp", f"to {path}"), not isinstance(on, Live) or on.number == 0
     plans: list[Plan] = []
 
     def begin() -> None:

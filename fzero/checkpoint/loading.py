@@ -88,7 +88,7 @@ def load(
         return _read(checkpoint, like, on, strict, donate, chunk, place)
 
     result: list[tree.Tree] = []
-    gather = gather_words(members, f"load from {path}")
+    gather = gather_words(members, "load", f"from {path}")
     way_out = "see to the file, or load another checkpoint"
     do_together(gather, lambda: result.append(read()), str(path), "load", way_out)
     return result[0]

@@ -79,7 +79,7 @@ def _restore(path: str | os.PathLike[str], state: State, loader: Any) -> tuple[S
     on from the checkpoint's position."""
     home = find_home(loader.mesh)
     find_lane(home).finish()  # a save of a run before, which an error ended in this process
-    gather = gather_words(home.members if isinstance(home, Live) else None, f"a look into {path}")
+    gather = gather_words(home.members if isinstance(home, Live) else None, "a look into", str(path))
     found = do_together(gather, lambda: latest(path), str(path), "find the latest checkpoint", "see to the folder")
     steps = [step for step in found if step is not None]  # of each rank: one may see an older folder than another
     if not steps:

@@ -63,7 +63,7 @@ def save(
     lane = find_lane(on)
     lane.finish()
     options = Options(Path(path), step, keep, overwrite, sha256, dict(metadata or {}))
-    saving = Saving(options, on, gather_words(on.members if isinstance(on, Live) else None, f"save of step {step}"))
+    saving = Saving(options, on, gather_words(on.members if isinstance(on, Live) else None, "save", f"of step {step}"))
     saving.prepare(state)
     if wait:
         saving.run()

@@ -56,7 +56,7 @@ class Stop:
         self._heard = number
 
     def is_asked(self) -> bool:
-        """Whether a signal has come to any rank. Collective: one all-reduce of 8 bytes on the host."""
+        """Whether a signal has come to any rank. Collective: one all-reduce of 24 bytes on the host."""
         heard = self._heard
         self._agreed = self._home.find_largest(heard, "whether to stop") if isinstance(self._home, Live) else heard
         return self._agreed != 0

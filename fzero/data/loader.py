@@ -52,7 +52,7 @@ def loader(
       up with rows of `padding`, perhaps all rows of a rank. Weigh these rows by 0 (`fzero.accumulate`).
     * `padding`: a number for each leaf of a batch, a tree with its paths, as in `{"inputs": 0, "labels": -100}`.
     * `ladder`: ascending lengths. The sequences of a batch are padded to the first one that those of all ranks fit
-      into, which ranks agree on in one all-reduce of 8 bytes a batch. So a step has at most `len(ladder)` programs.
+      into, which ranks agree on in one all-reduce of 24 bytes a batch. So a step has at most `len(ladder)` programs.
     * `sequences`: the paths of leaves `[rows, length, ...]`, by default all leaves with two dimensions or more.
     * `fingerprint`: a name of the data. A position of data of another name is refused.
     * `data`: the data axes, as in `fzero.shard`.

@@ -68,7 +68,7 @@ def _pad_leaf(path: str, leaf: Tensor, number: Number, count: int | None, length
 def round_up(length: int, ladder: Sequence[int], mesh: Any) -> int:
     """The first of the lengths `ladder` that the longest sequence of all ranks fits into, the same on all ranks.
 
-    All ranks of the mesh call it together, outside of a step: one all-reduce of 8 bytes on the host. On a `VirtualMesh`
+    All ranks of the mesh call it together, outside of a step: one all-reduce of 24 bytes on the host. On a virtual mesh
     nothing moves. So a step on batches of these lengths has at most `len(ladder)` programs.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -372,13 +371,11 @@ class Engine(Files, Controls):
 
 def _compile(name: str, function: Callable[..., Any], engine: Engine) -> Any:
     settings = engine.settings
-    names = ", ".join(inspect.signature(function).parameters)  # a log calls args[0] of a batch argument 1.0, perhaps
-    function.__qualname__ = f"engine: {function.__name__}({names})"
     passes = choose_passes(settings)
     how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
     how = how if passes is None else {"passes": passes}
     how["donate"] = name not in ("begin", "forward")  # `pull` needs the buffers that these were given
-    return compile_function(function, engine.mesh, compile=settings.compile, **how)
+    return compile_function(function, engine.mesh, title=f"engine: {name}", compile=settings.compile, **how)
 
 
 def _to_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

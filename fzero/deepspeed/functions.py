@@ -18,13 +18,11 @@ from fzero.deepspeed.calls import list_floating
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
 from fzero.optim.wrappers import ApplyIfFiniteState
+from fzero.training.models import Call, average_buffers
 from fzero.training.programs import add_sums, make_sums
 from fzero.values.collectives import mean_over_data
 from fzero.values.functions import is_sharded
 
-Call = Callable[..., Any]
-"""(params, buffers, *args, **kwargs) -> `(output of a model, or its loss; new buffers)`. `buffers` are the running
-statistics that the model changes, None in most models."""
 ENDLESS = 2**31 - 1
 """More updates in a row that are not finite than a run has."""
 
@@ -71,7 +69,7 @@ def make_functions(
 
     def forward(params: Any, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         output, buffers = train(params, *inputs, **kwargs)
-        return _gather(output), _average(buffers)
+        return _gather(output), average_buffers(buffers)
 
     def train_share(params: Any, *inputs: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         output, buffers = forward(params, inputs, kwargs)
@@ -142,11 +140,6 @@ def add_autocast(apply: Any, dtype: torch.dtype, device: str) -> Any:
             return apply(*args, **kwargs)
 
     return call
-
-
-def _average(buffers: Any) -> Any:
-    """New buffers as state, the same on all ranks: the mean over ranks of numbers, and counts as they are."""
-    return tree.map(lambda x: mean_over_data(x) if x.is_floating_point() else x, buffers)
 
 
 def make_optimizer(inner: GradientTransformation, settings: Settings) -> GradientTransformation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from fzero.base.state import State
 from fzero.data import loader
 from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.engine import Engine
-from fzero.deepspeed.functions import Call, add_autocast, make_functions, make_optimizer
+from fzero.deepspeed.functions import add_autocast, make_functions, make_optimizer
 from fzero.deepspeed.handles import GivenOptimizer
 from fzero.deepspeed.marks import mark_parameters
 from fzero.deepspeed.plateau import Plateau
@@ -36,7 +35,16 @@ from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
 from fzero.training.groups import Group, combine, convert_optimizer, list_groups
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
-from fzero.training.models import find_store, lower_modes, partition_model
+from fzero.training.models import (
+    WHOLE,
+    Bound,
+    Call,
+    carry_buffers,
+    find_store,
+    lower_modes,
+    partition_buffers,
+    partition_model,
+)
 from fzero.training.spent import spend_model
 
 
@@ -182,7 +190,7 @@ def _build_engine(
         lowered.params,
         store,
         mesh,
-        persist=sys.maxsize if settings.stage == 0 else 0,
+        persist=WHOLE if settings.stage == 0 else 0,
         dtype=settings.param_dtype,
         to=settings.params_at,
     )
@@ -194,14 +202,14 @@ def _build_engine(
         opt_state=None if chosen is None else _init_state(chosen, held, settings),
         scale=None if settings.scaler is None else settings.scaler.init(held),
         step=0,
-        buffers=None if lowered.buffers is None else _partition_buffers(model, lowered.buffers, mesh),
+        buffers=partition_buffers(model, lowered.buffers, mesh),
     )
     ranks = mesh.size() if isinstance(mesh, VirtualMesh) else 1
     applies = lowered.train, lowered.evaluate
     if settings.autocast is not None:
         device = (find_home(mesh).device or torch.device("cpu")).type
         applies = tuple(add_autocast(each, settings.autocast, device) for each in applies)
-    train, evaluate = (_take_loss(_carry_buffers(each, lowered.buffers), loss) for each in applies)
+    train, evaluate = (_take_loss(carry_buffers(each, lowered.buffers), loss) for each in applies)
     make = functools.partial(make_functions, train, evaluate, chosen, virtual_ranks=ranks)
     return Engine(model, applies, state, make, settings, scheduled, mesh, local_rank)
 
@@ -225,31 +233,15 @@ def _init_state(optimizer: GradientTransformation, params: Any, settings: Settin
     return optimizer.init(tree.map(lambda leaf: leaf.at(None if leaf.form.layout.bucket in stays else to), params))
 
 
-def _partition_buffers(model: nn.Module, buffers: Any, mesh: Any) -> Any:
-    """The buffers of rank 0, whole on each rank."""
-    return partition_model(model, buffers, None, mesh, persist=sys.maxsize)
-
-
-def _carry_buffers(apply: Callable[..., Any], buffers: Any) -> Call:
-    """A function of a model as a `Call`: a model without buffers that change takes None and returns None."""
-    if buffers is not None:
-        return apply
-    return lambda params, _, /, *args, **kwargs: (apply(params, *args, **kwargs), None)
-
-
 def _take_loss(call: Call, loss: Callable[..., Any] | None) -> Call:
     """The function of a model, or of a loss that the user computes with calls of the model, one behind another."""
     if loss is None:
         return call
 
     def compute(params: Any, buffers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def model(*inner: Any, **named: Any) -> Any:
-            nonlocal buffers
-            output, buffers = call(params, buffers, *inner, **named)
-            return output
-
+        model = Bound(call, params, buffers)
         output = loss(model, *args, **kwargs)
-        return output, buffers
+        return output, model.buffers
 
     return compute
 

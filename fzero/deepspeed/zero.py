@@ -19,6 +19,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.reading import read_config
+from fzero.ranks.agreement import meet
 from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import virtual
@@ -176,8 +177,9 @@ def _broadcast(home: Home | None, values: Tensor, rank: int) -> Tensor:
             raise FzeroError("modifier_rank", f"is {rank}, the mesh has ranks {list(home.ranks)}", "name one of them")
         if len(home.ranks) == 1:
             return values
-        sent = values.cpu()
-        with home.members.begin("broadcast of a parameter in fzero.deepspeed.zero"):
+        sent, what = values.cpu(), "broadcast of a parameter in fzero.deepspeed.zero"
+        meet(home.members, what)
+        with home.members.begin(what):
             dist.broadcast(sent, rank, group=home.members.group)
         return sent.to(values.device)
     if home is None and dist.is_initialized() and dist.get_world_size() > 1:

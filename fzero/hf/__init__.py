@@ -6,6 +6,7 @@ in slices, and its `generate`. Needs transformers and accelerate. Imported by na
 
 from fzero.hf.generation import Generator
 from fzero.hf.pretrained import Pretrained, from_pretrained
+from fzero.hf.seq2seq import Seq2SeqTrainer
 from fzero.hf.trainer import Trainer
 
-__all__ = ["Generator", "Pretrained", "Trainer", "from_pretrained"]
+__all__ = ["Generator", "Pretrained", "Seq2SeqTrainer", "Trainer", "from_pretrained"]

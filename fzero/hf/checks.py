@@ -2,57 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import transformers
 from torch import nn
 
 from fzero import tree
-from fzero.base import torch_private
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.hf.arguments import ARGUMENTS
 from fzero.training.spent import Spent
 
-REFUSED = {
-    "fp16": "give bf16=True, or fzero.deepspeed with fp16",
-    "deepspeed": "fzero.deepspeed.initialize reads a ds_config.json; leave it out here",
-    "fsdp": "leave it out: parameters are in slices anyway; mesh= says over which ranks",
-    "auto_find_batch_size": "give per_device_train_batch_size",
-    "neftune_noise_alpha": "add the noise in the model",
-    "fp16_full_eval": "give bf16=True, which evaluation follows",
-    "bf16_full_eval": "give bf16=True, which evaluation follows",
-    "use_liger_kernel": "fzero.tiled_cross_entropy needs little memory for logits",
-    "torch_compile_mode": "give torch_compile=True alone: inductor compiles what stands between collectives",
-    "parallelism_config": "leave it out: mesh= says over which ranks parameters are cut",
-    "debug": "leave it out, and look for overflows with transformers.Trainer",
-    "predict_with_generate": "leave it out, and call trainer.generate: there is no Seq2SeqTrainer here",
-    "save_on_each_node": "leave it out: all ranks write parts of one folder, on a filesystem that they share",
-}
-"""An argument that asks for something that is not here -> the way out."""
 SEAMS = (
     *("_wrap_model", "_move_model_to_device", "_clip_grad_norm", "_get_grad_norm"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"),
+    *("_run_epoch", "_maybe_log_save_evaluate"),
 )
 """The methods of transformers' Trainer that ours replaces beside public ones."""
 
 
-def check_arguments(args: Any) -> None:
-    """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer.
+def refuse_model(where: str, given: Any) -> FzeroError:
+    """The error for what is no model."""
+    way_out = "give a model, such as AutoModelForCausalLM.from_pretrained(folder) or fzero.hf.from_pretrained(folder)"
+    return FzeroError(where, f"is {given!r:.80}, which is no model", way_out)
+
+
+def check_training_arguments(args: Any, allowed: Collection[str] = ()) -> None:
+    """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer. None
+    stands for the default arguments. Of what this module refuses, `allowed` is not.
 
     Raises:
         FzeroError: naming the argument, its value and the way out.
     """
+    if args is not None and not isinstance(args, transformers.TrainingArguments):
+        raise FzeroError("args", f"is {args!r:.80}", 'give transformers.TrainingArguments("folder")')
+    _check_release()
+    if args is not None:
+        _check_options(args, allowed)
+
+
+def _check_release() -> None:
     missing = [name for name in SEAMS if not hasattr(transformers.Trainer, name)]
     if missing:
         problem = f"is {transformers.__version__}, whose Trainer has no {missing[0]}"
         raise FzeroError("transformers", problem, "install transformers 5.23")
-    for name, way_out in REFUSED.items():
+
+
+def _check_options(args: Any, allowed: Collection[str]) -> None:
+    """Refuse the options of TrainingArguments that ask for what is not here."""
+    refused = [(each.name, each.note) for each in ARGUMENTS.values() if each.meaning == "refused"]
+    for name, way_out in (*refused, ("predict_with_generate", "give it to fzero.hf.Seq2SeqTrainer")):
         value = getattr(args, name, None)
-        if value:
+        if value and name not in allowed:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
     precision = getattr(args, "mixed_precision", "no")
     if precision not in ("no", "bf16"):
-        raise FzeroError("accelerate: mixed_precision", f"is {precision!r}, which is not supported", REFUSED["fp16"])
+        raise FzeroError(
+            "accelerate: mixed_precision", f"is {precision!r}, which is not supported", ARGUMENTS["fp16"].note
+        )
     if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
         problem = f"is {args.torch_compile_backend!r}, which is not supported"
         raise FzeroError("TrainingArguments: torch_compile_backend", problem, 'give "inductor"')
@@ -61,14 +69,19 @@ def check_arguments(args: Any) -> None:
         way_out = 'leave it out, or train by fzero.shard with fzero.remat(fn, policy="offload")'
         raise FzeroError("TrainingArguments: activation_checkpointing_kwargs", problem, way_out)
     if getattr(args, "world_size", 1) > 1:
-        _check_equal_batches(args)
+        _check_several_ranks(args)
     if getattr(args, "n_gpu", 0) > 1:
         problem = f"one process sees {args.n_gpu} GPUs"
         raise FzeroError("TrainingArguments: n_gpu", problem, "start one process a GPU: torchrun --nproc-per-node")
 
 
-def _check_equal_batches(args: Any) -> None:
-    """Refuse what gives some ranks fewer rows or batches: all ranks take each step together, with equal shapes."""
+def _check_several_ranks(args: Any) -> None:
+    """Refuse what gives some ranks fewer rows or batches, or lets one save alone: all ranks take each step together,
+    with equal shapes."""
+    if args.enable_jit_checkpoint:
+        problem = f"is True, and a signal reaches {args.world_size} ranks at different updates"
+        way_out = 'give save_strategy="steps"; fzero.checkpoint.run saves on a signal'
+        raise FzeroError("TrainingArguments: enable_jit_checkpoint", problem, way_out)
     if not args.accelerator_config.even_batches:
         problem = f"has even_batches=False, and {args.world_size} ranks take each step together"
         raise FzeroError("TrainingArguments: accelerator_config", problem, "give dataloader_drop_last=True instead")
@@ -162,18 +175,3 @@ def check_frozen(model: nn.Module, params: tree.Tree) -> None:
         if requires_grad == is_frozen(leaf):
             problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"
             raise FzeroError(path, problem, "set requires_grad on a whole model, and give that to fzero.hf.Trainer")
-
-
-def check_buffers(model: nn.Module) -> None:
-    """Refuse to train a model with running statistics: the Trainer keeps parameters alone.
-
-    Raises:
-        FzeroError: naming the buffer.
-    """
-    for name, child in model.named_modules():
-        if isinstance(child, torch_private.NormBase) and child.running_mean is not None:
-            problem = f"{type(model).__name__} changes this buffer while it trains, and the Trainer keeps no buffers"
-            way_out = (
-                "give the layer track_running_stats=False, or train by fzero.deepspeed, whose engine keeps buffers"
-            )
-            raise FzeroError(f"{name}.running_mean".lstrip("."), problem, way_out)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +14,13 @@ from typing import Any
 import torch
 import transformers
 
-from fzero import checkpoint, load_safetensors, save_safetensors
+from fzero import checkpoint, load_safetensors, save_safetensors, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
-from fzero.ranks.members import Members
+from fzero.hf.together import Together
 from fzero.ranks.together import do_together, gather_words
+from fzero.training.models import WHOLE
 
 STATE = "fzero"
 """The folder of optimizer state in a checkpoint of the Trainer."""
@@ -32,17 +34,21 @@ WEIGHTS = "model.safetensors"
 _log = logging.getLogger("fzero")
 
 
-class Files(transformers.Trainer):
+class Files(Together):
     """The part of the Trainer that writes and reads files. All ranks call each method together."""
 
-    mesh: Any
     model: Any
     state: Any
     sharded: State
     _adopt: Callable[[], None]
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
-        """As transformers' `train`. `resume_from_checkpoint=True` means the newest complete checkpoint."""
+    @check_arguments
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **named: Any
+    ) -> Any:
+        """As transformers' `train`. `resume_from_checkpoint=True` means the newest complete checkpoint. All ranks call
+        it together."""
+        self._meet("trainer.train")
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._find_newest() or True
         return super().train(resume_from_checkpoint, *args, **named)
@@ -63,7 +69,8 @@ class Files(transformers.Trainer):
         names = [CONFIG, PROGRESS] if isinstance(self.model, transformers.PreTrainedModel) else [PROGRESS]
         return next((name for name in names if not (folder / name).exists()), None)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    @check_arguments
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
         """Write the parameters as `from_pretrained` reads them, and what transformers writes beside them. Each rank
         writes its own slices; nothing is gathered."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -84,15 +91,25 @@ class Files(transformers.Trainer):
                 processing.save_pretrained(str(folder))
             torch.save(self.args, folder / ARGUMENTS)
 
+        self._meet("trainer.save_model")
         self._write(folder, prepare)
         if isinstance(self.model, transformers.PreTrainedModel):
             limit = inspect.signature(self.model.save_pretrained).parameters["max_shard_size"].default
-            checkpoint.export_hf(beside, self.sharded.params, self.model, max_shard_size=limit)
+            checkpoint.export_hf(beside, self._list_values(), self.model, max_shard_size=limit)
         else:
-            save_safetensors(self.sharded.params, folder / WEIGHTS)
+            save_safetensors(self._list_values(), folder / WEIGHTS)
         self._write(folder, finish)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _list_values(self) -> dict[str, Any]:
+        """Parameters, and running statistics that training changes, by their names in the model."""
+        held = self.sharded
+        return {
+            path: leaf
+            for each in (held.params, held.buffers)
+            for path, leaf in zip(tree.paths(each), tree.leaves(each))
+        }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         held = State(opt_state=self.sharded.opt_state)
@@ -109,16 +126,19 @@ class Files(transformers.Trainer):
         self._adopt()  # a model of model_init is a new one
         if not folder.is_dir():
             raise FzeroError("resume_from_checkpoint", f"{folder} is no folder", "give a folder checkpoint-STEP")
-        like, is_of_transformers = self.sharded.params, isinstance(self.model, transformers.PreTrainedModel)
+        held, is_of_transformers = self.sharded, isinstance(self.model, transformers.PreTrainedModel)
         missing = self._find_missing(folder)
         if missing is not None:
             problem = f"has no {missing}: it is no checkpoint, or its save did not end"
             raise FzeroError(str(folder), problem, "resume from another checkpoint, or remove this one")
+        read: Any = functools.partial(load_safetensors, folder / WEIGHTS)
         if is_of_transformers:
-            read = checkpoint.load_hf(folder, like, self.mesh, model_or_config=self.model)
-        else:
-            read = load_safetensors(folder / WEIGHTS, like, self.mesh)
-        self.sharded = self.sharded._replace(params=read)
+            read = functools.partial(checkpoint.load_hf, folder, model_or_config=self.model)
+        has_buffers = held.buffers is not None  # then each of the two trees is a part of the files
+        params = read(like=held.params, mesh=self.mesh, strict=not has_buffers)
+        if has_buffers:
+            held = held._replace(buffers=read(like=held.buffers, mesh=self.mesh, strict=False, persist=WHOLE))
+        self.sharded = held._replace(params=params)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -136,15 +156,9 @@ class Files(transformers.Trainer):
         self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
-    @property
-    def _members(self) -> Members | None:
-        """The ranks that act together; None where one process has them all."""
-        home = find_home(self.mesh)
-        return home.members if isinstance(home, Live) else None
-
     def _write(self, folder: Path, write: Callable[[], None]) -> None:
         """Call `write` on the rank that saves. All ranks return together, or raise."""
-        gather = gather_words(self._members, f"save {folder}")
+        gather = gather_words(self._members, "a write of the Trainer", f"to {folder}")
         way_out = "mend that, and save again"
         do_together(gather, lambda: write() if self.args.should_save else None, str(folder), "write files", way_out)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
 from fzero import lower, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import (
     NAMES,
@@ -28,7 +30,8 @@ from fzero.hf.caches import (
     round_up,
 )
 from fzero.hf.checks import check_model
-from fzero.hf.turns import Request, choose, fail
+from fzero.hf.turns import WHAT, Request, choose, fail
+from fzero.ranks.agreement import meet
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
 from fzero.training.models import copy_without_values
@@ -68,17 +71,22 @@ class Generator:
         FzeroError: for a model without `generate`; where another rank raises an error.
     """
 
+    @check_arguments
     def __init__(self, model: Any, mesh: Any, *, call: Callable[..., Any] | None = None, **how: Any) -> None:
         self.model, self.mesh = model, mesh
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
 
     def __call__(self, params: tree.Tree, *args: Any, **named: Any) -> Any:
-        _check(self.model)
         session = _Session(self, params)
         named.pop("synced_gpus", None)  # ranks wait for each other in any case
+
+        def generate() -> Any:
+            _check(self.model)
+            return self._bind(session).generate(*args, **named)
+
         with torch.no_grad():
-            return session.run(lambda: self._bind(session).generate(*args, **named))
+            return session.run(generate)
 
     @functools.cached_property
     def programs(self) -> dict[str, Any]:
@@ -108,7 +116,11 @@ class Generator:
             assert encode is not None
             return encode({"model": params}, **inputs)
 
-        return {f.__name__: compile_function(f, self.mesh, **self._how) for f in (prompt, token, encoder)}
+        made: dict[str, Callable[..., Any]] = {"prompt": prompt, "token": token, "encoder": encoder}
+        return {
+            name: compile_function(function, self.mesh, title=f"generate: forward pass of a {name}", **self._how)
+            for name, function in made.items()
+        }
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +139,7 @@ class Generator:
             cls._prepare_cache_for_generation(bound, config, inputs, mode, batch_size, length)
             cache = _find_cache(inputs)
             if cache is not None and mode != GenerationMode.ASSISTED_GENERATION and _may_fix(self.model, config):
-                fixing = Fixing(cache, max(length, config.max_cache_len or 0), self.device)
+                fixing = Fixing(cache, math.ceil(max(length, config.max_cache_len or 0)), self.device)
                 if is_kept:
                     session.at_end.append(fixing.undo)
 
@@ -156,6 +168,7 @@ class _Session:
 
     def run(self, generate: Callable[[], Any]) -> Any:
         """The result of `generate`, once all ranks have theirs."""
+        meet(self._members, WHAT)
         try:
             result = generate()
             if self._members is not None:

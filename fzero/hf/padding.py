@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from fzero import tree
 from fzero.base.errors import FzeroError
-from fzero.ranks.agreement import Everyone, digest
+from fzero.ranks.agreement import Everyone, digest, meet
 from fzero.ranks.members import Members
 from fzero.ranks.together import gather_words
 
@@ -92,6 +92,7 @@ def _gather_shapes(members: Members | None, shapes: Shapes) -> list[Shapes]:
     """The different shapes of all ranks."""
     if members is None or members.group is None:
         return [shapes]
+    meet(members, WHAT)
     with members.begin(WHAT):
         said = Everyone((digest([repr(shapes)]),)).run(members)
     if all(number == said[0] for number in said):

@@ -38,6 +38,7 @@ class Pretrained(NamedTuple):
         """
         return self.generator(self.params, *args, **named)
 
+    @check_arguments
     def save_pretrained(self, folder: str | os.PathLike[str], params: tree.Tree | None = None, **how: Any) -> None:
         """Write parameters, by default those of this value, as a folder that `from_pretrained` reads. All ranks call
         `save_pretrained` together; each writes its own slices. `how` are keywords of `fzero.checkpoint.export_hf`.
@@ -66,7 +67,7 @@ def from_pretrained(
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
-        FzeroError: for `device_map` and `quantization_config`; as `fzero.build`.
+        FzeroError: for `device_map` and `quantization_config`; for a `cls` that reads no files; as `fzero.build`.
     """
     import transformers
 
@@ -77,6 +78,9 @@ def from_pretrained(
     if mesh is None:
         mesh = make_mesh(find_local_rank(None), PORT, None)
     chosen = transformers.AutoModelForCausalLM if cls is None else cls
+    if not callable(getattr(chosen, "from_pretrained", None)):
+        way_out = "give a class of transformers with from_pretrained, such as transformers.AutoModel"
+        raise FzeroError("from_pretrained: cls", f"is {cls!r:.80}", way_out)
     made: list[nn.Module] = []
 
     def construct() -> nn.Module:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from fzero import lower, optim, partition, tree
+from fzero import optim, partition, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.hf.checks import (
-    check_arguments,
-    check_buffers,
     check_frozen,
     check_model,
     check_plugins,
     check_same,
+    check_training_arguments,
     check_values,
     refuse_gradients,
+    refuse_model,
     refuse_use,
 )
 from fzero.hf.files import Files
@@ -33,12 +34,23 @@ from fzero.hf.pretrained import Pretrained
 from fzero.hf.progress import TracedState
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
+from fzero.passes.release import check_stage
 from fzero.training.groups import Group, check_options, convert_optimizer, join, list_options
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
-from fzero.training.models import copy_without_values, find_store, forget_values, partition_model
+from fzero.training.models import (
+    Bound,
+    Call,
+    average_buffers,
+    carry_buffers,
+    copy_without_values,
+    find_store,
+    forget_values,
+    lower_modes,
+    partition_buffers,
+    partition_model,
+)
 from fzero.training.programs import compile_function, make_sums
 from fzero.training.spent import spend_model
-from fzero.values.lowering import Apply
 
 MANY = 4
 """So many shapes of batches are worth a word."""
@@ -68,6 +80,9 @@ class Trainer(Files):
         FzeroError: for an argument or an optimizer that is not supported.
     """
 
+    _allowed: Collection[str] = ()  # of the TrainingArguments that are refused by name
+
+    @check_arguments
     def __init__(
         self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int = 3, **named: Any
     ) -> None:
@@ -79,14 +94,17 @@ class Trainer(Files):
         self._wrapped: Wrapped | None = None
         self._generator: Generator | None = None
         self._structure: Any = None  # the model that `sharded` has the values of
-        check_arguments(args)
+        check_stage(stage)
+        check_training_arguments(args, self._allowed)
         pretrained = model if isinstance(model, Pretrained) else None
         if pretrained is not None:
             self._take(pretrained)
         elif isinstance(model, nn.Module):
             check_values(model)
+        elif model is not None:
+            raise refuse_model("model", model)
         super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
-        check_arguments(self.args)
+        check_training_arguments(self.args, self._allowed)
         check_plugins(self)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
@@ -100,7 +118,8 @@ class Trainer(Files):
         check_values(pretrained.model)
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
-        self.mesh, self.sharded = pretrained.mesh, State(params=pretrained.params)
+        buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
+        self.mesh, self.sharded = pretrained.mesh, State(params=pretrained.params, buffers=buffers)
         self._structure = pretrained.model
 
     def _adopt(self) -> None:
@@ -113,11 +132,19 @@ class Trainer(Files):
         check_values(self.model)
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
-        params, _ = _lower(self.model, training=False)
-        self.sharded = State(params=partition_model(self.model, params, store, self.mesh))
+        lowered = lower_modes(self.model)
+        params = partition_model(self.model, lowered.params, store, self.mesh)
+        self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
         spend_model(self.model, self.args.device, refuse_use)
         self._structure = self.model
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As transformers' `call_model_init`: a new model of `model_init`."""
+        made = super().call_model_init(trial)
+        if not isinstance(made, nn.Module):
+            raise refuse_model("model_init", made)
+        return made
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: slices alone go to the device."""
@@ -128,59 +155,65 @@ class Trainer(Files):
         self._adopt()
         if self._wrapped is None or training:
             check_frozen(self.model, self.sharded.params)
-            self._wrapped = self._compile_evaluation()
-        if training:
-            self._compile_training()
+            held = tree.paths(self.sharded.buffers)
+            lowered = lower_modes(copy_without_values(self.model, held))
+            self._wrapped = self._compile_evaluation(carry_buffers(lowered.evaluate, lowered.buffers))
+            if training:
+                self._compile_training(carry_buffers(lowered.train, lowered.buffers))
         return self._wrapped
 
-    def _compile(self, function: Callable[..., Any]) -> Any:
-        return compile_function(function, self.mesh, stage=self.stage, compile=bool(self.args.torch_compile))
+    def _compile(self, what: str, function: Callable[..., Any]) -> Any:
+        how: dict[str, Any] = {"stage": self.stage, "compile": bool(self.args.torch_compile)}
+        return compile_function(function, self.mesh, title=f"Trainer: {what}", **how)
 
-    def _compile_evaluation(self) -> Wrapped:
+    def _compile_evaluation(self, evaluate: Call) -> Wrapped:
         """The model whose calls compute outputs in evaluation mode."""
-        _, evaluate = _lower(copy_without_values(self.model), training=False)
 
-        def forward(params: Any, args: Any, kwargs: Any) -> Any:
-            output = self._call(evaluate, params, *args, **kwargs)
+        def forward(params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
+            output = self._call(Bound(evaluate, params, buffers), *args, **kwargs)
             # a number would become the mean over ranks; one element stays this rank's own
             return tree.map(lambda x: x.reshape(1) if isinstance(x, Tensor) and not x.ndim else x, output)
 
-        self._forward = self._compile(forward)
+        self._forward = self._compile("evaluation step", forward)
         return Wrapped(self.model, self._infer)
 
-    def _compile_training(self) -> None:
+    def _compile_training(self, train: Call) -> None:
         """Make the programs of an update."""
         model = self.model
-        check_buffers(model)
-        _, train = _lower(copy_without_values(model), training=True)
 
-        def share(params: Any, inputs: Any, items: Any, steps: int | None) -> tuple[Tensor, Tensor]:
-            bound = Wrapped(model, functools.partial(self._call, train, params))
+        def share(params: Any, buffers: Any, inputs: Any, items: Any, steps: int | None) -> tuple[Tensor, Any]:
+            called = Bound(train, params, buffers)
+            bound = Wrapped(model, functools.partial(self._call, called))
             held, self.state = self.state, TracedState(self.state)
             try:
                 loss = self.compute_loss(bound, dict(inputs), num_items_in_batch=items)
             finally:
                 self.state = held
             loss = loss if steps is None else loss / steps
-            return loss, loss
+            return loss, (loss, average_buffers(called.buffers))
 
         def clip(sums: Any) -> tuple[Any, Tensor]:
             norm = optim.global_norm(sums)
             factor = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
             return tree.map(lambda x: x * factor.to(x.dtype), sums), norm
 
+        def update(params: Any, opt_state: Any, sums: Any, rates: Any) -> tuple[Any, Any]:
+            updates, opt_state = self._make(rates).update(sums, opt_state, params)
+            return optim.apply_updates(params, updates), opt_state
+
         begin, add = make_sums(share)
-        self._begin, self._add = self._compile(begin), self._compile(add)
-        self._clip, self._norm = self._compile(clip), self._compile(optim.global_norm)
-        self._update = self._compile(self._apply_update)
+        self._begin, self._add = self._compile("training step", begin), self._compile("training step", add)
+        self._clip = self._compile("clipping of gradients", clip)
+        self._norm = self._compile("norm of gradients", lambda sums: optim.global_norm(sums))
+        self._update = self._compile("update", update)
         self._sums: Any = None  # of gradients, since the last update
 
-    def _call(self, apply: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model in the dtype of compute, in float32 as accelerate returns it."""
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The output of a function of the model in the dtype of compute, in float32 as accelerate returns it."""
         if self.args.mixed_precision == "no":
-            return apply(params, *args, **kwargs)
+            return function(*args, **kwargs)
         with torch.autocast(self.args.device.type, torch.bfloat16):
-            output = apply(params, *args, **kwargs)
+            output = function(*args, **kwargs)
         narrow = (torch.bfloat16, torch.float16)
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
 
@@ -190,7 +223,7 @@ class Trainer(Files):
         padded = self._pad(kwargs)
         if "num_items_in_batch" in padded:
             padded["num_items_in_batch"] = self._share_items(padded["num_items_in_batch"])
-        output = self._forward(self.sharded.params, args, padded)
+        output = self._forward(self.sharded.params, self.sharded.buffers, args, padded)
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
         sizes = [x for x in vars(getattr(self.model, "config", self.model)).values() if isinstance(x, int)]
@@ -208,9 +241,13 @@ class Trainer(Files):
         ranks call `generate` together, each with its own prompts (`fzero.hf.Generator`).
 
         Raises:
-            FzeroError: for a model without `generate`; where another rank raises an error.
+            FzeroError: for a model without `generate`, or with running statistics; where another rank raises an error.
         """
         self._adopt()
+        if self.sharded.buffers is not None:
+            problem = f"{type(self.model).__name__} has running statistics, which generate does not read"
+            way_out = "save_model(folder), and call generate of fzero.hf.from_pretrained(folder)"
+            raise FzeroError("generate", problem, way_out)
         if self._generator is None or self._generator.model is not self.model:
             how = {"stage": self.stage, "compile": bool(self.args.torch_compile)}
             self._generator = Generator(self.model, self.mesh, call=self._call, **how)
@@ -230,10 +267,12 @@ class Trainer(Files):
             is_scaled = counts or self.compute_loss_func is not None
         steps = None if is_scaled else self.current_gradient_accumulation_steps
         named = {"inputs": inputs, "items": self._share_items(num_items_in_batch), "steps": steps}
+        held = self.sharded
         if self._sums is None:
-            loss, self._sums = self._begin(self.sharded.params, None, (), named)
+            (loss, buffers), self._sums = self._begin(held.params, None, (held.buffers,), named)
         else:
-            loss, self._sums = self._add(self.sharded.params, self._sums, None, (), named)
+            (loss, buffers), self._sums = self._add(held.params, self._sums, None, (held.buffers,), named)
+        self.sharded = held._replace(buffers=buffers)
         return loss.to(self.args.device)
 
     def _warn_of_padding(self, given: Mapping[str, Any], padded: Mapping[str, Any]) -> None:
@@ -299,10 +338,6 @@ class Trainer(Files):
         made = [group.make(learning_rate=rate, **group.options) for group, rate in zip(self._groups, rates)]
         return join(self._groups, made)
 
-    def _apply_update(self, params: Any, opt_state: Any, sums: Any, rates: Any) -> tuple[Any, Any]:
-        updates, opt_state = self._make(rates).update(sums, opt_state, params)
-        return optim.apply_updates(params, updates), opt_state
-
     def _advance(self) -> None:
         """Update the state by the sums of gradients, at the rates that the groups have now."""
         if self._sums is None:
@@ -313,12 +348,3 @@ class Trainer(Files):
         held = self.sharded
         params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
         self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None
-
-
-def _lower(model: nn.Module, *, training: bool) -> tuple[tree.Tree, Apply]:
-    """`fzero.lower` of the model in this mode. The model keeps its own."""
-    was_training = model.training
-    try:
-        return lower(model.train(training))
-    finally:
-        model.train(was_training)

@@ -29,8 +29,7 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
     Raises:
         FzeroError: for a stage other than 0, 1, 2 or 3; at stage 0 for a leaf of which ranks hold slices.
     """
-    if stage not in (0, 1, 2, 3):
-        raise FzeroError("stage", f"is {stage!r}", "stages are 0, 1, 2 and 3")
+    check_stage(stage)
     if stage == 0:
         _check_whole(program)
     program = program.copy()
@@ -39,6 +38,16 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
     if stage == 1:
         _scatter_last(program)
     return program
+
+
+def check_stage(stage: int) -> None:
+    """Refuse a number that is no stage.
+
+    Raises:
+        FzeroError: for a stage other than 0, 1, 2 or 3.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise FzeroError("stage", f"is {stage!r}", "stages are 0, 1, 2 and 3")
 
 
 def _check_whole(program: Program) -> None:

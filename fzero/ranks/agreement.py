@@ -113,10 +113,10 @@ def agree(
     number: int,
     lines: Lines,
     error: BaseException | None = None,
-    vote: bool = False,
+    vote: int = 0,
     what: str = BEFORE,
-) -> bool:
-    """Return once all ranks of `members` have called with one `number`. The result says whether any rank gave a `vote`.
+) -> int:
+    """Return once all ranks of `members` have called with one `number`. The result is the largest `vote` of any rank.
 
     Costs one all-reduce of 24 bytes. `lines` describe what `number` stands for. Errors call the agreement `what`.
 
@@ -137,19 +137,34 @@ def agree(
                 found = end.value
     if error is not None:
         raise error
-    if isinstance(found, bool):
-        return found
+    if not isinstance(found, Difference):
+        return int(found)
     raise _disagreement(found, members.ranks)
 
 
+def meet(members: Members | None, call: str, vote: int = 0, what: str | None = None) -> int:
+    """Return once all ranks of `members` are in the same `call`. The result is the largest `vote` of any rank.
+
+    A rank meets the others before it sends anything of another size outside of a step. Messages of different sizes end
+    the process of a rank; an agreement has one size. Errors call the agreement `what`, by default `call`.
+
+    Raises:
+        FzeroError: as `agree`; on all ranks, when a rank is in another call.
+    """
+    if members is None:
+        return vote
+    lines = [f"call of {call}"]
+    return agree(members, digest(lines), lambda: lines, vote=vote, what=what or call)
+
+
 def compare(
-    number: int, lines: Lines, error: BaseException | None = None, vote: bool = False
-) -> Generator[Question, Any, bool | Difference]:
-    """Whether any member gave a vote, if all numbers are equal and no member has an error. Otherwise the difference."""
+    number: int, lines: Lines, error: BaseException | None = None, vote: int = 0
+) -> Generator[Question, Any, int | Difference]:
+    """The largest vote of any member, if all numbers are equal and no member has an error. Otherwise the difference."""
     mine = -1 if error is not None else number
     largest, smallest, voted = yield Largest((mine, -mine, int(vote)))  # one maximum gives the smallest number too
     if largest == -smallest != -1:
-        return bool(voted)
+        return int(voted)
     is_error = -smallest == -1
     if is_error:
         word = "" if error is None else f"{type(error).__name__}: {error}"
@@ -196,6 +211,10 @@ PROBLEMS = {
     ),
     "data": ("ranks take different data", "make the loader alike on every rank, and resume it at one position"),
     "leaf": ("ranks give different leaves", "give every rank the same tree"),
+    "call": (
+        "ranks call different functions",
+        "let all ranks call the same functions together: none may save, evaluate or generate alone",
+    ),
     "collective": (
         "ranks are about to communicate about different things",
         "outside of a step let all ranks use the same values in the same order",
@@ -213,7 +232,8 @@ def _disagreement(found: Difference, ranks: Sequence[int]) -> FzeroError:
         what = _shorten(words[0][1].text) if len(words) == 1 else _list_words(words, found.more)
         where = name_ranks(sorted(ranks[member] for member in failed))
         return FzeroError(where, f"could not make the step: {what}", "mend it there; this rank is fine")
-    first = found.words[0].text
+    kinds = [word.text.partition(" ")[0] for word in found.words]
+    first = found.words[kinds.index("call") if "call" in kinds else 0].text  # a call may meet a step
     problem, way_out = PROBLEMS.get(first.partition(" ")[0], STEPS)
     return FzeroError(first.partition(": ")[0], f"{problem}: {_list_words(words, found.more)}", way_out)
 

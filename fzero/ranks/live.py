@@ -16,7 +16,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Layout, wire
 from fzero.layout.owners import Places
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
-from fzero.ranks.agreement import Largest, agree, digest
+from fzero.ranks.agreement import agree, digest, meet
 from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
 from fzero.ranks.link import link_of
 from fzero.ranks.members import Members
@@ -111,12 +111,9 @@ class Live:
         agree(self.members, digest(lines), lambda: lines, what=f"agreement before {what}")
 
     def find_largest(self, number: int, what: str) -> int:
-        """The largest of the numbers that all ranks of the mesh give, outside of a step. One all-reduce of 8 bytes on
+        """The largest of the numbers that all ranks of the mesh give, outside of a step. One all-reduce of 24 bytes on
         the host, which errors call the agreement on `what`."""
-        if self.members.group is None:
-            return number
-        with self.members.begin(f"the agreement on {what}"):
-            return Largest((number,)).run(self.members)[0]
+        return meet(self.members, what, number, f"the agreement on {what}")
 
     def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
         self.agree(f"all_gather of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")

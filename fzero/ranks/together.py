@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fzero.base.errors import FzeroError
+from fzero.ranks.agreement import meet
 from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.members import Members
 
@@ -17,18 +17,17 @@ Gather = Callable[[Any], dict[int, Any]]
 """Takes the word of this rank. Returns the word of every rank by its global rank, on every rank. Collective."""
 
 
-def gather_words(members: Members | None, what: str) -> Gather:
-    """The `Gather` of all ranks of a mesh, or of a process that is alone. Errors call the collective `what`."""
+def gather_words(members: Members | None, call: str, about: str = "") -> Gather:
+    """The `Gather` of all ranks of a mesh, or of a process that is alone. All ranks are in the same `call`, or it is an
+    error on all of them. `about` are further words for errors, such as a path, which may differ."""
     if members is None or members.group is None:
         return lambda word: {0: word}
 
     def gather(word: Any) -> dict[int, Any]:
-        words = [None] * len(members.ranks)
+        words, what = [None] * len(members.ranks), f"{call} {about}".rstrip()
+        meet(members, call, what=what)
         with members.begin(what):
-            try:
-                dist.all_gather_object(words, word, group=members.group)
-            except (pickle.UnpicklingError, EOFError) as error:  # a rank is in another collective, and sent its bytes
-                raise RuntimeError("a word of another rank is no word") from error
+            dist.all_gather_object(words, word, group=members.group)
         return dict(zip(members.ranks, words))
 
     return gather

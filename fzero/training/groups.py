@@ -166,7 +166,7 @@ def _find_name(parameter: Any, names: Mapping[int, str], number: int) -> str:
     if id(parameter) not in names:
         shape = tuple(getattr(parameter, "shape", ()))
         problem = f"group {number} has a {type(parameter).__name__} of shape {shape} that is no parameter of the model"
-        raise FzeroError("model_parameters", problem, "give parameters of the model that initialize gets")
+        raise FzeroError("model_parameters", problem, "give parameters of the model that is trained")
     return names[id(parameter)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
@@ -16,7 +17,14 @@ from fzero.ranks.live import Live
 from fzero.state.build.build import cut_into_slices, make_ordinary
 from fzero.state.build.deferred import Deferred
 from fzero.state.build.store import Store
+from fzero.values.collectives import mean_over_data
 from fzero.values.lowering import StatefulApply, find_statistics
+
+Call = Callable[..., Any]
+"""(params, buffers, *args, **kwargs) -> `(output of a model, or its loss; new buffers)`. `buffers` are the running
+statistics that the model changes, None in most models."""
+WHOLE = sys.maxsize
+"""The `persist` of `fzero.partition` with which every leaf stays whole on each rank."""
 
 
 class Lowered(NamedTuple):
@@ -54,6 +62,34 @@ def lower_modes(model: nn.Module) -> Lowered:
         return Lowered(params, buffers, train_stateful, StatefulApply(model.eval(), params, buffers))
     finally:
         model.train(was_training)
+
+
+def carry_buffers(apply: Callable[..., Any], buffers: tree.Tree | None) -> Call:
+    """A function of `Lowered` as a `Call`: for a model without buffers that change, it takes None and returns None."""
+    if buffers is not None:
+        return apply
+    return lambda params, _, /, *args, **kwargs: (apply(params, *args, **kwargs), None)
+
+
+class Bound:
+    """A `Call` with parameters, as a function with the arguments of the model. `buffers` are those behind its calls."""
+
+    def __init__(self, call: Call, params: tree.Tree, buffers: tree.Tree | None) -> None:
+        self._call, self._params, self.buffers = call, params, buffers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output, self.buffers = self._call(self._params, self.buffers, *args, **kwargs)
+        return output
+
+
+def average_buffers(buffers: tree.Tree | None) -> tree.Tree | None:
+    """New buffers as state, the same on all ranks: the mean over ranks of numbers, and counts as they are."""
+    return tree.map(lambda x: mean_over_data(x) if x.is_floating_point() else x, buffers)
+
+
+def partition_buffers(model: nn.Module, buffers: tree.Tree | None, mesh: Any) -> tree.Tree | None:
+    """The buffers of rank 0, whole on each rank."""
+    return None if buffers is None else partition_model(model, buffers, None, mesh, persist=WHOLE)
 
 
 def _refuse_collectives(model: nn.Module) -> None:

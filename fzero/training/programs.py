@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fzero import grad, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.mesh import VirtualMesh
 from fzero.simulation import simulate
 from fzero.transform import shard
@@ -44,8 +46,16 @@ def add_sums(sums: Any, grads: Any) -> Any:
     return tree.unflatten(treedef, torch._foreach_add(leaves, tree.leaves(grads)))
 
 
-def compile_function(function: Callable[..., Any], mesh: Any, *, compile: bool = False, **how: Any) -> Any:
-    """A program for a mesh: on a virtual mesh all ranks run in this process. `how` are keywords of `fzero.shard`."""
+@check_arguments
+def compile_function(
+    function: Callable[..., Any], mesh: Any, *, title: str, compile: bool | Literal["graph"] = False, **how: Any
+) -> Any:
+    """A program for a mesh: on a virtual mesh all ranks run in this process. `how` are keywords of `fzero.shard`.
+
+    `function` gets the name `title` for logs, with the names of its arguments: a log calls part of an argument
+    "argument 3.input_ids".
+    """
+    function.__qualname__ = f"{title}({', '.join(inspect.signature(function).parameters)})"
     if isinstance(mesh, VirtualMesh):
         return simulate(function, mesh, **how)
     return shard(function, mesh, compile=compile, **how)

@@ -238,8 +238,8 @@ def test_real_ranks_take_the_batches_of_virtual_ones() -> None:
     assert first[0] == first[1] and second[0] == second[1] and first != second  # ranks draw their own numbers
 
 
-def test_a_length_costs_one_all_reduce_of_8_bytes() -> None:
-    assert run(2, count_bytes) == [(3, [24, 8, 8, 8])] * 2  # the first is the agreement of the loop
+def test_a_length_costs_one_all_reduce_of_24_bytes() -> None:
+    assert run(2, count_bytes) == [(3, [24] * 4)] * 2  # the first is the agreement of the loop
 
 
 def other_data(mesh: DeviceMesh) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ pytest.importorskip("accelerate")  # without which transformers has no Trainer
 
 import torch
 import transformers
-from hf_models import make_arguments, make_dataset, make_model, read_logs
+from hf_models import make_arguments, make_dataset, make_model, make_ragged_dataset, pad_rows, read_logs
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import BertConfig, BertModel, TrainerCallback, TrainingArguments
 
 import fzero.hf
 import fzero.hf.trainer
@@ -119,8 +120,52 @@ def test_generation_in_predict_is_refused_by_name(tmp_path: Path) -> None:
     arguments = transformers.Seq2SeqTrainingArguments(
         str(tmp_path), predict_with_generate=True, use_cpu=True, report_to="none"
     )
-    with pytest.raises(FzeroError, match=r"predict_with_generate: is True.*trainer\.generate"):
+    with pytest.raises(FzeroError, match=r"predict_with_generate: is True.*fzero\.hf\.Seq2SeqTrainer"):
         fzero.hf.Trainer(make_model(), arguments)
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a name": (lambda folder: make(folder, "gpt2"), r"model: is 'gpt2', which is no model; give a model, such as"),
+    "a class": (lambda folder: make(folder, transformers.GPT2LMHeadModel), r"model: is <class .*GPT2LM.* no model"),
+    "another class": (lambda folder: make(folder, torch.nn.Linear), r"model: is <class .*Linear.* no model"),
+    "a dict": (lambda folder: make(folder, {}), r"model: is \{\}, which is no model"),
+    "model_init": (lambda folder: make(folder, model_init=lambda: 3), r"model_init: is 3, which is no model"),
+    "a class of arguments": (lambda _: fzero.hf.Trainer(make_model(), TrainingArguments), r"args: is <class .*give tr"),
+    "a text of arguments": (lambda _: fzero.hf.Trainer(make_model(), "out"), r"args: is 'out'; give transformers\.T"),
+    "stage": (lambda folder: make(folder, make_model(), stage=7), r"stage: is 7; stages are 0, 1, 2 and 3"),
+    "mesh": (lambda folder: make(folder, make_model(), mesh="cpu"), r"mesh: str has no named axes"),
+    "compile": (lambda _: generate(make_model(), compile="max"), r"compile: is 'max'; give True or False or 'graph'"),
+    "an encoder": (lambda _: generate(BertModel(BERT)), r"generate: BertModel has no generate; give a model with a h"),
+    "a class for generate": (lambda _: generate(BertModel), r"generate: type has no generate"),
+    "cls": (lambda folder: fzero.hf.from_pretrained(folder, MESH, cls="AutoModel"), r"cls: is 'AutoModel'; give a c"),
+    "seed": (lambda folder: fzero.hf.from_pretrained(folder, MESH, seed=2**70), r"seed: is 1180591.*of 64 bits"),
+}
+"""A value that is none of an argument -> the error."""
+MESH = VirtualMesh(fsdp=1)
+BERT = BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+
+
+def make(folder: Path, model: Any = None, **named: Any) -> Any:
+    return fzero.hf.Trainer(model, make_arguments(folder), **{"mesh": MESH, **named})
+
+
+def generate(model: Any, **how: Any) -> Any:
+    params = fzero.partition(fzero.lower(model)[0], MESH) if isinstance(model, torch.nn.Module) else {}
+    return fzero.hf.Generator(model, MESH, **how)(params, torch.tensor([[5, 6]]), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_value_that_an_argument_cannot_have_is_named(case: str, tmp_path: Path) -> None:
+    act, message = BAD[case]
+    with pytest.raises(FzeroError, match=message):
+        act(tmp_path)
+
+
+def test_a_number_of_tokens_with_a_fraction_is_rounded_up_as_in_transformers() -> None:
+    params = fzero.partition(fzero.lower(make_model())[0], MESH)
+    tokens, named = torch.tensor([[5, 6]]), {"max_new_tokens": 1.5, "eos_token_id": None, "pad_token_id": 0}
+    got = fzero.hf.Generator(make_model(), MESH)(params, tokens, **named)
+    assert torch.equal(got, make_model().eval().generate(tokens, **named))
 
 
 def test_adafactor_of_torch_means_the_same(tmp_path: Path) -> None:
@@ -141,6 +186,20 @@ def test_batches_of_many_lengths_are_logged_once(tmp_path: Path, caplog: pytest.
         for length in (8, 8, 8, 8, 9, 10, 11, 12):
             trainer._count_shapes({"input_ids": torch.ones(2, length)})
     assert sum("pad_to_multiple_of" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_further_trace_is_logged_by_a_name_that_the_user_knows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(tmp_path, make_model("llama"), eval_dataset=make_ragged_dataset(8), data_collator=pad_rows)
+    with caplog.at_level("WARNING", "fzero"):
+        for rows in (make_ragged_dataset(4), make_dataset(4, length=7)):
+            trainer.evaluate(rows)
+            trainer.generate(torch.ones(len(rows[0]["input_ids"]), 3, dtype=torch.long), max_new_tokens=1)
+    told = [record.getMessage() for record in caplog.records if "is traced again" in record.getMessage()]
+    assert [message.partition("(")[0] for message in told] == [
+        "Trainer: evaluation step", "generate: forward pass of a prompt",
+    ]  # fmt: skip
 
 
 class Own(fzero.hf.Trainer):

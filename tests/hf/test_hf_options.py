@@ -157,26 +157,3 @@ def test_what_accelerate_was_launched_with_is_refused_by_name(tmp_path: Path, mo
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(FzeroError, match=r"mixed_precision: is 'fp16'.*bf16=True"):
         fzero.hf.Trainer(make_model(), make_arguments(tmp_path))
-
-
-class Normalized(nn.Module):
-    """A model with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.norm(self.first(x))
-        return {"loss": (logits - labels).square().mean(), "logits": logits}
-
-
-def test_running_statistics_are_refused_in_training_and_used_in_evaluation(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, rows = Normalized(), [{"x": torch.randn(4), "labels": torch.randn(4)} for _ in range(8)]
-    expected = transformers.Trainer(model, make_arguments(tmp_path), eval_dataset=rows).evaluate()
-    data = {"train_dataset": rows, "eval_dataset": rows}
-    trainer = fzero.hf.Trainer(model, make_arguments(tmp_path), **data, mesh=VirtualMesh(fsdp=2))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
-    with pytest.raises(FzeroError, match=r"norm\.running_mean: Normalized changes this buffer.*track_running_stats"):
-        trainer.train()

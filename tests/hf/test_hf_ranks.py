@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,25 @@ pytest.importorskip("accelerate")  # without which transformers has no Trainer
 
 import torch
 import transformers
-from hf_models import make_arguments, make_model, make_ragged_dataset, pad_rows, read_logs
-from processes import Outcome, run_cases, values
+from hf_models import (
+    assert_equal_seq2seq,
+    make_arguments,
+    make_model,
+    make_ragged_dataset,
+    pad_rows,
+    read_logs,
+    train_seq2seq,
+)
+from processes import Outcome, refusal, run_cases, values
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import TrainerCallback
 
+import fzero.checkpoint
 import fzero.hf
 from fzero import FzeroError
 from fzero.hf.padding import pad_to_longest
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from families import FAMILIES
 
 FEW = 7
 """Rows that two ranks cannot share equally."""
@@ -64,23 +72,9 @@ def train(mesh: DeviceMesh, folder: Path) -> tuple[list[dict[str, float]], float
     return read_logs(trainer), trainer.evaluate()["eval_loss"], find_metrics(trainer)
 
 
-def train_family(cls: Any, name: str, folder: Path, microbatch: int) -> tuple[list[dict[str, float]], float]:
-    """T5 takes the mean over its labels. So two rows have as many labels as the next two, and transformers must not
-    multiply the loss by the number of ranks."""
-    batch = FAMILIES[name].batch(16)
-    dataset = [{key: x[row] for key, x in batch.items()} for row in range(16)]
-    changed = {"per_device_train_batch_size": microbatch, "max_steps": 2, "train_sampling_strategy": "sequential"}
-    changed |= {"per_device_eval_batch_size": microbatch, "average_tokens_across_devices": False}
-    changed |= {"gradient_accumulation_steps": 1}
-    arguments = make_arguments(folder, **changed)
-    trainer = cls(FAMILIES[name].make(), arguments, train_dataset=dataset, eval_dataset=dataset[:8])
-    trainer.train()
-    return read_logs(trainer), trainer.evaluate()["eval_loss"]
-
-
-def train_family_on_ranks(mesh: DeviceMesh, name: str, folder: Path) -> tuple[list[dict[str, float]], float]:
+def train_seq2seq_on_ranks(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
     act_as_torchrun(mesh)
-    return train_family(fzero.hf.Trainer, name, folder, 2)
+    return train_seq2seq(fzero.hf.Seq2SeqTrainer, "T5", folder, rows=2)
 
 
 def pad_unequal(mesh: DeviceMesh) -> dict[str, Any]:
@@ -109,6 +103,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     r"train_sampling_strategy: is 'batch_rebalance', which gives 2 ranks": {
         "train_sampling_strategy": "batch_rebalance"
     },
+    r"enable_jit_checkpoint: is True, and a signal reaches 2 ranks": {"enable_jit_checkpoint": True},
 }
 
 
@@ -119,18 +114,52 @@ def refuse_uneven_batches(mesh: DeviceMesh, folder: Path) -> None:
             make_trainer(fzero.hf.Trainer, folder, **changed)
 
 
+class Saves(TrainerCallback):
+    """Saves at an event, on rank 0 alone: what transformers' users write."""
+
+    def __init__(self, event: str, trainer: Any) -> None:
+        setattr(self, event, lambda *_, **__: trainer.save_model() if trainer.is_world_process_zero() else None)
+
+
+EARLY_EVENTS = ("on_train_begin", "on_epoch_begin", "on_step_begin")  # before anything is traced
+
+
+def call_apart(mesh: DeviceMesh, folder: Path) -> dict[str, str]:
+    """What a rank gets where ranks are in different calls: the error of each pair, and of each event."""
+    act_as_torchrun(mesh)
+    trainer, rank = make_trainer(fzero.hf.Trainer, folder, per_device_train_batch_size=2), mesh.get_local_rank()
+    home = find_home(mesh)
+    assert isinstance(home, Live)
+    calls: dict[str, Callable[[], Any]] = {
+        "trainer.train": trainer.train,
+        "trainer.save_model": trainer.save_model,
+        "trainer.evaluate": trainer.evaluate,
+        "trainer.predict": lambda: trainer.predict(make_ragged_dataset(FEW)),
+        "generate": lambda: trainer.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=1),
+        "unpartition": lambda: fzero.unpartition(trainer.sharded.params),
+        "save": lambda: fzero.checkpoint.save(folder / "state", trainer.sharded.params, step=1),
+        "the shapes of a batch": lambda: pad_to_longest({"labels": torch.ones(2, 3)}, home.members, ["labels"], 0),
+    }
+    found = {" ".join(pair): refusal(calls[pair[rank]]).message for pair in itertools.permutations(calls, 2)}
+    for event in EARLY_EVENTS:
+        callback = Saves(event, trainer)
+        trainer.add_callback(callback)
+        found[event] = refusal(trainer.train).message
+        trainer.remove_callback(callback)
+    trainer.save_model()  # ranks are still in step
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-NAMES = ("T5",)
-
-
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, list[Outcome]]:
     cases: dict[str, Any] = {"train": functools.partial(train, folder=folder / "two"), "pad": pad_unequal}
-    cases |= {name: functools.partial(train_family_on_ranks, name=name, folder=folder / name) for name in NAMES}
+    cases["seq2seq"] = functools.partial(train_seq2seq_on_ranks, folder=folder / "seq2seq")
+    cases["apart"] = functools.partial(call_apart, folder=folder / "apart")
     return run_cases(2, {**cases, "uneven": functools.partial(refuse_uneven_batches, folder=folder / "uneven")})
 
 
@@ -152,15 +181,13 @@ def test_two_ranks_train_as_one_and_one_goes_on_from_their_checkpoint(
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_family_trains_on_two_ranks_as_transformers_on_one(
-    outcomes: dict[str, list[Outcome]], name: str, tmp_path: Path
+def test_an_encoder_decoder_trains_and_generates_on_two_ranks_as_in_transformers_on_one(
+    outcomes: dict[str, list[Outcome]], tmp_path: Path
 ) -> None:
-    logs, loss = train_family(transformers.Trainer, name, tmp_path, 4)
-    for got, got_loss in values(outcomes[name]):
-        for ours, theirs in zip(got, logs, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-        assert got_loss == pytest.approx(loss, abs=1e-5)
+    """Each rank generates for its half of the rows."""
+    expected = train_seq2seq(transformers.Seq2SeqTrainer, "T5", tmp_path)
+    for got in values(outcomes["seq2seq"]):
+        assert_equal_seq2seq(got, expected)
 
 
 def test_batches_get_the_length_of_the_longest_rank(outcomes: dict[str, list[Outcome]]) -> None:
@@ -172,6 +199,22 @@ def test_batches_get_the_length_of_the_longest_rank(outcomes: dict[str, list[Out
         assert "labels: differs in more than its length, by rank: [2, 3], [3, 3]" in found["rows"]
         assert "sound: has other lengths on other ranks, and its padding is not known" in found["unknown"]
     assert first["missing"] == ["input_ids"] and second["missing"] == ["labels"]  # the step says which inputs differ
+
+
+def test_a_call_of_one_rank_alone_is_an_error_on_both_that_names_the_calls(
+    outcomes: dict[str, list[Outcome]], folder: Path
+) -> None:
+    first, second = values(outcomes["apart"])
+    assert first == second and len(first) == 8 * 7 + len(EARLY_EVENTS)
+    for call, message in first.items():
+        assert "rank 0 has 'call of " in message or call.startswith("unpartition"), call
+        assert "let all ranks call the same functions together: none may save, evaluate or generate alone" in message
+    assert (
+        "rank 0 has 'call of trainer.save_model', rank 1 has 'call of generate'" in first["trainer.save_model generate"]
+    )
+    for event in EARLY_EVENTS:
+        assert "rank 0 has 'call of trainer.save_model', rank 1 has 'call of " in first[event], event
+    assert transformers.GPT2LMHeadModel.from_pretrained(folder / "apart").num_parameters() > 0
 
 
 def test_batches_that_some_ranks_lack_are_refused(outcomes: dict[str, list[Outcome]]) -> None:

@@ -6,7 +6,6 @@ A fault strikes a rank in place of a collective, in which the other ranks then w
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import time
@@ -14,8 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +23,10 @@ from programs import layers, training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
-from fzero import FzeroError, optim
+from fzero import optim
 from fzero.passes import defaults
 from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks, roll_error
 from fzero.ranks.live import live
-from fzero.ranks.members import Attempt
-from fzero.ranks.together import gather_words
 from fzero.ranks.transports import Native, PointToPoint, Transport
 
 STALL = timedelta(seconds=5)
@@ -216,18 +212,6 @@ def test_ranks_in_different_collectives_are_told_to_call_the_same() -> None:
     for second, way_out in (("generate", "in equal time"), ("save out", "none may save, evaluate or generate alone")):
         words = {0: "waited 0 s in generate", 1: f"waited 2 s in {second}"}
         assert way_out in str(roll_error("generate", words, {}))
-
-
-def test_bytes_of_another_collective_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch unpickles what another rank sent for something else."""
-
-    class Alone:
-        group, ranks = object(), (0, 1)
-        begin = partial(Attempt, cast(Any, SimpleNamespace(diagnose=lambda what, _: FzeroError(what, "failed"))))
-
-    monkeypatch.setattr(dist, "all_gather_object", lambda *_, **__: pickle.loads(b"\xa3"))
-    with pytest.raises(FzeroError, match="save out: failed"):
-        gather_words(cast(Any, Alone()), "save out")("word")
 
 
 def two_axes(mesh: DeviceMesh) -> Refusal:

@@ -63,7 +63,7 @@ def build(constructor: Constructor, mesh: Any, *, seed: int = 0, **how: Any) -> 
         FzeroError: for a constructor that asks for the memory of a large tensor (`data_ptr`, `numpy`); when ranks built
             different modules; as `fzero.lower` does.
     """
-    _check(mesh, how)
+    _check(mesh, seed, how)
     with _construct(constructor, mesh, seed, how.get("to")) as (module, store):
         params, apply = lower(module)
         return cut_into_slices(params, mesh, store, how), apply
@@ -75,13 +75,15 @@ def build_stateful(
 ) -> tuple[Tree, Tree, StatefulApply]:
     """`(params, buffers, apply)` of a module that changes its buffers: `build` for `fzero.lower_stateful`. Buffers are
     whole on every rank."""
-    _check(mesh, how)
+    _check(mesh, seed, how)
     with _construct(constructor, mesh, seed, how.get("to")) as (module, store):
         params, buffers, apply = lower_stateful(module)
         return cut_into_slices(params, mesh, store, how), buffers, apply
 
 
-def _check(mesh: Any, how: dict[str, Any]) -> None:
+def _check(mesh: Any, seed: int, how: dict[str, Any]) -> None:
+    if not -(2**63) <= seed < 2**64:
+        raise FzeroError("seed", f"is {seed}, which torch.manual_seed does not take", "give a number of 64 bits")
     if how.get("source_rank") is not None:
         raise FzeroError("source_rank", "one rank alone would build the module", "let all ranks run the constructor")
     partition({}, mesh, **how)  # raises for a keyword that it does not have

@@ -20,6 +20,7 @@ from fzero.base.placement import Disk
 from fzero.files import allocate, load
 from fzero.files.memory import new_buffer
 from fzero.layout.ranges import intersect, pad
+from fzero.ranks.agreement import meet
 from fzero.ranks.live import Live
 from fzero.ranks.virtual import Virtual
 
@@ -162,7 +163,9 @@ class Store:
             torch._foreach_copy_(list(whole.split([piece.numel() for piece in pieces])), pieces)
             return whole
         sharding = self.on.transports[self.on.mesh.shard_axis]
-        attempt = self.on.members.begin("all_gather of a parameter in fzero.build")
+        what = "all_gather of a parameter in fzero.build"
+        meet(self.on.members, what)
+        attempt = self.on.members.begin(what)
         gathered = sharding.all_gather(load(pieces[0]), attempt).wait()
         sharding.settle()
         return gathered

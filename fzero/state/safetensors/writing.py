@@ -97,7 +97,7 @@ class _Writer:
 
     def on_all_ranks(self, do: Callable[[], T]) -> list[T]:
         """The result of `do()` on each rank, in rank order; an error on all ranks, when `do` raised on any."""
-        gather = gather_words(None if self.on is None else self.on.members, f"{self.caller} of {self.target}")
+        gather = gather_words(None if self.on is None else self.on.members, self.caller, f"of {self.target}")
         return do_together(gather, do, str(self.target), "write it", "what was there before is as it was; save again")
 
     def begin(self, plan: Plan) -> _Announcement:

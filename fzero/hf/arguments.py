@@ -1,0 +1,112 @@
+"""Arguments: what each field of transformers' TrainingArguments means here. This table is the only list of them.
+
+`docs/huggingface.md` shows the table. The fields are those of Seq2SeqTrainingArguments of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Meaning = Literal["the same", "mapped", "no meaning", "refused"]
+
+
+class Argument(NamedTuple):
+    """One field. `note` is what the field does here, why it does nothing, or what to do instead; "" says no more."""
+
+    name: str
+    meaning: Meaning
+    note: str = ""
+
+
+def _same(*names: str, note: str = "") -> tuple[Argument, ...]:
+    """Fields that mean what they mean in transformers."""
+    return tuple(Argument(name, "the same", note) for name in names)
+
+
+_UNTRIED = "code of transformers alone; not tried, because it needs the Hub"
+
+LOOP = (
+    *_same("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "gradient_accumulation_steps"),
+    *_same("max_grad_norm", "label_smoothing_factor", "average_tokens_across_devices", "seed", "data_seed"),
+    *_same("full_determinism", "use_cache", "skip_memory_metrics", "disable_tqdm", "use_cpu"),
+    *_same("do_train", "do_eval", "do_predict", "resume_from_checkpoint", note="for scripts: no Trainer reads it"),
+    *_same("local_rank", note="torchrun sets it"),
+    *_same("tf32", note="a setting of torch"),
+    *_same("bf16", note="torch.autocast"),
+)
+OPTIMIZER = (
+    *_same("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
+    *_same("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+    Argument("optim", "mapped", "to fzero.optim; an optimizer that is not of torch.optim is refused by type"),
+    Argument("optim_target_modules", "no meaning", "of GaLore, APOLLO and LOMO, which are refused by type"),
+)
+DATA = (
+    *_same("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    *_same("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+    *_same("remove_unused_columns", "label_names", "length_column_name", "ignore_data_skip"),
+    *_same("train_sampling_strategy", note='"batch_rebalance" on several ranks is refused'),
+    *_same("accelerator_config", note="even_batches=False on several ranks is refused"),
+    Argument("sortish_sampler", "no meaning", "transformers does not read it"),
+)
+LOGS = (
+    *_same("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
+    *_same("include_num_input_tokens_seen", "log_level", "log_level_replica", "report_to", "run_name", "project"),
+    *_same("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", note=_UNTRIED),
+)
+EVALUATION = (
+    *_same("eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only"),
+    *_same("eval_on_start", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+    *_same("include_for_metrics", "batch_eval_metrics"),
+    *_same("predict_with_generate", note="of Seq2SeqTrainer; refused by Trainer"),
+    *_same("generation_max_length", "generation_num_beams", "generation_config", note="of Seq2SeqTrainer"),
+)
+FILES = (
+    *_same("save_only_model", "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end"),
+    *_same("metric_for_best_model", "greater_is_better", "restore_callback_states_from_checkpoint"),
+    *_same("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", note=_UNTRIED),
+    *_same("hub_always_push", "hub_revision", note=_UNTRIED),
+    *_same("enable_jit_checkpoint", note="on several ranks refused: a signal reaches ranks at different updates"),
+)
+MEMORY = (
+    Argument("activation_checkpointing", "mapped", "to fzero.remat of each layer"),
+    Argument("activation_checkpointing_kwargs", "mapped", "of activation_checkpointing; offload is refused"),
+    Argument("gradient_checkpointing", "mapped", "the old name of activation_checkpointing"),
+    Argument("gradient_checkpointing_kwargs", "mapped", "the old name of activation_checkpointing_kwargs"),
+    Argument("torch_compile", "mapped", "to compile=True of fzero.shard"),
+    Argument("torch_compile_backend", "mapped", '"inductor"; others are refused'),
+    Argument("torch_empty_cache_steps", "no meaning", "the caching allocator is left alone"),
+)
+RANKS = (
+    *_same("ddp_backend", "ddp_timeout", note="of the process group"),
+    Argument("ddp_find_unused_parameters", "no meaning", "there is no DDP"),
+    Argument("ddp_bucket_cap_mb", "no meaning", "there is no DDP"),
+    Argument("ddp_broadcast_buffers", "no meaning", "there is no DDP; running statistics are means over ranks"),
+    Argument("ddp_static_graph", "no meaning", "there is no DDP"),
+    Argument("fsdp_config", "no meaning", "without fsdp, as in transformers"),
+    Argument("liger_kernel_config", "no meaning", "without use_liger_kernel, as in transformers"),
+)
+REFUSED = (
+    Argument("fp16", "refused", "give bf16=True, or fzero.deepspeed with fp16"),
+    Argument("deepspeed", "refused", "fzero.deepspeed.initialize reads a ds_config.json; leave it out here"),
+    Argument("fsdp", "refused", "leave it out: parameters are in slices anyway; mesh= says over which ranks"),
+    Argument("auto_find_batch_size", "refused", "give per_device_train_batch_size"),
+    Argument("neftune_noise_alpha", "refused", "add the noise in the model"),
+    Argument("fp16_full_eval", "refused", "give bf16=True, which evaluation follows"),
+    Argument("bf16_full_eval", "refused", "give bf16=True, which evaluation follows"),
+    Argument("use_liger_kernel", "refused", "fzero.tiled_cross_entropy needs little memory for logits"),
+    Argument(
+        "torch_compile_mode",
+        "refused",
+        "give torch_compile=True alone: inductor compiles what stands between collectives",
+    ),
+    Argument("parallelism_config", "refused", "leave it out: mesh= says over which ranks parameters are cut"),
+    Argument("debug", "refused", "leave it out, and look for overflows with transformers.Trainer"),
+    Argument("save_on_each_node", "refused", "leave it out: all ranks write parts of one folder, which they share"),
+)
+
+ARGUMENTS = {
+    each.name: each
+    for family in (LOOP, OPTIMIZER, DATA, LOGS, EVALUATION, FILES, MEMORY, RANKS, REFUSED)
+    for each in family
+}
+"""All fields by name."""

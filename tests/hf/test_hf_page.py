@@ -1,0 +1,45 @@
+"""docs/huggingface.md: the table of TrainingArguments is the one that the code has, and names each field."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")  # without which transformers has no Trainer
+
+import transformers
+from hf_models import make_arguments
+from test_docs import ROOT
+
+from fzero import FzeroError
+from fzero.hf.arguments import ARGUMENTS
+from fzero.hf.checks import check_training_arguments
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import hf_arguments
+
+
+def test_each_field_has_a_meaning() -> None:
+    fields = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
+    assert fields == set(ARGUMENTS)
+    assert all(each.note for each in ARGUMENTS.values() if each.meaning != "the same")
+
+
+def test_each_field_that_is_refused_names_itself_and_its_note(tmp_path: Path) -> None:
+    refused = [each for each in ARGUMENTS.values() if each.meaning == "refused"]
+    assert len(refused) > 10
+    for each in refused:
+        arguments = make_arguments(tmp_path)
+        setattr(arguments, each.name, True)
+        with pytest.raises(FzeroError, match=rf"^TrainingArguments: {each.name}: is True") as caught:
+            check_training_arguments(arguments)
+        assert caught.value.way_out == each.note
+
+
+def test_the_table_of_arguments_is_current() -> None:
+    page = hf_arguments.PAGE.read_text()
+    assert page == hf_arguments.replace_table(page), "run: python tools/hf_arguments.py"
