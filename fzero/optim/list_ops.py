@@ -74,3 +74,5 @@ _define("List", "Tensor[]", _choose, _choose_)
 
 masked_fill = torch.ops.fzero._foreach_masked_fill
 """`_foreach_masked_fill`, of lists of plain tensors or of `Sharded`."""
+masked_fill_ = torch.ops.fzero._foreach_masked_fill_
+"""The same in place. On a CPU it looks at the mask first, and does nothing where that is false."""

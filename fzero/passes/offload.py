@@ -234,7 +234,7 @@ class _Transfers:
         for group in groups:
             is_kept = not any(storage(x) in self._changed for x in group)
             leaves = self._find_where(group[0]) == "device" and is_kept
-            behind = [x for x in group if x.op == "call_function"] or computed  # parameters leave with their gradients
+            behind = [x for x in group if x.op != "placeholder"] or computed  # parameters leave with their gradients
             new = self._copy(group, max(behind).next if leaves and behind else user, user, there)
             made |= new
             if is_kept and not is_on_the_way:

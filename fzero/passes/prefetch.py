@@ -125,7 +125,8 @@ def _find_largest(program: Program) -> int:
 
 
 def _list_with_copies(start: Node, costs: Costs) -> list[Node]:
-    """A start behind the copies from elsewhere that it reads, and behind what the host computes for it."""
+    """A start behind the copies from elsewhere that it reads, and behind what the host computes for it. What other
+    nodes in front of the start use stays where it is."""
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
@@ -136,7 +137,11 @@ def _list_with_copies(start: Node, costs: Costs) -> list[Node]:
         found[node] = None
 
     visit(start)
-    return list(found)
+    moving = {start}
+    for node in reversed(found):  # users first
+        if all(user in moving or user > start for user in node.users):
+            moving.add(node)
+    return [node for node in found if node in moving]
 
 
 def _takes_state(moving: list[Node]) -> bool:

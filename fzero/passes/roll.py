@@ -263,9 +263,7 @@ def _make_body(
         mark = get_mark(node)
         set_mark(values[node].meta, mark._replace(turns=mark.turns[1:]))
     results, returned, taken = list[Result](), list[Node](), set(map(storage, values.values())) - _own(inner)
-    body = replace(
-        program, name="turn", graph=graph, arguments=tuple(arguments), results=(), constants={}, pass_state=(), read=()
-    )
+    body = replace(program.begin_body(graph), arguments=tuple(arguments))
     for name, nodes in zip(("carry", "y", "list"), ends):
         for i, end in enumerate(nodes):
             node = values[end.args[0]]

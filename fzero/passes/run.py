@@ -33,8 +33,9 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
             pass moves a read or write of memory past a write.
     """
     result = program
-    for rewrite in passes:
-        result = _rewrite(rewrite, result)
+    for number, rewrite in enumerate(passes, start=1):
+        is_placed = "offload" not in map(name_of_pass, passes[number:])  # offload brings operands to one place
+        result = _rewrite(rewrite, result, is_placed)
     foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
@@ -42,10 +43,10 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     return result
 
 
-def _rewrite(rewrite: Pass, program: Program) -> Program:
+def _rewrite(rewrite: Pass, program: Program, is_placed: bool) -> Program:
     """The program rewritten by one pass, the bodies of its loops first."""
-    given = ops.map_bodies(program, functools.partial(_rewrite, rewrite))
-    result = _run(rewrite, given) if is_foreign(rewrite) else rewrite(given)
+    given = ops.map_bodies(program, functools.partial(_rewrite, rewrite, is_placed=is_placed))
+    result = _run(rewrite, given, is_placed) if is_foreign(rewrite) else rewrite(given)
     check_moves(name_of_pass(rewrite), given.graph, result.graph)
     return result
 
@@ -106,8 +107,8 @@ def _unwrap(rewrite: Pass) -> Callable[..., Program]:
     return rewrite
 
 
-def _run(rewrite: Pass, program: Program) -> Program:
-    """The verified result of a pass from outside of fzero."""
+def _run(rewrite: Pass, program: Program, is_placed: bool) -> Program:
+    """The verified result of a pass from outside of fzero. Operands lie in one place where the program `is_placed`."""
     where = f"pass {name_of_pass(rewrite)!r}"
     result: object = rewrite(program)
     if not isinstance(result, Program):
@@ -117,8 +118,12 @@ def _run(rewrite: Pass, program: Program) -> Program:
     if arguments != placeholders:
         problem = f"leaves {placeholders} placeholders for {arguments} arguments"
         raise FzeroError(where, problem, "add state with program.add_state, which keeps both in step")
+    if result.is_body and result.pass_state:
+        problem = "adds state to the body of a loop, and a turn keeps none"
+        way_out = "add state where program.is_body is false; accumulate(sync='once') scatters gradients behind its loop"
+        raise FzeroError(where, problem, way_out)
     try:
-        return verify(result)
+        return verify(result, is_placed=is_placed)
     except FzeroError as error:
         raise FzeroError(f"{where}: {error.where}", error.problem, error.way_out) from error
 

@@ -108,10 +108,7 @@ class _Emitter:
     def __init__(self, program: Program, kinds: dict[Node, Kind], plan: Stream, inner: Mapping[Node, int]) -> None:
         self.program, self.kinds, self.plan, self.inner = program, kinds, plan, inner
         self.graph = fx.Graph()
-        self.body = replace(
-            program, name="turn", graph=self.graph, arguments=(), results=(), constants={}, pass_state=(), read=(),
-            remarks=(),
-        )  # fmt: skip
+        self.body = program.begin_body(self.graph)
         self.given: dict[str, dict[Any, tuple[Node, Node, Argument]]] = {sort: {} for sort in _SORTS}
         """For each sort of argument, by what it is of: the outer operand, the placeholder, the argument."""
         self.made: dict[tuple[Node, int], Node] = {}

@@ -16,7 +16,9 @@ from fzero.program.records import find_writes, is_call, leaves_of, name_of, reco
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of, refuse_node, refuse_state
 
 
-def verify(program: Program, *, stage: int | None = None, keep: Collection[str] = ()) -> Program:
+def verify(
+    program: Program, *, stage: int | None = None, keep: Collection[str] = (), is_placed: bool = True
+) -> Program:
     """Check a program. Returns `program` itself where all of this holds:
 
     * every value has a kind (`inference`), so that no value is computed from padding;
@@ -24,7 +26,8 @@ def verify(program: Program, *, stage: int | None = None, keep: Collection[str] 
     * a collective names leaves, sizes and axes that the program's layouts and mesh have;
     * a started collective has exactly one wait, behind its start, and nothing writes to its operands before the wait;
     * nodes write to donated arguments and to temporaries only;
-    * an operation's operands lie on the device, or all on the host, and so do results where they belong;
+    * an operation's operands lie on the device, or all on the host, and so do results where they belong; in front of
+      the pass `offload`, before which the program is not `is_placed`, this does not hold yet;
     * a loop's body holds all of this, and gets what it expects in every turn;
     * at `stage` 3 a gathered bucket that `keep` does not name is not kept while other layers are used.
 
@@ -40,7 +43,8 @@ def verify(program: Program, *, stage: int | None = None, keep: Collection[str] 
     kinds = infer(program)
     check_results(program, kinds)
     check_writes(program)
-    check_places(program)
+    if is_placed:
+        check_places(program)
     if stage == 3:
         _check_releases(program, keep)
     return program

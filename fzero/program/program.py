@@ -108,6 +108,7 @@ class Program:
       these results.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     * `remarks` are lines about the program, for its listing and its report.
+    * `is_body` says that the program is what a loop runs once for each turn, and no step of its own.
     """
 
     name: str
@@ -125,10 +126,16 @@ class Program:
     read: tuple[Tensor, ...] = ()
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    is_body: bool = False
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""
         return replace(self, graph=copy_graph(self.graph))
+
+    def begin_body(self, graph: fx.Graph) -> Program:
+        """A program without arguments and results: `graph` becomes the body of one of this program's loops."""
+        empty: Any = dict.fromkeys(("arguments", "results", "pass_state", "read", "remarks"), ())
+        return replace(self, name="turn", graph=graph, constants={}, is_body=True, **empty)
 
     def __repr__(self) -> str:
         return f"Program({self.name} on {self.mesh}: {len(self.graph.nodes)} nodes, {len(self.arguments)} arguments)"
@@ -147,6 +154,11 @@ class Program:
     def output(self) -> Node:
         """The output node. Its first argument lists the results that are tensors."""
         return next(iter(reversed(self.graph.nodes)))
+
+    def find(self, target: Callable[..., Any]) -> list[Node]:
+        """The nodes that call `target`, those in the bodies of loops included."""
+        own = self.graph.find_nodes(op="call_function", target=target)
+        return [*own, *(node for body in find_bodies(self.graph) for node in body.find(target))]
 
     @cached_property
     def flags(self) -> list[tuple[int, type[Flag]]]:

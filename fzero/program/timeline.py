@@ -19,7 +19,7 @@ from fzero.program.ops.transfers import copy_of, count_bytes
 from fzero.program.places import find_places, is_placed
 from fzero.program.rates import Rates
 from fzero.program.records import body_of, early_of, find_writes, name_of, record, starts, turns_of
-from fzero.program.work import work
+from fzero.program.work import work, work_on_host
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
@@ -164,7 +164,7 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
             copy, lane = (rates.copy_to_disk, DISK) if is_of_disk else (rates.copy, LINK)
             return Cost(copy(count_bytes(node)), (), lane)
         if places.get(node, "device") != "device":
-            return Cost(rates.compute_on_host(work(node)), (), HOST)
+            return Cost(rates.compute_on_host(work_on_host(node)), (), HOST)
         comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
         return Cost(rates.compute(work(node)), comms)
 

@@ -27,14 +27,13 @@ def int8_gather(program: Program, *, strict: bool = True) -> Program:
         FzeroError: where nothing floating is gathered, if `strict`. Else such a program stays as it is.
     """
     program = program.copy()
-    gathers = program.graph.find_nodes(op="call_function", target=ops.all_gather)
-    chosen = [node for node in gathers if node.meta["val"].is_floating_point()]
-    if not chosen and strict:
+    for node in program.graph.find_nodes(op="call_function", target=ops.all_gather):
+        if node.meta["val"].is_floating_point():
+            node.target = int8_all_gather
+    if strict and not program.is_body and not program.find(int8_all_gather):
         raise FzeroError(
             "pass 'int8_gather'", "finds no floating leaf that is gathered", "put it behind the pass bucket"
         )
-    for node in chosen:
-        node.target = int8_all_gather
     return program
 
 

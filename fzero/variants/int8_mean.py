@@ -25,7 +25,8 @@ def int8_mean(program: Program, *, strict: bool = True) -> Program:
     """
     program = program.copy()
     scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
-    if len(program.mesh.names) > 1 or (strict and not scatters):
+    is_empty = not (scatters or program.is_body or program.find(exchange))
+    if len(program.mesh.names) > 1 or (strict and is_empty):
         problem = f"finds {len(scatters)} reduce-scatters on {program.mesh}"
         raise FzeroError("pass 'int8_mean'", problem, "put it behind the pass bucket, on a mesh of one axis")
     for node in scatters:

@@ -16,11 +16,11 @@ def int8_scatter(program: Program) -> Program:
     Each rank keeps its rounding error as state of the step, 0 for what is not finite, for its next gradient.
 
     Raises:
-        FzeroError: on a mesh of several axes, and where nothing is scattered.
+        FzeroError: on a mesh of several axes, where nothing is scattered, and where a loop scatters.
     """
     program, world = program.copy(), program.mesh.size()
     scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
-    if len(program.mesh.names) > 1 or not scatters:
+    if len(program.mesh.names) > 1 or not (scatters or program.is_body):
         problem = f"finds {len(scatters)} reduce-scatters on {program.mesh}"
         raise FzeroError("pass 'int8_scatter'", problem, "put it behind the pass bucket, on a mesh of one axis")
     for number, node in enumerate(scatters):

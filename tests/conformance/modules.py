@@ -23,6 +23,7 @@ from conformance.verdict import (
     Cell,
     Trial,
     Verdict,
+    choose_place,
     choose_stages,
     compare_lists,
     compare_runs,
@@ -71,7 +72,8 @@ def trials(name: str, cell: Cell) -> Iterator[Trial]:
     samples = list(draw_samples(name, cell))
     for index, sample in enumerate(samples):
         for stage in choose_stages(index, len(samples)):
-            yield Trial(index, functools.partial(judge_sample, modules()[name], sample, cell, stage))
+            place = choose_place(index, stage)
+            yield Trial(index, functools.partial(judge_sample, modules()[name], sample, cell, stage, place))
 
 
 def draw_samples(name: str, cell: Cell) -> list[Any]:
@@ -83,7 +85,7 @@ def draw_samples(name: str, cell: Cell) -> list[Any]:
     return [x for x in info.module_inputs_func(info, **given) if x.forward_input is not None]
 
 
-def judge_sample(info: Any, sample: Any, cell: Cell, stage: int) -> Verdict:
+def judge_sample(info: Any, sample: Any, cell: Cell, stage: int, place: Any) -> Verdict:
     """The outcome of one sample."""
     torch.manual_seed(0)
     inputs, treedef = pytree.tree_flatten((sample.forward_input.args, sample.forward_input.kwargs))
@@ -108,7 +110,9 @@ def judge_sample(info: Any, sample: Any, cell: Cell, stage: int) -> Verdict:
     if not any(True for _ in module.parameters()) and not any(isinstance(x, Tensor) and is_floating(x) for x in inputs):
         return Verdict("skipped", "no floating tensor")
     batches = cell.form.endswith("batch")
-    return compare_runs(lambda: run_sharded(module, inputs, treedef, expected, batches, stage), expected, compare)
+    return compare_runs(
+        lambda: run_sharded(module, inputs, treedef, expected, batches, stage, place), expected, compare
+    )
 
 
 def run_plain(module: nn.Module, inputs: list[Any], treedef: pytree.TreeSpec) -> Outcome:
@@ -126,7 +130,13 @@ def run_plain(module: nn.Module, inputs: list[Any], treedef: pytree.TreeSpec) ->
 
 
 def run_sharded(
-    module: nn.Module, inputs: list[Any], treedef: pytree.TreeSpec, expected: Outcome, batches: bool, stage: int
+    module: nn.Module,
+    inputs: list[Any],
+    treedef: pytree.TreeSpec,
+    expected: Outcome,
+    batches: bool,
+    stage: int,
+    place: Any,
 ) -> Outcome:
     """The forward and backward pass of the lowered module in a step."""
     has_params = any(True for _ in module.parameters())
@@ -137,7 +147,7 @@ def run_sharded(
         whole, apply_alone = fzero.lower(module)
         whole_buffers, apply = {}, lambda params, buffers, *args, **kwargs: (apply_alone(params, *args, **kwargs), {})
     floating = {str(i): x for i, x in enumerate(inputs) if isinstance(x, Tensor) and is_floating(x)}
-    params = fzero.partition(whole if has_params else floating, MESH)
+    params = fzero.partition(whole if has_params else floating, MESH, to=place)
     buffers = fzero.partition(whole_buffers, MESH)
 
     def forward(params: Any, buffers: Any, batch: dict[str, Any]) -> Any:

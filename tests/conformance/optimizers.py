@@ -18,6 +18,7 @@ from conformance.verdict import (
     Cell,
     Trial,
     Verdict,
+    choose_place,
     choose_stages,
     compare_lists,
     compare_runs,
@@ -279,7 +280,8 @@ def trials(name: str, cell: Cell) -> Iterator[Trial]:
     samples = optimizers()[name].optim_inputs_func("cpu")
     for index, sample in enumerate(samples):
         for stage in choose_stages(index, len(samples)):
-            yield Trial(index, functools.partial(judge_options, name, sample.kwargs, cell, stage))
+            place = choose_place(index, stage)
+            yield Trial(index, functools.partial(judge_options, name, sample.kwargs, cell, stage, place))
 
 
 def make_params(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -294,7 +296,7 @@ def loss_of(params: Any, x: Tensor) -> Any:
     return ((y * params["s"] if "s" in params else y) - 0.5).square().mean()
 
 
-def judge_options(name: str, options: dict[str, Any], cell: Cell, stage: int) -> Verdict:
+def judge_options(name: str, options: dict[str, Any], cell: Cell, stage: int, place: Any) -> Verdict:
     """The outcome of one set of options."""
     kind, dtype = name.removeprefix("optim."), DTYPES[cell.dtype]
     if "line_search_fn" in options:
@@ -310,7 +312,7 @@ def judge_options(name: str, options: dict[str, Any], cell: Cell, stage: int) ->
         return Verdict("wrong", "the function is not torch's")
     donates = cell.form == "donate"
     return compare_runs(
-        lambda: run_sharded(kind, whole, x, options, donates, stage),
+        lambda: run_sharded(kind, whole, x, options, donates, stage, place),
         expected,
         lambda got, want: compare_lists(got, want, "parameter"),
     )
@@ -363,11 +365,11 @@ def run_step(step: Callable[..., Any], params: Any, state: Any, x: Tensor) -> li
 
 
 def run_sharded(
-    kind: str, whole: dict[str, Tensor], x: Tensor, options: dict[str, Any], donates: bool, stage: int
+    kind: str, whole: dict[str, Tensor], x: Tensor, options: dict[str, Any], donates: bool, stage: int, place: Any
 ) -> list[Tensor]:
     """The parameters after each sharded step."""
-    params = fzero.partition(whole, MESH)
-    state = fzero.partition(first_state(kind, whole, options), MESH, like=params)
+    params = fzero.partition(whole, MESH, to=place)
+    state = fzero.partition(first_state(kind, whole, options), MESH, to=place, like=params)
     return run_step(fzero.simulate(make_step(kind, options), MESH, stage=stage, donate=donates), params, state, x)
 
 

@@ -22,7 +22,8 @@ its table, `tests/conformance/table.txt`. Outcomes may only get better: `make co
 `make test` tries a few samples of everything.
 
 Each sample runs in plain torch and in a step on three virtual ranks. Stages 1, 2 and 3 take turns; one sample of each
-operator runs at all three. The outcome of an operator in a form and a dtype is the worst outcome of its samples:
+operator runs at all three. Parameters of modules, and parameters and state of optimizers, lie on the device and on the
+host in turn. The outcome of an operator in a form and a dtype is the worst outcome of its samples:
 
 | outcome | meaning |
 |---|---|

@@ -26,6 +26,9 @@ import fzero
 
 MESH = fzero.VirtualMesh(fsdp=3)
 STAGES = (1, 2, 3)
+PLACES = (None, fzero.host())
+"""Where the leaves of modules and the state of optimizers lie."""
+
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "c64": torch.complex64, "i64": torch.int64}
 OUTCOMES = ("wrong", "raw", "refused", "equal")
 """From worst to best; `skipped` stands apart."""
@@ -74,6 +77,11 @@ class Trial(NamedTuple):
 def choose_stages(index: int, count: int) -> tuple[int, ...]:
     """The stages at which a sample is tried: one, in turn; for the sample in the middle all, as the first are 0-d."""
     return STAGES if index == count // 2 else STAGES[index % 3 :][:1]
+
+
+def choose_place(index: int, stage: int) -> Any:
+    """The place of a sample at a stage: each in turn."""
+    return PLACES[(index + stage) % len(PLACES)]
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

@@ -27,6 +27,7 @@ from fzero.program.rates import GUESSES
 HOST = fzero.host()
 ADAMW = optim.adamw(0.1, weight_decay=0.1)
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), ADAMW)
+RATE = torch.tensor(0.1)
 PLACES = [(None, HOST), (HOST, None), (HOST, HOST)]
 """Where parameters and the optimizer's state lie."""
 
@@ -166,6 +167,33 @@ def test_other_steps_are_the_resident_ones(name: str, stage: int, places: Any) -
     assert_equal(others, losses)
     assert peaks.most["host"] == planned.host
     assert abs(peaks.most["device"] - planned.peak) <= batch.nbytes // mesh.size()  # its rows are views in a loop
+
+
+def orthogonalize_by_hand(params: Any, means: Any, x: Tensor) -> Any:
+    """An optimizer that captures its rate, and uses what the host computes of a mean twice: its norm, and gathered."""
+    value, grads = fzero.value_and_grad(loss)(params, x)
+    means = tree.map(lambda m, g: torch.lerp(m, g, 0.1), means, grads)
+
+    def update(p: Tensor, m: Tensor) -> Tensor:
+        half = m.bfloat16()
+        return p * (1 - RATE * 0.1) - RATE * (half / half.norm()) @ torch.eye(5).bfloat16()
+
+    return tree.map(update, params, means), means, value
+
+
+def test_what_the_host_computes_may_have_several_users() -> None:
+    """One of them gathers it on the device. A captured number goes to the host behind its own node."""
+    mesh = VirtualMesh(fsdp=2)
+    step, batch = fzero.simulate(orthogonalize_by_hand, mesh), rows(mesh)
+
+    def start(place: Host | None) -> Any:
+        params = fzero.partition(layers(), mesh, to=place)
+        return params, tree.map(torch.zeros_like, params)
+
+    expected, losses = train(step, start(None), batch)
+    got, others = train(step, start(HOST), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+    assert_equal(others, losses)
 
 
 def test_some_leaves_on_the_host_and_some_whole_on_every_rank() -> None:

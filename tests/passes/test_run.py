@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mistakes import WRONG_PASSES, returns_nothing
-from programs import layers, loss, training
+from programs import dense, layers, loss, training
 from torch import Tensor
 
 import fzero
@@ -18,6 +19,7 @@ from fzero.program.records import name_of
 
 MESH = fzero.VirtualMesh(fsdp=2)
 SGD = optim.sgd(0.1)
+CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1))
 
 
 @pytest.mark.parametrize(("rewrite", "message"), WRONG_PASSES, ids=lambda each: getattr(each, "__name__", ""))
@@ -82,6 +84,50 @@ def test_a_pass_that_moves_a_read_past_a_write_is_named() -> None:
     moved = r"pass 'reads_too_early': moves sum_1 in front of copy_, and one of both writes what the other touches"
     with pytest.raises(FzeroError, match=moved + r" \(.*test_run.py:\d+ in step: return buffer.sum\(\)\)"):
         fzero.simulate(step, MESH, passes=chosen)(torch.ones(4, 5))
+
+
+# places and loops
+
+
+def copies(program: Program) -> Program:
+    """A pass that changes nothing."""
+    return program.copy()
+
+
+def in_loops(params: Any, state: Any, x: Tensor) -> Any:
+    """Microbatches, each of which runs the layers in tiles, in a loop of their own."""
+
+    def sums(params: Any, x: Tensor) -> Any:
+        h, _ = fzero.scan(lambda h, _, layer: (dense(layer, h), None), x, layers=params["layers"])
+        return fzero.tiled(dense, 2)(params["layers"][0], h).square().sum(), len(x)
+
+    value, grads = fzero.accumulate(sums, 2)(params, x)
+    updates, state = CLIPPED.update(grads, state, params)
+    return optim.apply_updates(params, updates), state, value
+
+
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+@pytest.mark.parametrize(("step", "chunk"), [(training(CLIPPED), None), (training(CLIPPED), 128), (in_loops, None)])
+def test_a_pass_that_changes_nothing_may_stand_anywhere(
+    step: Any, chunk: int | None, where: str, tmp_path: Path
+) -> None:
+    """In front of each pass, and in loops, wherever state lies."""
+    place = {"device": None, "host": fzero.host(), "disk": fzero.disk(tmp_path)}[where]
+    params = fzero.partition(layers(), MESH, to=place, granularity=lambda path, shape: shape[-1])
+    own = passes.defaults(stage=3, chunk=chunk)
+    between = [each for one in own for each in (copies, one)]
+    given = params, CLIPPED.init(params), torch.ones(8, 5)
+    plain, rewritten = (fzero.simulate(step, MESH, passes=chosen).trace(*given) for chosen in (own, between))
+    assert rewritten.lines() == plain.lines()
+
+
+def test_state_that_a_pass_adds_to_a_turn_is_refused() -> None:
+    with pytest.raises(
+        FzeroError, match="pass 'counts_steps': adds state to the body of a loop, and a turn keeps none"
+    ):
+        params = fzero.partition(layers(), MESH)
+        chosen = passes.insert(passes.defaults(stage=3), counts_steps, before="bucket")
+        fzero.simulate(in_loops, MESH, passes=chosen).trace(params, CLIPPED.init(params), torch.ones(8, 5))
 
 
 # state

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import EVERY_STEP, MESH, apply, on_ones, tried
+from programs import EVERY_STEP, MESH, apply, layers, on_ones, training, tried
 from torch import Tensor
 
 import fzero
@@ -166,6 +166,19 @@ def test_copies_and_the_host_have_lanes() -> None:
     assert timeline.hidden("to_host") == 0 and timeline.hidden() == 1
     threads = [event["args"]["name"] for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "M"]
     assert threads == ["compute", "communication", "link", "host"]
+
+
+def test_the_host_clips_in_one_pass() -> None:
+    """A norm that is not finite makes gradients zero in a second one, which the host leaves out as a rule."""
+    optimizer = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), fzero.optim.adamw(0.1))
+    params = fzero.partition(layers(1, width=64), VirtualMesh(fsdp=2))
+    args = params, optimizer.init(params, to=fzero.host()), torch.ones(4, 64)
+    program = fzero.simulate(training(optimizer), VirtualMesh(fsdp=2)).trace(*args)
+    seconds = {span.name: span.end - span.start for span in program.timeline().on_host}
+    list_bytes = 4 * (64 * 64 + 64) // 2  # of one number for each element of a rank's slice
+    assert set(seconds) == {"_foreach_mul_", "adamw_"}
+    assert seconds["_foreach_mul_"] * program.rates.host == pytest.approx(2 * list_bytes, abs=64)
+    assert seconds["adamw_"] * program.rates.host == pytest.approx(7 * list_bytes, abs=64)
 
 
 def test_a_disk_reads_and_writes_in_turn(tmp_path: Path) -> None:
