@@ -46,7 +46,7 @@ def offload(program: Program) -> Program:
     """
     if not is_placed(program):
         return program
-    program = program.copy()
+    program = program.take()
     _place_bodies(program)
     kinds = _cut_updates(program)
     away = _find_away(program, kinds)

@@ -15,7 +15,7 @@ from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
 from fzero.program.program import Program
-from fzero.program.records import body_of, is_call, starts
+from fzero.program.records import find_loops, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
 
 SLACK = 2.0
@@ -41,7 +41,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     all-gathers await their use, and at most as many are being written; by default twice the largest read. Same results,
     bit for bit. All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
     """
-    program = program.copy()
+    program = program.take()
     costs = program.costs()
     limit = 2 * _find_largest(program) if memory is None else memory
     gathers = {node: _list_with_copies(node, costs) for node in program.graph.nodes if starts(node) == "gathered"}
@@ -57,9 +57,8 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     reorder(program.graph, order_updates(program, costs))
     reorder(program.graph, _wait_for_writes(program.graph, staged))
     _schedule_values(program.graph, costs, memory)
-    for node in program.graph.nodes:
-        if body_of(node) is not None:
-            node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
+    for node in find_loops(program.graph):
+        node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
     return program
 
 

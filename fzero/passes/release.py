@@ -33,7 +33,7 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
         raise FzeroError("stage", f"is {stage!r}", "stages are 0, 1, 2 and 3")
     if stage == 0:
         _check_whole(program)
-    program = program.copy()
+    program = program.take()
     if stage == 3:
         _regather(program, keep)
     if stage == 1:

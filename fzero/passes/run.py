@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -32,9 +33,10 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
         FzeroError: naming the pass, where a pass returns no `Program` or a program that `verify` refuses, and where a
             pass moves a read or write of memory past a write.
     """
-    result = program
+    result, is_own = program, False
     for rewrite in passes:
-        result = _rewrite(rewrite, result)
+        new = _rewrite(rewrite, result, is_own and result.graph is not program.graph)
+        result, is_own = new, not is_foreign(rewrite)
     foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
@@ -42,10 +44,16 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     return result
 
 
-def _rewrite(rewrite: Pass, program: Program) -> Program:
-    """The program rewritten by one pass, the bodies of its loops first."""
+def _rewrite(rewrite: Pass, program: Program, is_own: bool = False) -> Program:
+    """The program rewritten by one pass, the bodies of its loops first. With `is_own` a pass of fzero made the program,
+    and another one may change its graph, as long as no order of reads and writes is to be compared."""
     given = ops.map_bodies(program, functools.partial(_rewrite, rewrite))
-    result = _run(rewrite, given) if is_foreign(rewrite) else rewrite(given)
+    if is_foreign(rewrite):
+        result = _run(rewrite, given)
+    elif is_own and not find_changes(given.graph):
+        return replace(rewrite(replace(given, is_spare=True)), is_spare=False)
+    else:
+        result = rewrite(given)
     check_moves(name_of_pass(rewrite), given.graph, result.graph)
     return result
 
