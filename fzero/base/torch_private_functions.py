@@ -87,7 +87,11 @@ def list_targets(graph: fx.Graph) -> list[Any]:
 
     Public replacement: a list of targets beside `Graph.find_nodes`.
     """
-    return [target for (op, target), nodes in graph._find_nodes_lookup_table.table.items() if nodes and op == "call_function"]
+    return [
+        target
+        for (op, target), nodes in graph._find_nodes_lookup_table.table.items()
+        if nodes and op == "call_function"
+    ]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
