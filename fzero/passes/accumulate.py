@@ -36,8 +36,8 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
     stay alive from the first microbatch to the last.
     """
     has_replicas = any(program.mesh.size(axis) > 1 for axis in _list_replica_axes(program))
-    loops = find_loops(program.graph)
-    loops = [node.name for node in loops if has_replicas or _is_once(node, stage)]
+    found = find_loops(program.graph)
+    loops = [node.name for node in found if has_replicas or _is_once(node, stage)]
     if stage > 1 and not loops:
         return program
     program = program.copy()

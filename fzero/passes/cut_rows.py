@@ -28,7 +28,8 @@ def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> l
     An argument that is a list has one item for each leaf, or an equal number of them.
     """
     count, items, calls = len(call.args[0]), dict[tuple[Node, int], Node](), list[Node]()
-    is_each = all(isinstance(x, (list, tuple)) for x in call.meta.get("val") or ())  # several lists of results
+    value = call.meta.get("val")
+    is_each = all(isinstance(x, (list, tuple)) for x in value or ())  # several lists of results
     columns = list(call.users) if is_each else [call]
 
     def cut(given: Any, rows: Sequence[int]) -> Any:
@@ -38,10 +39,14 @@ def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> l
 
     with program.graph.inserting_before(call.next):
         for rows in groups:
-            args, value = [cut(arg, rows) for arg in call.args], call.meta["val"]
-            kept = [[each[row] for row in rows] for each in (value if is_each else [value])]
-            part = program.emit_as(tuple(kept) if is_each else kept[0], call.target, *args, **call.kwargs)
-            part.meta.update({key: value for key, value in call.meta.items() if key != "val"})
+            args = [cut(arg, rows) for arg in call.args]
+            if value is None:  # of a call that writes into its operands
+                part = program.emit(call.target, *args, **call.kwargs)
+                kept = [part.meta["val"]]
+            else:
+                kept = [[each[row] for row in rows] for each in (value if is_each else [value])]
+                part = program.emit_as(tuple(kept) if is_each else kept[0], call.target, *args, **call.kwargs)
+            part.meta.update({key: each for key, each in call.meta.items() if key != "val"})
             calls.append(part)
             for column in columns:
                 at = column.args[1] if is_each else 0
