@@ -82,6 +82,18 @@ def policy_of(context: Any) -> Callable[..., Any] | None:
     return context.policy_fn if is_selective else None
 
 
+def list_targets(graph: fx.Graph) -> list[Any]:
+    """What the nodes of a graph call, each once. A walk over all nodes takes a thousand times as long.
+
+    Public replacement: a list of targets beside `Graph.find_nodes`.
+    """
+    return [
+        target
+        for (op, target), nodes in graph._find_nodes_lookup_table.table.items()
+        if nodes and op == "call_function"
+    ]
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph, with the names of nodes and with copies of their `meta`. A step of 80 layers is copied in a
     quarter of the seconds that torch takes, which looks for symbolic numbers in all arguments.

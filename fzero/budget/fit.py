@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Host, Placement, host
@@ -12,7 +12,7 @@ from fzero.budget.choices import flatten, list_bucket_choices, list_segment_choi
 from fzero.budget.frontier import Choice, Point, find_frontier, keep_fastest
 from fzero.budget.placements import NOTHING, Costs, Movable, Positions, list_placement_choices, measure_costs
 from fzero.budget.programs import Choose, Programs
-from fzero.budget.saved import Level, Segment, find_segments, number_nodes
+from fzero.budget.saved import Again, Level, Segment, find_segments
 from fzero.program.largest import list_largest
 from fzero.program.listing import format_size
 from fzero.program.operation import nbytes
@@ -43,15 +43,6 @@ class Budget(NamedTuple):
     to: Placement | None = None
 
 
-class Rewrite(Protocol):
-    """Makes the program of a numbered trace, which it may change. The buckets to `keep` stay gathered; `ahead` is the
-    `memory` of `prefetch`; `places` says of some arguments, by position, where they lie."""
-
-    def __call__(
-        self, traced: Program, *, keep: Collection[str], ahead: int | None, places: Mapping[int, Placement | None]
-    ) -> Program: ...
-
-
 def fit(traced: Program, budget: Budget) -> Program:
     """The fastest program of a trace whose peak, arguments included, is within a budget on every rank.
 
@@ -63,7 +54,7 @@ def fit(traced: Program, budget: Budget) -> Program:
     Raises:
         FzeroError: where the least peak is above the limit, with the largest values that are alive there.
     """
-    programs = Programs(budget.passes)
+    programs = Programs(budget.passes, traced)
     resident = Space(traced, programs, None, budget.to, is_resident=budget.to is not None)
     found = resident.find(budget.limit) if budget.to and resident.is_fastest(budget.limit) else None
     if found is None:
@@ -95,7 +86,7 @@ def _would_fit(last: Space, limit: int) -> bool:
     movable = Movable(last.traced, host())
     if last.frontier[0].peak - movable.count(movable.both) > (1 + LARGEST_ERROR) * limit:
         return False
-    return Space(last.traced, last.rewrite, 0, host()).find(limit) is not None
+    return Space(last.traced, last.programs, 0, host()).find(limit) is not None
 
 
 def _refuse(least: Program, limit: int, other_way: str) -> FzeroError:
@@ -126,7 +117,7 @@ class _Picked(NamedTuple):
     that lie away from the device."""
 
     keep: frozenset[str] = frozenset()
-    again: tuple[tuple[Segment, Level], ...] = ()
+    again: Again = ()
     away: Positions = NOTHING
 
 
@@ -138,14 +129,13 @@ class Space:
     def __init__(
         self,
         traced: Program,
-        rewrite: Rewrite,
+        programs: Programs,
         ahead: int | None,
         to: Placement | None = None,
         like: Space | None = None,
         is_resident: bool = False,
     ) -> None:
-        self.traced, self.rewrite, self.ahead, self.movable = traced, rewrite, ahead, Movable(traced, to)
-        self._numbered: dict[object, Program] = like._numbered if like else {}
+        self.traced, self.programs, self.ahead, self.movable = traced, programs, ahead, Movable(traced, to)
         self._built: dict[tuple[_Picked, int | None], Program] = like._built if like else {}
         base = self._write(_Picked())
         line, weights = list(flatten(base)), weigh(base)
@@ -173,7 +163,7 @@ class Space:
 
     def limit_ahead(self, ahead: int) -> Space:
         """The programs of the same trace in which collectives have so many bytes."""
-        return Space(self.traced, self.rewrite, ahead, self.movable.to, self)
+        return Space(self.traced, self.programs, ahead, self.movable.to, self)
 
     def _search(self, line: list[int]) -> list[Point]:
         """The frontier. Greedy search is better at fewer choices, so those of programs with no state elsewhere, and
@@ -190,10 +180,8 @@ class Space:
         """The program of these picks, with as many bytes `ahead` as those of this space unless more are given."""
         key = picked, self.ahead if ahead is None else ahead
         if key not in self._built:
-            if picked.again not in self._numbered:
-                self._numbered[picked.again] = number_nodes(self.traced, picked.again)
-            numbered, places = self._numbered[picked.again], self.movable.places(picked.away)
-            self._built[key] = self.rewrite(numbered, keep=picked.keep, ahead=key[1], places=places)
+            places = self.movable.places(picked.away)
+            self._built[key] = self.programs(picked.again, keep=picked.keep, ahead=key[1], places=places)
         return self._built[key]
 
     def list_ahead(self) -> list[int]:

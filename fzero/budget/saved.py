@@ -73,19 +73,31 @@ class Segment(NamedTuple):
     levels: tuple[Level, ...]
 
 
-def number_nodes(traced: Program, chosen: Sequence[tuple[Segment, Level]] = ()) -> Program:
-    """A copy of a trace whose nodes know their numbers, and in which these segments have these levels."""
+Again = tuple[tuple[Segment, Level], ...]
+"""The level of each segment that computes values again or moves them."""
+
+
+def number_nodes(traced: Program) -> Program:
+    """A copy of a trace whose nodes know their numbers."""
+    program = traced.copy()
+    for number, node in enumerate(program.graph.nodes):
+        set_mark(node.meta, get_mark(node)._replace(number=number))
+    return program
+
+
+def set_levels(numbered: Program, chosen: Again) -> Program:
+    """A copy of a program in which these segments have these levels. Its nodes know their numbers in the trace."""
     moved = frozenset[int]().union(*(level.moved for _, level in chosen))
     region_of = dict.fromkeys(moved, Region(_keep_nothing, in_backward=False, moved=moved))
     for segment, level in chosen:
         if level.lost:
             region = Region(_keep_nothing, in_backward=False, kept=segment.saved - level.lost, moved=moved)
             region_of |= dict.fromkeys(segment.members, region)
-    program = traced.copy()
-    for number, node in enumerate(program.graph.nodes):
+    program = numbered.copy()
+    for node in program.graph.nodes:
         mark = get_mark(node)
-        regions = (region_of[number],) if number in region_of else mark.regions
-        set_mark(node.meta, mark._replace(number=number, regions=regions))
+        if mark.number in region_of:
+            set_mark(node.meta, mark._replace(regions=(region_of[mark.number],)))
     return program
 
 

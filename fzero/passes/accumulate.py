@@ -15,7 +15,7 @@ from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Argument, Program, Result
-from fzero.program.records import body_of, is_call, storage
+from fzero.program.records import find_loops, is_call, storage
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -36,8 +36,8 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
     stay alive from the first microbatch to the last.
     """
     has_replicas = any(program.mesh.size(axis) > 1 for axis in _list_replica_axes(program))
-    loops = [node for node in program.graph.nodes if body_of(node) is not None]
-    loops = [node.name for node in loops if has_replicas or _is_once(node, stage)]
+    found = find_loops(program.graph)
+    loops = [node.name for node in found if has_replicas or _is_once(node, stage)]
     if stage > 1 and not loops:
         return program
     program = program.copy()

@@ -30,7 +30,7 @@ def bucket(program: Program) -> Program:
     Same results, bit for bit, with kernels whose results do not depend on the alignment of their operands: a leaf may
     begin anywhere in a buffer. The results of MKL do depend on alignment, unless MKL_CBWR is set.
     """
-    program = program.copy()
+    program = program.take()
     _merge_repeats(program)
     behind = find_dependences(program.graph)
     for members in _group_moves(program, ops.gather):

@@ -28,7 +28,8 @@ def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> l
     An argument that is a list has one item for each leaf, or an equal number of them.
     """
     count, items, calls = len(call.args[0]), dict[tuple[Node, int], Node](), list[Node]()
-    is_each = all(isinstance(x, (list, tuple)) for x in call.meta.get("val") or ())  # several lists of results
+    value = call.meta.get("val")
+    is_each = all(isinstance(x, (list, tuple)) for x in value or ())  # several lists of results
     columns = list(call.users) if is_each else [call]
 
     def cut(given: Any, rows: Sequence[int]) -> Any:
@@ -38,12 +39,20 @@ def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> l
 
     with program.graph.inserting_before(call.next):
         for rows in groups:
-            part = program.emit(call.target, *(cut(arg, rows) for arg in call.args), **call.kwargs)
-            part.meta.update({key: value for key, value in call.meta.items() if key != "val"})
+            args = [cut(arg, rows) for arg in call.args]
+            if value is None:  # of a call that writes into its operands
+                part = program.emit(call.target, *args, **call.kwargs)
+                kept = [part.meta["val"]]
+            else:
+                kept = [[each[row] for row in rows] for each in (value if is_each else [value])]
+                part = program.emit_as(tuple(kept) if is_each else kept[0], call.target, *args, **call.kwargs)
+            part.meta.update({key: each for key, each in call.meta.items() if key != "val"})
             calls.append(part)
             for column in columns:
-                news = part if column is call else program.emit(operator.getitem, part, column.args[1])
-                items |= {(column, row): program.emit(operator.getitem, news, at) for at, row in enumerate(rows)}
+                at = column.args[1] if is_each else 0
+                news = part if column is call else program.emit_as(kept[at], operator.getitem, part, at)
+                for index, row in enumerate(rows):
+                    items[column, row] = program.emit_as(kept[at][index], operator.getitem, news, index)
     old = [(column, item) for column in columns for item in column.users if is_call(item, operator.getitem)]
     program.substitute_all({item: items[column, item.args[1]] for column, item in old})
     for node in dict.fromkeys([*columns, call]):

@@ -39,8 +39,9 @@ def donate(program: Program) -> Program:
     the same path at the end of the step, when everything has been read. Lists of gradients are overwritten at their
     last use.
     """
-    given, program = program, program.copy()
-    owners, is_body = Owners(program), any(argument.kind is not None for argument in program.arguments)
+    is_body = any(argument.kind is not None for argument in program.arguments)
+    given, program = program, program.copy() if is_body else program.take()
+    owners = Owners(program)
     _reuse_lists(program, owners)
     is_update = is_body or _is_update(
         program, owners

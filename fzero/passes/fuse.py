@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fzero.optim.kernels import scale_by_adam, scale_by_rss
 from fzero.passes.order import drop_dead_rows, find_changes, restore_order
@@ -61,7 +61,7 @@ def fuse(program: Program) -> Program:
     """
     if not program.graph.find_nodes(op="call_function", target=_ADD):
         return program
-    program = program.copy()
+    program = program.take()
     changed = find_changes(program.graph)
     on_host = {node for node, given in zip(program.placeholders, program.arguments) if given.place is not None}
     for total in program.graph.find_nodes(op="call_function", target=_ADD):
@@ -199,8 +199,11 @@ _MATCHES: tuple[Callable[[_Lists, _Tail], _Row | None], ...] = (
 
 def _fits(row: _Row, on_host: Set[Node]) -> bool:
     """Whether the kernel takes these operands: of one shape, and of one dtype. Only Adam's gradient may have another,
-    and its states a narrower one, as behind `optim.cast_state`."""
+    and its states a narrower one, as behind `optim.cast_state`. And whether its results, which are like the operands
+    that they replace, are like those of the operations."""
     param, grad, *states = (node.meta["val"] for node in row.operands)
+    if any(_describe(x) != _describe(node.meta["val"]) for x, node in zip((param, *states), row.results)):
+        return False
     is_adam = row.update is ops.adamw
     kept = [row.results[0].meta["val"], *([] if is_adam else [grad, *states])]
     is_alike = all(x.dtype == param.dtype for x in kept) and all(x.shape == param.shape for x in (grad, *states))
@@ -210,17 +213,25 @@ def _fits(row: _Row, on_host: Set[Node]) -> bool:
     return is_alike and param.dtype in _DTYPES and not is_wrong
 
 
+def _describe(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype, value.device
+
+
 def _emit_update(program: Program, rows: list[_Row]) -> None:
     """Emit one call for these rows, and replace their results."""
     update, numbers, rate, options, _ = rows[0].shared
     with program.graph.inserting_before(max(row.results[0] for row in rows).next):
         learning_rate = program.emit(_aten.neg.default, rate) if isinstance(rate, fx.Node) else -rate
         lists = [list(column) for column in zip(*(row.operands for row in rows))]
-        call = program.emit(update, *lists, *numbers, learning_rate, *options)
-        columns = [program.emit(operator.getitem, call, column) for column in range(len(rows[0].results))]
-        items = [[program.emit(operator.getitem, column, index) for column in columns] for index in range(len(rows))]
-    results = (result for row in rows for result in row.results)
-    program.substitute_all(dict(zip(results, (item for new in items for item in new))))
+        values = [[result.meta["val"] for result in column] for column in zip(*(row.results for row in rows))]
+        call = program.emit_as(tuple(values), update, *lists, *numbers, learning_rate, *options)
+        columns = [program.emit_as(value, operator.getitem, call, at) for at, value in enumerate(values)]
+        news = {
+            row.results[at]: program.emit_as(values[at][index], operator.getitem, column, index)
+            for index, row in enumerate(rows)
+            for at, column in enumerate(columns)
+        }
+    program.substitute_all(news)
 
 
 class _Lists:

@@ -14,7 +14,7 @@ from fzero.program.kinds import UNIFORM
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Argument, Program
-from fzero.program.records import body_of, is_call
+from fzero.program.records import find_loops, is_call
 
 
 def hoist(program: Program, *, keep: Collection[str] | None = None) -> Program:
@@ -24,13 +24,11 @@ def hoist(program: Program, *, keep: Collection[str] | None = None) -> Program:
     Same results, bit for bit. k microbatches then gather once, and so do the forward and backward pass of a layer. The
     gathered leaves live until the last turn.
     """
-    loops = [node.name for node in program.graph.nodes if body_of(node) is not None]
-    if not loops:
+    if not find_loops(program.graph):
         return program
     program = program.copy()
-    for node in list(program.graph.nodes):
-        if node.name in loops:
-            _hoist_gathers(program, node, keep)
+    for node in find_loops(program.graph):
+        _hoist_gathers(program, node, keep)
     return program
 
 

@@ -63,7 +63,9 @@ class Saved:
         self.program, self.graph, self.again, self.least = program, program.graph, again, least
         nodes = list(program.graph.nodes)
         self._changed = find_changes(program.graph)
-        self._memory = {node: storage(node) for node in nodes}
+        self._memory = dict[Node, Any]()
+        for node in nodes:
+            self._memory[node] = self._memory[node.all_input_nodes[0]] if _lists_views(node) else storage(node)
         self._sharing: dict[Any, list[Node]] = {}  # memory -> the nodes whose values lie there
         for node, memory in self._memory.items():
             self._sharing.setdefault(memory, []).append(node)
@@ -149,6 +151,11 @@ def _turns_of(value: Node) -> tuple[Turn, ...]:
     """The turns that a value belongs to. The carry of a turn belongs to the turn."""
     mark = get_mark(value)
     return mark.turns if mark.port is None else (*mark.turns, mark.port)
+
+
+def _lists_views(node: Node) -> bool:
+    """Whether a node's value is a list of views of its operand, as that of `unbind`."""
+    return isinstance(node.meta.get("val"), (list, tuple)) and shares_memory(node) and len(node.all_input_nodes) == 1
 
 
 def _is_border(node: Node, turns: tuple[Turn, ...]) -> bool:

@@ -46,7 +46,7 @@ def offload(program: Program) -> Program:
     """
     if not is_placed(program):
         return program
-    program = program.copy()
+    program = program.take()
     _place_bodies(program)
     kinds = _cut_updates(program)
     away = _find_away(program, kinds)
@@ -203,9 +203,9 @@ class _Transfers:
         for node in list(self.graph.nodes):
             if node.op == "call_function":
                 sources = list_sources(node, self._find_where(node))
-                for there in CHAIN:
-                    missing = [x for x, where in sources if where == there != self._find_where(x)]
-                    for x, copy in self._bring(missing, node, there).items():
+                away = [(x, where) for x, where in sources if where != self._find_where(x)]
+                for there in CHAIN if away else ():
+                    for x, copy in self._bring([x for x, where in away if where == there], node, there).items():
                         node.replace_input_with(x, copy)
                 is_sized_by_disk = record(node).takes_shape and "disk" in map(self._find_where, node.all_input_nodes)
                 if self._find_where(node) == "host" and (node.kwargs.get("device") is not None or is_sized_by_disk):

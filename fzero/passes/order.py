@@ -18,6 +18,7 @@ from torch import fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import find_root
+from fzero.base.torch_private_functions import list_targets
 from fzero.layout.layout import layer_of
 from fzero.optim.operations import STAGES
 from fzero.program.operation import Node, no_operands
@@ -30,9 +31,9 @@ from fzero.program.refusals import PASS_BUG
 
 def find_changes(graph: fx.Graph) -> set[Any]:
     """The memory that some node writes into. Nothing reads it earlier or later than the trace does."""
-    targets = {id(node.target): node.target for node in graph.nodes if node.op == "call_function"}
-    writing = {key for key, target in targets.items() if record(target).writes is not no_operands}
-    return {storage(written) for node in graph.nodes if id(node.target) in writing for written in find_writes(node)}
+    writing = [target for target in list_targets(graph) if record(target).writes is not no_operands]
+    calls = (node for target in writing for node in graph.find_nodes(op="call_function", target=target, sort=False))
+    return {storage(written) for node in calls for written in find_writes(node)}
 
 
 def find_accesses(node: Node) -> list[Node]:

@@ -15,7 +15,7 @@ from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
 from fzero.program.program import Program
-from fzero.program.records import body_of, is_call, starts
+from fzero.program.records import find_loops, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
 
 SLACK = 2.0
@@ -41,37 +41,39 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     all-gathers await their use, and at most as many are being written; by default twice the largest read. Same results,
     bit for bit. All-gathers keep their order, and so do reduce-scatters, copies, reads and writes.
     """
-    program = program.copy()
+    program = program.take()
     costs = program.costs()
     limit = 2 * _find_largest(program) if memory is None else memory
     gathers = {node: _list_with_copies(node, costs) for node in program.graph.nodes if starts(node) == "gathered"}
-    reorder(program.graph, _start_early(program.graph, gathers, costs, limit))
+    _start_early(program.graph, gathers, costs, limit)
     to_device = program.graph.find_nodes(op="call_function", target=ops.to_device)
     of_state = (node for node in to_device if not is_of_saved_value(node))
     copies = {node: moving for node in of_state if _takes_state(moving := _list_with_copies(node, costs))}
-    reorder(program.graph, _start_early(program.graph, copies, costs, limit))
+    _start_early(program.graph, copies, costs, limit)
     reads = program.graph.find_nodes(op="call_function", target=ops.read)
     staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
-    reorder(program.graph, _start_early(program.graph, {node: [node] for node in reads}, costs, staged))
+    _start_early(program.graph, {node: [node] for node in reads}, costs, staged)
     reorder(program.graph, _wait_late(program, costs, limit))
     reorder(program.graph, order_updates(program, costs))
-    reorder(program.graph, _wait_for_writes(program.graph, staged))
+    if program.graph.find_nodes(op="call_function", target=ops.write):
+        reorder(program.graph, _wait_for_writes(program.graph, staged))
     _schedule_values(program.graph, costs, memory)
-    for node in program.graph.nodes:
-        if body_of(node) is not None:
-            node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
+    for node in find_loops(program.graph):
+        node.args = tuple(_gather_early(Loop(*node.args), costs, memory))
     return program
 
 
 def _schedule_values(graph: fx.Graph, costs: Costs, memory: int | None) -> None:
     """Let saved values of the forward pass go late, and bring them back early."""
-    waits = [node for node in graph.nodes if is_call(node, ops.arrive) and is_of_saved_value(node)]
-    sizes = [nbytes(wait.meta["val"]) for wait in waits] or [0]
+    waits = list(filter(is_of_saved_value, graph.find_nodes(op="call_function", target=ops.arrive)))
+    if not waits:
+        return
+    sizes = [nbytes(wait.meta["val"]) for wait in waits]
     limit = 2 * max(sizes) + 2 * sum(sizes) // len(sizes) if memory is None else memory
     away = {wait: [wait, *wait.users] for wait in waits if is_call(wait.args[0], ops.to_host)}
     reorder(graph, _let_go_late(graph, away, costs, limit))
     back = {wait.args[0]: [wait.args[0]] for wait in waits if wait not in away}
-    reorder(graph, _start_early(graph, back, costs, limit, is_queue=True))
+    _start_early(graph, back, costs, limit, is_queue=True)
 
 
 def _let_go_late(graph: fx.Graph, away: Mapping[Node, list[Node]], costs: Costs, memory: int) -> list[Node]:
@@ -170,13 +172,15 @@ def _wait_for_writes(graph: fx.Graph, memory: int) -> list[Node]:
 
 def _start_early(
     graph: fx.Graph, chosen: Mapping[Node, list[Node]], costs: Costs, memory: int, is_queue: bool = False
-) -> list[Node]:
-    """The nodes in their new order: the `chosen` starts move forward, and stay in the order of their uses. With each
-    move the nodes that its list has. With `is_queue` a start leaves time for those behind it, too.
+) -> None:
+    """Move the `chosen` starts forward. They stay in the order of their uses. With each move the nodes that its list
+    has. With `is_queue` a start leaves time for those behind it, too.
 
     Each start moves from its place at the first use towards its best place, as long as the bytes that await their use
     leave room for it.
     """
+    if not chosen:
+        return
     nodes = list(graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
     wanted = _find_best_starts(nodes, position, list(chosen), costs, is_queue)
@@ -193,7 +197,7 @@ def _start_early(
         before[at] += moving
     moved = {node for moving in chosen.values() for node in moving}
     others = [[node] if node not in moved else [] for node in nodes]
-    return [node for at, stays in enumerate(others) for node in (*before[at], *stays)]
+    reorder(graph, [node for at, stays in enumerate(others) for node in (*before[at], *stays)])
 
 
 def _find_best_starts(

@@ -32,7 +32,7 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
     check_stage(stage)
     if stage == 0:
         _check_whole(program)
-    program = program.copy()
+    program = program.take()
     if stage == 3:
         _regather(program, keep)
     if stage == 1:

@@ -54,6 +54,11 @@ def roll(program: Program) -> Program:
     return program
 
 
+def has_turns(program: Program) -> bool:
+    """Whether a traced program has turns that become loops."""
+    return bool(_find_turns(program.graph))
+
+
 def _find_turns(graph: fx.Graph) -> list[Turn]:
     """The outermost turns, in order. A turn that computes nothing has borders only."""
     outermost = (mark.turns[0] if mark.turns else mark.port for mark in map(get_mark, graph.nodes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -32,10 +33,11 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
         FzeroError: naming the pass, where a pass returns no `Program` or a program that `verify` refuses, and where a
             pass moves a read or write of memory past a write.
     """
-    result = program
+    result, is_own = program, False
     for number, rewrite in enumerate(passes, start=1):
         is_placed = "offload" not in map(name_of_pass, passes[number:])  # offload brings operands to one place
-        result = _rewrite(rewrite, result, is_placed)
+        new = _rewrite(rewrite, result, is_placed, is_own)
+        result, is_own = new, not is_foreign(rewrite) and (is_own or new.graph is not result.graph)
     foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
@@ -43,10 +45,16 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     return result
 
 
-def _rewrite(rewrite: Pass, program: Program, is_placed: bool) -> Program:
-    """The program rewritten by one pass, the bodies of its loops first."""
+def _rewrite(rewrite: Pass, program: Program, is_placed: bool, is_own: bool = False) -> Program:
+    """The program rewritten by one pass, the bodies of its loops first. With `is_own` a pass of fzero made the program,
+    and another one may change its graph, as long as no order of reads and writes is to be compared."""
     given = ops.map_bodies(program, functools.partial(_rewrite, rewrite, is_placed=is_placed))
-    result = _run(rewrite, given, is_placed) if is_foreign(rewrite) else rewrite(given)
+    if is_foreign(rewrite):
+        result = _run(rewrite, given, is_placed)
+    elif is_own and not find_changes(given.graph):
+        return replace(rewrite(replace(given, is_spare=True)), is_spare=False)
+    else:
+        result = rewrite(given)
     check_moves(name_of_pass(rewrite), given.graph, result.graph)
     return result
 

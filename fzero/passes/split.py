@@ -18,7 +18,7 @@ def split(program: Program) -> Program:
     """
     if all(node.op != "call_function" or record(node).gradients is None for node in program.graph.nodes):
         return program
-    program = program.copy()
+    program = program.take()
     origin, lanes = find_origins(program.graph, "scattered"), Lanes(program.costs())
     for node in list(program.graph.nodes):
         if origin.get(node, node) is not node:

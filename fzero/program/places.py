@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private_functions import list_targets
 from fzero.program.operation import Node
 from fzero.program.records import body_of, find_bodies, is_call, record
 from fzero.program.refusals import refuse_node
@@ -39,7 +40,7 @@ def is_placed(program: Program) -> bool:
     bodies = list(find_bodies(program.graph))
     if any(argument.place is not None for each in (program, *bodies) for argument in each.arguments):
         return True
-    copies = (record(node).to is not None for node in program.graph.nodes if node.op == "call_function")
+    copies = (record(target).to is not None for target in list_targets(program.graph))
     return any(copies) or any(result.place is not None for body in bodies for result in body.results)
 
 

@@ -109,6 +109,7 @@ class Program:
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     * `remarks` are lines about the program, for its listing and its report.
     * `is_body` says that the program is what a loop runs once for each turn, and no step of its own.
+    * `is_spare`: nothing else holds the graph, which the pass that was given the program may change (`take`).
     """
 
     name: str
@@ -127,15 +128,21 @@ class Program:
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     is_body: bool = False
+    is_spare: bool = False
 
     def copy(self) -> Program:
         """A copy of the program with a graph of its own, for a pass to change."""
-        return replace(self, graph=copy_graph(self.graph))
+        return replace(self, graph=copy_graph(self.graph), is_spare=False)
+
+    def take(self) -> Program:
+        """The program with a graph to change: that of a spare program itself, or else a copy. The given program is not
+        used any more."""
+        return replace(self, is_spare=False) if self.is_spare else self.copy()
 
     def begin_body(self, graph: fx.Graph) -> Program:
         """A program without arguments and results: `graph` becomes the body of one of this program's loops."""
         empty: Any = dict.fromkeys(("arguments", "results", "pass_state", "read", "remarks"), ())
-        return replace(self, name="turn", graph=graph, constants={}, is_body=True, **empty)
+        return replace(self, name="turn", graph=graph, constants={}, is_body=True, is_spare=False, **empty)
 
     def __repr__(self) -> str:
         return f"Program({self.name} on {self.mesh}: {len(self.graph.nodes)} nodes, {len(self.arguments)} arguments)"
@@ -317,8 +324,12 @@ class Program:
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A new node at the graph's insert point, with its fake result. `target` is an operation of torch or `ops`."""
+        return self.emit_as(self._fake(target, args, kwargs), target, *args, **kwargs)
+
+    def emit_as(self, value: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A new node, as `emit`, whose fake result is known: that of nodes whose place the new one takes."""
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = self._fake(target, args, kwargs)
+        node.meta["val"] = value
         return node
 
     def _fake(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import OpOverload, below_autograd, storage_key
+from fzero.base.torch_private_functions import list_targets
 from fzero.program import aten
 from fzero.program.operation import Node, Operation
 
@@ -219,9 +220,16 @@ def early_of(loop: Node) -> Mapping[Node, int]:
     return {} if early is None else early(loop)
 
 
+def find_loops(graph: fx.Graph) -> dict[Node, Program]:
+    """The loops of a graph, in order -> their bodies."""
+    targets = [target for target in list_targets(graph) if record(target).body is not None]
+    nodes = sorted(node for target in targets for node in graph.find_nodes(op="call_function", target=target))
+    return {node: body for node in nodes if (body := body_of(node)) is not None}
+
+
 def find_bodies(graph: fx.Graph) -> Iterator[Program]:
     """The bodies of the loops of a graph."""
-    return filter(None, map(body_of, graph.nodes))
+    return iter(find_loops(graph).values())
 
 
 def is_random(node: Node) -> bool:

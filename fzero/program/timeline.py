@@ -18,7 +18,7 @@ from fzero.program.operation import Node
 from fzero.program.ops.transfers import copy_of, count_bytes
 from fzero.program.places import find_places, is_placed
 from fzero.program.rates import Rates
-from fzero.program.records import body_of, early_of, find_writes, name_of, record, starts, turns_of
+from fzero.program.records import body_of, early_of, find_loops, find_writes, name_of, record, starts, turns_of
 from fzero.program.work import work, work_on_host
 
 if TYPE_CHECKING:
@@ -168,13 +168,12 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
         comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
         return Cost(rates.compute(work(node)), comms)
 
-    costs = {node: cost(node) for node in program.graph.nodes if body_of(node) is None}
-    for node in program.graph.nodes:
-        body = body_of(node)
-        if body is not None:
-            inside = cost_nodes(body, rates)
-            seconds = sum(inside[each].seconds for each in body.graph.nodes if inside[each].lane == COMPUTE)
-            costs |= {**inside, node: Cost(turns_of(node) * seconds, ())}
+    loops = find_loops(program.graph)
+    costs = {node: cost(node) for node in program.graph.nodes if node not in loops}
+    for node, body in loops.items():
+        inside = cost_nodes(body, rates)
+        seconds = sum(inside[each].seconds for each in body.graph.nodes if inside[each].lane == COMPUTE)
+        costs |= {**inside, node: Cost(turns_of(node) * seconds, ())}
     return costs
 
 

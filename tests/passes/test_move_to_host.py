@@ -22,7 +22,9 @@ from fzero import VirtualMesh, optim, passes, tree
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES
+from fzero.program.records import record, shares_memory
 from fzero.program.timeline import LINK
+from fzero.values.regions import get_mark
 
 MESH = VirtualMesh(fsdp=2)
 WIDTH, ROWS, LAYERS = 32, 64, 3
@@ -235,3 +237,34 @@ def test_strides_come_back() -> None:
     (start,) = calls(program, ops.to_device)
     assert not start.meta["val"][0].is_contiguous()
     assert_same(case.run(program), case.run(case.trace()))
+
+
+CUTS: dict[str, Callable[[Tensor], Any]] = {
+    "unbind": lambda x: x.view(ROWS, 2, -1).unbind(1),
+    "unbind a permuted view": lambda x: x.view(ROWS, 4, -1).permute(1, 0, 2).unbind(0),
+    "chunk": lambda x: x.chunk(2, 1),
+    "split": lambda x: x.split([WIDTH, 3 * WIDTH], 1),
+    "split of chunk": lambda x: [part for half in x.chunk(2, 1) for part in half.split(WIDTH // 2, 1)],
+    "tensor_split": lambda x: x.tensor_split(3, 1),
+    "slices": lambda x: [x[:, :WIDTH], x[:, WIDTH:]],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_the_device_lets_go_of_a_value_that_is_used_in_parts(cut: Callable[[Tensor], Any]) -> None:
+    """Nothing in the backward pass uses the memory of a value that went to the host."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        y = x @ params["layers"][0]["up"]
+        parts = offload(lambda y: cut(y + 1))(y)
+        return sum((part.sin().square().sum() for part in parts), torch.zeros(()))
+
+    case = on_rows(fzero.value_and_grad(loss), make_params(), mesh=MESH)
+    program = passes.rematerialize(Case(case.step, MESH, (case.args[0], make_rows())).trace())
+    (start,) = (node for node in calls(program, ops.to_host) if node.meta["val"][0].nbytes == LARGE)
+    views, uses = list(start.args[0]), list[Any]()
+    for view in views:  # the list grows while it is read
+        is_view = {user: shares_memory(user) and not record(user).arrives for user in view.users}
+        views += [user for user in view.users if is_view[user]]
+        uses += [user for user in view.users if not is_view[user]]
+    assert not [node for node in (*views, *uses) if get_mark(node).in_backward]

@@ -60,12 +60,12 @@ def wait(pending: Any, *, dtype: torch.dtype | None = None) -> Any:
 
 def whole(buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
     """The leaf at `position` among `leaves`, in its shape: a view of a gathered buffer."""
-    return buffer[: torch.Size(shape).numel()].view(shape)
+    return buffer.narrow(0, 0, torch.Size(shape).numel()).view(shape)
 
 
 def part(block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
     """This rank's slice of the leaf at `position` among `leaves`: a view of a scattered block."""
-    return block[:numel]
+    return block.narrow(0, 0, numel)
 
 
 # checks

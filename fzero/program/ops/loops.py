@@ -37,7 +37,7 @@ from fzero.program.memory import Allocator, measure_beside
 from fzero.program.operation import Node, Operation, Work, nbytes
 from fzero.program.ops.transfers import copy_of
 from fzero.program.places import CHAIN, Where, is_placed, where_of
-from fzero.program.records import body_of, record, register, register_for_tracing, starts
+from fzero.program.records import find_loops, record, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
 from fzero.values.regions import TiledLoss
@@ -136,16 +136,15 @@ def _empty_as(x: Tensor) -> Tensor:
 def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:
     """The program with the body of each loop rewritten. The program itself where that changes nothing."""
     news: dict[str, Program] = {}
-    for node in program.graph.nodes:
-        body = body_of(node)
-        new = None if body is None else rewrite(body)
-        if body is None or new is None or new is body:
+    for node, body in find_loops(program.graph).items():
+        new = rewrite(body)
+        if new is body:
             continue
         if new.pass_state or len(new.arguments) != len(body.arguments):
             raise FzeroError(f"loop {node.name}", "a pass adds state to its body", "add state to whole programs only")
         news[node.name] = new
     program = program.copy() if news else program
-    for node in program.graph.nodes if news else ():
+    for node in find_loops(program.graph):
         if node.name in news:
             node.args = tuple(Loop(*node.args)._replace(body=news[node.name]))
     return program
