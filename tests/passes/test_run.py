@@ -225,3 +225,22 @@ def test_a_step_without_state_of_passes_has_none() -> None:
     step = fzero.simulate(a_tensor, MESH)
     assert step.init_pass_state(torch.ones(2)) == {}
     assert step(torch.ones(2), pass_state={}).tolist() == [1, 1]
+
+
+def test_what_a_pass_from_outside_saw_stays_as_it_was() -> None:
+    """Passes of fzero change graphs of their own in place, and none that anything else holds."""
+    seen: list[tuple[Any, str]] = []
+
+    def look(program: Program) -> Program:
+        seen.append((program.graph, str(program.graph)))
+        return program
+
+    own = passes.defaults(stage=3)
+    given = [each for rewrite in own for each in (look, rewrite)]
+    apart = [each for i, rewrite in enumerate(own) for each in ((look,) if i % 3 == 0 else ()) + (rewrite,)]
+    params = fzero.partition(layers(3), MESH)
+    args = params, CLIPPED.init(params), torch.ones(4, 5)
+    for order in (given, apart, (look, *own)):
+        fzero.simulate(training(CLIPPED), MESH, passes=order).trace(*args)
+    assert len({id(graph) for graph, _ in seen}) > 5
+    assert all(str(graph) == text for graph, text in seen)
