@@ -98,7 +98,7 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
     )
 
 
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def find_batch_sizes(given: Values, world: int) -> tuple[int, int, int]:
@@ -111,7 +111,7 @@ def find_batch_sizes(given: Values, world: int) -> tuple[int, int, int]:
     train: Any
     micro: Any
     steps: Any
-    train, micro, steps = (None if given.get(name) == "auto" else given.get(name) for name in _SIZES)
+    train, micro, steps = (None if given.get(name) == "auto" else given.get(name) for name in SIZES)
     if train is None and micro is None:
         way_out = "give one of both"
         raise FzeroError("train_batch_size", "and train_micro_batch_size_per_gpu are missing", way_out)
@@ -121,12 +121,12 @@ def find_batch_sizes(given: Values, world: int) -> tuple[int, int, int]:
         micro = train // world // steps if steps else 0
     if train is None:
         train = micro * steps * world
-    for name, size in zip(_SIZES, (train, micro, steps)):
+    for name, size in zip(SIZES, (train, micro, steps)):
         if size < 1 and given.get(name) not in (None, "auto"):
             raise FzeroError(name, f"is {size}", "give a whole number of at least 1")
-    absent = [name for name in _SIZES[1:] if given.get(name) in (None, "auto")]
+    absent = [name for name in SIZES[1:] if given.get(name) in (None, "auto")]
     if train != micro * steps * world and absent:
-        part, what = (steps * world, f"{steps} steps") if _SIZES[1] in absent else (micro * world, f"{micro} a rank")
+        part, what = (steps * world, f"{steps} steps") if SIZES[1] in absent else (micro * world, f"{micro} a rank")
         problem = f"is {train}, which is no multiple of {what} x {world} ranks"
         raise FzeroError("train_batch_size", problem, f"give a multiple of {part}")
     if train != micro * steps * world or train < 1:
@@ -177,7 +177,7 @@ def _resolve(path: str, value: Any, given: Values, args: Any) -> Any:
         found = []  # TrainingArguments count epochs then
     if found and None not in found:
         return found[0] if len(found) == 1 else found
-    if path in _SIZES:
+    if path in SIZES:
         return None
     if path == "scheduler.params.warmup_min_lr":
         return 0.0

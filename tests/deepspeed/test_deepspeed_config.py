@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_models import MESH, make_model
 
 from fzero import FzeroError
 from fzero.deepspeed.keys import KEYS, Key
+from fzero.deepspeed.plan import OF_A_RANK, make_plan
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.settings import Settings, find_batch_sizes, find_shard_size, settle
 
@@ -217,4 +219,16 @@ def test_a_key_with_a_meaning_changes_the_settings(path: str) -> None:
     for prefix, needed in CONTEXT.items():
         for name, value in needed.items() if path.startswith(prefix) else ():
             block[name] = {**block.get(name, {}), **value}
-    assert describe(put(block, path, other_value(key))) != describe(put(block, path, key.default))
+    here, there = put(block, path, other_value(key)), put(block, path, key.default)
+    assert describe(here) != describe(there)
+    is_told = list_lines(here) != list_lines(there)
+    assert is_told or any(part in path for part in OF_A_RANK)  # a rank with another value says so
+
+
+def list_lines(config: dict[str, Any]) -> list[str]:
+    """What ranks compare, or the error that names a key."""
+    try:
+        given = BATCH | {"optimizer": {"type": "Adam"}} | config
+        return make_plan(None, {"config": given}, make_model(), None, None, None, mesh=MESH, version="0").lines
+    except FzeroError as error:
+        return [str(error)]
