@@ -19,11 +19,11 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.base.state import State
-from fzero.data import loader
 from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import Call, add_autocast, make_functions, make_optimizer
 from fzero.deepspeed.handles import GivenOptimizer
+from fzero.deepspeed.loading import load
 from fzero.deepspeed.marks import mark_parameters
 from fzero.deepspeed.plan import Plan, agree_on_plan, make_plan
 from fzero.deepspeed.plateau import Plateau
@@ -108,7 +108,7 @@ def initialize(
         mesh = choose_mesh(mesh, planned.shard, local_rank, distributed_port, dist_init_required)
         engine = _build_engine(planned, loss, mesh, local_rank)
         if training_data is not None:
-            engine.training_dataloader = _load(training_data, collate_fn, planned.settings, mesh)
+            engine.training_dataloader = load(training_data, collate_fn, planned.settings, mesh)
         for name, each in {"model": planned.model, "engine.module": engine.module}.items():  # nothing is refused now
             spend_model(each, engine.device, functools.partial(_refuse_use, name))
             mark_parameters(each, engine)
@@ -132,13 +132,6 @@ def _refuse_use(name: str, path: str, what: str) -> FzeroError:
         )
     problem = f"{what} needs values, which are in the slices of an engine since initialize"
     return FzeroError(f"{name}: {path}" if path else name, problem, way_out)
-
-
-def _load(data: Any, collate_fn: Callable[..., Any] | None, settings: Settings, mesh: Any) -> Any:
-    """The loader of `training_data`: each rank's part of batches."""
-    options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
-    rows = settings.micro_batch_size * mesh_shape(mesh).size()
-    return loader(data, rows, mesh, seed=0, drop_last=settings.drop_last, **options)
 
 
 def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, required: bool | None) -> Any:

@@ -151,7 +151,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"type": "Adam", "params": {"lr": 2e-3}}},
         r"configuration optimizer\.params: .*rank 0 has .*'lr', 0\.001.*, rank 1 has .*'lr', 0\.002",
     ),
-    "sizes": ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, r".*_per_gpu: .*: 4', rank 1 .*: 2'"),
+    "sizes": ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, r".*_per_gpu: .*: 4', .*: 2'"),
     "a mistake on one rank": (
         {"train_batch_size": 7},
         r"(rank 1: could not .*: FzeroError: )?train_batch_size: is 7, which is no multiple",
@@ -173,9 +173,20 @@ def disagree(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
+def go_on_data(mesh: DeviceMesh) -> list[float]:
+    data = [(x, y) for batch in make_batches(4) for x, y in zip(*batch)]
+    config = CONFIGS["ZeRO-1 with OneCycle"]
+    engine, _, loader, scheduler = fzero.deepspeed.initialize(
+        model=make_model(), training_data=data, config=config, mesh=mesh
+    )
+    rows = {len(y) for _, y in loader}
+    return [*rows, *[engine.train_batch().item() for _ in range(6)], *scheduler.get_last_lr()]
+
+
 def train_each(mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {name: train(config, mesh, mesh.get_local_rank()) for name, config in CONFIGS.items()}
-    return found | {"outside": train_outside(mesh, mesh.get_local_rank()), "different": disagree(mesh)}
+    found |= {"outside": train_outside(mesh, mesh.get_local_rank()), "different": disagree(mesh)}
+    return found | {"data": go_on_data(mesh)}
 
 
 @pytest.fixture(scope="module")
@@ -203,16 +214,6 @@ def test_ranks_with_other_configurations_are_told_at_once(name: str, on_ranks: l
         assert re.match(DIFFERENT[name][1] or "$", each["different"][name])
 
 
-def go_on_data(mesh: DeviceMesh) -> list[float]:
-    data = [(x, y) for batch in make_batches(4) for x, y in zip(*batch)]
-    config = CONFIGS["ZeRO-1 with OneCycle"]
-    engine, _, loader, scheduler = fzero.deepspeed.initialize(
-        model=make_model(), training_data=data, config=config, mesh=mesh
-    )
-    rows = {len(y) for _, y in loader}
-    return [*rows, *[engine.train_batch().item() for _ in range(6)], *scheduler.get_last_lr()]
-
-
-def test_training_data_is_cut_over_ranks() -> None:
-    first, second = run(2, go_on_data)
+def test_training_data_is_cut_over_ranks(on_ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["data"] for each in on_ranks)
     assert first == second and first[0] == 4 and len(first) == 8
