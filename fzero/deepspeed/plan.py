@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import mesh_shape
 from fzero.deepspeed.keys import KEYS
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.reading import Values, look_up, read_config
@@ -18,7 +17,7 @@ from fzero.deepspeed.settings import MONITORS, SIZES, Settings, find_shard_size,
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.homes import find_home
+from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.training.groups import Group, convert_optimizer, list_groups
 
@@ -46,18 +45,18 @@ def make_plan(
     model_parameters: Any,
     lr_scheduler: Any,
     *,
-    mesh: Any,
+    home: Home,
     version: str,
 ) -> Plan:
-    """The plan of this rank. `configs` are the arguments that may hold the configuration. `mesh` has all ranks.
+    """The plan of this rank. `configs` are the arguments that may hold the configuration. `home` has all ranks.
 
     Raises:
         FzeroError: as `initialize`.
     """
     _check_model(model)
     given = resolve_auto(read_config(_choose_config(args, configs)), args)
-    rank = getattr(find_home(mesh), "number", 0)
-    settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=rank)
+    rank = getattr(home, "number", 0)
+    settings = settle(given, home.mesh.size(), version=version, args=args, rank=rank)
     if _is_function(optimizer):
         optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
     groups = _find_groups(optimizer, model_parameters, settings, model)
@@ -67,14 +66,14 @@ def make_plan(
     return Plan(model, settings, find_shard_size(given), groups, scheduled, optimizer, lines)
 
 
-def agree_on_plan(mesh: Any, make: Callable[[], Plan]) -> Plan:
-    """The plan of this rank, `make()`, once all ranks of a mesh have the same. Collective.
+def agree_on_plan(home: Home, make: Callable[[], Plan]) -> Plan:
+    """The plan of this rank, `make()`, once all ranks of `home` have the same. Collective.
 
     Raises:
         FzeroError: on all ranks, with the key and both values, where plans differ; on all ranks, where one could not
             make its plan, with that rank and its error.
     """
-    home, plan, error = find_home(mesh), None, None
+    plan, error = None, None
     try:
         plan = make()
     except Exception as caught:  # the other ranks would wait for this one
