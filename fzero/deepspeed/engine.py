@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.deepspeed.calls import Call, Inputs, find_calls
@@ -130,6 +131,7 @@ class Engine(Files, Controls):
         self.state = self.state._replace(buffers=buffers)
         return output
 
+    @check_arguments
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a loss to those of the next update: of the loss that the last call returned, or of one
         that is computed from outputs of calls. Returns the loss's share of the mean over
@@ -162,12 +164,13 @@ class Engine(Files, Controls):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for `engine.scale(loss).backward()` in the place of
-        `engine.backward(loss)`."""
+        `engine.backward(loss)`. Raises as `backward`."""
+        self._find_calls(loss, "engine.scale")
         self._is_scaled = True
         self._losses.append(loss.detach())
         return loss * self.loss_scale
 
-    def _find_calls(self, loss: Any) -> list[Call]:
+    def _find_calls(self, loss: Any, where: str = "engine.backward") -> list[Call]:
         """The calls of engines that a loss depends on.
 
         Raises:
@@ -177,12 +180,12 @@ class Engine(Files, Controls):
             kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
             is_read = isinstance(loss, (int, float))
             way_out = "give the tensor, without .item()" if is_read else "give a mean over examples"
-            raise FzeroError("engine.backward", f"got a value {kind}, not a tensor of one number", way_out)
+            raise FzeroError(where, f"got a value {kind}, not a tensor of one number", way_out)
         calls = find_calls(loss)
         if not any(call.engine is self for call in calls):
             problem = "the loss does not depend on an output of this engine in training"
             way_out = "compute it from what engine(...) returned, in the place of model(...), outside of torch.no_grad"
-            raise FzeroError("engine.backward", problem, way_out)
+            raise FzeroError(where, problem, way_out)
         return calls
 
     def _take(self, call: Call, cotangents: tuple[Tensor, ...]) -> list[Tensor]:
@@ -230,6 +233,7 @@ class Engine(Files, Controls):
             _log.info(text, reason)
         self._computes_ahead = False
 
+    @check_arguments
     def step(self, lr_kwargs: Any = None) -> None:
         """Count a batch, and update the state where it is the last of `gradient_accumulation_steps`. With
         `managed_gradient_accumulation` false each `step` updates.
@@ -264,6 +268,7 @@ class Engine(Files, Controls):
             return False  # but within `step`, as in DeepSpeed
         return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
 
+    @check_arguments
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next `step` calls update the state, in the place of the count of batches."""
         self._boundary = is_boundary
@@ -278,12 +283,16 @@ class Engine(Files, Controls):
             if self.training_dataloader is None:
                 raise FzeroError("engine.train_batch", "there is no training_data", "give it an iterator of batches")
             data_iter = self._batches = getattr(self, "_batches", None) or _repeat(self.training_dataloader)
+        if not isinstance(data_iter, Iterator):
+            problem = f"got a {type(data_iter).__name__}, not an iterator of batches"
+            raise FzeroError("engine.train_batch", problem, "give iter(loader), one iterator for all calls")
         batches = [next(data_iter) for _ in range(self.settings.accumulation_steps)]
         self.state, loss = self.train_step(self.state, *batches)
         self.micro_steps += len(batches)
         self._report([loss])
         return loss
 
+    @check_arguments
     def train(self, mode: bool = True) -> Engine:
         """Compute gradients from now on, in the module's training mode."""
         self.training = mode
@@ -311,8 +320,10 @@ class Engine(Files, Controls):
         state that is given becomes unusable. Batches are as in `train_batch`.
 
         Raises:
-            FzeroError: for another number of batches.
+            FzeroError: for another number of batches, and for what is no state.
         """
+        if not isinstance(state, State):
+            raise FzeroError("engine.train_step", f"got a {type(state).__name__}, not a state", "give engine.state")
         if len(batches) != self.settings.accumulation_steps:
             problem = f"got {len(batches)} batches, gradient_accumulation_steps is {self.settings.accumulation_steps}"
             raise FzeroError("engine.train_step", problem, "give one batch for each step of accumulation")

@@ -211,6 +211,9 @@ def _find_precision(given: Values, stage: int) -> tuple[torch.dtype | None, loss
     for name in ("loss_scale_window", "min_loss_scale"):
         if look_up(given, f"fp16.{name}") < 1:
             raise FzeroError(f"fp16.{name}", f"is {look_up(given, f'fp16.{name}')}", "give at least 1")
+    if look_up(given, "fp16.initial_scale_power") > 127:
+        problem = f"is {look_up(given, 'fp16.initial_scale_power')}"
+        raise FzeroError("fp16.initial_scale_power", problem, "give at most 127: the scale is float32")
     return torch.float16, loss_scale.dynamic(
         init_scale=2.0 ** look_up(given, "fp16.initial_scale_power"),
         window=int(look_up(given, "fp16.loss_scale_window")),
@@ -269,13 +272,13 @@ def find_shard_size(given: Values) -> int | None:
 
 def _find_clipping(given: Values, version: str, rank: int) -> float:
     """The largest norm. What a missing key means depends on the version of DeepSpeed."""
-    value = given.get("gradient_clipping")
-    if value is not None:
-        return float(value)
     try:
         number = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
         raise FzeroError("version", f"is {version!r}", 'give one of DeepSpeed, such as "0.19"') from None
+    value = given.get("gradient_clipping")
+    if value is not None:
+        return float(value)
     bound = 1.0 if number >= CLIPS_BY_DEFAULT else 0.0
     if rank == 0:
         text = 'gradient_clipping is missing, which is %s in DeepSpeed %s; write "gradient_clipping": 1.0, or 0'

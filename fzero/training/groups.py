@@ -81,6 +81,9 @@ def list_groups(
     if not isinstance(groups, Iterable) or isinstance(groups, (str, bytes)):
         raise FzeroError(where, f"is {groups!r:.80}", "give parameters, or a list of dicts of parameters")
     members = list(groups)
+    if not members:
+        way_out = "give model.parameters() itself; an iterator that was read before is empty"
+        raise FzeroError("model_parameters", "has no parameter", way_out)
     loose = [member for member in members if not isinstance(member, Mapping)]
     dicts = [member for member in members if isinstance(member, Mapping)] + [{"params": loose}] * bool(loose)
     seen: set[str] = set()
