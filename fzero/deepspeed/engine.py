@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +16,18 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.deepspeed.calls import Call, Inputs, find_calls
 from fzero.deepspeed.controls import Controls
-from fzero.deepspeed.functions import Functions, NoLoss, find_loss
+from fzero.deepspeed.functions import Batch, Functions, NoLoss, find_loss
 from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.plateau import Plateau
-from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
-from fzero.deepspeed.quantized import choose_passes
+from fzero.deepspeed.profiling import GRADIENTS, Profiler
+from fzero.deepspeed.programs import Programs, compile_programs
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
 from fzero.training.groups import Group
 from fzero.training.models import copy_without_values
-from fzero.training.programs import compile_function
 
 _log = logging.getLogger("fzero")
 
@@ -60,6 +58,7 @@ class Engine(Files, Controls):
         applies: tuple[Any, Any],
         state: State,
         make: Callable[[Settings], Functions],
+        names: tuple[str, ...],
         settings: Settings,
         scheduled: Scheduled,
         mesh: Any,
@@ -67,7 +66,8 @@ class Engine(Files, Controls):
     ) -> None:
         self.module, self.state, self.mesh = copy_without_values(module, tree.paths(state.buffers)), state, mesh
         self.local_rank, self.training = local_rank, True
-        self._applies, self._scheduled, self._end, self._make = applies, scheduled, find_end(scheduled), make
+        self._applies, self._scheduled, self._make, self._names = applies, scheduled, make, names
+        self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self._prepare(settings)
         self._sums: Any = None  # of gradients, since the last update
         self._open: _Open | None = None  # the call whose loss backward has not taken yet
@@ -80,7 +80,6 @@ class Engine(Files, Controls):
         self.micro_steps = 0
         self._losses: list[Tensor] = []  # since the last update
         self._monitors = Monitors(settings.monitors, self.global_rank)
-        self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
         self.given: GivenOptimizer | None = None
         self.groups: list[Group] = []
@@ -90,8 +89,8 @@ class Engine(Files, Controls):
     def _prepare(self, settings: Settings) -> None:
         """Make the programs of settings. Each is traced at its first call."""
         self.settings = settings
-        made = self._make(settings)._asdict()
-        self._programs: Any = Functions(**{name: _compile(name, each, self) for name, each in made.items()})
+        compiled = compile_programs(self._make(settings), settings, self.mesh)
+        self._programs = Programs(settings, self._names, find_end(self._scheduled), self._profiler, compiled)
 
     # DeepSpeed's loop
 
@@ -102,18 +101,19 @@ class Engine(Files, Controls):
             FzeroError: where gradients of a batch before are in those of the last call, and its loss was not given to
                 `backward`.
         """
+        named = self._programs.name(args)
         if not self.training:
-            return self._programs.evaluate(self.state.params, (self.state.buffers, *args), kwargs)
+            return self._programs.evaluate(self.state, named, kwargs)
         if not torch.is_grad_enabled():
-            return self._run_forward(args, kwargs)
-        call = Call(self, Inputs.of(args, kwargs), self._take)
+            return self._run_forward(named, kwargs)
+        call = Call(self, Inputs.of(named, kwargs), self._take)
         self._note_rows(call.inputs.count_rows())
         if self._open is not None:
             self._drop("engine", "is called again, and the loss before was not given to engine.backward")
-        args, kwargs = call.inputs.detach()
+        named, kwargs = call.inputs.detach()
         if self._computes_ahead and not call.inputs.wanted:
             try:
-                output, self.state, pending = self._differentiate(self.state, self._sums, args, kwargs)
+                output, self.state, pending = self._programs.differentiate(self.state, self._sums, named, kwargs)
             except NoLoss:
                 self._compute_behind("the model returns no loss")
             else:
@@ -121,14 +121,13 @@ class Engine(Files, Controls):
                 self._open = _Open(call, find_loss(output), pending, self._sums is not None)
                 self._sums = None  # the call took their memory
                 return output
-        return call.attach(self._run_forward(args, kwargs))
+        return call.attach(self._run_forward(named, kwargs))
 
     forward = __call__
 
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
         """The output of the model in training, which changes its buffers."""
-        output, buffers = self._programs.forward(self.state.params, (self.state.buffers, *args), kwargs)
-        self.state = self.state._replace(buffers=buffers)
+        output, self.state = self._programs.forward(self.state, args, kwargs)
         return output
 
     @check_arguments
@@ -202,14 +201,15 @@ class Engine(Files, Controls):
         factor = 1 / self.settings.accumulation_steps if call.factor is None else call.factor
         weight = None if factor == 1 else torch.tensor(factor, device=self.device)
         inputs, (args, kwargs) = call.inputs.separate()
-        measured = self._profiler.measure(GRADIENTS, self.state.step, *call.inputs.detach())
+        given_args, given_kwargs = call.inputs.detach()
+        measured = self._profiler.measure(GRADIENTS, self.state.step, tuple(given_args.values()), given_kwargs)
         cotangents = tuple(x.contiguous() for x in cotangents)  # a program belongs to strides
         with call.surround(), measured:
-            given = call.params, call.buffers, weight, inputs, args, kwargs, cotangents
+            given = call.params, weight, inputs, Batch(call.buffers, args, kwargs), cotangents
             if self._sums is None:
-                self._sums, found = self._programs.pull(*given)
+                self._sums, found = self._programs.compiled.pull(*given)
             else:  # an error leaves the sums as they were
-                self._sums, found = self._programs.pull_more(self._sums, *given)
+                self._sums, found = self._programs.compiled.pull_more(self._sums, *given)
         self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
         return [found[name] for name in inputs]
 
@@ -249,7 +249,8 @@ class Engine(Files, Controls):
             problem = "gradients were dropped by zero_grad" if self._may_step else "is called without a backward before"
             raise FzeroError("engine.step", problem, "call engine(batch), then backward")
         if self.is_gradient_accumulation_boundary() or not self.settings.counts_batches:
-            self.state, self._norm = self._advance(self.state, self._sums)
+            self._check_given()
+            self.state, self._norm = self._programs.update(self.state, self._sums)
             self._sums = None
             self._report(self._losses)
             self._losses = []
@@ -322,18 +323,9 @@ class Engine(Files, Controls):
         Raises:
             FzeroError: for another number of batches, and for what is no state.
         """
-        if not isinstance(state, State):
-            raise FzeroError("engine.train_step", f"got a {type(state).__name__}, not a state", "give engine.state")
-        if len(batches) != self.settings.accumulation_steps:
-            problem = f"got {len(batches)} batches, gradient_accumulation_steps is {self.settings.accumulation_steps}"
-            raise FzeroError("engine.train_step", problem, "give one batch for each step of accumulation")
-        sums, losses = None, []
-        for batch in batches:
-            args, kwargs = _to_arguments(batch)
-            output, state, sums = self._differentiate(state, sums, args, kwargs)
-            losses.append(find_loss(output))
-        state, self._norm = self._advance(state, sums)
-        return state, torch.stack(losses).mean()
+        self._check_given()
+        state, loss, self._norm = self._programs.train_step(state, *batches)
+        return state, loss
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
         """What the program that adds the gradients of a batch does: its peak, and the bytes that move. With a loss
@@ -342,32 +334,16 @@ class Engine(Files, Controls):
         Raises:
             FzeroError: with a loss outside of the model, before the first `backward`.
         """
+        state, batch = self.state, Batch(self.state.buffers, self._programs.name(args), kwargs)
+        compiled: Any = self._programs.compiled
         if self._computes_ahead or self._shapes is None:
-            inputs = (self.state.buffers, *args)
-            return self._programs.begin.report(self.state.params, self.state.scale, inputs, kwargs)
+            return compiled.begin.report(state.params, state.scale, batch)
         cotangents = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes)
-        return self._programs.pull.report(self.state.params, self.state.buffers, None, {}, args, kwargs, cotangents)
+        return compiled.pull.report(state.params, None, {}, batch, cotangents)
 
-    def _differentiate(self, state: State, sums: Any, args: Any, kwargs: Any) -> tuple[Any, State, Any]:
-        """`(output, state with new buffers, sums of gradients)` of a batch and, unless `sums` is None, of those before
-        it."""
-        inputs = (state.buffers, *args)
-        with self._profiler.measure(GRADIENTS, state.step, args, kwargs):
-            if sums is None:
-                (output, buffers), sums = self._programs.begin(state.params, state.scale, inputs, kwargs)
-            else:
-                (output, buffers), sums = self._programs.add(state.params, sums, state.scale, inputs, kwargs)
-        return output, state._replace(buffers=buffers), sums
-
-    def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
+    def _check_given(self) -> None:
         if self.given is not None:
             self.given.check()
-        if self._end is not None and state.step >= self._end and state.step - self.skipped_steps >= self._end:
-            problem = f"has rates for {self._end} updates, and {state.step - self.skipped_steps} are done"
-            raise FzeroError("lr_scheduler", problem, 'give a scheduler of more steps, or a config "scheduler"')
-        with self._profiler.measure(UPDATE, state.step):
-            params, opt_state, scale, norm = self._programs.update(state.params, state.opt_state, state.scale, sums)
-        return state._replace(params=params, opt_state=opt_state, scale=scale, step=state.step + 1), norm
 
     def _report(self, losses: Sequence[Tensor]) -> None:
         self._monitors.write(self, losses)
@@ -379,26 +355,6 @@ class Engine(Files, Controls):
         if self.global_rank == 0:
             text = "step %d: rates %s, loss scale %g, %d steps skipped, %.4f s a step"
             _log.info(text, self.global_steps, self.get_lr(), self.loss_scale, self.skipped_steps, seconds)
-
-
-def _compile(name: str, function: Callable[..., Any], engine: Engine) -> Any:
-    settings = engine.settings
-    names = ", ".join(inspect.signature(function).parameters)  # a log calls args[0] of a batch argument 1.0, perhaps
-    function.__qualname__ = f"engine: {function.__name__}({names})"
-    passes = choose_passes(settings)
-    how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
-    how = how if passes is None else {"passes": passes}
-    how["donate"] = name not in ("begin", "forward")  # `pull` needs the buffers that these were given
-    return compile_function(function, engine.mesh, compile=settings.compile, **how)
-
-
-def _to_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` of a batch."""
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    if isinstance(batch, dict):
-        return (), dict(batch)
-    return (batch,), {}
 
 
 def _repeat(loader: Any) -> Iterator[Any]:

@@ -27,6 +27,7 @@ from fzero.deepspeed.loading import load
 from fzero.deepspeed.marks import mark_parameters
 from fzero.deepspeed.plan import Plan, agree_on_plan, make_plan
 from fzero.deepspeed.plateau import Plateau
+from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
@@ -182,7 +183,8 @@ def _build_engine(plan: Plan, loss: Callable[..., Any] | None, mesh: Any, local_
         applies = tuple(add_autocast(each, settings.autocast, device) for each in applies)
     train, evaluate = (_take_loss(_carry_buffers(each, lowered.buffers), loss) for each in applies)
     make = functools.partial(make_functions, train, evaluate, chosen, virtual_ranks=ranks)
-    engine = Engine(model, applies, state, make, settings, scheduled, mesh, local_rank)
+    names = list_names(model.forward) if loss is None else list_names(loss, skip=1)
+    engine = Engine(model, applies, state, make, names, settings, scheduled, mesh, local_rank)
     engine.groups = groups if isinstance(groups, list) else []
     engine.lr_scheduler = plan.scheduled if isinstance(plan.scheduled, Plateau) else engine.lr_scheduler
     engine.given = GivenOptimizer(plan.given) if isinstance(plan.given, torch.optim.Optimizer) else None

@@ -79,6 +79,7 @@ BAD = [
     ({"fp16": {"enabled": 1}}, r"fp16\.enabled: is 1, a int; give true or false"),
     ({"communication_data_type": "fp8"}, r'communication_data_type: is \'fp8\', a str; give "fp16" or "bf16"'),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"fp16\.enabled: is true, and bf16\.enabled is true"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 999}}, r"fp16\.initial_scale_power: is 999; give at most 127"),
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, r"fp16\.min_loss_scale: is 0; give at least 1"),
     ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, r"bfloat16\.enabled: is False, and another name"),
     ({"gradient_clipping": "auto"}, r'gradient_clipping: is "auto", and nothing tells the value; .*max_grad_norm'),
@@ -157,6 +158,12 @@ def test_a_configuration_is_a_dict_a_file_or_base64(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"train_batch_size": 8,}')
     with pytest.raises(FzeroError, match=r"bad\.json: line 1, column \d+: .*; write JSON"):
         read_config(str(tmp_path / "bad.json"))
+    (tmp_path / "cut.json").write_text('{"train_batch_size": 8, "optim')
+    with pytest.raises(FzeroError, match=r"cut\.json: line 1, column 25: Unterminated string"):
+        read_config(tmp_path / "cut.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FzeroError, match=r"binary\.json: is no text: .*; give the path of a JSON file"):
+        read_config(tmp_path / "binary.json")
     (tmp_path / "twice.json").write_text('{"train_batch_size": 8, "train_batch_size": 4}')
     with pytest.raises(FzeroError, match=r"config: train_batch_size: stands twice"):
         read_config(str(tmp_path / "twice.json"))
