@@ -283,3 +283,25 @@ def test_sync_batch_norm_of_a_process_group_is_refused() -> None:
         FzeroError, match=r"body\.1: is a SyncBatchNorm of a process group, .*; leave process_group out"
     ):
         make_engine(model)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm_is_that_of_torch(norm: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(norm(nn.Linear(4, 8)), nn.Tanh(), norm(nn.Linear(8, 1)))
+    engine = make_engine(copy.deepcopy(plain), 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for x in torch.randn(3, ROWS, 4):
+        loss, expected = engine(x).square().mean(), plain(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)  # sums over ranks
+    x = torch.randn(ROWS, 4)
+    torch.testing.assert_close(engine.eval()(x), plain.eval()(x).detach(), rtol=1e-5, atol=1e-6)
+    values = engine.module_state_dict()
+    assert values.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-6)
