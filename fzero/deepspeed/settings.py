@@ -239,6 +239,9 @@ def _find_param_dtype(given: Values, compute: torch.dtype | None, stage: int) ->
         raise FzeroError(
             weights, problem, "give bf16.enabled and zero_optimization.stage 1, 2 or 3, as DeepSpeed wants"
         )
+    if look_up(given, "data_types.grad_accum_dtype") == "fp32":
+        problem = f'is "fp32", and with {weights} gradients add up in bfloat16'
+        raise FzeroError("data_types.grad_accum_dtype", problem, "give one of both")
     return torch.bfloat16
 
 
