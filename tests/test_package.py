@@ -300,8 +300,8 @@ CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
     "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
-    "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.generation", "hf.padding",
-    "hf.pretrained", "hf.together", "hf.trainer", "training.models", "training.programs",
+    "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.files",
+    "hf.generation", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "training.models", "training.programs",
     "ranks.homes", "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",

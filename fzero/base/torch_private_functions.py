@@ -1,8 +1,9 @@
-"""Private names of torch about custom autograd Functions, checkpoints and graphs, each behind a small function, as in
-`torch_private`."""
+"""Private names of torch about custom autograd Functions, checkpoints, graphs and layers, each behind a small function,
+as in `torch_private`."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
 """Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
@@ -113,3 +114,17 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         known.insert(copied)
     copy._len = len(copies)
     return copy
+
+
+_SPECTRAL_NORM = nn.utils.parametrizations._SpectralNorm
+_OLD_SPECTRAL_NORM: Any = sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm  # torch hides it behind a function
+
+
+def list_vectors(module: nn.Module) -> list[str]:
+    """The names of the buffers in which `spectral_norm`, the present or the former one, keeps its vectors of a module.
+    Public replacement: public classes of both."""
+    if isinstance(module, _SPECTRAL_NORM):
+        return ["_u", "_v"]
+    hooks = module._forward_pre_hooks.values()
+    names = [hook.name for hook in hooks if isinstance(hook, _OLD_SPECTRAL_NORM)]
+    return [f"{name}_{vector}" for name in names for vector in "uv"]

@@ -32,8 +32,8 @@ class Inputs(NamedTuple):
     wanted: tuple[int, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """The arguments of `engine(*args, **kwargs)`.
+    def of(cls, args: dict[str, Any], kwargs: dict[str, Any]) -> Inputs:
+        """The arguments of a call: those by position, with their names, and the others.
 
         Raises:
             FzeroError: for a 0-d tensor that requires a gradient.
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
         wanted = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad)
         for i in wanted:
             if not leaves[i].ndim:
-                where = f"argument {tree.dotted(tree.keys(treedef)[i])}"
+                where = f"argument {tree.dotted(tree.keys(treedef)[i][1:])}"
                 raise FzeroError(where, "is one number that requires a gradient", "give it a dimension for examples")
         return cls(leaves, treedef, wanted)
 
@@ -109,7 +109,7 @@ class Call:
 
     def close(self) -> None:
         """Forget the arguments: the gradients of the call are taken."""
-        self.inputs, self._is_closed = Inputs.of((), {}), True
+        self.inputs, self._is_closed = Inputs.of({}, {}), True
 
 
 class _Outputs(torch.autograd.Function):

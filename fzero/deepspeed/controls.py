@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.deepspeed.absent import refuse_method
@@ -55,6 +56,7 @@ class Controls(Status):
 
     coalesce_grad_reduction = no_sync
 
+    @check_arguments
     def compile(
         self,
         backend: str = "inductor",
@@ -76,6 +78,7 @@ class Controls(Status):
     def is_compiled(self) -> bool:
         return self.settings.compile
 
+    @check_arguments
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take more or fewer batches for an update, of the size that they have.
 
@@ -88,6 +91,7 @@ class Controls(Status):
             raise FzeroError("set_train_batch_size", problem, f"give a multiple of {rows}")
         self._resize("set_train_batch_size", self.settings.micro_batch_size, train_batch_size // rows)
 
+    @check_arguments
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Take batches of another size, as many for an update as before. Raises as `set_train_batch_size`."""
         if micro_batch_size < 1:

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from fzero import tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.deepspeed.calls import Call, Inputs, find_calls
 from fzero.deepspeed.controls import Controls
-from fzero.deepspeed.functions import Functions, NoLoss, find_loss
+from fzero.deepspeed.functions import Batch, Functions, NoLoss, find_loss
 from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.plateau import Plateau
-from fzero.deepspeed.profiling import GRADIENTS, UPDATE, Profiler
-from fzero.deepspeed.quantized import choose_passes
+from fzero.deepspeed.profiling import GRADIENTS, Profiler
+from fzero.deepspeed.programs import Programs, compile_programs
 from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
 from fzero.training.groups import Group
 from fzero.training.models import copy_without_values
-from fzero.training.programs import compile_function
 
 _log = logging.getLogger("fzero")
 
@@ -58,6 +58,7 @@ class Engine(Files, Controls):
         applies: tuple[Any, Any],
         state: State,
         make: Callable[[Settings], Functions],
+        names: tuple[str, ...],
         settings: Settings,
         scheduled: Scheduled,
         mesh: Any,
@@ -65,7 +66,8 @@ class Engine(Files, Controls):
     ) -> None:
         self.module, self.state, self.mesh = copy_without_values(module, tree.paths(state.buffers)), state, mesh
         self.local_rank, self.training = local_rank, True
-        self._applies, self._scheduled, self._end, self._make = applies, scheduled, find_end(scheduled), make
+        self._applies, self._scheduled, self._make, self._names = applies, scheduled, make, names
+        self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self._prepare(settings)
         self._sums: Any = None  # of gradients, since the last update
         self._open: _Open | None = None  # the call whose loss backward has not taken yet
@@ -78,7 +80,6 @@ class Engine(Files, Controls):
         self.micro_steps = 0
         self._losses: list[Tensor] = []  # since the last update
         self._monitors = Monitors(settings.monitors, self.global_rank)
-        self._profiler = Profiler(settings.profiler, settings.wall_clock, self.device)
         self.training_dataloader: Any = None
         self.given: GivenOptimizer | None = None
         self.groups: list[Group] = []
@@ -88,8 +89,8 @@ class Engine(Files, Controls):
     def _prepare(self, settings: Settings) -> None:
         """Make the programs of settings. Each is traced at its first call."""
         self.settings = settings
-        made = self._make(settings)._asdict()
-        self._programs: Any = Functions(**{name: _compile(name, each, self) for name, each in made.items()})
+        compiled = compile_programs(self._make(settings), settings, self.mesh)
+        self._programs = Programs(settings, self._names, find_end(self._scheduled), self._profiler, compiled)
 
     # DeepSpeed's loop
 
@@ -100,18 +101,19 @@ class Engine(Files, Controls):
             FzeroError: where gradients of a batch before are in those of the last call, and its loss was not given to
                 `backward`.
         """
+        named = self._programs.name(args)
         if not self.training:
-            return self._programs.evaluate(self.state.params, (self.state.buffers, *args), kwargs)
+            return self._programs.evaluate(self.state, named, kwargs)
         if not torch.is_grad_enabled():
-            return self._run_forward(args, kwargs)
-        call = Call(self, Inputs.of(args, kwargs), self._take)
+            return self._run_forward(named, kwargs)
+        call = Call(self, Inputs.of(named, kwargs), self._take)
         self._note_rows(call.inputs.count_rows())
         if self._open is not None:
             self._drop("engine", "is called again, and the loss before was not given to engine.backward")
-        args, kwargs = call.inputs.detach()
+        named, kwargs = call.inputs.detach()
         if self._computes_ahead and not call.inputs.wanted:
             try:
-                output, self.state, pending = self._differentiate(self.state, self._sums, args, kwargs)
+                output, self.state, pending = self._programs.differentiate(self.state, self._sums, named, kwargs)
             except NoLoss:
                 self._compute_behind("the model returns no loss")
             else:
@@ -119,16 +121,16 @@ class Engine(Files, Controls):
                 self._open = _Open(call, find_loss(output), pending, self._sums is not None)
                 self._sums = None  # the call took their memory
                 return output
-        return call.attach(self._run_forward(args, kwargs))
+        return call.attach(self._run_forward(named, kwargs))
 
     forward = __call__
 
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
         """The output of the model in training, which changes its buffers."""
-        output, buffers = self._programs.forward(self.state.params, (self.state.buffers, *args), kwargs)
-        self.state = self.state._replace(buffers=buffers)
+        output, self.state = self._programs.forward(self.state, args, kwargs)
         return output
 
+    @check_arguments
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a loss to those of the next update: of the loss that the last call returned, or of one
         that is computed from outputs of calls. Returns the loss's share of the mean over
@@ -161,12 +163,13 @@ class Engine(Files, Controls):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for `engine.scale(loss).backward()` in the place of
-        `engine.backward(loss)`."""
+        `engine.backward(loss)`. Raises as `backward`."""
+        self._find_calls(loss, "engine.scale")
         self._is_scaled = True
         self._losses.append(loss.detach())
         return loss * self.loss_scale
 
-    def _find_calls(self, loss: Any) -> list[Call]:
+    def _find_calls(self, loss: Any, where: str = "engine.backward") -> list[Call]:
         """The calls of engines that a loss depends on.
 
         Raises:
@@ -176,12 +179,12 @@ class Engine(Files, Controls):
             kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
             is_read = isinstance(loss, (int, float))
             way_out = "give the tensor, without .item()" if is_read else "give a mean over examples"
-            raise FzeroError("engine.backward", f"got a value {kind}, not a tensor of one number", way_out)
+            raise FzeroError(where, f"got a value {kind}, not a tensor of one number", way_out)
         calls = find_calls(loss)
         if not any(call.engine is self for call in calls):
             problem = "the loss does not depend on an output of this engine in training"
             way_out = "compute it from what engine(...) returned, in the place of model(...), outside of torch.no_grad"
-            raise FzeroError("engine.backward", problem, way_out)
+            raise FzeroError(where, problem, way_out)
         return calls
 
     def _take(self, call: Call, cotangents: tuple[Tensor, ...]) -> list[Tensor]:
@@ -198,14 +201,15 @@ class Engine(Files, Controls):
         factor = 1 / self.settings.accumulation_steps if call.factor is None else call.factor
         weight = None if factor == 1 else torch.tensor(factor, device=self.device)
         inputs, (args, kwargs) = call.inputs.separate()
-        measured = self._profiler.measure(GRADIENTS, self.state.step, *call.inputs.detach())
+        given_args, given_kwargs = call.inputs.detach()
+        measured = self._profiler.measure(GRADIENTS, self.state.step, tuple(given_args.values()), given_kwargs)
         cotangents = tuple(x.contiguous() for x in cotangents)  # a program belongs to strides
         with call.surround(), measured:
-            given = call.params, call.buffers, weight, inputs, args, kwargs, cotangents
+            given = call.params, weight, inputs, Batch(call.buffers, args, kwargs), cotangents
             if self._sums is None:
-                self._sums, found = self._programs.pull(*given)
+                self._sums, found = self._programs.compiled.pull(*given)
             else:  # an error leaves the sums as they were
-                self._sums, found = self._programs.pull_more(self._sums, *given)
+                self._sums, found = self._programs.compiled.pull_more(self._sums, *given)
         self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
         return [found[name] for name in inputs]
 
@@ -229,6 +233,7 @@ class Engine(Files, Controls):
             _log.info(text, reason)
         self._computes_ahead = False
 
+    @check_arguments
     def step(self, lr_kwargs: Any = None) -> None:
         """Count a batch, and update the state where it is the last of `gradient_accumulation_steps`. With
         `managed_gradient_accumulation` false each `step` updates.
@@ -244,7 +249,8 @@ class Engine(Files, Controls):
             problem = "gradients were dropped by zero_grad" if self._may_step else "is called without a backward before"
             raise FzeroError("engine.step", problem, "call engine(batch), then backward")
         if self.is_gradient_accumulation_boundary() or not self.settings.counts_batches:
-            self.state, self._norm = self._advance(self.state, self._sums)
+            self._check_given()
+            self.state, self._norm = self._programs.update(self.state, self._sums)
             self._sums = None
             self._report(self._losses)
             self._losses = []
@@ -263,6 +269,7 @@ class Engine(Files, Controls):
             return False  # but within `step`, as in DeepSpeed
         return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
 
+    @check_arguments
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next `step` calls update the state, in the place of the count of batches."""
         self._boundary = is_boundary
@@ -277,12 +284,16 @@ class Engine(Files, Controls):
             if self.training_dataloader is None:
                 raise FzeroError("engine.train_batch", "there is no training_data", "give it an iterator of batches")
             data_iter = self._batches = getattr(self, "_batches", None) or _repeat(self.training_dataloader)
+        if not isinstance(data_iter, Iterator):
+            problem = f"got a {type(data_iter).__name__}, not an iterator of batches"
+            raise FzeroError("engine.train_batch", problem, "give iter(loader), one iterator for all calls")
         batches = [next(data_iter) for _ in range(self.settings.accumulation_steps)]
         self.state, loss = self.train_step(self.state, *batches)
         self.micro_steps += len(batches)
         self._report([loss])
         return loss
 
+    @check_arguments
     def train(self, mode: bool = True) -> Engine:
         """Compute gradients from now on, in the module's training mode."""
         self.training = mode
@@ -310,18 +321,11 @@ class Engine(Files, Controls):
         state that is given becomes unusable. Batches are as in `train_batch`.
 
         Raises:
-            FzeroError: for another number of batches.
+            FzeroError: for another number of batches, and for what is no state.
         """
-        if len(batches) != self.settings.accumulation_steps:
-            problem = f"got {len(batches)} batches, gradient_accumulation_steps is {self.settings.accumulation_steps}"
-            raise FzeroError("engine.train_step", problem, "give one batch for each step of accumulation")
-        sums, losses = None, []
-        for batch in batches:
-            args, kwargs = _to_arguments(batch)
-            output, state, sums = self._differentiate(state, sums, args, kwargs)
-            losses.append(find_loss(output))
-        state, self._norm = self._advance(state, sums)
-        return state, torch.stack(losses).mean()
+        self._check_given()
+        state, loss, self._norm = self._programs.train_step(state, *batches)
+        return state, loss
 
     def report(self, *args: Any, **kwargs: Any) -> Any:
         """What the program that adds the gradients of a batch does: its peak, and the bytes that move. With a loss
@@ -330,32 +334,16 @@ class Engine(Files, Controls):
         Raises:
             FzeroError: with a loss outside of the model, before the first `backward`.
         """
+        state, batch = self.state, Batch(self.state.buffers, self._programs.name(args), kwargs)
+        compiled: Any = self._programs.compiled
         if self._computes_ahead or self._shapes is None:
-            inputs = (self.state.buffers, *args)
-            return self._programs.begin.report(self.state.params, self.state.scale, inputs, kwargs)
+            return compiled.begin.report(state.params, state.scale, batch)
         cotangents = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes)
-        return self._programs.pull.report(self.state.params, self.state.buffers, None, {}, args, kwargs, cotangents)
+        return compiled.pull.report(state.params, None, {}, batch, cotangents)
 
-    def _differentiate(self, state: State, sums: Any, args: Any, kwargs: Any) -> tuple[Any, State, Any]:
-        """`(output, state with new buffers, sums of gradients)` of a batch and, unless `sums` is None, of those before
-        it."""
-        inputs = (state.buffers, *args)
-        with self._profiler.measure(GRADIENTS, state.step, args, kwargs):
-            if sums is None:
-                (output, buffers), sums = self._programs.begin(state.params, state.scale, inputs, kwargs)
-            else:
-                (output, buffers), sums = self._programs.add(state.params, sums, state.scale, inputs, kwargs)
-        return output, state._replace(buffers=buffers), sums
-
-    def _advance(self, state: State, sums: Any) -> tuple[State, Any]:
+    def _check_given(self) -> None:
         if self.given is not None:
             self.given.check()
-        if self._end is not None and state.step >= self._end and state.step - self.skipped_steps >= self._end:
-            problem = f"has rates for {self._end} updates, and {state.step - self.skipped_steps} are done"
-            raise FzeroError("lr_scheduler", problem, 'give a scheduler of more steps, or a config "scheduler"')
-        with self._profiler.measure(UPDATE, state.step):
-            params, opt_state, scale, norm = self._programs.update(state.params, state.opt_state, state.scale, sums)
-        return state._replace(params=params, opt_state=opt_state, scale=scale, step=state.step + 1), norm
 
     def _report(self, losses: Sequence[Tensor]) -> None:
         self._monitors.write(self, losses)
@@ -367,24 +355,6 @@ class Engine(Files, Controls):
         if self.global_rank == 0:
             text = "step %d: rates %s, loss scale %g, %d steps skipped, %.4f s a step"
             _log.info(text, self.global_steps, self.get_lr(), self.loss_scale, self.skipped_steps, seconds)
-
-
-def _compile(name: str, function: Callable[..., Any], engine: Engine) -> Any:
-    settings = engine.settings
-    passes = choose_passes(settings)
-    how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
-    how = how if passes is None else {"passes": passes}
-    how["donate"] = name not in ("begin", "forward")  # `pull` needs the buffers that these were given
-    return compile_function(function, engine.mesh, title=f"engine: {name}", compile=settings.compile, **how)
-
-
-def _to_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` of a batch."""
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    if isinstance(batch, dict):
-        return (), dict(batch)
-    return (batch,), {}
 
 
 def _repeat(loader: Any) -> Iterator[Any]:

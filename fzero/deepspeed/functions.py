@@ -27,22 +27,29 @@ ENDLESS = 2**31 - 1
 """More updates in a row that are not finite than a run has."""
 
 
-class Functions(NamedTuple):
-    """The pure functions of an engine. `inputs` is `(buffers, *args)`: the buffers that the model changes, and the
-    arguments of the model.
+class Batch(NamedTuple):
+    """What a call of a model takes beside parameters. An error of a step names a part as "argument 2.args.x"."""
 
-    * `begin(params, scale, inputs, kwargs)` returns `((output, buffers), gradients)` of the first batch of an update,
-      each batch's share of the mean over `gradient_accumulation_steps`. Raises `NoLoss` where the output has no loss.
-    * `add(params, sums, scale, inputs, kwargs)` returns `((output, buffers), new sums)`: the sums of gradients with
-      those of a further batch.
+    buffers: Any  # that the model changes, None in most models
+    args: dict[str, Any]  # by position, with their names
+    kwargs: dict[str, Any]
+
+
+class Functions(NamedTuple):
+    """The pure functions of an engine.
+
+    * `begin(params, scale, batch)` returns `((output, buffers), gradients)` of the first batch of an update, each
+      batch's share of the mean over `gradient_accumulation_steps`. Raises `NoLoss` where the output has no loss.
+    * `add(params, sums, scale, batch)` returns `((output, buffers), new sums)`: the sums of gradients with those of a
+      further batch.
     * `update(params, opt_state, scale, sums)` returns `(params, opt_state, scale, norm)`: after an update by the sums,
       whose global norm is `norm`.
-    * `evaluate(params, inputs, kwargs)` returns the output of the model.
-    * `forward(params, inputs, kwargs)` returns `(output, buffers)` of the model in training.
-    * `pull(params, buffers, factor, wanted, args, kwargs, cotangents)` returns `(gradients, gradients of wanted)`.
-      `cotangents` are the gradients of the floating tensors of the output. `wanted` are the tensors of `(args, kwargs)`
-      that get a gradient, by position. The gradients of parameters are multiplied by `factor`, unless it is None.
-    * `pull_more(sums, params, ...)` returns `(new sums, gradients of inputs)`.
+    * `evaluate(params, batch)` returns the output of the model.
+    * `forward(params, batch)` returns `(output, buffers)` of the model in training.
+    * `pull(params, factor, wanted, batch, cotangents)` returns `(gradients, gradients of wanted)`. `cotangents` are the
+      gradients of the floating tensors of the output. `wanted` are the tensors of the batch's `(args, kwargs)` that get
+      a gradient, by position. The gradients of parameters are multiplied by `factor`, unless it is None.
+    * `pull_more(sums, params, ...)` returns `(new sums, gradients of wanted)`.
     """
 
     begin: Callable[..., Any]
@@ -67,16 +74,22 @@ def make_functions(
         cast = precision(settings.compute, output=torch.float32)
         train, evaluate = cast(train), cast(evaluate)
 
-    def forward(params: Any, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        output, buffers = train(params, *inputs, **kwargs)
+    def forward(params: Any, batch: Batch) -> tuple[Any, Any]:
+        output, buffers = train(params, batch.buffers, *batch.args.values(), **batch.kwargs)
         return _gather(output), average_buffers(buffers)
 
-    def train_share(params: Any, *inputs: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        output, buffers = forward(params, inputs, kwargs)
+    def train_share(params: Any, batch: Batch) -> tuple[Tensor, Any]:
+        output, buffers = forward(params, batch)
         share = find_loss(output) / settings.accumulation_steps  # before the scale, as DeepSpeed: less overflows
         return share, (output, buffers)
 
-    begin, add = make_sums(train_share)
+    first, further = make_sums(train_share)
+
+    def begin(params: Any, scale: Any, batch: Batch) -> Any:
+        return first(params, scale, (batch,), {})
+
+    def add(params: Any, sums: Any, scale: Any, batch: Batch) -> Any:
+        return further(params, sums, scale, (batch,), {})
 
     def update(params: Any, opt_state: Any, scale: Any, sums: Any) -> tuple[Any, Any, Any, Tensor]:
         if optimizer is None:
@@ -84,8 +97,8 @@ def make_functions(
             raise FzeroError("engine.step", "there is no optimizer", way_out)
         return _update(optimizer, settings, params, opt_state, scale, sums)
 
-    def evaluate_batch(params: Any, inputs: Any, kwargs: Any) -> Any:
-        return evaluate(params, *inputs, **kwargs)[0]
+    def evaluate_batch(params: Any, batch: Batch) -> Any:
+        return evaluate(params, batch.buffers, *batch.args.values(), **batch.kwargs)[0]
 
     return Functions(begin, add, update, evaluate_batch, forward, *_make_pulls(forward, virtual_ranks))
 
@@ -93,12 +106,12 @@ def make_functions(
 def _make_pulls(forward: Callable[..., Any], virtual_ranks: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`Functions.pull` and `Functions.pull_more` of a forward pass."""
 
-    def weigh(given: dict[str, Any], buffers: Any, args: Any, kwargs: Any, cotangents: tuple[Tensor, ...]) -> Tensor:
+    def weigh(given: dict[str, Any], batch: Batch, cotangents: tuple[Tensor, ...]) -> Tensor:
         """A number with these gradients of outputs: the sum of outputs times cotangents."""
-        leaves, treedef = tree.flatten((args, kwargs))
+        leaves, treedef = tree.flatten((batch.args, batch.kwargs))
         leaves = [given["wanted"].get(str(i), leaf) for i, leaf in enumerate(leaves)]
         args, kwargs = tree.unflatten(treedef, leaves)
-        outputs = tree.leaves(forward(given["params"], (buffers, *args), kwargs)[0])
+        outputs = tree.leaves(forward(given["params"], Batch(batch.buffers, args, kwargs))[0])
         terms = []
         for value, cotangent in zip((outputs[i] for i in list_floating(outputs)), cotangents, strict=True):
             if value.shape != cotangent.shape:
@@ -110,9 +123,9 @@ def _make_pulls(forward: Callable[..., Any], virtual_ranks: int) -> tuple[Callab
         return sum(terms, start=torch.zeros((), device=terms[0].device))
 
     def pull(
-        params: Any, buffers: Any, factor: Any, wanted: dict[str, Tensor], args: Any, kwargs: Any, cotangents: Any
+        params: Any, factor: Any, wanted: dict[str, Tensor], batch: Batch, cotangents: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        found = grad(weigh)({"params": params, "wanted": wanted}, buffers, args, kwargs, cotangents)
+        found = grad(weigh)({"params": params, "wanted": wanted}, batch, cotangents)
         grads = found["params"]
         if factor is not None:
             same = mean_over_data(factor)  # ranks hold one number, and this says so

@@ -18,22 +18,21 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.base.state import State
-from fzero.data import loader
 from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.engine import Engine
 from fzero.deepspeed.functions import add_autocast, make_functions, make_optimizer
 from fzero.deepspeed.handles import GivenOptimizer
+from fzero.deepspeed.loading import load
 from fzero.deepspeed.marks import mark_parameters
+from fzero.deepspeed.plan import Plan, agree_on_plan, make_plan
 from fzero.deepspeed.plateau import Plateau
+from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
-from fzero.deepspeed.reading import read_config
-from fzero.deepspeed.schedulers import Scheduled, schedule_groups
-from fzero.deepspeed.settings import Settings, find_shard_size, settle
-from fzero.deepspeed.tables import convert_scheduler
+from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.homes import find_home
 from fzero.state.build.deferred import is_deferring
-from fzero.training.groups import Group, combine, convert_optimizer, list_groups
+from fzero.training.groups import combine
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
 from fzero.training.models import (
     WHOLE,
@@ -105,34 +104,28 @@ def initialize(
         FzeroError: for a configuration that contradicts itself, a key that is refused or unknown, an argument that is
             not supported. docs/deepspeed.md lists all keys.
     """
-    _refuse_arguments(model, mpu, mesh_param)
-    assert model is not None
-    given = read_config(_choose_config(args, config, config_params))
     local_rank = find_local_rank(args)
+
+    def plan() -> Plan:
+        refuse_arguments("initialize", {"mpu": (mpu, "give mesh="), "mesh_param": (mesh_param, "give mesh=")})
+        sources = {"config": config, "config_params": config_params}
+        return make_plan(args, sources, model, optimizer, model_parameters, lr_scheduler, home=home, version=version)
+
     with torch_private.disable_modes() if is_deferring() else nullcontext():  # suspends a zero.Init around this call
-        mesh = choose_mesh(mesh, find_shard_size(given), local_rank, distributed_port, dist_init_required)
-        rank = getattr(find_home(mesh), "number", 0)
-        settings = settle(given, mesh_shape(mesh).size(), version=version, args=args, rank=rank)
-        if _is_function(optimizer):
-            optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
-        groups = _find_groups(optimizer, model_parameters, settings, model)
-        found = _schedule(groups, settings, lr_scheduler, optimizer)
-        scheduled = found.scheduled if isinstance(found, Plateau) else found
-        engine = _build_engine(model, groups, scheduled, settings, loss, mesh, local_rank)
-        engine.lr_scheduler = found if isinstance(found, Plateau) else engine.lr_scheduler
-        engine.groups = groups if isinstance(groups, list) else []
-        if isinstance(optimizer, torch.optim.Optimizer):
-            engine.given = GivenOptimizer(optimizer)
+        home = find_home(make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh)
+        planned = agree_on_plan(home, plan)
+        mesh = choose_mesh(mesh, planned.shard, local_rank, distributed_port, dist_init_required)
+        engine = _build_engine(planned, loss, mesh, local_rank)
         if training_data is not None:
-            engine.training_dataloader = _load(training_data, collate_fn, settings, mesh)
-        for name, each in {"model": model, "engine.module": engine.module}.items():  # nothing is refused from here on
+            engine.training_dataloader = load(training_data, collate_fn, planned.settings, mesh)
+        for name, each in {"model": planned.model, "engine.module": engine.module}.items():  # nothing is refused now
             spend_model(each, engine.device, functools.partial(_refuse_use, name))
             mark_parameters(each, engine)
     return Initialized(
         engine,
-        engine.optimizer if groups is not None else None,
+        engine.optimizer if planned.groups is not None else None,
         engine.training_dataloader,
-        None if settings.scheduler is None and lr_scheduler is None else engine.lr_scheduler,
+        None if planned.settings.scheduler is None and lr_scheduler is None else engine.lr_scheduler,
     )
 
 
@@ -148,13 +141,6 @@ def _refuse_use(name: str, path: str, what: str) -> FzeroError:
         )
     problem = f"{what} needs values, which are in the slices of an engine since initialize"
     return FzeroError(f"{name}: {path}" if path else name, problem, way_out)
-
-
-def _load(data: Any, collate_fn: Callable[..., Any] | None, settings: Settings, mesh: Any) -> Any:
-    """The loader of `training_data`: each rank's part of batches."""
-    options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
-    rows = settings.micro_batch_size * mesh_shape(mesh).size()
-    return loader(data, rows, mesh, seed=0, drop_last=settings.drop_last, **options)
 
 
 def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, required: bool | None) -> Any:
@@ -173,16 +159,10 @@ def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, requir
     return mesh
 
 
-def _build_engine(
-    model: nn.Module,
-    groups: list[Group] | GradientTransformation | None,
-    scheduled: Scheduled,
-    settings: Settings,
-    loss: Callable[..., Any] | None,
-    mesh: Any,
-    local_rank: int,
-) -> Engine:
+def _build_engine(plan: Plan, loss: Callable[..., Any] | None, mesh: Any, local_rank: int) -> Engine:
     """An engine with its first state."""
+    model, groups, settings = plan.model, plan.groups, plan.settings
+    scheduled = plan.scheduled.scheduled if isinstance(plan.scheduled, Plateau) else plan.scheduled
     store = find_store(model)
     lowered = lower_modes(model)
     held = partition_model(
@@ -211,7 +191,12 @@ def _build_engine(
         applies = tuple(add_autocast(each, settings.autocast, device) for each in applies)
     train, evaluate = (_take_loss(carry_buffers(each, lowered.buffers), loss) for each in applies)
     make = functools.partial(make_functions, train, evaluate, chosen, virtual_ranks=ranks)
-    return Engine(model, applies, state, make, settings, scheduled, mesh, local_rank)
+    names = list_names(model.forward) if loss is None else list_names(loss, skip=1)
+    engine = Engine(model, applies, state, make, names, settings, scheduled, mesh, local_rank)
+    engine.groups = groups if isinstance(groups, list) else []
+    engine.lr_scheduler = plan.scheduled if isinstance(plan.scheduled, Plateau) else engine.lr_scheduler
+    engine.given = GivenOptimizer(plan.given) if isinstance(plan.given, torch.optim.Optimizer) else None
+    return engine
 
 
 def _init_state(optimizer: GradientTransformation, params: Any, settings: Settings) -> Any:
@@ -244,69 +229,3 @@ def _take_loss(call: Call, loss: Callable[..., Any] | None) -> Call:
         return output, model.buffers
 
     return compute
-
-
-def _find_groups(
-    optimizer: Any, model_parameters: Any, settings: Settings, model: nn.Module
-) -> list[Group] | GradientTransformation | None:
-    """The groups of parameters and their optimizers, by the arguments of `initialize` or by the configuration."""
-    if isinstance(optimizer, GradientTransformation):
-        return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return convert_optimizer(optimizer, model)
-    if optimizer is not None:
-        problem = f"is a {type(optimizer).__name__}"
-        raise FzeroError("optimizer", problem, "give an optimizer of torch.optim or fzero.optim, or a function")
-    if settings.optimizer is None:
-        return None
-    kind, params = settings.optimizer
-    if model_parameters is None or isinstance(model_parameters, nn.Module):
-        model_parameters = (model if model_parameters is None else model_parameters).parameters()
-    groups = list_groups(kind, params, model_parameters, model, "optimizer.type")
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if len(groups) == 1 and groups[0].paths is not None and groups[0].paths >= trained:
-        return [groups[0]._replace(paths=None)]
-    return groups
-
-
-def _is_function(optimizer: Any) -> bool:
-    """Whether an argument is a function that makes an optimizer."""
-    return callable(optimizer) and not isinstance(optimizer, (torch.optim.Optimizer, GradientTransformation))
-
-
-def _schedule(
-    groups: list[Group] | GradientTransformation | None, settings: Settings, lr_scheduler: Any, optimizer: Any
-) -> Scheduled | Plateau:
-    """What changes from update to update. `lr_scheduler` goes before that of the configuration, as in DeepSpeed."""
-    if isinstance(groups, list):
-        if lr_scheduler is not None:
-            return convert_scheduler(lr_scheduler, optimizer, groups)
-        return schedule_groups(groups, settings.scheduler)
-    given = settings.scheduler[0] if lr_scheduler is None and settings.scheduler is not None else lr_scheduler
-    if given is not None:
-        what = "there is no optimizer" if groups is None else "the optimizer is one of fzero.optim"
-        way_out = "give the config an optimizer, or the optimizer of fzero.optim a schedule (fzero.optim.deepspeed)"
-        raise FzeroError("scheduler", f"is {given!r:.80}, and {what}", way_out)
-    return []
-
-
-def _refuse_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise FzeroError("model", f"is {type(model).__name__}", "give a torch.nn.Module")
-    if any(each.__name__ == "PipelineModule" for each in type(model).__mro__):
-        raise FzeroError("model", "is a PipelineModule, and there is no pipeline parallelism", "give a plain module")
-    refuse_arguments("initialize", {"mpu": (mpu, "give mesh="), "mesh_param": (mesh_param, "give mesh=")})
-
-
-def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration that is given."""
-    named = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    found = {name: value for name, value in named.items() if value is not None}
-    if len(found) != 1:
-        problem = f"is given {len(found)} times: {', '.join(found)}" if found else "is missing"
-        raise FzeroError("config", problem, 'give one, a dict or a path: initialize(config="ds_config.json")')
-    return next(iter(found.values()))

@@ -148,7 +148,13 @@ PRECISION = (
         Key(f"bfloat16.{name}", "bool", default, "honoured", f"`bf16.{name}`", f"bf16.{name}")
         for name, default in (("enabled", False), ("check_grad_overflow", True))
     ),
-    Key("data_types.grad_accum_dtype", "fp16|bf16|fp32", None, "no meaning", "gradients add up in float32, the widest"),
+    Key(
+        "data_types.grad_accum_dtype",
+        "fp16|bf16|fp32",
+        None,
+        "no meaning",
+        "gradients add up in float32, the widest; with bf16 masters in bfloat16",
+    ),
     *_keys(
         "data_types.",
         "refused",

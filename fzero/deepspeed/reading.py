@@ -66,7 +66,10 @@ def _open(config: Any) -> Mapping[str, Any]:
     except OSError:  # a text of base64 may be too long for a name of a file
         is_file = False
     if is_file:
-        text = path.read_text()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise FzeroError(f"config {where}", f"is no text: {error}", "give the path of a JSON file") from None
     else:
         try:
             text, where = base64.urlsafe_b64decode(str(config)).decode(), "config"

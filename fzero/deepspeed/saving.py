@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fzero import checkpoint, partition, tree
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.state import State
@@ -26,7 +28,7 @@ LATEST = "latest"
 _log = logging.getLogger("fzero")
 
 
-def find_folder(load_dir: str, tag: Any = None) -> Path | None:
+def find_folder(load_dir: str | os.PathLike[str], tag: Any = None) -> Path | None:
     """The folder of the checkpoint `tag`, by default the last one; None where nothing tells which one that is."""
     if tag is None:
         latest = Path(load_dir) / LATEST
@@ -46,11 +48,12 @@ class Files:
     lr_scheduler: Any
     _home: Home
 
+    @check_arguments
     def save_checkpoint(
         self,
-        save_dir: str,
+        save_dir: str | os.PathLike[str],
         tag: Any = None,
-        client_state: dict[str, Any] | None = None,
+        client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -67,16 +70,21 @@ class Files:
         step = int(self.state.step)
         tag = f"global_step{step}" if tag is None else str(tag)
         scheduler = self.lr_scheduler.state_dict()
-        metadata = {"client_state": client_state or {}, "micro_steps": self.micro_steps, "lr_scheduler": scheduler}
+        metadata = {
+            "client_state": dict(client_state or {}),
+            "micro_steps": self.micro_steps,
+            "lr_scheduler": scheduler,
+        }
         checkpoint.save(Path(save_dir) / tag, self.state, step=step, overwrite=True, keep=1, metadata=metadata)
         if save_latest and getattr(self._home, "number", 0) == 0:
             (Path(save_dir) / LATEST).write_text(tag)
         self._wait(f"save_checkpoint {tag}")
         return True
 
+    @check_arguments
     def load_checkpoint(
         self,
-        load_dir: str,
+        load_dir: str | os.PathLike[str],
         tag: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -136,8 +144,12 @@ class Files:
         self.state = self.state._replace(params=params, buffers=buffers)
         return {}
 
+    @check_arguments
     def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the parameters and running statistics as a state dict of torch, in the dtype of compute, to one file.
         All ranks call it together; rank 0 holds all of them meanwhile, and writes."""
@@ -156,6 +168,7 @@ class Files:
 
     save_fp16_model = save_16bit_model
 
+    @check_arguments
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """All parameters and running statistics, whole on every rank, by their names in the module. All ranks call it
         together."""

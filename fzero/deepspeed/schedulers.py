@@ -31,6 +31,10 @@ def schedule_groups(groups: Sequence[Group], scheduler: tuple[str, Mapping[str, 
     kind, params = scheduler
     if kind not in _MAKERS:
         raise FzeroError("scheduler.type", f"is {kind!r}", f"DeepSpeed has {', '.join(_MAKERS)}")
+    begun = params.get("last_batch_iteration")
+    if begun not in (None, -1):
+        way_out = "leave it out: engine.load_checkpoint goes on where updates ended"
+        raise FzeroError("scheduler.params.last_batch_iteration", f"is {begun!r}, which is not supported", way_out)
     params = {name: value for name, value in params.items() if name != "last_batch_iteration"}
     return [_MAKERS[kind](dict(params), group) for group in groups]
 
@@ -47,13 +51,33 @@ def values_at(scheduled: Mapping[str, Any], count: int) -> dict[str, float]:
 
 def _call(maker: Callable[..., Any], params: dict[str, Any], kind: str) -> Any:
     known = inspect.signature(maker).parameters
-    for name in params:
+    for name, value in params.items():
         if name not in known:
             raise FzeroError(f"scheduler.params.{name}", f"is no param of {kind}", f"it has {', '.join(known)}")
+        _check_param(name, value, known[name].default)
     missing = [name for name, each in known.items() if each.default is each.empty and name not in params]
     if missing:
         raise FzeroError(f"scheduler.params.{missing[0]}", "is missing", f"{kind} needs it")
-    return maker(**params)
+    try:
+        return maker(**params)
+    except FzeroError as error:  # of a function of `fzero.optim`, which is no word of the configuration
+        raise FzeroError("scheduler.params", error.problem, error.way_out) from error
+
+
+def _check_param(name: str, value: Any, default: Any) -> None:
+    """Refuse what is no value of a param whose default this is."""
+    path, kind = f"scheduler.params.{name}", type(value).__name__
+    if isinstance(default, (bool, str)):
+        if type(value) is not type(default):
+            way_out = "give true or false" if isinstance(default, bool) else "give a text"
+            raise FzeroError(path, f"is {value!r:.80}, a {kind}", way_out)
+        return
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise FzeroError(path, f"is {value!r:.80}, a {kind}", "give a number")
+    if not abs(value) < 2**53 or (value < 0 and name.endswith("_lr")):  # float64 counts steps up to there
+        raise FzeroError(path, f"is {value!r}", "give a number from 0 on" if value < 0 else "give a smaller number")
 
 
 def _only_rate(maker: Callable[..., Schedule], kind: str) -> Callable[[dict[str, Any], Group], dict[str, Any]]:

@@ -98,7 +98,7 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
     )
 
 
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def find_batch_sizes(given: Values, world: int) -> tuple[int, int, int]:
@@ -111,7 +111,7 @@ def find_batch_sizes(given: Values, world: int) -> tuple[int, int, int]:
     train: Any
     micro: Any
     steps: Any
-    train, micro, steps = (None if given.get(name) == "auto" else given.get(name) for name in _SIZES)
+    train, micro, steps = (None if given.get(name) == "auto" else given.get(name) for name in SIZES)
     if train is None and micro is None:
         way_out = "give one of both"
         raise FzeroError("train_batch_size", "and train_micro_batch_size_per_gpu are missing", way_out)
@@ -121,12 +121,12 @@ def find_batch_sizes(given: Values, world: int) -> tuple[int, int, int]:
         micro = train // world // steps if steps else 0
     if train is None:
         train = micro * steps * world
-    for name, size in zip(_SIZES, (train, micro, steps)):
+    for name, size in zip(SIZES, (train, micro, steps)):
         if size < 1 and given.get(name) not in (None, "auto"):
             raise FzeroError(name, f"is {size}", "give a whole number of at least 1")
-    absent = [name for name in _SIZES[1:] if given.get(name) in (None, "auto")]
+    absent = [name for name in SIZES[1:] if given.get(name) in (None, "auto")]
     if train != micro * steps * world and absent:
-        part, what = (steps * world, f"{steps} steps") if _SIZES[1] in absent else (micro * world, f"{micro} a rank")
+        part, what = (steps * world, f"{steps} steps") if SIZES[1] in absent else (micro * world, f"{micro} a rank")
         problem = f"is {train}, which is no multiple of {what} x {world} ranks"
         raise FzeroError("train_batch_size", problem, f"give a multiple of {part}")
     if train != micro * steps * world or train < 1:
@@ -177,7 +177,7 @@ def _resolve(path: str, value: Any, given: Values, args: Any) -> Any:
         found = []  # TrainingArguments count epochs then
     if found and None not in found:
         return found[0] if len(found) == 1 else found
-    if path in _SIZES:
+    if path in SIZES:
         return None
     if path == "scheduler.params.warmup_min_lr":
         return 0.0
@@ -211,6 +211,9 @@ def _find_precision(given: Values, stage: int) -> tuple[torch.dtype | None, loss
     for name in ("loss_scale_window", "min_loss_scale"):
         if look_up(given, f"fp16.{name}") < 1:
             raise FzeroError(f"fp16.{name}", f"is {look_up(given, f'fp16.{name}')}", "give at least 1")
+    if look_up(given, "fp16.initial_scale_power") > 127:
+        problem = f"is {look_up(given, 'fp16.initial_scale_power')}"
+        raise FzeroError("fp16.initial_scale_power", problem, "give at most 127: the scale is float32")
     return torch.float16, loss_scale.dynamic(
         init_scale=2.0 ** look_up(given, "fp16.initial_scale_power"),
         window=int(look_up(given, "fp16.loss_scale_window")),
@@ -236,6 +239,9 @@ def _find_param_dtype(given: Values, compute: torch.dtype | None, stage: int) ->
         raise FzeroError(
             weights, problem, "give bf16.enabled and zero_optimization.stage 1, 2 or 3, as DeepSpeed wants"
         )
+    if look_up(given, "data_types.grad_accum_dtype") == "fp32":
+        problem = f'is "fp32", and with {weights} gradients add up in bfloat16'
+        raise FzeroError("data_types.grad_accum_dtype", problem, "give one of both")
     return torch.bfloat16
 
 
@@ -269,13 +275,13 @@ def find_shard_size(given: Values) -> int | None:
 
 def _find_clipping(given: Values, version: str, rank: int) -> float:
     """The largest norm. What a missing key means depends on the version of DeepSpeed."""
-    value = given.get("gradient_clipping")
-    if value is not None:
-        return float(value)
     try:
         number = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
         raise FzeroError("version", f"is {version!r}", 'give one of DeepSpeed, such as "0.19"') from None
+    value = given.get("gradient_clipping")
+    if value is not None:
+        return float(value)
     bound = 1.0 if number >= CLIPS_BY_DEFAULT else 0.0
     if rank == 0:
         text = 'gradient_clipping is missing, which is %s in DeepSpeed %s; write "gradient_clipping": 1.0, or 0'

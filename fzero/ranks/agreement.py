@@ -210,6 +210,7 @@ PROBLEMS = {
         "give every rank the values of the same step, file and seed, or partition with source_rank=0",
     ),
     "data": ("ranks take different data", "make the loader alike on every rank, and resume it at one position"),
+    "configuration": ("ranks have different configurations", "give every rank the same configuration and optimizer"),
     "leaf": ("ranks give different leaves", "give every rank the same tree"),
     "call": (
         "ranks call different functions",

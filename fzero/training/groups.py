@@ -39,8 +39,8 @@ def make_group(kind: str, params: Mapping[str, Any], where: str, *, torch_defaul
         known = "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, RMSprop, NAdam and Adafactor"
         way_out = f"there are {known}; give initialize(optimizer=) any optimizer of fzero.optim"
         raise FzeroError(where, f"is {kind!r}, which is not supported", way_out)
-    options = _Options(dict(params), f"{where}: params")
-    group = _KINDS[name](options, torch_defaults or bool(options.take("torch_adam", False)))
+    options = _Options(dict(params), where)
+    group = _KINDS[name](options, torch_defaults or options.flag("torch_adam", False))
     options.check_empty()
     return group
 
@@ -81,6 +81,9 @@ def list_groups(
     if not isinstance(groups, Iterable) or isinstance(groups, (str, bytes)):
         raise FzeroError(where, f"is {groups!r:.80}", "give parameters, or a list of dicts of parameters")
     members = list(groups)
+    if not members:
+        way_out = "give model.parameters() itself; an iterator that was read before is empty"
+        raise FzeroError("model_parameters", "has no parameter", way_out)
     loose = [member for member in members if not isinstance(member, Mapping)]
     dicts = [member for member in members if isinstance(member, Mapping)] + [{"params": loose}] * bool(loose)
     seen: set[str] = set()
@@ -121,8 +124,8 @@ def _split_for_muon(
         if not members:
             continue
         given = {name: value for name, value in params.items() if name not in of_halves}
-        given |= {"lr": params[rate]} if rate in params else {}
-        options = _Options({**given, **own}, f"{where}: params")
+        given |= {"lr": _Options(dict(params), where).number(rate, 0.0)} if rate in params else {}
+        options = _Options({**given, **own}, where)
         group = make(options)
         options.check_empty()
         yield group._replace(paths=members)
@@ -190,10 +193,11 @@ def join(groups: Sequence[Group], made: Sequence[GradientTransformation]) -> Gra
 
 
 class _Options:
-    """Params of an optimizer, taken one by one: a param that nobody takes is refused."""
+    """Params of an optimizer, taken one by one: a param that nobody takes is refused. `where` is what has the params,
+    the argument "optimizer" or the key "optimizer.type"."""
 
     def __init__(self, given: dict[str, Any], where: str) -> None:
-        self.given, self.where = given, where
+        self.given, self.where = given, f"{where.removesuffix('.type')}.params"
         self._known: list[str] = []  # what was asked for
 
     def take(self, name: str, default: Any) -> Any:
@@ -203,15 +207,32 @@ class _Options:
 
     def take_betas(self, default: tuple[float, float]) -> dict[str, float]:
         betas = self.take("betas", default)
-        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
-            raise FzeroError(f"{self.where}.betas", f"is {betas!r}", "give two numbers")
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2 or not all(map(_is_decay, betas)):
+            raise FzeroError(f"{self.where}.betas", f"is {betas!r:.80}", "give two numbers from 0 to below 1")
         return {"b1": float(betas[0]), "b2": float(betas[1])}
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float, lowest: float = 0.0) -> float:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise FzeroError(f"{self.where}.{name}", f"is {value!r}, a {type(value).__name__}", "give a number")
+            raise FzeroError(f"{self.where}.{name}", f"is {value!r:.80}, a {type(value).__name__}", "give a number")
+        if not lowest <= value < float("inf"):
+            way_out = "give a number" if lowest < 0 else "give a number from 0 on"
+            raise FzeroError(f"{self.where}.{name}", f"is {value!r}", way_out)
         return float(value)
+
+    def decay(self, name: str, default: float) -> float:
+        value = self.number(name, default)
+        if not _is_decay(value):
+            raise FzeroError(f"{self.where}.{name}", f"is {value!r}", "give a number from 0 to below 1")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise FzeroError(
+                f"{self.where}.{name}", f"is {value!r:.80}, a {type(value).__name__}", "give true or false"
+            )
+        return value
 
     def check_empty(self) -> None:
         """Refuse what is left, but for options of speed, and for options whose value asks for nothing."""
@@ -230,12 +251,17 @@ class _Options:
         return f"leave it out, or write {near[0]}, the nearest one" if near else "leave it out"
 
 
+def _is_decay(value: Any) -> bool:
+    """Whether a value is a number from 0 to below 1."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+
+
 def _adam(options: _Options, torch_defaults: bool, decoupled: bool) -> Group:
     rate = options.number("lr", 1e-3)
-    decoupled = bool(options.take("decoupled_weight_decay", decoupled))
+    decoupled = options.flag("decoupled_weight_decay", decoupled)
     mine = {**options.take_betas((0.9, 0.999)), "eps": options.number("eps", 1e-8)}
     mine["weight_decay"] = options.number("weight_decay", 1e-2 if torch_defaults and decoupled else 0.0)
-    if options.take("amsgrad", False):
+    if options.flag("amsgrad", False):
         return Group(optim.amsgrad, rate, {**mine, "decoupled": decoupled})
     return Group(optim.adamw if decoupled else optim.adam, rate, mine)
 
@@ -243,11 +269,11 @@ def _adam(options: _Options, torch_defaults: bool, decoupled: bool) -> Group:
 def _make_adam(options: _Options, torch_defaults: bool) -> Group:
     """DeepSpeed's Adam decouples the decay, unless `adam_w_mode` is false; torch's does not."""
     is_torch_object = torch_defaults and "decoupled_weight_decay" in options.given
-    return _adam(options, torch_defaults, bool(options.take("adam_w_mode", not is_torch_object)))
+    return _adam(options, torch_defaults, options.flag("adam_w_mode", not is_torch_object))
 
 
 def _make_adamw(options: _Options, torch_defaults: bool) -> Group:
-    options.take("adam_w_mode", True)
+    options.flag("adam_w_mode", True)
     return _adam(options, torch_defaults, True)
 
 
@@ -255,7 +281,7 @@ def _make_sgd(options: _Options, torch_defaults: bool) -> Group:
     if options.number("dampening", 0.0):
         raise FzeroError(f"{options.where}.dampening", "is not 0, which is not supported", "leave it out")
     names = {"momentum": options.number("momentum", 0.0), "weight_decay": options.number("weight_decay", 0.0)}
-    return Group(optim.sgd, options.number("lr", 1e-3), {**names, "nesterov": bool(options.take("nesterov", False))})
+    return Group(optim.sgd, options.number("lr", 1e-3), {**names, "nesterov": options.flag("nesterov", False)})
 
 
 def _make_adagrad(options: _Options, torch_defaults: bool) -> Group:
@@ -265,9 +291,9 @@ def _make_adagrad(options: _Options, torch_defaults: bool) -> Group:
 
 
 def _make_rmsprop(options: _Options, torch_defaults: bool) -> Group:
-    mine = {"decay": options.number("alpha", 0.99), "eps": options.number("eps", 1e-8)}
+    mine = {"decay": options.decay("alpha", 0.99), "eps": options.number("eps", 1e-8)}
     mine |= {name: options.number(name, 0.0) for name in ("weight_decay", "momentum")}
-    centered = bool(options.take("centered", False))
+    centered = options.flag("centered", False)
     return Group(optim.rmsprop, options.number("lr", 1e-2), {**mine, "centered": centered})
 
 
@@ -275,7 +301,7 @@ def _make_nadam(options: _Options, torch_defaults: bool) -> Group:
     mine = {**options.take_betas((0.9, 0.999)), "eps": options.number("eps", 1e-8)}
     mine |= {"momentum_decay": options.number("momentum_decay", 4e-3)}
     mine |= {"weight_decay": options.number("weight_decay", 0.0)}
-    decoupled = bool(options.take("decoupled_weight_decay", False))
+    decoupled = options.flag("decoupled_weight_decay", False)
     return Group(optim.nadam, options.number("lr", 2e-3), {**mine, "decoupled": decoupled})
 
 
@@ -289,13 +315,17 @@ def _make_lamb(options: _Options, torch_defaults: bool) -> Group:
     mine: dict[str, Any] = {**options.take_betas((0.9, 0.999)), "eps": options.number("eps", 1e-8)}
     mine["weight_decay"] = options.number("weight_decay", 0.0)
     mine["bounds"] = (options.number("min_coeff", 0.01), options.number("max_coeff", 10.0))
-    mine["corrects"] = "rate" if options.take("bias_correction", True) else "nothing"
+    mine["corrects"] = "rate" if options.flag("bias_correction", True) else "nothing"
     return Group(optim.lamb, options.number("lr", 1e-3), mine)
 
 
 def _make_adafactor(options: _Options, torch_defaults: bool) -> Group:
-    mine: dict[str, Any] = {"decay_rate": -options.number("beta2_decay", -0.8)}
-    mine |= {"eps": options.take("eps", (None, 1e-3)), "clipping_threshold": options.number("d", 1.0)}
+    mine: dict[str, Any] = {"decay_rate": -options.number("beta2_decay", -0.8, lowest=-1e9)}
+    eps = options.take("eps", (None, 1e-3))
+    numbers = [x for i, x in enumerate(eps) if i or x is not None] if isinstance(eps, (list, tuple)) else []
+    if not numbers or len(eps) != 2 or not all(map(_is_decay, numbers)):
+        raise FzeroError(f"{options.where}.eps", f"is {eps!r:.80}", "give two numbers from 0 to below 1")
+    mine |= {"eps": tuple(eps), "clipping_threshold": options.number("d", 1.0)}
     mine["weight_decay"] = options.number("weight_decay", 0.0)
     return Group(optim.adafactor, options.number("lr", 1e-2), mine)
 
@@ -308,7 +338,7 @@ def _update_by_muon(learning_rate: Any, **how: Any) -> GradientTransformation:
 def _make_torch_muon(options: _Options, torch_defaults: bool) -> Group:
     mine = {name: options.number(name, default) for name, default in (("weight_decay", 0.1), ("momentum", 0.95))}
     adjust = options.take("adjust_lr_fn", "original")
-    how = {"nesterov": bool(options.take("nesterov", True)), "adjust": adjust, "eps": options.number("eps", 1e-7)}
+    how = {"nesterov": options.flag("nesterov", True), "adjust": adjust, "eps": options.number("eps", 1e-7)}
     how |= {"ns_steps": options.take("ns_steps", 5)}
     how |= {"ns_coeffs": tuple(options.take("ns_coefficients", NewtonSchulz().coefficients))}
     return Group(partial(_update_by_muon, **how), options.number("lr", 1e-3), mine)
@@ -331,7 +361,7 @@ def _make_adam_beside_muon(options: _Options) -> Group:
         options.take(name, None)
     mine = {**options.take_betas((0.9, 0.95)), "eps": options.number("eps", 1e-10)}
     mine["weight_decay"] = options.number("weight_decay", 0.0)
-    decoupled = bool(options.take("adam_w_mode", True))
+    decoupled = options.flag("adam_w_mode", True)
     return Group(optim.adamw if decoupled else optim.adam, options.number("lr", 3e-4), mine)
 
 

@@ -17,6 +17,7 @@ from fzero.ranks.live import Live
 from fzero.state.build.build import cut_into_slices, make_ordinary
 from fzero.state.build.deferred import Deferred
 from fzero.state.build.store import Store
+from fzero.training.synced import sync_norms
 from fzero.values.collectives import mean_over_data
 from fzero.values.lowering import StatefulApply, find_statistics
 
@@ -47,16 +48,15 @@ def lower_modes(model: nn.Module) -> Lowered:
     model keeps its own mode.
 
     Raises:
-        FzeroError: as `fzero.lower`; for SyncBatchNorm.
+        FzeroError: as `fzero.lower`; for a SyncBatchNorm of a process group.
     """
-    was_training = model.training
+    model, was_training = sync_norms(model), model.training
     try:
         buffers = find_statistics(model.train())
         if buffers is None:
             _, evaluate = lower(model.eval())
             params, train = lower(model.train())
             return Lowered(params, None, train, evaluate)
-        _refuse_collectives(model)
         params, _, _ = lower_stateful(model)
         train_stateful = StatefulApply(model, params, buffers)
         return Lowered(params, buffers, train_stateful, StatefulApply(model.eval(), params, buffers))
@@ -90,14 +90,6 @@ def average_buffers(buffers: tree.Tree | None) -> tree.Tree | None:
 def partition_buffers(model: nn.Module, buffers: tree.Tree | None, mesh: Any) -> tree.Tree | None:
     """The buffers of rank 0, whole on each rank."""
     return None if buffers is None else partition_model(model, buffers, None, mesh, persist=WHOLE)
-
-
-def _refuse_collectives(model: nn.Module) -> None:
-    for path, child in model.named_modules():
-        if isinstance(child, nn.SyncBatchNorm):
-            problem = "is a SyncBatchNorm, whose own collectives no program has"
-            way_out = "give nn.BatchNorm2d, which normalizes each rank's batch, or nn.GroupNorm, which needs no batch"
-            raise FzeroError(path or "model", problem, way_out)
 
 
 def partition_model(model: nn.Module, params: tree.Tree, store: Store | None, mesh: Any, **how: Any) -> tree.Tree:

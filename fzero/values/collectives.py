@@ -79,6 +79,12 @@ def mean_over_data(x: Tensor) -> Tensor:
     return x if on is None else _reduce_leaf(AllReduce, x, on, "avg", *on.mesh.names)
 
 
+def count_ranks() -> int:
+    """How many ranks `mean_over_data` takes the mean over; 1 outside `shard`."""
+    on = _current.get()
+    return 1 if on is None else on.mesh.size()
+
+
 @check_arguments
 def axis_index(axis: str, device: torch.device | str = "cpu") -> Tensor:
     """This rank's position along a mesh axis, a 0-d int64 tensor; 0 outside `shard`.

@@ -36,6 +36,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
+from fzero.base.torch_private_functions import list_vectors
 from fzero.base.tree import Tree, TreeDef
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -348,11 +349,13 @@ def _keep_attributes(module: nn.Module) -> Iterator[None]:
 
 
 def _iter_statistics(module: nn.Module) -> Iterator[str]:
-    """The paths of the running statistics that normalization layers in training mode change."""
+    """The paths of the buffers that layers of torch in training mode change: running statistics of normalization
+    layers, and the vectors of spectral norms."""
     for name, child in module.named_modules():
-        if isinstance(child, torch_private.NormBase) and child.training and child.running_mean is not None:
-            own = dict(child.named_buffers(recurse=False))
-            yield from (f"{name}.{key}".lstrip(".") for key in STATISTICS if key in own)
+        own = dict(child.named_buffers(recurse=False)) if child.training else {}
+        has_statistics = isinstance(child, torch_private.NormBase) and child.running_mean is not None
+        names = STATISTICS if has_statistics else list_vectors(child)
+        yield from (f"{name}.{key}".lstrip(".") for key in names if key in own)
 
 
 def _change_error(module: str, path: str, *, is_buffer: bool) -> FzeroError:

@@ -255,7 +255,53 @@ def test_every_normalization_layer_is_that_of_torch(kind: Any, dims: int, option
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_synchronized_statistics_are_refused() -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(make_pictures())
-    with pytest.raises(FzeroError, match=r"body\.1: is a SyncBatchNorm, .*; give nn\.BatchNorm2d.*GroupNorm"):
+@pytest.mark.parametrize(("ranks", "momentum"), [(1, 0.1), (2, None), (4, 0.1)])
+def test_sync_batch_norm_is_batch_norm_of_the_whole_batch(ranks: int, momentum: float | None) -> None:
+    plain = make_pictures()
+    plain.body[1].momentum = momentum  # type: ignore[assignment]
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    engine = make_engine(model, ranks)
+    assert isinstance(model.body[1], nn.SyncBatchNorm)  # the model itself stays as it is
+    losses = []
+    for batch in make_batches(4):
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses == pytest.approx(train_plain(plain, make_batches(4)), rel=1e-5)  # sums in another order
+    values = engine.module_state_dict()
+    for name, value in plain.state_dict().items():
+        if name in values:
+            torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-6)
+    x = make_batches(1, seed=3)[0][0]
+    torch.testing.assert_close(engine.eval()(x), plain.eval()(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_sync_batch_norm_of_a_process_group_is_refused() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(make_pictures(), process_group=object())
+    with pytest.raises(
+        FzeroError, match=r"body\.1: is a SyncBatchNorm of a process group, .*; leave process_group out"
+    ):
         make_engine(model)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm_is_that_of_torch(norm: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(norm(nn.Linear(4, 8)), nn.Tanh(), norm(nn.Linear(8, 1)))
+    engine = make_engine(copy.deepcopy(plain), 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for x in torch.randn(3, ROWS, 4):
+        loss, expected = engine(x).square().mean(), plain(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)  # sums over ranks
+    x = torch.randn(ROWS, 4)
+    torch.testing.assert_close(engine.eval()(x), plain.eval()(x).detach(), rtol=1e-5, atol=1e-6)
+    values = engine.module_state_dict()
+    assert values.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-6)

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_models import MESH, make_model
 
 from fzero import FzeroError
 from fzero.deepspeed.keys import KEYS, Key
+from fzero.deepspeed.plan import OF_A_RANK, make_plan
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.settings import Settings, find_batch_sizes, find_shard_size, settle
+from fzero.ranks.homes import find_home
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
 
@@ -76,6 +79,7 @@ BAD = [
     ({"fp16": {"enabled": 1}}, r"fp16\.enabled: is 1, a int; give true or false"),
     ({"communication_data_type": "fp8"}, r'communication_data_type: is \'fp8\', a str; give "fp16" or "bf16"'),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"fp16\.enabled: is true, and bf16\.enabled is true"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 999}}, r"fp16\.initial_scale_power: is 999; give at most 127"),
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, r"fp16\.min_loss_scale: is 0; give at least 1"),
     ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, r"bfloat16\.enabled: is False, and another name"),
     ({"gradient_clipping": "auto"}, r'gradient_clipping: is "auto", and nothing tells the value; .*max_grad_norm'),
@@ -154,6 +158,12 @@ def test_a_configuration_is_a_dict_a_file_or_base64(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"train_batch_size": 8,}')
     with pytest.raises(FzeroError, match=r"bad\.json: line 1, column \d+: .*; write JSON"):
         read_config(str(tmp_path / "bad.json"))
+    (tmp_path / "cut.json").write_text('{"train_batch_size": 8, "optim')
+    with pytest.raises(FzeroError, match=r"cut\.json: line 1, column 25: Unterminated string"):
+        read_config(tmp_path / "cut.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FzeroError, match=r"binary\.json: is no text: .*; give the path of a JSON file"):
+        read_config(tmp_path / "binary.json")
     (tmp_path / "twice.json").write_text('{"train_batch_size": 8, "train_batch_size": 4}')
     with pytest.raises(FzeroError, match=r"config: train_batch_size: stands twice"):
         read_config(str(tmp_path / "twice.json"))
@@ -217,4 +227,18 @@ def test_a_key_with_a_meaning_changes_the_settings(path: str) -> None:
     for prefix, needed in CONTEXT.items():
         for name, value in needed.items() if path.startswith(prefix) else ():
             block[name] = {**block.get(name, {}), **value}
-    assert describe(put(block, path, other_value(key))) != describe(put(block, path, key.default))
+    here, there = put(block, path, other_value(key)), put(block, path, key.default)
+    assert describe(here) != describe(there)
+    is_told = list_lines(here) != list_lines(there)
+    assert is_told or any(part in path for part in OF_A_RANK)  # a rank with another value says so
+
+
+def list_lines(config: dict[str, Any]) -> list[str]:
+    """What ranks compare, or the error that names a key."""
+    try:
+        given = BATCH | {"optimizer": {"type": "Adam"}} | config
+        return make_plan(
+            None, {"config": given}, make_model(), None, None, None, home=find_home(MESH), version="0"
+        ).lines
+    except FzeroError as error:
+        return [str(error)]

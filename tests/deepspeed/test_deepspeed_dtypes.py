@@ -71,6 +71,10 @@ def test_bfloat16_parameters_train_as_torchs() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"bf16": NARROW, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+        r'data_types\.grad_accum_dtype: is "fp32", and with bf16\.bf16_master.* in bfloat16; give one of both',
+    ),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, r"bf16_optimizer_states: is true, .*; give both"),
     ({"bf16": NARROW | {"enabled": False}}, r"bf16_master_weights_and_grads: is true at stage 0; give bf16\.enabled"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r"torch_autocast\.dtype: is 'float16'; give"),

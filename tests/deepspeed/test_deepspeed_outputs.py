@@ -405,7 +405,7 @@ MISUSES: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
         ONE,
         lambda engine, x, y: engine(torch.tensor(1.0, requires_grad=True)),
         FzeroError,
-        r"argument 0\.0: is one number that requires a gradient",
+        r"argument x: is one number that requires a gradient",
     ),
 }
 

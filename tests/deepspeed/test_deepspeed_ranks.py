@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from processes import run
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero.deepspeed
+from fzero import FzeroError
 
 STEPS = 20
 SCHEDULED = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-3, "warmup_num_steps": 10}}
@@ -143,9 +145,48 @@ def train_outside(mesh: Any, rank: int | None) -> list[float]:
     return found
 
 
+DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "steps_per_print": ({"steps_per_print": 7}, ""),
+    "a rate": (
+        {"optimizer": {"type": "Adam", "params": {"lr": 2e-3}}},
+        r"configuration optimizer\.params: .*rank 0 has .*'lr', 0\.001.*, rank 1 has .*'lr', 0\.002",
+    ),
+    "sizes": ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, r".*_per_gpu: .*: 4', .*: 2'"),
+    "a mistake on one rank": (
+        {"train_batch_size": 7},
+        r"(rank 1: could not .*: FzeroError: )?train_batch_size: is 7, which is no multiple",
+    ),
+}  # fmt: skip
+"""What rank 1 alone has in its configuration, and the error on both ranks."""
+
+
+def disagree(mesh: DeviceMesh) -> dict[str, str]:
+    config: dict[str, Any] = {"train_batch_size": ROWS, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    found = {}
+    for name, (changed, _) in DIFFERENT.items():
+        mine = config | (changed if mesh.get_local_rank() else {})
+        try:
+            fzero.deepspeed.initialize(model=make_model(), config=mine, mesh=mesh)
+            found[name] = ""
+        except FzeroError as error:
+            found[name] = str(error)
+    return found
+
+
+def go_on_data(mesh: DeviceMesh) -> list[float]:
+    data = [(x, y) for batch in make_batches(4) for x, y in zip(*batch)]
+    config = CONFIGS["ZeRO-1 with OneCycle"]
+    engine, _, loader, scheduler = fzero.deepspeed.initialize(
+        model=make_model(), training_data=data, config=config, mesh=mesh
+    )
+    rows = {len(y) for _, y in loader}
+    return [*rows, *[engine.train_batch().item() for _ in range(6)], *scheduler.get_last_lr()]
+
+
 def train_each(mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {name: train(config, mesh, mesh.get_local_rank()) for name, config in CONFIGS.items()}
-    return found | {"outside": train_outside(mesh, mesh.get_local_rank())}
+    found |= {"outside": train_outside(mesh, mesh.get_local_rank()), "different": disagree(mesh)}
+    return found | {"data": go_on_data(mesh)}
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +208,12 @@ def test_a_loss_outside_gives_virtual_ranks_gradients(on_ranks: list[dict[str, A
         torch.testing.assert_close(found, expected[:, [0, 1 + rank]], rtol=1e-5, atol=0)
 
 
-def go_on_data(mesh: DeviceMesh) -> list[float]:
-    data = [(x, y) for batch in make_batches(4) for x, y in zip(*batch)]
-    config = CONFIGS["ZeRO-1 with OneCycle"]
-    engine, _, loader, scheduler = fzero.deepspeed.initialize(
-        model=make_model(), training_data=data, config=config, mesh=mesh
-    )
-    rows = {len(y) for _, y in loader}
-    return [*rows, *[engine.train_batch().item() for _ in range(6)], *scheduler.get_last_lr()]
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_with_other_configurations_are_told_at_once(name: str, on_ranks: list[dict[str, Any]]) -> None:
+    for each in on_ranks:
+        assert re.match(DIFFERENT[name][1] or "$", each["different"][name])
 
 
-def test_training_data_is_cut_over_ranks() -> None:
-    first, second = run(2, go_on_data)
+def test_training_data_is_cut_over_ranks(on_ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["data"] for each in on_ranks)
     assert first == second and first[0] == 4 and len(first) == 8

@@ -87,7 +87,7 @@ def test_a_parameter_that_a_graph_holds_is_replaced_in_the_module() -> None:
 
 def test_a_model_that_initialize_refuses_keeps_its_values() -> None:
     net = make_model()
-    with pytest.raises(FzeroError, match="dataset: has 1 examples"):
+    with pytest.raises(FzeroError, match="training_data: has 1 examples"):
         make_engine(CONFIG | {"dataloader_drop_last": True}, model=net, training_data=[torch.ones(8)])
     make_engine(CONFIG, model=net)
 

@@ -80,7 +80,39 @@ def test_a_batch_of_another_size_is_in_the_log_once(caplog: pytest.LogCaptureFix
     assert "rows" not in caplog.text
     run_loop(engine, [(X[:4], Y[:4])] * 2)
     assert caplog.text.count(text) == 1
-    assert "engine: begin(params, scale, args, kwargs) is traced again" in caplog.text  # traced again, argument 2.0
+    assert "engine: begin(params, scale, batch) is traced again" in caplog.text
+    assert "argument 2.args.x: " in caplog.text or "argument 2.args.y: " in caplog.text  # traced again, because of it
+
+
+def test_an_argument_of_the_model_has_its_name() -> None:
+    with pytest.raises(FzeroError, match=r"argument 2\.args\.x: 7 rows do not divide by 2 ranks"):
+        make_engine(CONFIG)(X[:7], Y)
+    with pytest.raises(FzeroError, match=r"argument 2\.kwargs\.y: 7 rows do not divide by 2 ranks"):
+        make_engine(CONFIG)(X, y=Y[:7])
+
+
+def test_misused_methods_name_the_argument(tmp_path: Path) -> None:
+    engine = make_engine(CONFIG)
+    for misuse, said in (
+        (
+            lambda: engine.train_batch([(X, Y)]),
+            r"engine\.train_batch: got a list, not an iterator of batches; give iter",
+        ),
+        (lambda: engine.train_step(3, (X, Y)), r"engine\.train_step: got a int, not a state; give engine\.state"),
+        (lambda: engine.scale(None), r"engine\.scale: got a value of type NoneType, not a tensor of one number"),
+        (lambda: engine.set_train_batch_size("8"), r"train_batch_size: is '8'; give a whole number"),
+        (lambda: engine.set_gradient_accumulation_boundary("no"), r"is_boundary: is 'no'; give True or False"),
+        (lambda: engine.train("on"), r"mode: is 'on'; give True or False"),
+        (lambda: engine.save_checkpoint(3), r"save_dir: is 3; give a text or a path"),
+        (lambda: engine.save_checkpoint(tmp_path, client_state=[1]), r"client_state: is \[1\]; give a dict or None"),
+        (lambda: engine.load_checkpoint(3), r"load_dir: is 3; give a text or a path"),
+        (
+            lambda: make_engine(CONFIG, model_parameters=iter(())),
+            r"model_parameters: has no parameter; give model\.par",
+        ),
+    ):
+        with pytest.raises(FzeroError, match=said):
+            misuse()
 
 
 def test_groups_have_the_numbers_of_the_optimizer() -> None:
