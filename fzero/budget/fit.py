@@ -9,8 +9,10 @@ from typing import NamedTuple
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Host, Placement, host
 from fzero.budget.choices import flatten, list_bucket_choices, list_segment_choices, weigh
+from fzero.budget.costs import Costs, estimate_costs, measure_costs
 from fzero.budget.frontier import Choice, Point, find_frontier, keep_fastest
-from fzero.budget.placements import NOTHING, Costs, Movable, Positions, list_placement_choices, measure_costs
+from fzero.budget.movable import NOTHING, Movable, Positions
+from fzero.budget.placements import list_placement_choices
 from fzero.budget.programs import Choose, Programs
 from fzero.budget.saved import Again, Level, Segment, find_segments
 from fzero.program.largest import list_largest
@@ -21,9 +23,10 @@ from fzero.program.records import starts
 
 TRIES = 4
 """How many programs are built, at most, to come near a budget: an estimate of the peak is a few percent off."""
-COMPARED, MOST_NODES = 4, 4000
-"""With how many smaller programs one that was found is compared, and up to how many nodes: an estimate of the seconds
-is a few percent off."""
+MOST_NODES = 4000
+"""Programs of more nodes take seconds to build. Fewer are built of them, and more is estimated."""
+COMPARED = 4
+"""With how many smaller programs one that was found is compared: an estimate of the seconds is a few percent off."""
 LARGEST_ERROR = 0.1
 """Where an estimate is above a limit by more than this part of it, and fewer collectives may start ahead, no program is
 built."""
@@ -144,7 +147,7 @@ class Space:
         self.segments = list(list_segment_choices(self._parts, line, weights))
         self.costs: Costs | None = like.costs if like else None
         if self.costs is None and not is_resident:
-            self.costs = measure_costs(base, self.movable, lambda away: self._write(_Picked(away=away)))
+            self.costs = self._find_costs(base)
         self.placements = (
             list(list_placement_choices(base, line, self.movable, self.costs)) if self.costs and not is_resident else []
         )
@@ -155,6 +158,12 @@ class Space:
         slower = sum(choice.options[0].seconds for choice, _ in self.buckets)
         self.base, self.start = base, Point(max(place.nbytes for place in line), slower, tuple(picks))
         self.gathered = {nbytes(place.node.meta["val"]) for place in line if starts(place.node) == "gathered"}
+
+    def _find_costs(self, base: Program) -> Costs:
+        """The costs of state elsewhere: estimated where programs take long to build."""
+        if len(base.graph.nodes) > MOST_NODES:
+            return estimate_costs(base, self.movable)
+        return measure_costs(base, self.movable, lambda away: self._write(_Picked(away=away)))
 
     @property
     def is_small(self) -> bool:

@@ -1,0 +1,59 @@
+"""Costs of state elsewhere: what is estimated is what programs say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_placements import ADAMW, CLIPPED, train, unroll
+
+import fzero
+from fzero import optim
+from fzero.budget.costs import estimate_costs, measure_costs
+from fzero.budget.movable import NOTHING, Movable, Positions
+from fzero.budget.programs import Programs
+from fzero.passes import defaults
+from fzero.program.program import Program
+from fzero.program.rates import GUESSES
+from fzero.tracing.trace import trace
+
+MESH, WIDTH, LAYERS, ROWS = fzero.VirtualMesh(fsdp=8), 2048, 5, 2048
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "clipped": CLIPPED,
+    "momentum": optim.sgd(0.1, momentum=0.9),
+}
+
+
+def trace_large(optimizer: Any) -> Program:
+    """A step of layers that take as long as their collectives, without data."""
+    with torch.device("meta"):
+        blocks = [{"up": torch.empty(WIDTH, 4 * WIDTH), "down": torch.empty(4 * WIDTH, WIDTH)} for _ in range(LAYERS)]
+        params = {"blocks": blocks, "head": torch.empty(WIDTH, 3 * WIDTH)}
+        x = torch.empty(8 * ROWS, WIDTH)
+    params = fzero.partition(params, MESH)
+    return trace(partial(train, optimizer, unroll), (params, optimizer.init(params), x), MESH)
+
+
+@pytest.mark.parametrize("link", [2.5e10, 2e9])
+@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_estimate_is_what_programs_say(name: str, where: str, link: float, tmp_path: Path) -> None:
+    """Near enough to choose by, where copies are hidden and where they are the step."""
+    rates = GUESSES["cpu"]._replace(flops=1e14, memory=1e12, host=1e11, wire=2.5e10, link=link)
+    traced = replace(trace_large(OPTIMIZERS[name]), measured=rates)
+    movable = Movable(traced, fzero.host() if where == "host" else fzero.disk(tmp_path))
+    programs = Programs(partial(defaults, stage=3), traced)
+
+    def build(away: Positions) -> Program:
+        return programs((), keep=(), ahead=None, places=movable.places(away))
+
+    base = build(NOTHING)
+    step = base.timeline().seconds
+    measured, estimated = measure_costs(base, movable, build), estimate_costs(base, movable)
+    for real, guess in zip(measured, estimated):
+        assert abs(guess - real) <= max(0.6 * real, 0.05 * step), (step, measured, estimated)
