@@ -10,9 +10,11 @@ from fzero.budget.movable import Movable, Positions
 from fzero.layout.layout import layer_of
 from fzero.passes.host_updates import UPDATES
 from fzero.passes.order import find_origins
+from fzero.program.comm import comm_of
 from fzero.program.operation import Node
 from fzero.program.places import is_wide, place_arguments
 from fzero.program.program import Program
+from fzero.program.records import find_bodies, starts
 from fzero.program.timeline import COMPUTE, HOST
 
 
@@ -77,14 +79,15 @@ class _Queues:
         nbytes = {layer.name: movable.count(layer.parameters) for layer in movable.layers}
         self.gathers: list[tuple[float, int]] = []
         """When parameters have to be on the device, and their bytes on a rank."""
+        gathers, scatters = (_list_operations(base, how) for how in ("gathered", "scattered"))
         arrivals: dict[str, float] = {}
         gradients: dict[str, int] = {}
         for transfer in timeline.transfers:
             layout = base.layouts.get(transfer.comm.bucket)
             name = None if layout is None else layer_of(layout.bucket)
-            if name in nbytes and transfer.comm.op == "all_gather":
+            if name in nbytes and transfer.comm.op in gathers:
                 self.gathers.append((transfer.start, nbytes[name]))
-            elif name in nbytes and transfer.comm.op == "reduce_scatter":
+            elif name in nbytes and transfer.comm.op in scatters:
                 arrivals[name] = max(arrivals.get(name, 0.0), transfer.end)
                 gradients[name] = gradients.get(name, 0) + transfer.comm.nbytes // world
         on_host = _find_updates(base, movable)
@@ -141,6 +144,12 @@ class _Queues:
             if self.is_of_disk:
                 disk = max(disk, host) + of_disk[i]
         return max(host, down, disk)
+
+
+def _list_operations(base: Program, direction: str) -> set[str]:
+    """The collectives that start "gathered" or "scattered" buffers, also in loops."""
+    own = {comm.op for node in base.graph.nodes if starts(node) == direction for comm in comm_of(base, node)}
+    return own.union(*(_list_operations(body, direction) for body in find_bodies(base.graph)))
 
 
 def _find_updates(base: Program, movable: Movable) -> dict[Node, float]:

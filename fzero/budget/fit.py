@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -125,14 +125,15 @@ class _Picked(NamedTuple):
 
 
 class Space:
-    """The programs of a trace, by what is kept, what is computed again, and where state lies. Collectives have `ahead`
-    bytes to start ahead of their use, by default what `prefetch` gives them. With `is_resident` all state stays on the
-    device. `like` is another space of the trace with the same `to`."""
+    """The programs of a trace, by what is kept, what is computed again, and where state lies. `programs` makes them: a
+    `Programs` of the trace. Collectives have `ahead` bytes to start ahead of their use, by default what `prefetch`
+    gives them. With `is_resident` all state stays on the device. `like` is another space of the trace with the same
+    `to`."""
 
     def __init__(
         self,
         traced: Program,
-        programs: Programs,
+        programs: Callable[..., Program],
         ahead: int | None,
         to: Placement | None = None,
         like: Space | None = None,

@@ -20,7 +20,7 @@ from fzero.base.placement import Placement
 from fzero.budget.choices import flatten, list_segment_choices, weigh
 from fzero.budget.fit import Space
 from fzero.budget.frontier import Choice, Option, Point, Span, find_frontier
-from fzero.budget.saved import find_segments
+from fzero.budget.saved import Again, find_segments, number_nodes, set_levels
 from fzero.passes import defaults, resolve, run_passes
 from fzero.passes.roll import roll
 from fzero.program.places import place_arguments
@@ -61,11 +61,17 @@ def train_in_parts(layers: tree.Tree, state: Any, x: Tensor) -> Any:
     return fzero.optim.apply_updates(layers, updates), state, value
 
 
-def rewrite(
-    traced: Program, *, keep: Collection[str], ahead: int | None, places: Mapping[int, Placement | None], rates: Rates
+def write(
+    traced: Program,
+    again: Again,
+    *,
+    keep: Collection[str],
+    ahead: int | None,
+    places: Mapping[int, Placement | None],
 ) -> Program:
-    resolved = replace(resolve(roll(place_arguments(traced, places))), measured=rates)
-    return run_passes(resolved, defaults(stage=3, keep=keep, ahead=ahead))
+    """What `fzero.budget.programs.Programs` does, with nothing shared."""
+    numbered = set_levels(number_nodes(traced), again)
+    return run_passes(resolve(roll(place_arguments(numbered, places))), defaults(stage=3, keep=keep, ahead=ahead))
 
 
 def make_space(
@@ -78,7 +84,8 @@ def make_space(
     ]
     params = fzero.partition(layers, mesh)
     traced = trace(step, (params, OPTIMIZER.init(params), torch.zeros(rows, WIDTH)), mesh)
-    return Space(traced, partial(rewrite, rates=rates), None, to)
+    traced = replace(traced, measured=rates)
+    return Space(traced, partial(write, traced), None, to)
 
 
 def best(points: list[Point], limit: int) -> float:
