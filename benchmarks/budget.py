@@ -112,7 +112,8 @@ def find_least(step: Any, mesh: fzero.VirtualMesh, args: tuple[Any, ...], **how:
 
 
 def time_choices(layers: int) -> str:
-    """Seconds of CPU until a step has its program, at stage 3 and with budgets, the least too, and what was chosen."""
+    """Seconds of CPU until a step has its program, at stage 3 and with budgets, the least too, with all state on the
+    device and where state may lie on the host, and what was chosen."""
     step, mesh, args = make_step(Size(layers=layers, dim=8192, seq=2048, batch=1, vocab=50304), 8)
 
     def trace(**how: Any) -> tuple[float, Any]:
@@ -123,11 +124,13 @@ def time_choices(layers: int) -> str:
     plain, program = trace(stage=3)
     lines = [f"{layers} layers, {len(program.graph.nodes)} nodes: {plain:.1f} s at stage 3"]
     most = program.memory().peak
-    least = find_least(step, mesh, args) / most
-    for part in (1.1, 0.95, 0.7, least):
-        seconds, program = trace(memory=math.ceil(part * most))
-        said = "\n".join(f"    {remark.strip()}" for remark in program.remarks)
-        lines.append(f"  {part:.2f} of its peak: {seconds:.1f} s, {seconds - plain:.1f} more\n{said}")
+    for to in (None, fzero.host()):
+        least = find_least(step, mesh, args, to=to) / most
+        for part in (1.1, 0.95, 0.7, least):
+            seconds, program = trace(memory=math.ceil(part * most), to=to)
+            said = "\n".join(f"    {remark.strip()}" for remark in program.remarks)
+            where = f"{part:.2f} of its peak" if to is None else f"{part:.2f} of its peak, to={to}"
+            lines.append(f"  {where}: {seconds:.1f} s, {seconds - plain:.1f} more\n{said}")
     return "\n".join(lines)
 
 

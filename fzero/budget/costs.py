@@ -153,8 +153,9 @@ def _list_operations(base: Program, direction: str) -> set[str]:
 
 
 def _find_updates(base: Program, movable: Movable) -> dict[Node, float]:
-    """The nodes of a base that run on the host where all optimizer state lies elsewhere -> their seconds there."""
-    costs = place_arguments(base, movable.places(movable.state)).costs()
+    """The nodes of a base that run on the host where all optimizer state lies elsewhere, or without any all parameters
+    -> their seconds there."""
+    costs = place_arguments(base, movable.places(movable.state or movable.both)).costs()
     return {node: cost.seconds for node, cost in costs.items() if cost.lane == HOST and node.op == "call_function"}
 
 

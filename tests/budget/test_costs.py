@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "adamw": ADAMW,
     "clipped": CLIPPED,
     "momentum": optim.sgd(0.1, momentum=0.9),
+    "plain": optim.sgd(0.1),
 }
 
 
