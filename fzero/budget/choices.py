@@ -1,7 +1,4 @@
-"""Choices: what a program could do otherwise, with the bytes that this keeps alive and the seconds that it saves.
-
-A program is seen as one line of nodes, in which the nodes of one turn stand in the place of a loop.
-"""
+"""Choices: what a program could do otherwise, with the bytes that this keeps alive and the seconds that it saves."""
 
 from __future__ import annotations
 
@@ -9,89 +6,24 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
-
-import torch
 
 from fzero.budget.frontier import Choice, Option, Span
+from fzero.budget.outline import Line, Outline, Use
 from fzero.budget.saved import Segment
-from fzero.passes.order import find_origins
 from fzero.program.comm import comm_of
-from fzero.program.operation import Node, nbytes
-from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
-from fzero.program.records import body_of, starts, turns_of
+from fzero.program.records import starts, turns_of
 from fzero.values.regions import get_mark
 
-LEAST_WEIGHT = 0.05
-"""What a second costs at least, also where it is hidden: rates are guesses, and a machine hides less than they say."""
-SLOWER = 1.1
-"""By how much a lane is slowed down to see what a second of it costs the step."""
 
-
-class Weights(NamedTuple):
-    """The seconds by which a step grows with a second of compute, and with a second of communication: 0 to 1."""
-
-    compute: float
-    wire: float
-
-
-class Place(NamedTuple):
-    """A node in the line, the bytes that are alive while it runs, and the loops around it, the outermost first."""
-
-    node: Node
-    nbytes: int
-    loops: tuple[Node, ...] = ()
-
-
-Line = Sequence[Place]
-
-
-class Use(NamedTuple):
-    """A buffer of gathered leaves in the line: from its start to its last use. `names` are the buckets that it holds,
-    one for each turn."""
-
-    names: tuple[str, ...]
-    leaves: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-    nbytes: int
-
-
-def flatten(program: Program, top: int | None = None, loops: tuple[Node, ...] = ()) -> Iterator[Place]:
-    """The line of a program within some loops. `top` is the peak of the line, by default that of the program."""
-    memory = program.memory()
-    more = 0 if top is None else top - memory.peak
-    for node, alive in zip(program.graph.nodes, memory.during):
-        body = body_of(node)
-        if body is None:
-            yield Place(node, alive + more, loops)
-        else:
-            yield from flatten(body, alive + more, (*loops, node))
-
-
-def weigh(program: Program) -> Weights:
-    """What a second of each lane costs a program, of which one is hidden behind the other."""
-    rates, before = program.rates, program.timeline()
-    slow = (
-        rates._replace(flops=rates.flops / SLOWER, memory=rates.memory / SLOWER, launch=rates.launch * SLOWER),
-        rates._replace(wire=rates.wire / SLOWER, latency=rates.latency * SLOWER),
-    )
-    busy = before.compute, sum(transfer.seconds for transfer in before.transfers)
-    more = (program.timeline(each).seconds - before.seconds for each in slow)
-    grown = (delta / (seconds * (SLOWER - 1)) if seconds else 0.0 for delta, seconds in zip(more, busy))
-    return Weights(*(max(weight, LEAST_WEIGHT) for weight in grown))
-
-
-def list_bucket_choices(program: Program, line: Line, weights: Weights) -> Iterator[tuple[Choice, frozenset[str]]]:
+def list_bucket_choices(outline: Outline) -> Iterator[tuple[Choice, frozenset[str]]]:
     """The buckets that a program gathers again, where it is faster to gather each once and keep it until its last use.
 
     A bucket that turns of a loop use is gathered in front of the loop then, where nothing hides that.
     """
-    index = {place.node: i for i, place in enumerate(line)}
+    program, line, weights = outline.program, outline.line, outline.weights
     uses: dict[str, list[Use]] = {}
-    for use in find_uses(program, index):
+    for use in outline.uses:
         for name in use.names:
             uses.setdefault(name, []).append(use)
     gathers = _count_seconds(program, line)
@@ -127,27 +59,6 @@ def _describe_bucket(program: Program, uses: Sequence[Use], seconds: float) -> C
     return Choice(uses[0].names[0], options)
 
 
-def find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = None) -> Iterator[Use]:
-    """The gathered buffers of a program, which is the body of a loop or is not, and of its loops. Rows of what a loop
-    goes through are left out: only leaves that all turns share, and the layer of each turn, can stay gathered."""
-    origin = find_origins(program.graph, "gathered")
-    last: dict[Node, int] = {}
-    for node, start in origin.items():
-        ends = [index[user] for user in node.users if user in index]
-        last[start] = max([last.get(start, 0), index[node], *ends])
-    rows = set(program.placeholders[: len(loop.carry) + len(loop.xs)]) if loop else set()
-    layers = loop.layers if loop else {}
-    for node in program.graph.nodes:
-        body = body_of(node)
-        if body is not None:
-            inner = Loop(*node.args)
-            names = {name: [x for row in rows for x in layers.get(row, [row])] for name, rows in inner.layers.items()}
-            yield from find_uses(body, index, inner._replace(layers={**layers, **names}))
-        elif starts(node) == "gathered" and rows.isdisjoint(node.args[0]):
-            names_of, value = layers.get(node.args[1], [node.args[1]]), node.meta["val"]
-            yield Use(tuple(names_of), tuple(node.args[2]), value.dtype, index[node], last[node], nbytes(value))
-
-
 def _count_seconds(program: Program, line: Line) -> dict[str, tuple[float, float]]:
     """Bucket -> the seconds of the collectives that gather it: of the first of each, and of the others."""
     gathers = (place.node for place in line if starts(place.node) == "gathered")
@@ -161,8 +72,9 @@ def _count_seconds(program: Program, line: Line) -> dict[str, tuple[float, float
     return seconds
 
 
-def list_segment_choices(segments: Sequence[Segment], line: Line, weights: Weights) -> Iterator[tuple[Choice, Segment]]:
+def list_segment_choices(segments: Sequence[Segment], outline: Outline) -> Iterator[tuple[Choice, Segment]]:
     """The segments of the trace, which may compute values again between their last and their first use."""
+    line = outline.line
     at: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, place in enumerate(line):
@@ -178,7 +90,7 @@ def list_segment_choices(segments: Sequence[Segment], line: Line, weights: Weigh
         places = _find_spans(line, max(ends), min(begins))
         options = [
             Option(
-                weights.compute * level.seconds + level.exposed,
+                outline.weights.compute * level.seconds + level.exposed,
                 tuple(Span(start, stop, -int(part * level.freed)) for start, stop, part in places),
             )
             for level in reversed(segment.levels)

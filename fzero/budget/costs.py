@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fzero.budget.choices import LEAST_WEIGHT
 from fzero.budget.movable import Movable, Positions
+from fzero.budget.outline import LEAST_WEIGHT, Outline
 from fzero.layout.layout import layer_of
 from fzero.passes.host_updates import UPDATES
 from fzero.passes.order import find_origins
@@ -25,34 +25,33 @@ class Costs(NamedTuple):
     both: float
 
 
-def measure_costs(base: Program, movable: Movable, build: Callable[[Positions], Program]) -> Costs:
+def measure_costs(outline: Outline, movable: Movable, build: Callable[[Positions], Program]) -> Costs:
     """What it costs to keep state elsewhere, by the timelines of the programs that `build` makes of a base. What copies
     and updates cost depends on how much of them is hidden, so it is read off programs and not computed.
 
     A second of a copy costs something also where it is hidden: rates are guesses.
     """
-    before = base.timeline().seconds
 
     def measure(away: Positions) -> float:
-        seconds = build(away).timeline().seconds - before if away else 0.0
-        return max(seconds, LEAST_WEIGHT * base.rates.copy(movable.count(away)))
+        seconds = build(away).timeline().seconds - outline.timeline.seconds if away else 0.0
+        return max(seconds, LEAST_WEIGHT * outline.program.rates.copy(movable.count(away)))
 
     state = measure(movable.state)
     return Costs(state, measure(movable.both) if movable.both > movable.state else state)
 
 
-def estimate_costs(base: Program, movable: Movable) -> Costs:
+def estimate_costs(outline: Outline, movable: Movable) -> Costs:
     """The costs without a program: copies and updates of layers queue on their lanes, behind the gradients of the
     base.
 
     Hidden copies cost what `measure_costs` says. Copies that are the step cost up to half more or less (tests), and
     updates whose leaves wait for each other, as LAMB's for norms, cost more than this.
     """
-    queues = _Queues(base, movable)
+    queues = _Queues(outline, movable)
 
     def estimate(away: Positions, has_parameters: bool) -> float:
         seconds = queues.count(has_parameters) if away else 0.0
-        return max(seconds, LEAST_WEIGHT * base.rates.copy(movable.count(away)))
+        return max(seconds, LEAST_WEIGHT * queues.rates.copy(movable.count(away)))
 
     state = estimate(movable.state, has_parameters=False)
     return Costs(state, estimate(movable.both, has_parameters=True) if movable.both > movable.state else state)
@@ -71,8 +70,9 @@ class _Update(NamedTuple):
 class _Queues:
     """The lanes of a base beside which state lies elsewhere."""
 
-    def __init__(self, base: Program, movable: Movable) -> None:
-        self.rates, timeline = base.rates, base.timeline()
+    def __init__(self, outline: Outline, movable: Movable) -> None:
+        base, timeline, costs = outline.program, outline.timeline, outline.costs
+        self.rates = base.rates
         self.is_of_disk = movable.to is not None and movable.to.where == "disk"
         self.seconds = timeline.seconds
         world = base.mesh.size(base.mesh.shard_axis)
@@ -91,7 +91,6 @@ class _Queues:
                 arrivals[name] = max(arrivals.get(name, 0.0), transfer.end)
                 gradients[name] = gradients.get(name, 0) + transfer.comm.nbytes // world
         on_host = _find_updates(base, movable)
-        costs = base.costs()
         self.on_host = sum(on_host.values())
         self.on_device = sum(costs[node].seconds for node in on_host if costs[node].lane == COMPUTE)
         last = max(arrivals.values(), default=self.seconds)

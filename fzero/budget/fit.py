@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Host, Placement, host
-from fzero.budget.choices import flatten, list_bucket_choices, list_segment_choices, weigh
+from fzero.budget.choices import list_bucket_choices, list_segment_choices
 from fzero.budget.costs import Costs, estimate_costs, measure_costs
 from fzero.budget.frontier import Choice, Point, find_frontier, keep_fastest
 from fzero.budget.movable import NOTHING, Movable, Positions
+from fzero.budget.outline import Outline
 from fzero.budget.placements import list_placement_choices
 from fzero.budget.programs import Choose, Programs
 from fzero.budget.saved import Again, Level, Segment, find_segments
@@ -130,6 +131,10 @@ class Space:
     gives them. With `is_resident` all state stays on the device. `like` is another space of the trace with the same
     `to`."""
 
+    outline: Outline
+    buckets: list[tuple[Choice, frozenset[str]]]
+    segments: list[tuple[Choice, Segment]]
+
     def __init__(
         self,
         traced: Program,
@@ -139,32 +144,42 @@ class Space:
         like: Space | None = None,
         is_resident: bool = False,
     ) -> None:
-        self.traced, self.programs, self.ahead, self.movable = traced, programs, ahead, Movable(traced, to)
+        self.traced, self.programs, self.ahead = traced, programs, ahead
+        self.movable: Movable = like.movable if like else Movable(traced, to)
         self._built: dict[tuple[_Picked, int | None], Program] = like._built if like else {}
-        base = self._write(_Picked())
-        line, weights = list(flatten(base)), weigh(base)
-        self.buckets = list(list_bucket_choices(base, line, weights))
-        self._parts: list[Segment] = like._parts if like else find_segments(traced, base.rates, isinstance(to, Host))
-        self.segments = list(list_segment_choices(self._parts, line, weights))
-        self.costs: Costs | None = like.costs if like else None
-        if self.costs is None and not is_resident:
-            self.costs = self._find_costs(base)
+        self._parts: list[Segment] = like._parts if like else find_segments(traced, traced.rates, isinstance(to, Host))
+        if like and like.ahead == ahead:
+            self.outline, self.buckets, self.segments = like.outline, like.buckets, like.segments
+        else:
+            self.outline = Outline(self._write(_Picked()))
+            self.buckets = list(list_bucket_choices(self.outline))
+            self.segments = list(list_segment_choices(self._parts, self.outline))
+        self.costs = self._find_costs(like) if self.movable.layers and not is_resident else None
         self.placements = (
-            list(list_placement_choices(base, line, self.movable, self.costs)) if self.costs and not is_resident else []
+            list(list_placement_choices(self.outline, self.movable, self.costs)) if self.costs is not None else []
         )
         self.choices: list[Choice] = [choice for choice, _ in (*self.buckets, *self.segments, *self.placements)]
+        line = self.outline.line
         self.frontier = self._search([place.nbytes for place in line])
         picks = [0] * len(self.buckets)
         picks += [len(choice.options) - 1 for choice, _ in (*self.segments, *self.placements)]
         slower = sum(choice.options[0].seconds for choice, _ in self.buckets)
-        self.base, self.start = base, Point(max(place.nbytes for place in line), slower, tuple(picks))
+        self.start = Point(max(place.nbytes for place in line), slower, tuple(picks))
         self.gathered = {nbytes(place.node.meta["val"]) for place in line if starts(place.node) == "gathered"}
 
-    def _find_costs(self, base: Program) -> Costs:
-        """The costs of state elsewhere: estimated where programs take long to build."""
-        if len(base.graph.nodes) > MOST_NODES:
-            return estimate_costs(base, self.movable)
-        return measure_costs(base, self.movable, lambda away: self._write(_Picked(away=away)))
+    def _find_costs(self, like: Space | None) -> Costs:
+        """The costs of state elsewhere: those of a space like this, else estimated where programs take long to
+        build."""
+        if like and like.costs:
+            return like.costs
+        if not self.is_small:
+            return estimate_costs(self.outline, self.movable)
+        return measure_costs(self.outline, self.movable, lambda away: self._write(_Picked(away=away)))
+
+    @property
+    def base(self) -> Program:
+        """The program that the choices begin from."""
+        return self.outline.program
 
     @property
     def is_small(self) -> bool:
@@ -211,7 +226,7 @@ class Space:
     def estimate(self, limit: int) -> float:
         """The estimated seconds of the fastest program within a limit; infinite where there is none."""
         point = self.best(limit)
-        return self.base.timeline().seconds - self.start.seconds + point.seconds if point else float("inf")
+        return self.outline.timeline.seconds - self.start.seconds + point.seconds if point else float("inf")
 
     def pick(self, point: Point) -> _Picked:
         """What a point says."""

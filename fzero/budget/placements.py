@@ -6,34 +6,33 @@ goes through one in each turn are one choice: their parameters go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
-from fzero.budget.choices import Line, find_uses
 from fzero.budget.costs import Costs
 from fzero.budget.frontier import Choice, Option, Span
 from fzero.budget.movable import NOTHING, Layer, Movable, Positions
+from fzero.budget.outline import Outline
 from fzero.layout.layout import layer_of
 from fzero.passes.order import find_origins
 from fzero.program.operation import Node, nbytes
-from fzero.program.program import Program
 
 
 def list_placement_choices(
-    base: Program, line: Line, movable: Movable, costs: Costs
+    outline: Outline, movable: Movable, costs: Costs
 ) -> Iterator[tuple[Choice, tuple[Positions, ...]]]:
     """What of each layer lies elsewhere, with the arguments of each option: from all of it to nothing.
 
     Each layer has its share of the costs. An option that has more on the device than another and is no faster is left
     out: optimizer state elsewhere may cost more where the parameters beside it have to come and go.
     """
-    index = {place.node: i for i, place in enumerate(line)}
-    uses = [(use, {layer_of(base.layouts[name].bucket) for name in use.names}) for use in find_uses(base, index)]
-    gradients, world = list(_find_gradients(base, index)), base.mesh.size(base.mesh.shard_axis)
+    base = outline.program
+    uses = [(use, {layer_of(base.layouts[name].bucket) for name in use.names}) for use in outline.uses]
+    gradients, world = list(_find_gradients(outline)), base.mesh.size(base.mesh.shard_axis)
     price = _share_costs(movable, costs, [name for name, _ in gradients])
 
     def describe(group: Sequence[Layer], away: Positions) -> Option:
-        spans = [Span(0, len(line), -movable.count(away))]
+        spans = [Span(0, len(outline.line), -movable.count(away))]
         for layer in group:
             if layer.state and layer.state <= away:
                 spans += [span for name, span in gradients if name == layer.name]
@@ -98,9 +97,10 @@ def _join_loops(layers: Sequence[Layer], together: Sequence[set[str]]) -> Iterat
         yield [other for other in layers if other.name in names]
 
 
-def _find_gradients(base: Program, index: Mapping[Node, int]) -> Iterator[tuple[str, Span]]:
+def _find_gradients(outline: Outline) -> Iterator[tuple[str, Span]]:
     """For each reduce-scatter the layer, and where its slices of gradients need no memory of the device if the state
     that they update lies elsewhere: they leave as soon as they are there."""
+    base, index = outline.program, outline.index
     origins = find_origins(base.graph, "scattered")
     derived: dict[Node, list[Node]] = {}
     for node, start in origins.items():

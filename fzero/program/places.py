@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
@@ -137,15 +138,18 @@ def place_results(program: Program) -> Program:
     """
     if not is_placed(program):
         return program
-    given = [pair for pair in zip(program.arguments, program.placeholders) if pair[0].bucket is not None]
+    given: dict[tuple[str, int, torch.dtype], list[Argument]] = {}
+    for argument, node in zip(program.arguments, program.placeholders):
+        if argument.bucket is not None:
+            given.setdefault((argument.bucket, argument.leaf, node.meta["val"].dtype), []).append(argument)
     values = iter(program.output.args[0])
 
     def place(result: Result) -> Result:
         if result.is_constant:
             return result
-        dtype, leaf = next(values).meta["val"].dtype, (result.bucket, result.leaf)
-        same = [x for x, node in given if (x.bucket, x.leaf) == leaf and node.meta["val"].dtype == dtype]
-        if not same:
+        dtype = next(values).meta["val"].dtype
+        same = given.get((result.bucket, result.leaf, dtype)) if result.bucket is not None else None
+        if same is None:
             return result
 
         def likeness(argument: Argument) -> tuple[bool, int, int]:

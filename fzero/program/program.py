@@ -233,7 +233,7 @@ class Program:
 
     def timeline(self, rates: Rates | None = None) -> Timeline:
         """When a step computes and communicates, simulated before anything runs, by `rates` or else `self.rates`."""
-        return simulate_timeline(self, rates or self.rates)
+        return simulate_timeline(self, cost_nodes(self, rates or self.rates))
 
     def __str__(self) -> str:
         return list_program(self)

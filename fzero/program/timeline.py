@@ -177,15 +177,17 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
     return costs
 
 
-def simulate_timeline(program: Program, rates: Rates) -> Timeline:
-    """The timeline of a program: nodes compute on one lane in order, collectives use another in the order of their
-    starts, and so do copies, and operations on the host.
+def simulate_timeline(program: Program, costs: Costs) -> Timeline:
+    """The timeline of a program whose nodes have these costs.
+
+    Nodes compute on one lane in order, collectives use another in the order of their starts, and so do copies, and
+    operations on the host.
 
     A wait holds up compute until its collective is done. A collective without a wait holds up compute at once. The
     lanes do not slow each other down. The thread that computes on the host also starts what the device computes, and
     starting takes no time.
     """
-    lanes = Lanes(cost_nodes(program, rates))
+    lanes = Lanes(costs)
     lanes.run(program.graph.nodes)
     lanes.finish(program.output)
     return Timeline(program.name, tuple(lanes.spans), tuple(lanes.transfers()), lanes.now, tuple(lanes.on_host))

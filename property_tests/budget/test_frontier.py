@@ -17,7 +17,7 @@ from torch.nn import functional
 import fzero
 from fzero import tree
 from fzero.base.placement import Placement
-from fzero.budget.choices import flatten, list_segment_choices, weigh
+from fzero.budget.choices import list_segment_choices
 from fzero.budget.fit import Space
 from fzero.budget.frontier import Choice, Option, Point, Span, find_frontier
 from fzero.budget.saved import Again, find_segments, number_nodes, set_levels
@@ -103,10 +103,10 @@ def test_a_search_is_near_exhaustive_search(inner: list[int], rows: int, compute
     guess = GUESSES["cuda"]
     rates = guess._replace(flops=guess.flops / compute, memory=guess.memory / compute, wire=guess.wire * wire)
     space = make_space(inner, rows, rates)
-    line, count = [place.nbytes for place in flatten(space.base)], len(space.choices)
+    line, count = [place.nbytes for place in space.outline.line], len(space.choices)
     assert count <= MOST_CHOICES
     every = find_frontier(line, space.choices, most_combinations=1 << 21)
-    fastest = space.base.timeline().seconds - space.start.seconds
+    fastest = space.outline.timeline.seconds - space.start.seconds
     least, most = every[0].peak, every[-1].peak
     for limit in (least + (most - least) * i // LIMITS for i in range(LIMITS + 1)):
         assert fastest + best(space.frontier, limit) <= NEAR * (fastest + best(every, limit))
@@ -126,13 +126,12 @@ def test_a_search_of_placements_is_near_exhaustive_search(
     guess = GUESSES["cuda"]
     rates = guess._replace(link=guess.link * link, host=guess.host * link, launch=guess.launch * launch)
     space = make_space(inner, rows, rates, fzero.host())
-    places = list(flatten(space.base))
-    line = [place.nbytes for place in places]
-    segments = list_segment_choices(find_segments(space.traced, rates), places, weigh(space.base))  # none on the host
+    line = [place.nbytes for place in space.outline.line]
+    segments = list_segment_choices(find_segments(space.traced, rates), space.outline)  # none on the host
     choices = [choice for choice, _ in (*space.buckets, *segments, *space.placements)]
     every, found = (find_frontier(line, choices, most_combinations=most) for most in (1 << 22, 0))
     assert len(space.placements) == len(inner) and len(choices) <= MOST_CHOICES
-    fastest = space.base.timeline().seconds - space.start.seconds
+    fastest = space.outline.timeline.seconds - space.start.seconds
     least, most = every[0].peak, every[-1].peak
     for limit in (least + (most - least) * i // LIMITS for i in range(LIMITS + 1)):
         assert fastest + best(found, limit) <= NEAR * (fastest + best(every, limit))

@@ -15,6 +15,7 @@ import fzero
 from fzero import optim
 from fzero.budget.costs import estimate_costs, measure_costs
 from fzero.budget.movable import NOTHING, Movable, Positions
+from fzero.budget.outline import Outline
 from fzero.budget.programs import Programs
 from fzero.passes import defaults
 from fzero.program.program import Program
@@ -53,8 +54,8 @@ def test_an_estimate_is_what_programs_say(name: str, where: str, link: float, tm
     def build(away: Positions) -> Program:
         return programs((), keep=(), ahead=None, places=movable.places(away))
 
-    base = build(NOTHING)
-    step = base.timeline().seconds
+    base = Outline(build(NOTHING))
+    step = base.timeline.seconds
     measured, estimated = measure_costs(base, movable, build), estimate_costs(base, movable)
     for real, guess in zip(measured, estimated):
         assert abs(guess - real) <= max(0.6 * real, 0.05 * step), (step, measured, estimated)
