@@ -140,6 +140,7 @@ def _keep(totals: Tensor, seconds: Tensor) -> Tensor:
 def _search(base: Tensor, changes: Sequence[Tensor], choices: Sequence[Choice]) -> Iterator[Point]:
     """The combinations on the ways of greedy searches. Each search leaves out the steps above a size: a large step that
     does not fit may stand in the way of small ones."""
+    base, changes = base.double(), [rows.double() for rows in changes]  # exact up to 2**53 bytes, and twice as fast
     steps = torch.cat([rows[1:] - rows[:-1] for rows in changes])  # [steps, I] of all choices, in order
     sizes = steps.amax(1)
     largest = sorted(set(sizes.tolist()), reverse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from fzero.passes.order import find_changes, is_cast
 from fzero.program import ops
@@ -59,13 +58,13 @@ def _copy_chain(program: Program, chain: list[Node], user: Node) -> dict[Node, N
         if node not in chain:
             return node
         if node not in copies:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
-            if is_cast(node) and is_call(args[0], ops.dequantize) and args[0].args[3] == torch.float32:
-                codes, scales, shape, _, *rest = args[0].args  # it computes in float32, and rounds once
+            source = copy(node.args[0]) if is_cast(node) else None
+            if source is not None and is_call(source, ops.dequantize) and source.args[3] == torch.float32:
+                codes, scales, shape, _, *rest = source.args  # it computes in float32, and rounds once
                 dtype = node.meta["val"].dtype
                 copies[node] = program.emit(ops.dequantize, codes, scales, shape, dtype, *rest)
             else:
-                copies[node] = program.emit(node.target, *args, **kwargs)
+                copies[node] = program.repeat(node, copy)
             copies[node].meta.update({key: each for key, each in node.meta.items() if key != "val"})
             set_mark(copies[node].meta, get_mark(user)._replace(port=None))
         return copies[node]

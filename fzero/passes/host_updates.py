@@ -67,7 +67,7 @@ def _find_pieces(program: Program) -> tuple[list[_Piece], set[Node]]:
     for node in program.graph.nodes:
         if node.op != "call_function" or is_of_saved_value(node):
             continue
-        if not _is_late(node, places[node] == "host", numbers | joined.keys()):
+        if not _is_late(node, places[node] == "host", numbers, joined):
             continue
         if not _has_dimensions(node):
             numbers.add(node)
@@ -81,12 +81,12 @@ def _find_pieces(program: Program) -> tuple[list[_Piece], set[Node]]:
     return sorted(pieces, key=lambda piece: piece.nodes[-1]), numbers
 
 
-def _is_late(node: Node, is_on_host: bool, late: Collection[Node]) -> bool:
+def _is_late(node: Node, is_on_host: bool, *late: Collection[Node]) -> bool:
     """Whether a node moves with an update: it runs on the host, copies slices that are arguments to the host, or copies
-    results of such nodes to the device."""
+    results of such nodes, which are among the `late` ones, to the device."""
     if _is_copy_to_host(node):
         return _has_dimensions(node) and all(x.op == "placeholder" for x in node.all_input_nodes)
-    return is_on_host if record(node).to is None else all(x in late for x in node.args[0])
+    return is_on_host if record(node).to is None else all(any(x in each for each in late) for x in node.args[0])
 
 
 def _is_update(nodes: list[Node]) -> bool:

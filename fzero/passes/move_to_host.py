@@ -135,8 +135,8 @@ class Saved:
             copies[here[0]] = self._emit(mark, operator.getitem, arrived, 0)
             for view in here[1:]:
                 if view in used:
-                    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda x: copies.get(x, x))
-                    copies[view] = self._emit(mark, view.target, *args, **kwargs)
+                    copies[view] = self.program.repeat(view, lambda x: copies.get(x, x))
+                    set_mark(copies[view].meta, mark)
         for user in users:
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda x: copies.get(x, x))
         self.program.refresh(copies.values())

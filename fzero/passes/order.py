@@ -23,7 +23,7 @@ from fzero.layout.layout import layer_of
 from fzero.optim.operations import STAGES
 from fzero.program.operation import Node, no_operands
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, name_of, record, starts, storage
+from fzero.program.records import find_writes, is_call, name_of, record, storage
 from fzero.program.refusals import PASS_BUG
 
 # memory
@@ -208,20 +208,19 @@ def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
     Covers the starting nodes themselves, and every node that is cheaply derived (`Operation.is_derived`) from one such
     buffer alone and whose memory nothing writes to.
     """
+    targets = list_targets(graph)
+    starting = {id(target) for target in targets if record(target).starts == direction}
+    derived = {id(target) for target in targets if record(target).is_derived}
     origin: dict[Node, Node] = {}
-    changed = find_changes(graph)
-    for node in graph.nodes:
-        if starts(node) == direction:
+    changed = find_changes(graph) if starting else set()
+    for node in graph.nodes if starting else ():
+        if id(node.target) in starting:
             origin[node] = node
-        elif _is_derived(node) and storage(node) not in changed:
+        elif id(node.target) in derived and storage(node) not in changed:
             sources = {origin.get(source) for source in node.all_input_nodes}
             if len(sources) == 1 and None not in sources:
                 (origin[node],) = sources
     return origin
-
-
-def _is_derived(node: Node) -> bool:
-    return node.op == "call_function" and record(node).is_derived
 
 
 def list_uses(program: Program) -> Iterator[tuple[Node, dict[Node, int]]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import fx
-
 from fzero.base.errors import FzeroError
 from fzero.passes.order import find_dependences, find_origins, list_uses, reorder, sink_gathers
 from fzero.program.operation import Node
@@ -83,8 +81,7 @@ def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dic
             chain.append(chain[-1].all_input_nodes[0])
         for link in reversed(chain):
             if link not in copies:
-                args = fx.map_arg(link.args, lambda n: copies.get(n, n))
-                copies[link] = program.emit(link.target, *args, **link.kwargs)
+                copies[link] = program.repeat(link, lambda n: copies.get(n, n))
         return copies[node]
 
     with program.graph.inserting_before(users[0]):

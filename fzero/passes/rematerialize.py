@@ -178,8 +178,7 @@ def _copy_nodes(program: Program, nodes: list[Node], turns: tuple[Turn, ...]) ->
     its node."""
     copies: dict[Node, Node] = {}
     for node in nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
-        copies[node] = program.emit(node.target, *args, **kwargs)
+        copies[node] = program.repeat(node, lambda source: copies.get(source, source))
         copies[node].meta = {**node.meta, "val": copies[node].meta["val"]}
         mark = get_mark(node)
         set_mark(copies[node].meta, mark._replace(regions=mark.regions[1:], turns=turns))

@@ -160,8 +160,8 @@ def _keep_residuals(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> No
             return node
         if node not in made:
             if _is_free(node, own, changed):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), make)
-                made[node] = emit(node.target, *args, **kwargs)
+                with program.graph.inserting_before(members[0]):
+                    made[node] = program.repeat(node, make)
                 made[node].meta = {**node.meta, "val": made[node].meta["val"]}
                 set_mark(made[node].meta, get_mark(members[0]))
             elif is_call(node, loops.row, loops.pick) and not is_changed(node):

@@ -23,6 +23,7 @@ from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
 from fzero.program.copies import count_copies
+from fzero.program.fakes import repeat_value
 from fzero.program.kinds import Kind
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
@@ -308,12 +309,13 @@ class Program:
 
         Fake values carry memory: `storage` and `verify` compare it. Call this where nodes took the place of others.
         """
-        stale = list(nodes)
-        while stale:
-            for user in stale.pop().users:
-                if shares_memory(user):
-                    user.meta["val"] = self._fake(user.target, user.args, user.kwargs)
-                    stale.append(user)
+        found, views = list(nodes), set[Node]()
+        for node in found:  # the list grows while it is read
+            new = [user for user in node.users if user not in views and shares_memory(user)]
+            views.update(new)
+            found += new
+        for view in sorted(views):  # operands first
+            view.meta["val"] = self._fake(view.target, view.args, view.kwargs)
 
     def refresh_with(self, nodes: Iterable[Node]) -> None:
         """`refresh`, of nodes whose arguments have changed and whose own fake values are therefore stale too."""
@@ -325,6 +327,15 @@ class Program:
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A new node at the graph's insert point, with its fake result. `target` is an operation of torch or `ops`."""
         return self.emit_as(self._fake(target, args, kwargs), target, *args, **kwargs)
+
+    def repeat(self, node: Node, find: Callable[[Node], Node]) -> Node:
+        """A new node that calls what another `node` calls, with `find(x)` in the place of each operand x, at the
+        graph's insert point and with its fake result."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), find)
+        repeated = self.graph.call_function(node.target, args, kwargs)
+        value = repeat_value(node, repeated)
+        repeated.meta["val"] = self._fake(node.target, args, kwargs) if value is None else value
+        return repeated
 
     def emit_as(self, value: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A new node, as `emit`, whose fake result is known: that of nodes whose place the new one takes."""

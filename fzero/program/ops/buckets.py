@@ -19,6 +19,7 @@ from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.program.comm import Comm
+from fzero.program.fakes import view_first
 from fzero.program.kinds import UNIFORM, Buffer, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
 from fzero.program.records import leaves_of, record, register
@@ -60,12 +61,12 @@ def wait(pending: Any, *, dtype: torch.dtype | None = None) -> Any:
 
 def whole(buffer: Tensor, bucket: str, leaves: Sequence[int], position: int, shape: Sequence[int]) -> Tensor:
     """The leaf at `position` among `leaves`, in its shape: a view of a gathered buffer."""
-    return buffer.narrow(0, 0, torch.Size(shape).numel()).view(shape)
+    return view_first(buffer, shape)
 
 
 def part(block: Tensor, bucket: str, leaves: Sequence[int], position: int, numel: int) -> Tensor:
     """This rank's slice of the leaf at `position` among `leaves`: a view of a scattered block."""
-    return block.narrow(0, 0, numel)
+    return view_first(block, [numel])
 
 
 # checks

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fzero import files
 from fzero.base.placement import Disk
+from fzero.program.fakes import copy_form
 from fzero.program.kinds import Kind
 from fzero.program.listing import format_size
 from fzero.program.operation import NO_WORK, Node, Operation, nbytes, values_of
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
 
 def to_host(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the host."""
-    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
+    return [copy_form(x) for x in values]
 
 
 def to_device(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to copy these values into the memory of the device."""
-    return [torch.empty_like(x, memory_format=torch.preserve_format) for x in values]
+    return [copy_form(x) for x in values]
 
 
 def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -52,12 +53,12 @@ def to_device_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 def read(values: Sequence[Tensor]) -> list[Tensor]:
     """Start to read these values from files into the memory of the host."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [copy_form(x, torch.contiguous_format) for x in values]
 
 
 def write(values: Sequence[Tensor], path: str, bucket: str) -> list[Tensor]:
     """Start to write these values, of a bucket, into files below a folder."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    return [copy_form(x, torch.contiguous_format) for x in values]
 
 
 def write_(values: Sequence[Tensor], into: Sequence[Tensor]) -> None:
