@@ -24,6 +24,7 @@ import math
 import re
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,7 +226,7 @@ def is_dominated(row: Row, rows: list[Row]) -> bool:
 
 def draw(path: Path, rows: list[Row], title: str) -> None:
     """Writes a picture of time over memory: budgets as a line, other contenders as points."""
-    from matplotlib.figure import Figure  # here: no other part needs it, and `pip install "fzero[plot]"` has it
+    from matplotlib.figure import Figure  # here: no other part needs it
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="peak of tensors on a rank, MiB", ylabel="milliseconds a step", title=title)
@@ -242,6 +243,13 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
+def picture(path: str) -> Path:
+    """The file of a picture. Without matplotlib an error, before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError('matplotlib is not installed: pip install "fzero[plot]"')
+    return Path(path)
+
+
 def parse() -> argparse.Namespace:
     """The flags of the command line."""
     parser = flags.parser(__doc__)
@@ -251,7 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps a turn (10 for S, 4 for larger ones)")
     parser.add_argument("--plan", type=int, help="time the choice for so many layers, and measure nothing else")
     parser.add_argument("--to-host", type=int, help="plan so many layers of width 4096, and measure nothing")
-    parser.add_argument("--png", type=Path, help="a file for a picture; needs matplotlib")
+    parser.add_argument("--png", type=picture, help="a file for a picture; needs matplotlib")
     return flags.parsed(parser)
 
 
