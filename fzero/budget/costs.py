@@ -44,7 +44,7 @@ def estimate_costs(outline: Outline, movable: Movable) -> Costs:
     """The costs without a program: copies and updates of layers queue on their lanes, behind the gradients of the
     base.
 
-    Hidden copies cost what `measure_costs` says. Copies that are the step cost up to half more or less (tests), and
+    Hidden copies cost what `measure_costs` says. Copies that are the step cost up to 60 % more or less (tests), and
     updates whose leaves wait for each other, as LAMB's for norms, cost more than this.
     """
     queues = _Queues(outline, movable)

@@ -158,8 +158,10 @@ def is_call(node: Node, *targets: Any) -> bool:
 def name_of(node: Node) -> str:
     """The name of the operation that a node calls, without its overload: "mm", "all_reduce". For a random draw the
     operation that draws: "bernoulli". For a node that calls nothing its target."""
-    target = node.args[1] if record(node).draws else node.target
-    return getattr(target, "__name__", str(target)).partition(".")[0]
+    if node.op != "call_function":
+        return str(node.target)
+    operation = record(node)
+    return record(node.args[1]).name if operation.draws else operation.name
 
 
 def shares_memory(node: Node) -> bool:
