@@ -84,7 +84,7 @@ def policy_of(context: Any) -> Callable[..., Any] | None:
 
 
 def list_targets(graph: fx.Graph) -> list[Any]:
-    """What the nodes of a graph call, each once. A walk over all nodes takes a thousand times as long.
+    """What the nodes of a graph call, each once, from torch's own table of targets, without a walk over the nodes.
 
     Public replacement: a list of targets beside `Graph.find_nodes`.
     """
