@@ -94,7 +94,7 @@ def partition(
     if source_rank is not None:
         check_rank("source_rank", source_rank, on)
     how: dict[str, Any] = {"layers": layers, "persist": persist, "granularity": granularity, "unit": unit}
-    cut = functools.partial(
+    cut: Callable[..., tree.Tree] = functools.partial(
         _partition_tree, on=on, dtype=dtype, chunk=chunk, device=device, pin=pin, to=to, source_rank=source_rank, **how
     )
     return _partition_state(params, like, cut) if isinstance(params, State) else cut(params, like=like)
