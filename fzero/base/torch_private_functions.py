@@ -96,8 +96,8 @@ def list_targets(graph: fx.Graph) -> list[Any]:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph, with the names of nodes and with copies of their `meta`. A step of 80 layers is copied in a
-    quarter of the seconds that torch takes, which looks for symbolic numbers in all arguments.
+    """A copy of a graph, with the names of nodes and with copies of their `meta`. torch's own copy looks for symbolic
+    numbers in all arguments, and takes twice as long for the 2,168 nodes of a step of 80 layers.
 
     Public replacement: `Graph.graph_copy`.
     """
