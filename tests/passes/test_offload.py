@@ -217,6 +217,31 @@ def test_what_the_host_computes_may_have_several_users() -> None:
     assert_equal(others, losses)
 
 
+@pytest.mark.parametrize("places", PLACES)
+def test_a_list_with_items_on_the_device_and_on_the_host_is_written_into_where_they_lie(places: Any) -> None:
+    """The gradient of a leaf that the loss does not use is made where the leaf lies, any other on the device."""
+    mesh = VirtualMesh(fsdp=2)
+
+    def add_in_place(params: Any, means: Any, x: Tensor) -> Any:
+        grads = fzero.grad(lambda params: dense(params["layers"][0], x).square().mean())(params)
+        news = list(torch._foreach_mul(tree.leaves(grads), -0.1))
+        torch._foreach_add_(news, tree.leaves(params))
+        both = [2 * params["layers"][0]["w"], grads["layers"][0]["w"] * 3, means["layers"][0]["w"] * 4]
+        torch._foreach_add_(both, [x.clone() for x in reversed(both)])
+        news = tree.unflatten(tree.flatten(params)[1], news)
+        news["layers"][0]["w"] = both[0]
+        means = tree.map(torch.add, means, news)
+        means["layers"][0]["w"] = both[1] + both[2]
+        return news, means, x.new_zeros(())
+
+    step, batch = fzero.simulate(add_in_place, mesh), rows(mesh)
+    whole = layers(2)
+    start = [fzero.partition(whole, mesh, to=place) for place in places]
+    got, _ = train(step, tuple(start), batch)
+    expected, _ = train(step, (fzero.partition(whole, mesh), fzero.partition(whole, mesh)), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
+
+
 def test_some_leaves_on_the_host_and_some_whole_on_every_rank() -> None:
     """Each leaf is updated where it lies: those of 5 elements are whole on every rank, and stay on the device."""
     mesh = VirtualMesh(fsdp=2)
