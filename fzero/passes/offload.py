@@ -32,7 +32,8 @@ def offload(program: Program) -> Program:
     """Copy values between device, host and disk, so that each operation finds its operands where it runs.
 
     * An operation with a slice on the host or on a disk runs on the host: the update of that state. It takes its other
-      operands by `to_host`, and slices on a disk by `read`.
+      operands by `to_host`, and slices on a disk by `read`. An operation that writes runs where the memory lies that it
+      writes into.
     * A pointwise operation of which only the host uses the result runs on the host too, where that copies no more: a
       gradient leaves as soon as it is there, and is multiplied by the factor of clipping on the host.
     * Anything else runs on the device, and takes operands from the host by `to_device`: a slice in front of each
