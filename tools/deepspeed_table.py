@@ -17,24 +17,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import deepspeed_tutorials as tutorials  # noqa: E402  found by the path above
+from pages import Table  # noqa: E402
 
-PAGE, RESULTS = ROOT / "docs" / "deepspeed.md", ROOT / "tests" / "deepspeed_tutorials.json"
-BEGIN, END = "<!-- tutorials: made by tools/deepspeed_table.py -->", "<!-- end of tutorials -->"
+RESULTS = ROOT / "tests" / "deepspeed_tutorials.json"
 
 
-def render_table() -> str:
+def render() -> list[str]:
     """The table of the cases: the page of DeepSpeed, its calls, and what comes out here."""
     rows = ["| page of DeepSpeed | calls | here |", "|---|---|---|"]
     for each in tutorials.CASES.values():
         runs = "runs, with DeepSpeed's numbers" if each.compare else "runs, with torch's numbers"
         rows.append(f"| {each.pages} | {each.calls} | {f'an error: {each.refused}' if each.refused else runs} |")
-    return "\n".join(rows)
-
-
-def replace_table(page: str) -> str:
-    """The page with the table of the present cases."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{render_table()}\n\n{END}{rest.partition(END)[2]}"
+    return rows
 
 
 def record(python: str) -> None:
@@ -44,7 +38,9 @@ def record(python: str) -> None:
     subprocess.run(command, check=True, cwd=ROOT / "tests", env=os.environ | alone | {"DS_ACCELERATOR": "cpu"})
 
 
+TABLE = Table("deepspeed.md", "tutorials", "deepspeed_table.py", render)
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         record(sys.argv[1])
-    PAGE.write_text(replace_table(PAGE.read_text()))
+    TABLE.write()

@@ -86,7 +86,7 @@ def policy_of(context: Any) -> Callable[..., Any] | None:
 
 
 def list_targets(graph: fx.Graph) -> list[Any]:
-    """What the nodes of a graph call, each once. A walk over all nodes takes a thousand times as long.
+    """What the nodes of a graph call, each once, from torch's own table of targets, without a walk over the nodes.
 
     Public replacement: a list of targets beside `Graph.find_nodes`.
     """
@@ -98,8 +98,8 @@ def list_targets(graph: fx.Graph) -> list[Any]:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph, with the names of nodes and with copies of their `meta`. A step of 80 layers is copied in a
-    quarter of the seconds that torch takes, which looks for symbolic numbers in all arguments.
+    """A copy of a graph, with the names of nodes and with copies of their `meta`. torch's own copy looks for symbolic
+    numbers in all arguments, and takes twice as long for the 2,168 nodes of a step of 80 layers.
 
     Public replacement: `Graph.graph_copy`.
     """

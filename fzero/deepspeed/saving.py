@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fzero.deepspeed.quantized import iter_values
 from fzero.deepspeed.settings import Settings
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
-from fzero.ranks.together import gather_words
+from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors.loading import load_sources
 
 LATEST = "latest"
@@ -63,7 +63,7 @@ class Files:
 
         Raises:
             FzeroError: between `backward` and an update, whose gradients no file would have; as
-                `fzero.checkpoint.save`.
+                `fzero.checkpoint.save`; on all ranks, where the first one cannot write the tag.
         """
         self._check_between_updates("engine.save_checkpoint")
         refuse_arguments("save_checkpoint", {"exclude_frozen_parameters": (exclude_frozen_parameters, "leave it out")})
@@ -76,9 +76,9 @@ class Files:
             "lr_scheduler": scheduler,
         }
         checkpoint.save(Path(save_dir) / tag, self.state, step=step, overwrite=True, keep=1, metadata=metadata)
-        if save_latest and getattr(self._home, "number", 0) == 0:
-            (Path(save_dir) / LATEST).write_text(tag)
-        self._wait(f"save_checkpoint {tag}")
+        if save_latest:
+            latest = Path(save_dir) / LATEST
+            self._write("save_checkpoint", latest, lambda: latest.write_text(tag))
         return True
 
     @check_arguments
@@ -152,18 +152,23 @@ class Files:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the parameters and running statistics as a state dict of torch, in the dtype of compute, to one file.
-        All ranks call it together; rank 0 holds all of them meanwhile, and writes."""
+        All ranks call it together; the first rank holds all of them meanwhile, and writes.
+
+        Raises:
+            FzeroError: on all ranks, where the first one cannot write.
+        """
         refuse_arguments("save_16bit_model", {"exclude_frozen_parameters": (exclude_frozen_parameters, "leave it out")})
-        is_writer = getattr(self._home, "number", 0) == 0
-        values = {}
+        values, target = {}, Path(save_dir) / save_filename
         for path, leaf in self._iter_values():
-            if is_writer:
+            if self._is_first:
                 is_cast = self.settings.compute is not None and leaf.is_floating_point()
                 values[path] = leaf.detach().to("cpu", self.settings.compute if is_cast else leaf.dtype)
-        if is_writer:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(values, Path(save_dir) / save_filename)
-        self._wait(f"save_16bit_model {save_filename}")
+
+        def write() -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(values, target)
+
+        self._write("save_16bit_model", target, write)
         return True
 
     save_fp16_model = save_16bit_model
@@ -186,7 +191,13 @@ class Files:
             way_out = "call it behind the step that updates, or drop the gradients with engine.zero_grad()"
             raise FzeroError(where, "gradients are waiting for an update", way_out)
 
-    def _wait(self, what: str) -> None:
-        """Wait until all ranks are here."""
-        if isinstance(self._home, Live):
-            gather_words(self._home.members, what)(None)
+    @property
+    def _is_first(self) -> bool:
+        """Whether this process has the first rank."""
+        return not isinstance(self._home, Live) or self._home.number == 0
+
+    def _write(self, call: str, path: Path, write: Callable[[], Any]) -> None:
+        """Call `write` on the first rank. All ranks return together, or raise."""
+        members = self._home.members if isinstance(self._home, Live) else None
+        gather, way_out = gather_words(members, call, f"to {path}"), "mend that, and save again"
+        do_together(gather, lambda: write() if self._is_first else None, str(path), "write it", way_out)

@@ -24,7 +24,8 @@ def schedule_groups(groups: Sequence[Group], scheduler: tuple[str, Mapping[str, 
     """The hyperparameters of each group that a scheduler of a configuration moves; without one the rates stay.
 
     Raises:
-        FzeroError: for a type that DeepSpeed does not have, or params that the type does not take.
+        FzeroError: for a type that DeepSpeed does not have; for params that the type does not take, and for values
+            that they do not take; for a `last_batch_iteration` other than -1.
     """
     if scheduler is None:
         return [{"learning_rate": group.rate} for group in groups]
@@ -65,7 +66,7 @@ def _call(maker: Callable[..., Any], params: dict[str, Any], kind: str) -> Any:
 
 
 def _check_param(name: str, value: Any, default: Any) -> None:
-    """Refuse what is no value of a param whose default this is."""
+    """Refuse a value that a param with this default does not take."""
     path, kind = f"scheduler.params.{name}", type(value).__name__
     if isinstance(default, (bool, str)):
         if type(value) is not type(default):
@@ -76,8 +77,10 @@ def _check_param(name: str, value: Any, default: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise FzeroError(path, f"is {value!r:.80}, a {kind}", "give a number")
-    if not abs(value) < 2**53 or (value < 0 and name.endswith("_lr")):  # float64 counts steps up to there
-        raise FzeroError(path, f"is {value!r}", "give a number from 0 on" if value < 0 else "give a smaller number")
+    if not abs(value) < 2**53:  # nan too; float64 counts steps up to there
+        raise FzeroError(path, f"is {value!r}", "give a finite number below 2**53")
+    if value < 0 and name.endswith("_lr"):
+        raise FzeroError(path, f"is {value!r}", "give a number from 0 on")
 
 
 def _only_rate(maker: Callable[..., Schedule], kind: str) -> Callable[[dict[str, Any], Group], dict[str, Any]]:

@@ -173,7 +173,7 @@ def _resolve(path: str, value: Any, given: Values, args: Any) -> Any:
     if value != "auto":
         return value
     found = [getattr(args, name, None) for name in _ATTRIBUTES.get(path, ())]
-    if path in ("scheduler.params.total_num_steps",) and found[0] is not None and found[0] <= 0:
+    if path == "scheduler.params.total_num_steps" and found[0] is not None and found[0] <= 0:
         found = []  # TrainingArguments count epochs then
     if found and None not in found:
         return found[0] if len(found) == 1 else found

@@ -30,7 +30,7 @@ def refuse_model(where: str, given: Any) -> FzeroError:
 
 def check_training_arguments(args: Any, allowed: Collection[str] = ()) -> None:
     """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer. None
-    stands for the default arguments. Of what this module refuses, `allowed` is not.
+    stands for the default arguments. The options named in `allowed` pass.
 
     Raises:
         FzeroError: naming the argument, its value and the way out.
@@ -147,7 +147,7 @@ def check_same(model: Any, of_slices: Any) -> None:
     """Refuse a model that was put in the place of the one whose values are in slices.
 
     Raises:
-        FzeroError: for a model other than None and the one of the slices.
+        FzeroError: where there are slices, and they are of another model.
     """
     if of_slices is not None and model is not of_slices:
         problem = f"was replaced by another {type(model).__name__}, and the slices are of the first model"

@@ -71,8 +71,8 @@ class Files(Together):
 
     @check_arguments
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
-        """Write the parameters as `from_pretrained` reads them, and what transformers writes beside them. Each rank
-        writes its own slices; nothing is gathered."""
+        """Write parameters and running statistics as `from_pretrained` reads them, and what transformers writes beside
+        them. All ranks call it together. Each rank writes its own slices; nothing is gathered."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         beside = folder.with_name(f"{folder.name}.weights")
 

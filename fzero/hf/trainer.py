@@ -162,9 +162,13 @@ class Trainer(Files):
                 self._compile_training(carry_buffers(lowered.train, lowered.buffers))
         return self._wrapped
 
+    @property
+    def _how(self) -> dict[str, Any]:
+        """How programs are made: keywords of `fzero.shard`."""
+        return {"stage": self.stage, "compile": bool(self.args.torch_compile)}
+
     def _compile(self, what: str, function: Callable[..., Any]) -> Any:
-        how: dict[str, Any] = {"stage": self.stage, "compile": bool(self.args.torch_compile)}
-        return compile_function(function, self.mesh, title=f"Trainer: {what}", **how)
+        return compile_function(function, self.mesh, title=f"Trainer: {what}", **self._how)
 
     def _compile_evaluation(self, evaluate: Call) -> Wrapped:
         """The model whose calls compute outputs in evaluation mode."""
@@ -204,7 +208,7 @@ class Trainer(Files):
         begin, add = make_sums(share)
         self._begin, self._add = self._compile("training step", begin), self._compile("training step", add)
         self._clip = self._compile("clipping of gradients", clip)
-        self._norm = self._compile("norm of gradients", lambda sums: optim.global_norm(sums))
+        self._norm = self._compile("norm of gradients", optim.global_norm)
         self._update = self._compile("update", update)
         self._sums: Any = None  # of gradients, since the last update
 
@@ -249,8 +253,7 @@ class Trainer(Files):
             way_out = "save_model(folder), and call generate of fzero.hf.from_pretrained(folder)"
             raise FzeroError("generate", problem, way_out)
         if self._generator is None or self._generator.model is not self.model:
-            how = {"stage": self.stage, "compile": bool(self.args.torch_compile)}
-            self._generator = Generator(self.model, self.mesh, call=self._call, **how)
+            self._generator = Generator(self.model, self.mesh, call=self._call, **self._how)
         return self._generator(self.sharded.params, *args, **named)
 
     # gradients

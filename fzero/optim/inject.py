@@ -40,8 +40,7 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
 
     Raises:
         FzeroError: for `static_args` that `inner_factory` does not take; for a function that is no schedule and not
-            named in `static_args`; in `update`, for a state with other
-            hyperparameters.
+            named in `static_args`; in `update`, for a state with other hyperparameters.
     """
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)

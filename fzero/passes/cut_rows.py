@@ -28,8 +28,9 @@ def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> l
     An argument that is a list has one item for each leaf, or an equal number of them.
     """
     count, items, calls = len(call.args[0]), dict[tuple[Node, int], Node](), list[Node]()
-    value = call.meta.get("val")
+    value = call.meta.get("val")  # None of a call that writes into its operands: it has no lists, and no users
     is_each = all(isinstance(x, (list, tuple)) for x in value or ())  # several lists of results
+    lists = (value or ()) if is_each else [value]
     columns = list(call.users) if is_each else [call]
 
     def cut(given: Any, rows: Sequence[int]) -> Any:
@@ -40,12 +41,9 @@ def cut_rows(program: Program, call: Node, groups: Sequence[Sequence[int]]) -> l
     with program.graph.inserting_before(call.next):
         for rows in groups:
             args = [cut(arg, rows) for arg in call.args]
-            if value is None:  # of a call that writes into its operands
-                part = program.emit(call.target, *args, **call.kwargs)
-                kept = [part.meta["val"]]
-            else:
-                kept = [[each[row] for row in rows] for each in (value if is_each else [value])]
-                part = program.emit_as(tuple(kept) if is_each else kept[0], call.target, *args, **call.kwargs)
+            kept = [[each[row] for row in rows] for each in lists]
+            results = value and (tuple(kept) if is_each else kept[0])
+            part = program.emit_as(results, call.target, *args, **call.kwargs)
             part.meta.update({key: each for key, each in call.meta.items() if key != "val"})
             calls.append(part)
             for column in columns:

@@ -19,7 +19,7 @@ from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import OVERWRITING, copy_of
 from fzero.program.places import where_of
 from fzero.program.program import Argument, Program
-from fzero.program.records import body_of, is_call, name_of, record, storage
+from fzero.program.records import body_of, find_writes, is_call, name_of, record, storage
 
 
 def donate(program: Program) -> Program:
@@ -326,7 +326,7 @@ def _overwrite(program: Program, owners: Owners, call: Node, in_place: Any) -> N
 
 def _copy_back(program: Program, owners: Owners, donated: set[Node]) -> set[Node]:
     """Copy the other state results of an update into the arguments of the same path: on the device in one operation at
-    the end, on the host bucket by bucket, as soon as everything has been read.
+    the end, on the host bucket by bucket, as soon as the arguments have been read and their new values written.
 
     Returns the arguments that are written to.
     """
@@ -347,15 +347,25 @@ def _copy_back(program: Program, owners: Owners, donated: set[Node]) -> set[Node
             place = owners.argument[into].place
             pairs.setdefault((place, place and result.bucket), []).append((into, node))
             returned[position] = into
+    written = _find_last_writes(program, owners) if any(place is not None for place, _ in pairs) else {}
     for (place, _), of_group in pairs.items():
-        end = program.output if place is None else _find_end(program, owners, of_group)
+        end = program.output if place is None else _find_end(program, owners, written, of_group)
         with program.graph.inserting_before(end):
             program.graph.call_function(torch.ops.aten._foreach_copy_.default, tuple(map(list, zip(*of_group))))
     program.output.args = (returned,)
     return {into for of_group in pairs.values() for into, _ in of_group}
 
 
-def _find_end(program: Program, owners: Owners, pairs: list[tuple[Node, Node]]) -> Node:
-    """The first node behind the last read of these arguments and behind their new values."""
-    last = max(max(owners.last_read[owners.owner[into]], owners.position[node]) for into, node in pairs)
+def _find_last_writes(program: Program, owners: Owners) -> dict[Any, int]:
+    """Memory -> the position of the last node that writes into it."""
+    calls = [(node, owners.position.get(node, 0)) for node in program.graph.nodes if node.op == "call_function"]
+    return {owners.owner.get(written): at for node, at in calls for written in find_writes(node)}
+
+
+def _find_end(program: Program, owners: Owners, written: dict[Any, int], pairs: list[tuple[Node, Node]]) -> Node:
+    """The first node behind the last read of these arguments, behind their new values, and behind `written`, the
+    positions of the last writes into memory."""
+    read = [owners.last_read[owners.owner[into]] for into, _ in pairs]
+    made = [max(owners.position[node], written.get(owners.owner[node], 0)) for _, node in pairs]
+    last = max(read + made)
     return next(node for node in program.graph.nodes if owners.position.get(node, 0) > last)

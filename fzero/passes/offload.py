@@ -22,7 +22,7 @@ from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import COPIES
 from fzero.program.places import CHAIN, Where, is_placed, is_wide, list_sources, runs_on_device, step_towards, where_of
 from fzero.program.program import Program, Result
-from fzero.program.records import body_of, find_writes, is_call, record, shares_memory, storage
+from fzero.program.records import alias_of, body_of, find_writes, is_call, record, shares_memory, storage
 
 Away = dict[Node, Placement]
 """The nodes whose values lie elsewhere than on the device -> where."""
@@ -32,7 +32,8 @@ def offload(program: Program) -> Program:
     """Copy values between device, host and disk, so that each operation finds its operands where it runs.
 
     * An operation with a slice on the host or on a disk runs on the host: the update of that state. It takes its other
-      operands by `to_host`, and slices on a disk by `read`.
+      operands by `to_host`, and slices on a disk by `read`. An operation that writes runs where the memory lies that it
+      writes into.
     * A pointwise operation of which only the host uses the result runs on the host too, where that copies no more: a
       gradient leaves as soon as it is there, and is multiplied by the factor of clipping on the host.
     * Anything else runs on the device, and takes operands from the host by `to_device`: a slice in front of each
@@ -89,10 +90,11 @@ def _cut_updates(program: Program) -> dict[Node, Kind]:
 
 
 def _group_rows(node: Node, away: Away, kinds: dict[Node, Kind]) -> list[list[int]]:
-    """The leaves of a list operation by place, those on the host by bucket as well. Those of an update are in the order
-    in which gradients are there."""
+    """The leaves of a list operation by place, those on the host by bucket as well. An operation that writes runs where
+    the memory lies that it writes into. Those of an update are in the order in which gradients are there."""
     groups: dict[Any, list[int]] = {}
-    columns = [arg for arg in node.args if isinstance(arg, (list, tuple)) and len(arg) == len(node.args[0])]
+    lists = node.args[:1] if find_writes(node) else node.args
+    columns = [arg for arg in lists if isinstance(arg, (list, tuple)) and len(arg) == len(node.args[0])]
     for row in range(len(node.args[0])):
         key: Any = any(column[row] in away for column in columns if isinstance(column[row], fx.Node))
         if key:
@@ -151,8 +153,11 @@ def _find_common_place(operand: Any, away: Away) -> Placement | None:
 
 
 def _note_place(node: Node, away: Away) -> None:
-    """Note where the value of a node lies whose operands have been looked at. The node runs on the host where some
-    operand is a slice elsewhere than on the device, and so is each operand that it writes into."""
+    """Note where the value of a node lies whose operands have been looked at.
+
+    A node that writes, or views, runs on the host where the memory that it writes into, or views, is elsewhere than on
+    the device. Any other node does where some operand is a slice elsewhere than on the device.
+    """
     if node.op != "call_function" or runs_on_device(node):
         return
     if record(node).to is not None or record(node).arrives:  # a saved value
@@ -163,8 +168,10 @@ def _note_place(node: Node, away: Away) -> None:
     if body is not None:
         place = body.results[node.args[1]].place
     else:
+        source = alias_of(node)
+        memory = find_writes(node) or ([] if source is None else [source])
         takes = any(x in away and is_wide(x) for x in node.all_input_nodes)
-        place = Host() if takes and all(x in away for x in find_writes(node)) else None
+        place = Host() if (all(x in away for x in memory) if memory else takes) else None
     if place is not None:
         away[node] = place
 

@@ -88,30 +88,42 @@ def partition(
             when the source rank fails to read.
     """
     check_placement(to)
-    if isinstance(params, State):
-        each = functools.partial(
-            partition, mesh=mesh, layers=layers, dtype=dtype, persist=persist, unit=unit, pin=pin, to=to
-        )
-        how = {"granularity": granularity, "chunk": chunk, "device": device, "source_rank": source_rank}
-        return _partition_state(params, like, functools.partial(each, **how))
-    if isinstance(dtype, torch.dtype):
-        params = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), params)
-    leaves, treedef = tree.flatten(params)
-    keys = tree.keys(treedef)
     on = find_home(mesh)
     if persist < 0:
         raise FzeroError("persist", f"is {persist}", "give a number of elements, from 0 on")
     if source_rank is not None:
         check_rank("source_rank", source_rank, on)
+    how: dict[str, Any] = {"layers": layers, "persist": persist, "granularity": granularity, "unit": unit}
+    cut: Callable[..., tree.Tree] = functools.partial(
+        _partition_tree, on=on, dtype=dtype, chunk=chunk, device=device, pin=pin, to=to, source_rank=source_rank, **how
+    )
+    return _partition_state(params, like, cut) if isinstance(params, State) else cut(params, like=like)
+
+
+def _partition_tree(
+    params: tree.Tree,
+    like: tree.Tree | None,
+    on: Home,
+    dtype: Dtypes | None,
+    chunk: int,
+    device: torch.device | str | None,
+    pin: bool,
+    to: Placement | None,
+    source_rank: int | None,
+    **how: Any,
+) -> tree.Tree:
+    """`partition` of a tree that is no `State`. `how` are keywords of `plan_leaves`."""
+    if isinstance(dtype, torch.dtype):
+        params = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), params)
+    leaves, treedef = tree.flatten(params)
+    keys = tree.keys(treedef)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
     dtypes = [_choose_dtype(dtype, source) for source in sources]
     targets = [
         _Absent(source.shape, wanted, source.path, is_frozen(leaf), is_embedding(leaf))
         for source, wanted, leaf in zip(sources, dtypes, leaves)
     ]
-    planned = plan_leaves(
-        keys, targets, on.mesh, layers=layers, like=like, persist=persist, granularity=granularity, unit=unit
-    )
+    planned = plan_leaves(keys, targets, on.mesh, like=like, **how)
     feed = None
     if isinstance(on, Live) and (source_rank is not None or any(map(is_on_ranks, sources))):
         _agree(on, source_rank, chunk, sources, targets, planned)

@@ -65,8 +65,8 @@ def quantize(
     Tensors are quantized now, on their device; a source of values, as `fzero.open_safetensors` returns, while
     `fzero.partition` reads it, a chunk at a time. A `Sharded` leaf, as `fzero.build` returns, is quantized now. Its
     codes are partitioned as the leaf was, and lie where the leaf lies, such as on the host or on a disk: all ranks call
-    together, and send each other a chunk at a time. A tensor on
-    the meta device gives codes and scales there, as `like` for `fzero.load_safetensors`.
+    together, and send each other a chunk at a time. A tensor on the meta device gives codes and scales there, as `like`
+    for `fzero.load_safetensors`.
 
     Dettmers et al., QLoRA, https://arxiv.org/abs/2305.14314; the gathers are ZeRO++'s, https://arxiv.org/abs/2306.10209.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
@@ -52,10 +53,11 @@ def compile_function(
 ) -> Any:
     """A program for a mesh: on a virtual mesh all ranks run in this process. `how` are keywords of `fzero.shard`.
 
-    `function` gets the name `title` for logs, with the names of its arguments: a log calls part of an argument
+    Logs call the program `title`, with the names of the function's arguments: a log calls part of an argument
     "argument 3.input_ids".
     """
-    function.__qualname__ = f"{title}({', '.join(inspect.signature(function).parameters)})"
+    named: Any = functools.update_wrapper(functools.partial(function), function)  # the function keeps its own name
+    named.__qualname__ = f"{title}({', '.join(inspect.signature(function).parameters)})"
     if isinstance(mesh, VirtualMesh):
-        return simulate(function, mesh, **how)
-    return shard(function, mesh, compile=compile, **how)
+        return simulate(named, mesh, **how)
+    return shard(named, mesh, compile=compile, **how)

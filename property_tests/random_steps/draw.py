@@ -138,4 +138,5 @@ def draw_surroundings(program: Program, scope: Scope) -> Program:
         held=scope.choose(updates.HELD).text if draws.random() < 0.25 else "",
         shapes={name: of for name, of in program.shapes.items() if name in used or draws.random() < spare[name == "h"]},
         layers=program.layers if "layers" in program.text or draws.random() < 0.2 else 0,
+        on_host=draws.choice(["", "", "", "p", "s", "ps"]),
     )

@@ -115,8 +115,9 @@ def _check(program: Program, expected: list[Call]) -> None:
     """Run the step on virtual ranks, and compare each call."""
     mesh, script = fzero.VirtualMesh(**dict(program.mesh)), program.define()
     plain = script["params"]()
-    p = fzero.partition(plain, mesh)
-    s = fzero.partition(script["init"](plain), mesh, like=p)
+    places = [fzero.host() if name in program.on_host else None for name in "ps"]
+    p = fzero.partition(plain, mesh, to=places[0])
+    s = fzero.partition(script["init"](plain), mesh, like=p, to=places[1])
     step = fzero.simulate(script["step"], mesh, stage=program.stage, donate=program.donate)
     tolerance = _tolerance(program)
     kept: list[tuple[str, Any, Any]] = _hold(program, p)  # what a user holds: must not change under them

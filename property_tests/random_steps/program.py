@@ -156,6 +156,7 @@ class Program:
     metrics: tuple[str, ...] = ()
     between: str = ""  # a statement between calls
     held: str = ""  # what a user makes of the leaf `w` before the first call
+    on_host: str = ""  # which of the trees `p` and `s` lie on the host
 
     @property
     def world(self) -> int:
@@ -183,7 +184,8 @@ class Program:
         mesh = ", ".join(f"{name}={ranks}" for name, ranks in self.mesh)
         call = f"fzero.simulate(step, fzero.VirtualMesh({mesh}), stage={self.stage}, donate={self.donate})"
         around = f"contexts {self.contexts}, between {self.between!r}, held {self.held!r}, local {self.is_local}"
-        return f"# {call}, batch(rows * {self.world}) for rows in {self.rows}\n# {around}\n"
+        places = f"on the host {self.on_host or 'nothing'}"
+        return f"# {call}, batch(rows * {self.world}) for rows in {self.rows}\n# {around}, {places}\n"
 
     def _describe_state(self) -> str:
         """The functions that make parameters, other state and batches."""

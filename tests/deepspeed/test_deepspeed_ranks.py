@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed_models import MESH, ROWS, make_batches, make_model
-from processes import run
+from processes import refusal, run
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero.deepspeed
@@ -183,15 +185,24 @@ def go_on_data(mesh: DeviceMesh) -> list[float]:
     return [*rows, *[engine.train_batch().item() for _ in range(6)], *scheduler.get_last_lr()]
 
 
-def train_each(mesh: DeviceMesh) -> dict[str, Any]:
+def save_in_vain(mesh: DeviceMesh, folder: Path) -> list[str]:
+    """The errors of saves whose last file only rank 0 writes, and cannot: there is a folder of that name."""
+    config = {"train_batch_size": ROWS, "optimizer": {"type": "Adam"}}
+    engine = fzero.deepspeed.initialize(model=make_model(), config=config, mesh=mesh).engine
+    (folder / "latest").mkdir(exist_ok=True)
+    saves = (lambda: engine.save_checkpoint(folder), lambda: engine.save_16bit_model(folder, "latest"))
+    return [refusal(save).message for save in saves]
+
+
+def train_each(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {name: train(config, mesh, mesh.get_local_rank()) for name, config in CONFIGS.items()}
     found |= {"outside": train_outside(mesh, mesh.get_local_rank()), "different": disagree(mesh)}
-    return found | {"data": go_on_data(mesh)}
+    return found | {"data": go_on_data(mesh), "in vain": save_in_vain(mesh, folder)}
 
 
 @pytest.fixture(scope="module")
-def on_ranks() -> list[dict[str, Any]]:
-    return run(2, train_each)
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(2, functools.partial(train_each, folder=tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -217,3 +228,10 @@ def test_ranks_with_other_configurations_are_told_at_once(name: str, on_ranks: l
 def test_training_data_is_cut_over_ranks(on_ranks: list[dict[str, Any]]) -> None:
     first, second = (each["data"] for each in on_ranks)
     assert first == second and first[0] == 4 and len(first) == 8
+
+
+def test_a_file_that_the_first_rank_cannot_write_is_an_error_on_both(on_ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["in vain"] for each in on_ranks)
+    assert first == second and len(first) == 2
+    for message in first:
+        assert re.match(r".*latest: rank 0 could not write it: .*; mend that, and save again$", message)

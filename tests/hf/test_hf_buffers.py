@@ -1,10 +1,11 @@
-"""Running statistics: the Trainer trains, saves and resumes a model with BatchNorm as transformers' Trainer does."""
+"""Running statistics: the Trainer trains, saves and resumes a model that changes buffers as transformers' does."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,7 +21,6 @@ import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 
 MESH = VirtualMesh(fsdp=1)
-BOTH: tuple[Any, ...] = ((transformers.Trainer, {}), (fzero.hf.Trainer, {"mesh": MESH}))
 ROWS = 8
 
 
@@ -43,55 +43,80 @@ class Normalized(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Spectral(Normalized):
+    """A model with both spectral norms of torch, and with SyncBatchNorm."""
+
+    def __init__(self, norm: type[nn.Module] = nn.SyncBatchNorm) -> None:
+        super().__init__()
+        self.first = nn.utils.spectral_norm(self.first)
+        self.norm = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), norm(4))  # type: ignore[assignment]
+
+
 def make_rows(name: str, shape: tuple[int, ...]) -> list[dict[str, Any]]:
     draws = torch.Generator().manual_seed(1)
     return [{name: torch.randn(shape, generator=draws) + row % 3, "labels": row % 3} for row in range(4 * ROWS)]
 
 
-KINDS: dict[str, Any] = {
-    "ResNet": (make_resnet, make_rows("pixel_values", (2, 8, 8)), 1),
-    "torch": (Normalized, make_rows("x", (2,)), 2),
+class Kind(NamedTuple):
+    """A model with running statistics, and how it is trained."""
+
+    make: Callable[[], nn.Module]
+    rows: list[dict[str, Any]]
+    buffers: tuple[str, ...]  # some that training moves
+    batches: int = 1  # of an update
+    ranks: int = 1  # beside one process of transformers
+    plain: Callable[[], nn.Module] | None = None  # what `make` equals there, where it is another model
+
+
+OF_TORCH = make_rows("x", (2,))
+IN_RESNET = "resnet.embedder.embedder.normalization.running_var"
+IN_SPECTRAL = ("first.weight_u", "norm.0.parametrizations.weight.0._u", "norm.1.running_var")
+KINDS = {
+    "ResNet": Kind(make_resnet, make_rows("pixel_values", (2, 8, 8)), (IN_RESNET,)),
+    "torch": Kind(Normalized, OF_TORCH, ("norm.running_var",), 2),
+    "spectral": Kind(Spectral, OF_TORCH, IN_SPECTRAL, 2, ranks=2, plain=lambda: Spectral(nn.BatchNorm1d)),
 }
-"""The model, its rows, and the batches of an update."""
 
 
-def train(cls: Any, kind: str, folder: Path, resume: Any = None, **named: Any) -> Any:
-    make, rows, batches = KINDS[kind]
+def train(cls: Any, kind: Kind, folder: Path, resume: Any = None) -> Any:
     changed = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "optim": "sgd", "learning_rate": 0.1}
-    changed |= {"gradient_accumulation_steps": batches}
+    changed |= {"gradient_accumulation_steps": kind.batches}
     arguments = make_arguments(folder, per_device_eval_batch_size=ROWS, **changed)
-    trainer = cls(make(), arguments, train_dataset=rows, eval_dataset=rows[:ROWS], **named)
+    is_plain = cls is transformers.Trainer
+    named: dict[str, Any] = {} if is_plain else {"mesh": VirtualMesh(fsdp=kind.ranks)}
+    model = kind.plain() if is_plain and kind.plain is not None else kind.make()
+    trainer = cls(model, arguments, train_dataset=kind.rows, eval_dataset=kind.rows[:ROWS], **named)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-def assert_equal(got: Any, expected: Any, folders: list[Path], updates: int) -> None:
-    for ours, theirs in zip(read_logs(got)[-updates:], read_logs(expected)[-updates:], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    assert got.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], abs=1e-5)
-    for folder, trainer in zip(folders, (got, expected)):
-        trainer.save_model(str(folder))
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
-    assert ours.keys() == theirs.keys() and any("running_var" in name for name in ours)
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5)
-    counts = {int(value) for name, value in ours.items() if name.endswith("num_batches_tracked")}
-    assert counts == {3 * got.args.gradient_accumulation_steps}
+def describe(trainer: Any, folder: Path) -> tuple[list[dict[str, float]], float, dict[str, Tensor]]:
+    """The logs of updates, the loss of an evaluation, and the values in the file of the model."""
+    trainer.save_model(str(folder))
+    return read_logs(trainer), trainer.evaluate()["eval_loss"], load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batch_norm_is_that_of_transformers_also_resumed(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_running_statistics_are_those_of_transformers_also_resumed(name: str, tmp_path: Path) -> None:
     """Three updates. Statistics move with each batch, and are in the files."""
-    theirs, ours = (train(cls, kind, tmp_path / cls.__module__, **mesh) for cls, mesh in BOTH)
-    assert_equal(ours, theirs, [tmp_path / "ours", tmp_path / "theirs"], 3)
-    resumed = train(
-        fzero.hf.Trainer, kind, tmp_path / "new", str(tmp_path / "fzero.hf.trainer" / "checkpoint-2"), mesh=MESH
-    )
-    assert_equal(resumed, theirs, [tmp_path / "resumed", tmp_path / "again"], 1)
+    kind, before = KINDS[name], KINDS[name].make().state_dict()
+    theirs = train(transformers.Trainer, kind, tmp_path / "plain")
+    ours = train(fzero.hf.Trainer, kind, tmp_path / "first")
+    resumed = train(fzero.hf.Trainer, kind, tmp_path / "second", str(tmp_path / "first" / "checkpoint-2"))
+    logs, loss, values = describe(theirs, tmp_path / "theirs")
+    assert len(logs) == 3 and not any(torch.allclose(values[name], before[name]) for name in kind.buffers)
+    for trainer, updates in ((ours, 3), (resumed, 1)):
+        found, other, held = describe(trainer, tmp_path / f"ours-{updates}")
+        for got, expected in zip(found[-updates:], logs[-updates:], strict=True):
+            assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert other == pytest.approx(loss, abs=1e-5) and held.keys() == values.keys()
+        for path, value in values.items():
+            torch.testing.assert_close(held[path], value, rtol=1e-5, atol=1e-5)
+            assert not path.endswith("num_batches_tracked") or value == 3 * kind.batches
 
 
 def test_statistics_of_two_ranks_are_their_mean(tmp_path: Path) -> None:
-    model, rows = Normalized(), KINDS["torch"][1][:ROWS]
+    model, rows = Normalized(), OF_TORCH[:ROWS]
     found, losses = [], []
     for part in (rows[: ROWS // 2], rows[ROWS // 2 :]):
         plain = copy.deepcopy(model).train()
@@ -110,14 +135,14 @@ def test_statistics_of_two_ranks_are_their_mean(tmp_path: Path) -> None:
 
 
 def test_a_pretrained_model_goes_on_with_its_statistics(tmp_path: Path) -> None:
-    model, rows = make_resnet(), KINDS["ResNet"][1][:ROWS]
+    model, rows = make_resnet(), KINDS["ResNet"].rows[:ROWS]
     model.train()(torch.stack([row["pixel_values"] for row in rows]))  # moves statistics
     model.save_pretrained(tmp_path / "saved")
     cls = transformers.ResNetForImageClassification
     pretrained = fzero.hf.from_pretrained(tmp_path / "saved", MESH, cls=cls)
     named = {
         "args": make_arguments(tmp_path, per_device_eval_batch_size=ROWS),
-        "eval_dataset": KINDS["ResNet"][1][:ROWS],
+        "eval_dataset": KINDS["ResNet"].rows[:ROWS],
     }
     theirs = transformers.Trainer(cls.from_pretrained(tmp_path / "saved"), **named).evaluate()
     assert fzero.hf.Trainer(pretrained, **named).evaluate()["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-5)

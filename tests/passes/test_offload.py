@@ -107,6 +107,20 @@ def update_by_hand(params: Any, means: Any, x: Tensor) -> Any:
     return tree.map(lambda p, m: p - 0.1 * m.sign() - 0.01 * m / m.abs().max(), params, means), means, value
 
 
+def update_lists(params: Any, means: Any, x: Tensor) -> Any:
+    """An optimizer of list operations. Its lists are written into behind the last read of the old parameters and means,
+    by the step itself and, where `donate` reuses a list, by the program."""
+    value, grads = fzero.value_and_grad(loss)(params, x)
+    leaves, treedef = tree.flatten(params)
+    momenta = [mean.clone() for mean in tree.leaves(means)]
+    torch._foreach_mul_(momenta, 0.9)
+    torch._foreach_add_(momenta, tree.leaves(grads), alpha=0.1)
+    news = torch._foreach_mul(leaves, 0.9)
+    news = torch._foreach_add(news, leaves, alpha=0.1)
+    news = torch._foreach_sub(news, momenta)
+    return tree.unflatten(treedef, list(news)), tree.unflatten(treedef, momenta), value
+
+
 def accumulate(params: Any, state: Any, x: Tensor) -> Any:
     """Two microbatches."""
     value, grads = fzero.accumulate(lambda p, x: (mlp(p, x).square().sum(), x.shape[0]), 2)(params, x)
@@ -136,7 +150,13 @@ def scan_steps(params: Any, state: Any, x: Tensor) -> Any:
     return params, state, values.sum()
 
 
-LOOPS = {"by hand": update_by_hand, "accumulate": accumulate, "layers": scan_layers, "steps": scan_steps}
+LOOPS = {
+    "by hand": update_by_hand,
+    "lists": update_lists,
+    "accumulate": accumulate,
+    "layers": scan_layers,
+    "steps": scan_steps,
+}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +164,7 @@ LOOPS = {"by hand": update_by_hand, "accumulate": accumulate, "layers": scan_lay
     [
         ("by hand", 3, BOTH),
         ("by hand", 2, STATE),
+        ("lists", 3, BOTH),
         ("accumulate", 3, BOTH),
         ("accumulate", 1, PARAMS),
         ("layers", 2, BOTH),
@@ -153,11 +174,11 @@ LOOPS = {"by hand": update_by_hand, "accumulate": accumulate, "layers": scan_lay
 def test_other_steps_are_the_resident_ones(name: str, stage: int, places: Any) -> None:
     mesh = VirtualMesh(fsdp=2)
     step, batch = fzero.simulate(LOOPS[name], mesh, stage=stage), torch.cat([rows(mesh), 2 * rows(mesh)])
-    optimizer = optim.trace(0.9) if name == "by hand" else ADAMW
+    optimizer = optim.trace(0.9) if name in ("by hand", "lists") else ADAMW
 
     def start(places: Any) -> Any:
         params, state = begin(optimizer, mesh, places)
-        return params, state.trace if name == "by hand" else state
+        return params, state.trace if name in ("by hand", "lists") else state
 
     expected, losses = train(step, start((None, None)), batch)
     program = step.trace(*start(places), batch)
@@ -194,6 +215,31 @@ def test_what_the_host_computes_may_have_several_users() -> None:
     got, others = train(step, start(HOST), batch)
     assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
     assert_equal(others, losses)
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_list_with_items_on_the_device_and_on_the_host_is_written_into_where_they_lie(places: Any) -> None:
+    """The gradient of a leaf that the loss does not use is made where the leaf lies, any other on the device."""
+    mesh = VirtualMesh(fsdp=2)
+
+    def add_in_place(params: Any, means: Any, x: Tensor) -> Any:
+        grads = fzero.grad(lambda params: dense(params["layers"][0], x).square().mean())(params)
+        news = list(torch._foreach_mul(tree.leaves(grads), -0.1))
+        torch._foreach_add_(news, tree.leaves(params))
+        both = [2 * params["layers"][0]["w"], grads["layers"][0]["w"] * 3, means["layers"][0]["w"] * 4]
+        torch._foreach_add_(both, [x.clone() for x in reversed(both)])
+        news = tree.unflatten(tree.flatten(params)[1], news)
+        news["layers"][0]["w"] = both[0]
+        means = tree.map(torch.add, means, news)
+        means["layers"][0]["w"] = both[1] + both[2]
+        return news, means, x.new_zeros(())
+
+    step, batch = fzero.simulate(add_in_place, mesh), rows(mesh)
+    whole = layers(2)
+    start = [fzero.partition(whole, mesh, to=place) for place in places]
+    got, _ = train(step, tuple(start), batch)
+    expected, _ = train(step, (fzero.partition(whole, mesh), fzero.partition(whole, mesh)), batch)
+    assert_equal(fzero.unpartition(got), fzero.unpartition(expected))
 
 
 def test_some_leaves_on_the_host_and_some_whole_on_every_rank() -> None:
