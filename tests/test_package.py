@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import LONGEST
 
 import fzero
 
@@ -370,3 +371,12 @@ def test_variants_are_short(name: str) -> None:
     lines = len(MODULES[name].read_text().splitlines())
     advice = "share a helper with other variants, or generalize fzero.ops"
     assert lines <= MAX_LINES_OF_VARIANT, f"fzero.{name} has {lines} lines (limit {MAX_LINES_OF_VARIANT}): {advice}"
+
+
+# the order of a run of the tests
+
+
+def test_the_files_that_begin_first_exist() -> None:
+    root = Path(__file__).parents[1]
+    found = {path.name for folder in ("tests", "property_tests") for path in (root / folder).rglob("test_*.py")}
+    assert set(LONGEST) <= found

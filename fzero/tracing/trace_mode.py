@@ -23,6 +23,7 @@ from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 """Operations that return a Python value."""
 
@@ -57,6 +58,8 @@ class TraceMode(TorchDispatchMode):
         self._preserved.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two calls of three: torch asks where operands lie
+            return args[0].device
         line, kwargs = current_user_line(), kwargs or {}
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())

@@ -34,12 +34,12 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Six blocks, each under `remat` with `policy`; "keep" is without `remat`."""
+    """Three blocks, each under `remat` with `policy`; "keep" is without `remat`."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
         self.policy = policy
 
     def forward(self, x: Tensor) -> Tensor:

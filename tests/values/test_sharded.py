@@ -324,6 +324,9 @@ TRACED = [
 ]
 """What a trace can hold, without shapes and Python values that only data tells; of what traces alike, one, or a few:
 tests/conformance traces all of torch's operators."""
+ON_RANKS = TRACED[::8]
+"""Traced on two real ranks too. What they alone show is that collectives move the bytes: few functions do."""
+VIRTUAL = fzero.VirtualMesh(fsdp=2)
 
 
 # evaluation
@@ -405,17 +408,34 @@ def tracedly(mesh: DeviceMesh, names: Iterable[str]) -> dict[str, Evaluated]:
     """Each function in a step of its own, without passes."""
     v = poisoned(fzero.partition(leaves(), mesh, layers=bucket))
     rows = rows_of(mesh.get_rank(), mesh.size())
-    return {name: attempt(name, functools.partial(in_a_step, v=v, rows=rows, mesh=mesh)) for name in names}
+    call = functools.partial(fzero.shard, mesh=mesh, passes=())
+    return {name: attempt(name, functools.partial(in_a_step, v=v, rows=rows, transform=call)) for name in names}
 
 
-def in_a_step(name: str, v: Values, rows: Tensor, mesh: DeviceMesh) -> Evaluated:
+def in_a_step(name: str, v: Values, rows: Tensor, transform: Callable[[Any], Any]) -> Evaluated:
     constants, wanted = uniform(), [path for path in expected(name).grads if path in v]
 
     def step(v: Values, rows: Tensor) -> Any:
         return evaluate(lambda given: FUNCTIONS[name](given | constants), v, rows, wanted)
 
     used = {path: v[path] for path in names_used(FUNCTIONS[name]) if path in v}
-    return described(*fzero.shard(step, mesh, passes=())(used, rows))
+    return described(*transform(step)(used, rows))
+
+
+def simulated(step: Any) -> Any:
+    """The step on two virtual ranks, whose slices lie amid garbage."""
+    return functools.partial(fzero.simulate(step, VIRTUAL, passes=()), watch=surround)
+
+
+def surround(node: Any, ranks: list[dict[Any, Any]]) -> None:
+    """Put garbage around each rank's slices, before the first node."""
+    if node.prev.op != "root":
+        return
+    for held in ranks:
+        for argument, x in held.items():
+            if x._base is not None and x._base.ndim == 1:  # a slice, and no rows of the batch
+                around = torch.full((x.numel() + 32,), garbage(x.dtype), dtype=x.dtype)
+                held[argument] = around[16:-16].view(x.shape).copy_(x)
 
 
 def names_used(function: Function) -> set[str]:
@@ -443,8 +463,12 @@ def poisoned(v: Values) -> Values:
     for leaf in v.values():
         block, layout = leaf.local._base, leaf.form.layout
         held = sum(len(layout.part(index, leaf.on.rank)) for index in range(len(layout.leaves)))
-        block[held:] = True if block.dtype == torch.bool else math.nan if block.dtype in ROUNDING else 10**6
+        block[held:] = garbage(block.dtype)
     return v
+
+
+def garbage(dtype: torch.dtype) -> Any:
+    return True if dtype == torch.bool else math.nan if dtype in ROUNDING else 10**6
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -455,8 +479,13 @@ def evaluated(request: pytest.FixtureRequest) -> list[dict[str, Evaluated]]:
 
 @pytest.fixture(scope="module")
 def evaluated_in_steps(request: pytest.FixtureRequest) -> list[dict[str, Evaluated]]:
-    """The functions' results on each rank, in traced steps."""
-    return on_ranks(2, tracedly, chosen(request, "name") & set(TRACED))
+    """Some functions' results on each rank, in traced steps."""
+    return on_ranks(2, tracedly, chosen(request, "name") & set(ON_RANKS))
+
+
+@pytest.fixture(scope="module")
+def virtual_values() -> Values:
+    return fzero.partition(leaves(), VIRTUAL, layers=bucket)
 
 
 def on_ranks(world: int, try_all: Callable[..., dict[str, Evaluated]], names: Collection[str]) -> list[Any]:
@@ -472,10 +501,23 @@ def test_a_function_of_slices_is_that_of_full_values(evaluated: list[dict[str, E
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_a_function_in_a_step_is_that_of_full_values(evaluated_in_steps: list[dict[str, Evaluated]], name: str) -> None:
+def test_a_function_in_a_step_is_that_of_full_values(virtual_values: Values, name: str) -> None:
+    assert_in_step(
+        name, attempt(name, functools.partial(in_a_step, v=virtual_values, rows=rows_of(0, 1), transform=simulated))
+    )
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_function_in_a_step_on_ranks_is_that_of_full_values(
+    evaluated_in_steps: list[dict[str, Evaluated]], name: str
+) -> None:
     for outcomes in evaluated_in_steps:
-        assert_as_expected(name, outcomes[name])
-        assert outcomes[name].grads.keys() == expected(name).grads.keys() & leaves().keys()
+        assert_in_step(name, outcomes[name])
+
+
+def assert_in_step(name: str, got: Evaluated) -> None:
+    assert_as_expected(name, got)
+    assert got.grads.keys() == expected(name).grads.keys() & leaves().keys()
 
 
 HALF = {"bf16", "half", "type_as"}
