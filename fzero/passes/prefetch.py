@@ -134,7 +134,7 @@ def _list_with_copies(start: Node, costs: Costs) -> list[Node]:
     def visit(node: Node) -> None:
         for x in node.all_input_nodes:
             is_of_copy = copy_of(x) is not None or is_call(x, ops.arrive)
-            if x.op == "call_function" and (is_of_copy or costs[x].lane != COMPUTE):
+            if x not in found and x.op == "call_function" and (is_of_copy or costs[x].lane != COMPUTE):
                 visit(x)
         found[node] = None
 
