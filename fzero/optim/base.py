@@ -22,7 +22,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.placement import Placement, check_placement
+from fzero.base.placement import Disk, Placement, check_placement
 from fzero.base.tree import Tree, TreeDef
 from fzero.optim.rounding import Key, add_stochastically, make_key
 
@@ -66,10 +66,16 @@ def _take_placement(init: Callable[[Tree], State]) -> Init:
     @functools.wraps(init)
     def init_at(params: Tree, *, to: Placement | None = None) -> State:
         check_placement(to)
-        if to is None:
-            return _replicate_state(init(params), params)
-        moved = tree.map(lambda x: _move(x, to), params)
-        return tree.map(lambda x: _move(x, to), _replicate_state(init(moved), moved))
+
+        def make() -> State:
+            if to is None:
+                return _replicate_state(init(params), params)
+            moved = tree.map(lambda x: _move(x, to), params)
+            return tree.map(lambda x: _move(x, to), _replicate_state(init(moved), moved))
+
+        places = (to, *(getattr(leaf, "place", None) for leaf in tree.leaves(params)))
+        anchor = _find_anchor(params) if any(isinstance(place, Disk) for place in places) else None
+        return make() if anchor is None else anchor.on.do_together(make, "an optimizer's init on a disk")
 
     return init_at
 
