@@ -16,7 +16,7 @@ from fzero.layout.streams import Stream, find_obstacle, plan_stream
 from fzero.passes.open_losses import Opened, open_loss, open_tiles
 from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.rows import find_dims, find_lookup, find_sum_dims, follow_rows, is_carrier, list_reduction_dims
-from fzero.passes.sink import list_leaves_within, list_leaves_in_front, sink
+from fzero.passes.sink import list_leaves_in_front, list_leaves_within, sink
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
