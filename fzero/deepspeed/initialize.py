@@ -17,6 +17,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.base.placement import Disk
 from fzero.base.state import State
 from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.engine import Engine
@@ -215,7 +216,11 @@ def _init_state(optimizer: GradientTransformation, params: Any, settings: Settin
             break
         stays.add(bucket)
         room -= size
-    return optimizer.init(tree.map(lambda leaf: leaf.at(None if leaf.form.layout.bucket in stays else to), params))
+
+    def make() -> Any:
+        return optimizer.init(tree.map(lambda x: x.at(None if x.form.layout.bucket in stays else to), params))
+
+    return trained[0].on.do_together(make, "an optimizer's init on a disk") if isinstance(to, Disk) else make()
 
 
 def _take_loss(call: Call, loss: Callable[..., Any] | None) -> Call:

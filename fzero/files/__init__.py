@@ -5,6 +5,6 @@ into memory, and `write` from memory into files. `Started.wait` returns the copi
 removed with it, or by the next run where it was killed.
 """
 
-from fzero.files.on_disk import OnDisk, Started, address_of, allocate, duplicate, load, read, write
+from fzero.files.on_disk import OnDisk, Started, address_of, allocate, check_writes, duplicate, load, read, write
 
-__all__ = ["OnDisk", "Started", "address_of", "allocate", "duplicate", "load", "read", "write"]
+__all__ = ["OnDisk", "Started", "address_of", "allocate", "check_writes", "duplicate", "load", "read", "write"]

@@ -134,6 +134,16 @@ def write(values: Sequence[Tensor], into: Sequence[OnDisk]) -> Started:
     ])  # fmt: skip
 
 
+def check_writes(x: Tensor) -> None:
+    """Wait for all writes of a tensor on disk; of any other tensor nothing.
+
+    Raises:
+        FzeroError: as `Started.wait`, for a write that failed, also where that was told before.
+    """
+    for move in x.extent.writes if isinstance(x, OnDisk) else ():
+        move.result()
+
+
 def load(x: Tensor) -> Tensor:
     """A tensor itself, or the copy in host memory of a tensor on disk."""
     return x.clone() if isinstance(x, OnDisk) else x

@@ -22,7 +22,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.placement import Placement, check_placement
+from fzero.base.placement import Disk, Placement, check_placement
 from fzero.base.tree import Tree, TreeDef
 from fzero.optim.rounding import Key, add_stochastically, make_key
 
@@ -50,8 +50,8 @@ class GradientTransformation(_Pair):
     """A stage of an optimizer, or a whole optimizer, as two functions (optax's `GradientTransformation`).
 
     `init(params)` returns the first state, `init(params, to=fzero.host())` a state in that placement: the leaves of
-    which ranks keep slices. `update(updates, state, params=None)` returns `(new updates, new state)`. The pair itself
-    holds no state.
+    which ranks keep slices. Beside `Sharded` parameters each leaf of the state is one too. `update(updates, state,
+    params=None)` returns `(new updates, new state)`. The pair itself holds no state.
     """
 
     __slots__ = ()
@@ -66,11 +66,38 @@ def _take_placement(init: Callable[[Tree], State]) -> Init:
     @functools.wraps(init)
     def init_at(params: Tree, *, to: Placement | None = None) -> State:
         check_placement(to)
-        if to is None:
-            return init(params)
-        return tree.map(lambda x: _move(x, to), init(tree.map(lambda x: _move(x, to), params)))
+
+        def make() -> State:
+            if to is None:
+                return _replicate_state(init(params), params)
+            moved = tree.map(lambda x: _move(x, to), params)
+            return tree.map(lambda x: _move(x, to), _replicate_state(init(moved), moved))
+
+        places = (to, *(getattr(leaf, "place", None) for leaf in tree.leaves(params)))
+        anchor = _find_anchor(params) if any(isinstance(place, Disk) for place in places) else None
+        return make() if anchor is None else anchor.on.do_together(make, "an optimizer's init on a disk")
 
     return init_at
+
+
+def _find_anchor(params: Tree) -> Any:
+    """The first `Sharded` leaf, None where there is none."""
+    return next((leaf for leaf in tree.leaves(params) if hasattr(leaf, "with_local")), None)
+
+
+def _replicate_state(state: State, params: Tree) -> State:
+    """`state` with each plain tensor as a value that every rank holds, on the mesh of `params`. To a step a plain
+    tensor counts as this rank's batch. A stage that gets none of the parameters, such as one of `masked`, knows no
+    mesh, and makes a plain step count. Inside of a step, and beside plain parameters, `state` stays."""
+    anchor = _find_anchor(params)
+
+    def replicate(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or hasattr(leaf, "with_local"):
+            return leaf
+        beside = anchor.new_zeros(leaf.shape, dtype=leaf.dtype)
+        return beside.with_local(leaf.to(beside.device, copy=True)) if hasattr(beside, "with_local") else leaf
+
+    return state if anchor is None else tree.map(replicate, state)
 
 
 def _move(leaf: Any, to: Placement) -> Any:

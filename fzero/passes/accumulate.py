@@ -54,7 +54,7 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
 
 def _is_once(loop: Node, stage: int) -> bool:
     sync = Loop(*loop.args).sync
-    return sync == "once" or (sync is None and stage <= 1)
+    return sync == "once" or (sync != "each" and stage <= 1)
 
 
 def _scatter_sums(program: Program) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from fzero.layout.streams import Stream, find_obstacle, plan_stream
 from fzero.passes.open_losses import Opened, open_loss, open_tiles
 from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.rows import find_dims, find_lookup, find_sum_dims, follow_rows, is_carrier, list_reduction_dims
+from fzero.passes.sink import list_leaves_in_front, list_leaves_within, sink
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
@@ -62,13 +64,15 @@ def stream(program: Program, *, chunk: int) -> Program:
     chunks too, once for the loss and once for its gradient. So are those of `fzero.tiled_cross_entropy`, in at least as
     many chunks as that has parts.
 
+    The parts of `fzero.tiled` gather such a leaf each, chunk by chunk: so many times the comm.
+
     Results are the same up to the order of sums: a product that sums over the rows of the leaf adds up the chunks. The
     comm is that of gathering the leaf for each use, with padding of less than one chunk for each rank.
 
     Raises:
         FzeroError: for a `chunk` below one row of every rank.
     """
-    program = _join_bodies(program)
+    program = _join_bodies(_stream_tiles(program, chunk))
     program = replace(program, remarks=(*program.remarks, *_remark_on_owners(program, chunk)))
     if not _find_large(program, chunk):
         return program
@@ -81,7 +85,7 @@ def stream(program: Program, *, chunk: int) -> Program:
         if isinstance(plan, _Plan) and (more := _open_losses(program, plan, chunk)):
             plan = _find_uses(program, leaf, chunk, taken, opened | more, tile.parts)
         if isinstance(plan, str):
-            remarks.append(_describe(program, leaf, chunk, plan))
+            remarks += [_describe(program, leaf, chunk, plan)] if leaf.gathers else []
         else:
             found.append(plan)
             taken.update(_list_nodes(plan))
@@ -92,6 +96,19 @@ def stream(program: Program, *, chunk: int) -> Program:
     erase_dead(program.graph)
     layouts = program.layouts | {plan.stream.layout.bucket: plan.stream.layout for plan in found}
     return replace(program, layouts=layouts, remarks=(*program.remarks, *remarks))
+
+
+def _stream_tiles(program: Program, chunk: int) -> Program:
+    """The program in which each tile of `fzero.tiled` gathers, chunk by chunk, the leaves that are never whole then."""
+    keys = {leaf.key for leaf in _find_large(program, chunk)} & list_leaves_in_front(program)
+    while keys:
+        trial = ops.map_bodies(sink(program, keys), partial(stream, chunk=chunk))
+        beside = [x for x in _find_large(trial, chunk) if isinstance(_find_uses(trial, x, chunk, set(), {}), str)]
+        whole = {leaf.key for leaf in beside} | list_leaves_within(trial)
+        if not keys & whole:
+            return trial
+        keys -= whole
+    return program
 
 
 def _join_bodies(program: Program) -> Program:
@@ -119,7 +136,7 @@ def _name_chunks(loop: Loop) -> Loop:
 
 
 def _find_large(program: Program, chunk: int) -> list[_Leaf]:
-    """The leaves of more than `chunk` bytes that the graph gathers."""
+    """The leaves of more than `chunk` bytes that the graph gathers, or whose gradients it scatters."""
     moves: dict[Key, dict[Any, list[Node]]] = {}
     for node in program.graph.nodes:
         if is_call(node, ops.gather, ops.scatter):
@@ -129,7 +146,7 @@ def _find_large(program: Program, chunk: int) -> list[_Leaf]:
         gathers, scatters = nodes.get(ops.gather, []), nodes.get(ops.scatter, [])
         itemsize = max(node.meta["val"].element_size() for node in (*gathers, *scatters))
         numel = program.layouts[key[0]].leaves[key[1]].numel
-        if gathers and itemsize * numel > chunk:
+        if itemsize * numel > chunk:
             found.append(_Leaf(key, gathers, scatters, itemsize, numel))
     return found
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Memory(NamedTuple):
     """Bytes of live tensors on the device of the rank whose peak is largest: the `peak`, the node `at` which it is
     reached, the bytes that are alive after each node (`timeline`), and those while it runs (`during`). `host` is the
-    peak of what that rank has on the host beside the device: state that lies there, and copies. `disk` is the peak of
-    what it has in files.
+    largest peak of any rank on the host beside the device: of state that lies there, and of copies. `disk` is the
+    largest peak of any rank in files. Another rank may have these than the one with the largest peak on the device.
 
     Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
@@ -45,20 +45,18 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     kernels, the buffers of collectives between start and wait, and what loops and the owners of matrices need within a
     node; the scratch memory of torch's kernels is not.
 
-    The result is that of the rank with the largest peak among `ranks`, by default among all ranks. Of ranks that hold
-    equal numbers of elements of every leaf only the first is computed, so thousands of ranks cost as much as a few.
+    Peaks are the largest among those of `ranks`, by default of all ranks. Of ranks that hold equal numbers of elements
+    of every leaf only the first is computed, so thousands of ranks cost as much as a few.
     """
     allocator = Allocator(program, representative_ranks(program.layouts.values()) if ranks is None else ranks)
     nodes, changes = list(program.graph.nodes), list(list_changes(program.graph, allocator.keys))
     rank = int(_find_peaks(program.graph, changes, allocator, "device").argmax())
-    nbytes = select_rank(allocator.nbytes, rank)
-
-    def follow(where: Where) -> tuple[list[int], list[int]]:
-        return _add_changes(nodes, _select(changes, allocator, where), nbytes, allocator.scratch_at[where], rank)
-
-    during, behind = follow("device")
+    here, nbytes = _select(changes, allocator, "device"), select_rank(allocator.nbytes, rank)
+    during, behind = _add_changes(nodes, here, nbytes, allocator.scratch, rank)
     at = max(range(len(nodes)), key=during.__getitem__)
-    return Memory(during[at], nodes[at].name, behind, during, max(follow("host")[0]), max(follow("disk")[0]))
+    away: list[Where] = ["host", "disk"]
+    most = [int(_find_peaks(program.graph, changes, allocator, where).max()) for where in away]
+    return Memory(during[at], nodes[at].name, behind, during, *most)
 
 
 def _add_changes(

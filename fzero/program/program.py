@@ -324,7 +324,7 @@ class Program:
             node.meta["val"] = self._fake(node.target, node.args, node.kwargs)
         self.refresh(changed)
 
-    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def emit(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
         """A new node at the graph's insert point, with its fake result. `target` is an operation of torch or `ops`."""
         return self.emit_as(self._fake(target, args, kwargs), target, *args, **kwargs)
 
@@ -337,7 +337,7 @@ class Program:
         repeated.meta["val"] = self._fake(node.target, args, kwargs) if value is None else value
         return repeated
 
-    def emit_as(self, value: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def emit_as(self, value: Any, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
         """A new node, as `emit`, whose fake result is known: that of nodes whose place the new one takes."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value

@@ -139,7 +139,8 @@ def agree(
         raise error
     if not isinstance(found, Difference):
         return int(found)
-    raise _disagreement(found, members.ranks)
+    members.told = _disagreement(found, members.ranks, what)
+    raise members.told
 
 
 def meet(members: Members | None, call: str, vote: int = 0, what: str | None = None) -> int:
@@ -225,14 +226,15 @@ PROBLEMS = {
 STEPS = "ranks are about to run different steps", "give every rank arguments of the same shapes and the same step"
 
 
-def _disagreement(found: Difference, ranks: Sequence[int]) -> FzeroError:
+def _disagreement(found: Difference, ranks: Sequence[int], what: str) -> FzeroError:
     """The error for words that differ."""
     words = [(name_ranks([ranks[member] for member in word.members]), word) for word in found.words]
     if found.is_error:
         failed = [rank for _, word in words for rank in word.members]
-        what = _shorten(words[0][1].text) if len(words) == 1 else _list_words(words, found.more)
+        told = _shorten(words[0][1].text) if len(words) == 1 else _list_words(words, found.more)
         where = name_ranks(sorted(ranks[member] for member in failed))
-        return FzeroError(where, f"could not make the step: {what}", "mend it there; this rank is fine")
+        does = "make the step" if what == BEFORE else "go on"
+        return FzeroError(where, f"could not {does}: {told}", "mend it there; this rank is fine")
     kinds = [word.text.partition(" ")[0] for word in found.words]
     first = found.words[kinds.index("call") if "call" in kinds else 0].text  # a call may meet a step
     problem, way_out = PROBLEMS.get(first.partition(" ")[0], STEPS)

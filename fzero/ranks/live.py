@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,14 @@ from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete,
 from fzero.ranks.link import link_of
 from fzero.ranks.members import Members
 from fzero.ranks.owners import orthogonalize_leaves
+from fzero.ranks.together import write_together
 from fzero.ranks.transports import Pending, Transport, choose_transport
+
+T = TypeVar("T")
 
 
 class Live:
-    """The rank of this process in a mesh, with a transport for each axis. A `MovePerformer` of `moves`.
+    """The rank of this process in a mesh, with a transport for each axis. A `MovePerformer`.
 
     `live` makes a `Live`, on all `ranks` of the mesh together. `groups` are the process groups of the axes, and tensors
     are on `device_type`.
@@ -154,6 +157,9 @@ class Live:
         self.agree(f"orthogonalize {len(slices)} leaves by {how}", lines)
         steps = orthogonalize_leaves(slices, places, self.rank, self.mesh.shard_axis, blocks, how)
         return complete(steps, None, self.begin)
+
+    def do_together(self, do: Callable[[], T], call: str) -> T:
+        return write_together(self.members, do, call)
 
 
 def describe_leaf(layout: Layout, leaf: int, dtype: torch.dtype) -> str:

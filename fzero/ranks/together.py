@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from fzero.ranks.members import Members
 T = TypeVar("T")
 Gather = Callable[[Any], dict[int, Any]]
 """Takes the word of this rank. Returns the word of every rank by its global rank, on every rank. Collective."""
+_is_within: ContextVar[bool] = ContextVar("fzero_do_together", default=False)
+"""Whether this rank is in a `do_together`, whose end tells the ranks of each error within."""
 
 
 def gather_words(members: Members | None, call: str, about: str = "") -> Gather:
@@ -43,10 +46,13 @@ def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_
     """
     value: T | None = None
     error: BaseException | None = None
+    token = _is_within.set(True)
     try:
         value = do()
     except BaseException as caught:  # an interrupt too: the other ranks would wait for this one
         error = caught
+    finally:
+        _is_within.reset(token)
     try:
         outcomes = gather((value, None if error is None else _describe_error(error)))
     finally:
@@ -60,6 +66,22 @@ def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_
         problem = ", ".join(f"{name_ranks(ranks)} could not {what}: {cause}" for cause, ranks in causes)
         raise FzeroError(where, problem, way_out) from error
     return [value for value, _ in outcomes.values()]
+
+
+def write_together(members: Members, do: Callable[[], T], call: str) -> T:
+    """`do()` of this rank, which writes slices to a disk. All ranks are in the same `call`.
+
+    Within a `do_together` there is no collective: the ranks hear of an error at the end of that.
+
+    Raises:
+        FzeroError: on all ranks, as `do_together`.
+    """
+    if members.group is None or _is_within.get():
+        return do()
+    done: list[T] = []
+    way_out = "see to that rank, or give it another disk"
+    do_together(gather_words(members, call), lambda: done.append(do()), call, "write its slices", way_out)
+    return done[0]
 
 
 def _describe_error(error: BaseException) -> str:

@@ -6,8 +6,9 @@ between a sharded and a whole value only changes the shape, and a sum over ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from fzero.layout.layout import Layout
 from fzero.layout.owners import Places
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz, orthogonalize
 
+T = TypeVar("T")
+
 
 class Virtual:
-    """All ranks of a mesh in one process. A `MovePerformer` of `moves`. Made by `virtual`."""
+    """All ranks of a mesh in one process. A `MovePerformer`. Made by `virtual`."""
 
     rank = None  # all of them
     device = None  # that of the given tensors
@@ -68,6 +71,9 @@ class Virtual:
     def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
         fulls = [x.view(layout.leaves[leaf].shape) for x, (layout, leaf) in zip(slices, places)]
         return [full.view(x.shape) for full, x in zip(orthogonalize(fulls, blocks, how), slices)]
+
+    def do_together(self, do: Callable[[], T], call: str) -> T:
+        return do()
 
 
 @cache

@@ -16,8 +16,9 @@ from fzero.base.devices import check_device, parse_device
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.placement import Placement, check_placement
+from fzero.base.placement import Disk, Placement, check_placement
 from fzero.base.state import State
+from fzero.files import check_writes
 from fzero.layout.layout import Layout
 from fzero.ranks.homes import Home, check_rank, find_home
 from fzero.ranks.live import Live, describe_leaf
@@ -30,6 +31,7 @@ from fzero.values.origin import UNKNOWN, Origin
 from fzero.values.quantized import map_quantized_leaves
 from fzero.values.sharded import Sharded
 
+META = torch.device("meta")
 Dtypes = torch.dtype | Callable[[str, Any], torch.dtype | None]
 
 
@@ -159,24 +161,47 @@ def fill_leaves(
 ) -> dict[int, Sharded]:
     """Leaves of known layouts with the values of sources, by position. Slices of one bucket are views of one buffer, on
     the device of its first leaf or in the placement that leaves have among `places`. Leaves that have a slice in
-    `memory` take that one."""
-    values: dict[int, Sharded] = {}
+    `memory` take that one.
+
+    Raises:
+        FzeroError: on all ranks, where the disk of one has no room or fails.
+    """
     kinds = {i: (dtypes[i], (places or {}).get(i)) for i in planned}
-    for layout, members in group_by_layout(planned, kinds):
-        to = None if layout.replicated else kinds[next(iter(members))][1]
-        slices = {index: memory[i] for i, index in members.items() if memory and i in memory}
-        new = {i: index for i, index in members.items() if index not in slices}
-        if new:
-            given, first = {index: sources[i] for i, index in new.items()}, next(iter(new))
-            slices |= allocate_slices(given, layout, on.rank, dtypes[first], torch.device(devices[first]), pin, to)
-        for i, index in members.items():
-            _fill(slices[index].view(-1), sources[i], layout, index, on, chunk, feed)
-            values[i] = Sharded(slices[index], layout, index, on)
-            if to is not None:
-                form = values[i].form._replace(device=torch.device(devices[i]), place=to)
-                values[i] = Sharded.of_form(slices[index], form)
-            values[i].origin = _origin_of(sources[i], values[i], feed)
-    return values
+    groups = group_by_layout(planned, kinds)
+
+    def allocate() -> dict[int, Tensor]:
+        slices = dict(memory or {})
+        for layout, members in groups:
+            new = {index: sources[i] for i, index in members.items() if i not in slices}
+            first = next(iter(members))
+            to, device = None if layout.replicated else kinds[first][1], torch.device(devices[first])
+            made = allocate_slices(new, layout, on.rank, dtypes[first], device, pin, to) if new else {}
+            slices |= {i: made[index] for i, index in members.items() if index in made}
+        return slices
+
+    def read_values(slices: Mapping[int, Tensor]) -> dict[int, Sharded]:
+        values: dict[int, Sharded] = {}
+        for layout, members in groups:
+            for i, index in members.items():
+                _fill(slices[i].view(-1), sources[i], layout, index, on, chunk, feed)
+                values[i] = Sharded(slices[i], layout, index, on)
+                to = None if layout.replicated else kinds[i][1]
+                if to is not None:
+                    form = values[i].form._replace(device=torch.device(devices[i]), place=to)
+                    values[i] = Sharded.of_form(slices[i], form)
+                values[i].origin = _origin_of(sources[i], values[i], feed)
+        for value in values.values():  # at the end: ranks that exchange values wait for each other leaf by leaf
+            check_writes(value.local)
+        return values
+
+    is_on_disk = any(isinstance(place, Disk) and devices[i] != META for i, (_, place) in kinds.items())
+    if not is_on_disk:
+        return read_values(allocate())
+    call = "a fill of slices on a disk"
+    if feed is None and not any(is_on_ranks(sources[i]) for i in planned):
+        return on.do_together(lambda: read_values(allocate()), call)
+    slices = on.do_together(allocate, call)  # before any rank waits for values of another
+    return on.do_together(lambda: read_values(slices), call)
 
 
 def _partition_state(state: State, like: tree.Tree | None, partition: Callable[..., tree.Tree]) -> State:

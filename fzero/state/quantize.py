@@ -221,7 +221,7 @@ class _Stored:
             mine = range(room.start, room.start + len(room.values))
             here = intersect(intersect(wanted, mine), range(made.start, made.start + len(made.values)))
             if here:
-                room.at(here).copy_(made.at(here))
+                room.put(here, made.at(here))
 
     def _read(self, elements: range) -> Tensor:
         values = torch.empty(len(elements), dtype=torch.float32, device="cpu")

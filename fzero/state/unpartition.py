@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from fzero.base import torch_private, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
+from fzero.base.placement import Disk
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
 from fzero.ranks.homes import check_rank
@@ -100,7 +101,7 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
         index: at[prefix + leaf.path] for index, leaf in enumerate(old.form.layout.leaves) if prefix + leaf.path in at
     }
     shapes = {index: new if i == at[path] else leaves[i] for index, i in family.items()}
-    slices = allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device, place=old.place)
+    slices = _allocate_like(old, shapes, layout)
     for index, i in family.items():
         value = new if i == at[path] else leaves[i].full_tensor().detach()
         fill(slices[index].view(-1), TensorSource(value, paths[i]), layout, index, old.on.rank, CHUNK_NBYTES)
@@ -108,6 +109,15 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
         leaves[i] = Sharded.of_form(slices[index], old.form._replace(layout=layout, leaf=index))
         leaves[i].origin = origin  # where `fn` returned other values on another rank, the next step tells
     return tree.unflatten(treedef, leaves)
+
+
+def _allocate_like(old: Sharded, shapes: Mapping[int, Tensor], layout: Layout) -> dict[int, Tensor]:
+    """Memory for slices of a layout where a leaf lies. On a disk, all ranks have room or none returns."""
+
+    def allocate() -> dict[int, Tensor]:
+        return allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device, place=old.place)
+
+    return old.on.do_together(allocate, "update_leaf on a disk") if isinstance(old.place, Disk) else allocate()
 
 
 def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:

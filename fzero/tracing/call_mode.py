@@ -14,7 +14,7 @@ from fzero.tracing.checks import Checks, place_of_caller
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.rewrites import REWRITES
 from fzero.tracing.user_line import current_user_line
-from fzero.values.moves import MovePerformer
+from fzero.values.performer import MovePerformer
 from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
 

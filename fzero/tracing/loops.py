@@ -89,7 +89,7 @@ class TurnRecorder:
 
     def open_backward(self, forward: Turn) -> Turn:
         """The backward pass of a turn."""
-        return self._open(forward.length, None, forward, is_followed=True)
+        return self._open(forward.length, forward.sync, forward, is_followed=True)
 
     def _open(self, length: int, sync: str | None, forward: Turn | None = None, is_followed: bool = False) -> Turn:
         self._turns.append(Turn(length, len(self._turns), sync, forward, is_followed))

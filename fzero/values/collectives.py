@@ -15,7 +15,8 @@ from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.devices import parse_device
 from fzero.values.functions import is_sharded
-from fzero.values.moves import AllReduce, Extreme, MovePerformer
+from fzero.values.moves import AllReduce, Extreme
+from fzero.values.performer import MovePerformer
 
 _current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from fzero.base.dtypes import accumulator
 from fzero.layout.layout import Leaf
 from fzero.optim import operations
-from fzero.values.moves import MovePerformer, Peak, Total
+from fzero.values.moves import Peak, Total
+from fzero.values.performer import MovePerformer
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil

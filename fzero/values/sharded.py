@@ -20,8 +20,9 @@ from fzero.files.memory import allocate_pinned_memory
 from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
-from fzero.values.moves import UNPARTITION_FIRST, Gather, MovePerformer, Take, UseReplicated, copy_alias
+from fzero.values.moves import UNPARTITION_FIRST, Gather, Take, UseReplicated, copy_alias
 from fzero.values.origin import UNKNOWN, Origin
+from fzero.values.performer import MovePerformer
 
 
 class Form(NamedTuple):

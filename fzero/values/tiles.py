@@ -13,8 +13,11 @@ from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
-from fzero.values.loops import scan
+from fzero.values.loops import take_turns
 from fzero.values.regions import remat
+
+TILES = "tiles"
+"""The `sync` of the loop over parts: leaves are gathered in front of it, and gradients scattered behind it."""
 
 
 @check_arguments
@@ -30,7 +33,8 @@ def tiled(fn: Callable[..., tree.Tree], chunks: int, dim: int = 0) -> Callable[.
 
     In a sharded step the parts are the turns of one loop. The leaves of `params` are gathered once in front of it. The
     backward pass computes each part again, adds up the gradients of `params`, in their dtypes, and scatters the sums
-    once. So one part's values inside of `fn` are alive at a time. Outside of a step the backward pass keeps all.
+    once. So one part's values inside of `fn` are alive at a time. A leaf that `shard(..., chunk=)` streams is gathered
+    and scattered chunk by chunk in each part. Outside of a step the backward pass keeps all.
 
     The idea is that of tiled MLPs in ALST (Bekman et al., Arctic Long Sequence Training, 2025).
 
@@ -61,7 +65,7 @@ def tiled(fn: Callable[..., tree.Tree], chunks: int, dim: int = 0) -> Callable[.
                     raise FzeroError(f"tiled: result {path}".rstrip(), problem, "return a row for each row")
             return whole, tree.map(lambda y: y.movedim(dim, 0), results)
 
-        _, results = scan_parts("tiled", turn, tree.map(gather, params), rows, chunks)
+        _, results = scan_parts("tiled", turn, tree.map(gather, params), rows, chunks, TILES)
         return tree.map(lambda y: y.movedim(0, dim), results)
 
     return joined
@@ -80,17 +84,22 @@ def gather(x: Any) -> Any:
 
 
 def scan_parts(
-    where: str, body: Callable[..., Any], carry: tree.Tree, xs: Sequence[Tensor], chunks: int
+    where: str,
+    body: Callable[..., Any],
+    carry: tree.Tree,
+    xs: Sequence[Tensor],
+    chunks: int,
+    sync: str | None = None,
 ) -> tuple[tree.Tree, tree.Tree]:
     """The carry behind the last part, and y with a row for each row: `scan` over parts of ceil(rows / chunks) rows, and
-    a last part of the rows that are left."""
+    a last part of the rows that are left. `sync` is that of the loop."""
     rows = len(xs[0])
     if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= rows:
         way_out = "give a whole number from 1 to the number of rows"
         raise FzeroError(f"{where}: chunks", f"is {chunks!r}, for {rows} rows", way_out)
     size = -(-rows // chunks)
     end = rows // size * size
-    carry, ys = scan(body, carry, [x[:end].unflatten(0, (-1, size)) for x in xs])
+    carry, ys = take_turns(body, carry, [x[:end].unflatten(0, (-1, size)) for x in xs], None, sync)
     ys = tree.map(lambda y: y.flatten(0, 1), ys)
     if end < rows:
         carry, last = body(carry, [x[end:] for x in xs])

@@ -29,6 +29,8 @@ NOT_A_FUNCTION_OF_VALUES = frozenset(
 """In-place methods that draw, or change a tensor's shape or memory."""
 
 OPERANDS: dict[str, tuple[Any, ...]] = {"alone": (), "with a number": (0.3,), "with one": (B,), "with two": (B, C)}
+BY_NAME: dict[str, Any] = {"value": 0.5, "alpha": 0.5, "beta": 0.5, "rounding_mode": "trunc", "weight": 0.5}
+"""What operations take by keyword."""
 LISTS: dict[str, tuple[Any, ...]] = {
     "alone": (),
     "with a number": (0.5,),
@@ -100,6 +102,29 @@ def test_new_state(operands: str, stage: int, donate: bool) -> None:
 
     params: Any = {"state": dict.fromkeys(names, A), "beside": [B, C]}
     check(step, params, stage, donate)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_new_state_by_operations_with_keywords(stage: int) -> None:
+    calls = {
+        (name.removesuffix("_"), operands, keyword)
+        for operands, keyword in itertools.product(["with one", "with two"], BY_NAME)
+        for name in dir(Tensor)
+        if name.endswith("_") and not name.startswith("_")
+        if runs(lambda n=name, o=operands, k=keyword: getattr(A.clone(), n)(*OPERANDS[o], **{k: BY_NAME[k]}))
+    }
+    known = {("addcmul", "with two", "value"), ("add", "with one", "alpha"), ("div", "with one", "rounding_mode")}
+    assert known < calls
+
+    def step(params: Any) -> Any:
+        new = {}
+        for name, operands, keyword in calls:
+            beside = params["beside"][: len(OPERANDS[operands])]
+            x = params["state"][f"{name} {keyword}"]
+            new[f"{name} {keyword}"] = getattr(x, name)(*beside, **{keyword: BY_NAME[keyword]})
+        return {"state": new, "beside": params["beside"]}
+
+    check(step, {"state": {f"{name} {keyword}": A for name, _, keyword in calls}, "beside": [B, C]}, stage, donate=True)
 
 
 @pytest.mark.parametrize(("stage", "donate"), EVERY)

@@ -41,6 +41,11 @@ def assert_equal(got: Any, expected: Any) -> None:
         assert torch.equal(a, b), path
 
 
+def make_large_and_small() -> nn.Module:
+    """A layer that `build` cuts while it is made, and one that stays an ordinary tensor until then."""
+    return nn.Sequential(nn.Linear(48, 48), nn.Linear(4, 3))
+
+
 def test_a_placement_is_a_value() -> None:
     assert fzero.host() == fzero.host(pin=True) != fzero.host(pin=False)
     assert repr(HOST) == "fzero.host(pin=True)"
@@ -85,8 +90,8 @@ def test_every_maker_of_state_takes_a_placement(tmp_path: Path, there: Any) -> N
     drawn = fzero.init(whole, mesh, lambda path, leaf: initializers.normal(1.0), to=there)
     assert places(drawn) == {there}
     assert_equal(drawn, fzero.init(whole, mesh, lambda path, leaf: initializers.normal(1.0)))
-    built, _ = fzero.build(lambda: nn.Linear(48, 48), mesh, to=there)
-    expected, _ = fzero.build(lambda: nn.Linear(48, 48), mesh)
+    built, _ = fzero.build(make_large_and_small, mesh, to=there)
+    expected, _ = fzero.build(make_large_and_small, mesh)
     assert_equal(built, expected)
     assert places(built) == {there} and not any(leaf.local.is_meta for leaf in tree.leaves(built))
 

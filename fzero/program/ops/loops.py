@@ -51,7 +51,7 @@ class Loop(NamedTuple):
     """The arguments of a loop's node: `Loop(*node.args)`.
 
     * `lists`: each is a list of nodes, or a node whose value is a list, with one item for each turn.
-    * `sync`: as in `fzero.accumulate`.
+    * `sync`: as in `fzero.accumulate`; `TILES` of a loop of `fzero.tiled`.
     * `is_reversed`: the loop takes the rows of `xs` and the items of lists from the last to the first, and returns rows
       and lists in the order of those.
     * `kept`: so many of the last results of the body are items of lists that the loop returns.

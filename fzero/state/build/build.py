@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from fzero.base.placement import Disk, Placement
 from fzero.base.tree import Tree
 from fzero.files import allocate as allocate_on_disk
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.homes import find_home
+from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
 from fzero.state.build.store import Store
-from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, find_memory
+from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, fill, find_memory
 from fzero.state.partition import partition
 from fzero.state.sources import source_of
 from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
@@ -98,18 +98,33 @@ def _construct(
     on = find_home(mesh)
     store = Store(on, to if isinstance(to, Disk) else None)
     try:
-        with torch.random.fork_rng(_cuda_devices()):
+        with _tell_others(on), torch.random.fork_rng(_cuda_devices()):
             torch.manual_seed(seed)
             with defer_tensors(store):
                 module = constructor()
             drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-        if isinstance(module, nn.Module):
-            if isinstance(on, Live):
-                _agree(on, module, drawn)
-            make_ordinary(module)
-        yield module, store
+        if isinstance(on, Live) and isinstance(module, nn.Module):
+            _agree(on, module, drawn)
+        with _tell_others(on) if store.place else nullcontext():
+            if isinstance(module, nn.Module):
+                make_ordinary(module)
+            yield module, store
+        if isinstance(on, Live) and store.place:
+            on.agree("the end of fzero.build")
     finally:
         store.close()
+
+
+@contextmanager
+def _tell_others(on: Home) -> Iterator[None]:
+    """Let an error of this rank alone take part in the agreement that the other ranks come to next. All of them then
+    raise. An error that an agreement told is known to all."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(on, Live) and error is not on.members.told:
+            agree(on.members, 0, list, error, what="agreement of fzero.build")
+        raise
 
 
 def _cuda_devices() -> list[int]:
@@ -123,7 +138,7 @@ def _agree(on: Live, module: nn.Module, drawn: str) -> None:
     named = (*module.named_parameters(), *module.named_buffers())
     lines = [f"{path}: {list(tensor.shape)} {tensor.dtype}" for path, tensor in named]
     lines.append(f"fzero.build: random state {drawn[:8]} after the constructor")
-    agree(on.members, digest(lines), lambda: lines)
+    agree(on.members, digest(lines), lambda: lines, what="agreement of fzero.build")
 
 
 def make_ordinary(module: nn.Module) -> None:
@@ -212,4 +227,4 @@ def _fill(value: Sharded, leaf: Tensor, chunk: int) -> None:
     if isinstance(leaf, Deferred):
         read(leaf, value.part, value.local.view(-1), chunk)
     else:
-        source_of(leaf, value.path).read(value.part.start, value.local.view(-1))
+        fill(value.local.view(-1), source_of(leaf, value.path), value.form.layout, value.index, value.on.rank, chunk)
