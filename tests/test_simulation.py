@@ -11,6 +11,7 @@ from processes import can_read_memory, run
 from programs import layers, loss, training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import scaled_dot_product_attention
 
 import fzero
 from fzero import optim, tree
@@ -166,6 +167,31 @@ def test_a_program_is_planned_for_leaves_without_data() -> None:
 
 
 # ranks that disagree
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "bool", "float", "dropout", "grouped"])
+def test_a_plan_of_attention_has_no_matrix_of_all_pairs(mask: str | None) -> None:
+    """torch has no fused attention on the meta device. A plan has it: the peak is that on a CPU, and a GPU's state of
+    draws."""
+    key_heads, length = 1 if mask == "grouped" else 4, 256
+    mesh = fzero.VirtualMesh(fsdp=2)
+
+    def attend(w: Tensor, x: Tensor) -> Tensor:
+        parts = (x @ w).unflatten(-1, (4 + 2 * key_heads, 4)).transpose(1, 2).split((4, key_heads, key_heads), 1)
+        ones = torch.ones(length, length, device=x.device)
+        mask_ = {"bool": ones.tril().bool(), "float": ones.log()}.get(str(mask))
+        how = {"enable_gqa": mask == "grouped", "is_causal": mask == "causal", "dropout_p": 0.1 * (mask == "dropout")}
+        return scaled_dot_product_attention(*parts, attn_mask=mask_, **how).square().mean()  # type: ignore[arg-type]
+
+    def plan(device: str) -> int:
+        w = fzero.partition(torch.empty(16, 4 * (4 + 2 * key_heads), device=device), mesh)
+        x = torch.empty(4, length, 16, device=device)
+        return fzero.simulate(fzero.value_and_grad(attend), mesh).trace(w, x).memory().peak
+
+    if mask == "dropout":  # a CPU has no fused kernel that draws
+        assert plan("meta") < 4 * length**2 * 4
+    else:
+        assert abs(plan("meta") - plan("cpu")) <= 2 * 8 + 8
 
 
 def test_a_value_that_must_be_the_same_on_all_ranks_and_is_not_is_an_error() -> None:
