@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,14 @@ from fzero.base import tree
 from fzero.base.frozen import is_frozen
 from fzero.optim.report import name_stage
 from fzero.program.flops import count_flops
+from fzero.program.largest import Alive
 from fzero.program.listing import format_size, summarize_program
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
 from fzero.values.sharded import Sharded
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""The number of a layer in a path."""
 
 
 class LeafReport(NamedTuple):
@@ -46,6 +51,7 @@ class Report(NamedTuple):
     * `remarks`: lines about the program: what a memory budget chose, what state a call moves first, which leaves are
       gathered whole though they are larger than `chunk`.
     * `flops`: bucket, or operation without a leaf -> flops a step on one rank.
+    * `largest`: the largest values that are alive at the peak; `program.largest(count)` has more of them.
     """
 
     summary: str
@@ -56,17 +62,29 @@ class Report(NamedTuple):
     copies: dict[str, int]
     remarks: tuple[str, ...] = ()
     flops: Mapping[str, int] = {}
+    largest: tuple[Alive, ...] = ()
 
     def __str__(self) -> str:
-        groups: dict[str, list[tuple[str, LeafReport]]] = {}
-        for path, leaf in self.leaves.items():
-            groups.setdefault(leaf.optimizer, []).append((path, leaf))
-        width = max(map(len, self.leaves), default=0)
         lines = [self.summary, *(f"  {remark}" for remark in self.remarks)]
+        lines += ["  alive at the peak:"] * bool(self.largest)
+        lines += [f"    {format_size(value.nbytes):>9} of {value.what}" for value in self.largest]
+        groups: dict[str, dict[str, LeafReport]] = {}
+        for path, leaf in self.leaves.items():
+            groups.setdefault(leaf.optimizer, {})[path] = leaf
         for optimizer, members in groups.items():
             lines.append(f"  {optimizer}: {len(members)} {'leaf' if len(members) == 1 else 'leaves'}")
-            lines += [f"    {path:<{width}}  {leaf.dtype} {list(leaf.shape)}" for path, leaf in members]
+            lines += [f"    {line}" for line in _fold_layers(members)]
         return "\n".join(lines)
+
+
+def _fold_layers(leaves: Mapping[str, LeafReport]) -> list[str]:
+    """A line for each leaf. Leaves of equal layers, whose paths differ in numbers alone, have one line together."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, leaf in leaves.items():
+        alike.setdefault((_NUMBER.sub("*", path), f"{leaf.dtype} {list(leaf.shape)}"), []).append(path)
+    lines = [(paths[0] if len(paths) == 1 else path, kind, paths) for (path, kind), paths in alike.items()]
+    width = max((len(path) for path, _, _ in lines), default=0)
+    return [f"{path:<{width}}  {kind}" + f", {len(paths)} times" * (len(paths) > 1) for path, kind, paths in lines]
 
 
 def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
@@ -81,7 +99,8 @@ def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
     peak, nodes = program.memory().peak, len(program.graph.nodes)
     leaves, copies = _list_leaves(args), program.copies(rank)
     remarks = (*program.remarks, *_list_moves(program, args))
-    return Report(summarize_program(program), leaves, peak, dict(comm), nodes, copies, remarks, count_flops(program))
+    summary, flops, largest = summarize_program(program), count_flops(program), tuple(program.largest())
+    return Report(summary, leaves, peak, dict(comm), nodes, copies, remarks, flops, largest)
 
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -105,17 +106,18 @@ class Simulation:
         """The program that a call with these arguments runs on each rank. Leaves may be on the meta device: only shapes
         matter."""
         leaves, treedef = tree.flatten(args)
-        return self._pipeline.program(tree.unflatten(treedef, self._select_rank(0, treedef, leaves)))
+        with self._name_cuts(treedef, leaves):
+            return self._pipeline.program(tree.unflatten(treedef, self._select_rank(0, treedef, leaves)))
 
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does, as `Step.report` of `fzero.shard`."""
         leaves, treedef = tree.flatten(args)
-        return report_step(self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef), args)
+        return report_step(self._prepare(treedef, leaves), args)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""
         leaves, treedef = tree.flatten(args)
-        program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
+        program = self._prepare(treedef, leaves)
         return create_pass_state(program, self._pipeline.on)
 
     def __call__(self, *args: Any, watch: Watch | None = None, pass_state: Mapping[str, Any] | None = None) -> Any:
@@ -127,7 +129,7 @@ class Simulation:
                 the same on all of them; where a call before noted a problem in the state (`fzero.base.flags`).
         """
         leaves, treedef = tree.flatten(args)
-        program = self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
+        program = self._prepare(treedef, leaves)
         leaves += order_pass_state(program, pass_state, self._pipeline.on)
         given = place_state(program, [x for x in leaves if isinstance(x, Tensor)])
         placed = iter(_separate(program, given))
@@ -144,6 +146,26 @@ class Simulation:
             returned = Returned(program, self._pipeline.on)
             self._flags.hold(returned.list_noted(joined))
             return returned(joined, given)
+
+    def _prepare(self, treedef: tree.TreeDef, leaves: list[Any]) -> Program:
+        """The program of a call with these arguments, from the cache where they are of known shapes."""
+        with self._name_cuts(treedef, leaves):
+            return self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
+
+    @contextmanager
+    def _name_cuts(self, treedef: tree.TreeDef, leaves: list[Any]) -> Iterator[None]:
+        """Note at an error that a tensor was cut as a batch, where the tensor may be state that is not partitioned."""
+        try:
+            yield
+        except Exception as error:
+            path = _find_plain_state(treedef, leaves) if len(self._seats) > 1 else None
+            if path is not None:
+                error.add_note(
+                    f"argument {path} is not partitioned, so simulate cut it along dim 0, a part for each of "
+                    f"{len(self._seats)} ranks. Where it is a parameter, or state of an optimizer, partition first: "
+                    "params = fzero.partition(params, mesh), then opt_state = optimizer.init(params)"
+                )
+            raise
 
     def _select_rank(self, number: int, treedef: tree.TreeDef, leaves: list[Any]) -> list[Any]:
         """The arguments with one rank's part of each batch."""
@@ -223,6 +245,20 @@ def _separate(program: Program, given: Sequence[Tensor]) -> list[Tensor]:
             shared[address_of(x.local)] -= 1
             separate[i] = x.of_form(duplicate(x.local), x.form, x.origin)
     return separate
+
+
+def _find_plain_state(treedef: tree.TreeDef, leaves: list[Any]) -> str | None:
+    """The path of the first tensor that may be state and is not partitioned: any batch where no argument is state,
+    else a batch whose path ends as that of state does."""
+    held = {leaf.path for leaf in leaves if isinstance(leaf, Sharded)}
+    for key, leaf in zip(tree.keys(treedef), leaves):
+        if (
+            _is_batch(leaf)
+            and leaf.ndim
+            and (not held or any(tree.dotted(key[i:]) in held for i in range(1, len(key))))
+        ):
+            return tree.dotted(key)
+    return None
 
 
 def _is_batch(leaf: Any) -> bool:

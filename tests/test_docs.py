@@ -202,13 +202,16 @@ def test_one_text_serves_real_ranks_and_virtual_ones() -> None:
     assert run(2, on_real_ranks) == [[True] * 3] * 2
 
 
-def test_the_example_of_budgets_says_what_the_page_says() -> None:
+def test_the_examples_of_budgets_say_what_the_page_says() -> None:
     page = (ROOT / "docs" / "budget.md").read_text()
-    (example,), printed = blocks(page, "python"), io.StringIO()
+    names, printed = dict[str, Any](), io.StringIO()
     with contextlib.redirect_stdout(printed), torch.random.fork_rng():
-        exec(compile(example, "docs/budget.md", "exec"), dict[str, Any]())
-    said = [line.strip() for line in printed.getvalue().splitlines()[1:5]]
-    assert said[0].startswith("memory: ") and all(f"    {line}\n" in page for line in said)
+        for example in blocks(page, "python"):
+            exec(compile(example, "docs/budget.md", "exec"), names)
+    said = [line.strip() for line in printed.getvalue().splitlines()[1:9]]
+    assert said[0].startswith("memory: ") and said[4] == "alive at the peak:"
+    assert all(f"    {line}\n" in page for line in said)
+    assert names["program"].mesh.size() == 8 and names["program"].memory().peak < 80e9
 
 
 def test_the_examples_of_offload_run() -> None:

@@ -55,6 +55,18 @@ def test_the_program_used_longest_ago_goes() -> None:
     assert made(given, params, torch.ones(2)) is not two
 
 
+def test_state_in_another_bucket_is_named_in_few_words(caplog: pytest.LogCaptureFixture) -> None:
+    given, whole = pipeline(), {f"leaf{i}": torch.ones(4) for i in range(20)}
+    for layers in (lambda path: "all", lambda path: path):
+        made(given, fzero.partition(whole, fzero.VirtualMesh(fsdp=2), layers=layers))
+    (message,) = caplog.messages
+    same = "torch.float32 [4] of leaf0 on VirtualMesh(fsdp=2)"
+    assert (
+        f"argument 0.leaf0: was {same}, one of 20 in bucket 'all'" in message
+        and f"is {same}, alone in bucket" in message
+    )
+
+
 def test_shapes_that_keep_changing_end_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     given, params = pipeline(limit=3), state()
     for length in range(4, 40):

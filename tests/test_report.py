@@ -77,16 +77,36 @@ def test_a_report_has_what_the_program_says() -> None:
     assert report.peak == program.memory().peak and report.nodes == len(program.graph.nodes)
     moved = [comm for comm in program.comm() if comm.op == "all_to_all"]
     assert report.comm["all_to_all", "fsdp"] == sum(comm.nbytes for comm in moved) > 0
+    assert report.largest == tuple(program.largest()) and len(report.largest) > 2
     assert str(report) == "\n".join([
         str(program).split("\n")[0],
+        "  alive at the peak:",
+        *(f"    {value.nbytes:>7} B of {value.what}" for value in report.largest),
         "  scale_by_adam: 3 leaves",
-        "    blocks.0.bias  float32 [8]",
-        "    blocks.1.bias  float32 [8]",
+        "    blocks.*.bias  float32 [8], 2 times",
         "    head           float32 [4, 8]",
         "  scale_by_muon: 2 leaves",
-        "    blocks.0.up    float32 [8, 6]",
-        "    blocks.1.up    float32 [8, 6]",
+        "    blocks.*.up  float32 [8, 6], 2 times",
     ])  # fmt: skip
+
+
+def test_the_values_at_the_peak_are_all_of_it() -> None:
+    """Arguments count as one value each: together they are what a deep model holds most of."""
+    params, x = draw_params(), torch.randn(8, 6)
+
+    def step(params: Any, x: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            h = sum(torch.tanh(x @ block["up"].T + block["bias"]) for block in params["blocks"])
+            return (h @ params["head"].T).square().mean()
+
+        return fzero.value_and_grad(loss)(params)
+
+    program = fzero.simulate(step, MESH).trace(params, x)
+    values = program.largest(1000)
+    assert sum(value.nbytes for value in values) == program.memory().peak
+    held = {value.what: value.nbytes for value in values if value.what.startswith("argument")}
+    assert held == {"argument 0, 5 tensors": 4 * (2 * 32 + 16), "argument 1": 4 * 4 * 6}  # slices, with padding; rows
+    assert values == sorted(values, key=lambda value: -value.nbytes) and any("test_report.py" in v.what for v in values)
 
 
 def test_state_and_averages_may_stand_in_any_tree() -> None:

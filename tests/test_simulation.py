@@ -11,6 +11,7 @@ from processes import can_read_memory, run
 from programs import layers, loss, training
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import scaled_dot_product_attention
 
 import fzero
 from fzero import optim, tree
@@ -101,6 +102,21 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         step({"x": torch.ones(6)})
 
 
+def test_an_error_says_where_parameters_were_cut_as_a_batch() -> None:
+    """Half of a leaf does not fit the function, and a note says why there is half."""
+    mesh, sgd, plain = fzero.VirtualMesh(fsdp=2), optim.sgd(0.1, momentum=0.9), layers()
+    params = fzero.partition(plain, mesh)
+    step = fzero.simulate(training(sgd), mesh)
+    for given, path in (((plain, sgd.init(plain)), "0"), ((params, sgd.init(plain)), "1.0.trace")):
+        with pytest.raises((FzeroError, RuntimeError)) as error:
+            step.trace(*given, examples())
+        (note,) = error.value.__notes__
+        assert note.startswith(f"argument {path}.layers.0.") and "params = fzero.partition(params, mesh)" in note
+    with pytest.raises(RuntimeError) as error:
+        step.trace(params, sgd.init(params), torch.ones(4, 99))
+    assert not hasattr(error.value, "__notes__")
+
+
 def test_donated_state_is_gone() -> None:
     mesh = fzero.VirtualMesh(fsdp=2)
     params = fzero.partition(layers(), mesh)
@@ -151,6 +167,31 @@ def test_a_program_is_planned_for_leaves_without_data() -> None:
 
 
 # ranks that disagree
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "bool", "float", "dropout", "grouped"])
+def test_a_plan_of_attention_has_no_matrix_of_all_pairs(mask: str | None) -> None:
+    """torch has no fused attention on the meta device. A plan has it: the peak is that on a CPU, and a GPU's state of
+    draws."""
+    key_heads, length = 1 if mask == "grouped" else 4, 256
+    mesh = fzero.VirtualMesh(fsdp=2)
+
+    def attend(w: Tensor, x: Tensor) -> Tensor:
+        parts = (x @ w).unflatten(-1, (4 + 2 * key_heads, 4)).transpose(1, 2).split((4, key_heads, key_heads), 1)
+        ones = torch.ones(length, length, device=x.device)
+        mask_ = {"bool": ones.tril().bool(), "float": ones.log()}.get(str(mask))
+        how = {"enable_gqa": mask == "grouped", "is_causal": mask == "causal", "dropout_p": 0.1 * (mask == "dropout")}
+        return scaled_dot_product_attention(*parts, attn_mask=mask_, **how).square().mean()  # type: ignore[arg-type]
+
+    def plan(device: str) -> int:
+        w = fzero.partition(torch.empty(16, 4 * (4 + 2 * key_heads), device=device), mesh)
+        x = torch.empty(4, length, 16, device=device)
+        return fzero.simulate(fzero.value_and_grad(attend), mesh).trace(w, x).memory().peak
+
+    if mask == "dropout":  # a CPU has no fused kernel that draws
+        assert plan("meta") < 4 * length**2 * 4
+    else:
+        assert abs(plan("meta") - plan("cpu")) <= 2 * 8 + 8
 
 
 def test_a_value_that_must_be_the_same_on_all_ranks_and_is_not_is_an_error() -> None:

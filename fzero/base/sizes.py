@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
+from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 
 _UNITS = {"B": 1} | {
@@ -32,8 +34,8 @@ def parse_size(where: str, given: int | str) -> int:
             whole, _, fraction = found[1].partition(".")
             digits = int((whole + fraction) or 0)  # exact: a float has 53 bits
             nbytes = digits * _UNITS[found[2]] // 10 ** len(fraction)
-    elif isinstance(given, int) and not isinstance(given, bool):
-        nbytes = given
+    elif is_whole(given):
+        nbytes = operator.index(given)
     if nbytes > _LARGEST:
         raise FzeroError(where, f"is more than {_LARGEST} bytes", _WAY_OUT)
     if nbytes > 0:

@@ -135,5 +135,10 @@ def _open(path: Path, flags: int) -> int:
         if error.errno == errno.EINVAL and DIRECT and flags & DIRECT:
             path.unlink(missing_ok=True)  # some filesystems make the file first, and then refuse the flag
             return _open(path, flags & ~DIRECT)
-        way_out = "raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else "give another disk"
-        raise FzeroError(str(path), f"cannot be opened: {error.strerror}", way_out) from error
+        problem, way_out = f"cannot be opened: {error.strerror}", "give another disk"
+        if error.errno == errno.EMFILE:
+            way_out = "raise the limit of open files (ulimit -n)"
+        if not path.parent.exists():
+            problem = "cannot be opened: its folder was removed while this process used it"
+            way_out = "leave the folder there while a run lasts, and go on from the last checkpoint"
+        raise FzeroError(str(path), problem, way_out) from error

@@ -22,8 +22,10 @@ class Alive(NamedTuple):
 
 
 def list_largest(program: Program, count: int) -> list[Alive]:
-    """The `count` largest values at the peak of a program, largest first, on the rank whose peak is largest. At a peak
-    inside of a loop these are the values around the loop and those of the turn."""
+    """The `count` largest values at the peak of a program, largest first, on the rank whose peak is largest.
+
+    All tensors of an argument of the step count as one value. At a peak inside of a loop these are the values around
+    the loop and those of the turn."""
     memory, ranks = program.memory(), representative_ranks(program.layouts.values())
     allocator = Allocator(program, ranks)
     sizes = [select_rank(allocator.nbytes, rank) for rank in range(len(ranks))]
@@ -35,12 +37,19 @@ def list_largest(program: Program, count: int) -> list[Alive]:
             break
         for key in freed:
             del alive[key]
+    here = [key for key in alive if allocator.where(key) == "device"]
+    nbytes = max(sizes, key=lambda of_rank: sum(of_rank[key] for key in here))
     names = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
-    nbytes = {key: max(of_rank[key] for of_rank in sizes) for key in alive}
-    found = [Alive(nbytes[key], _describe(key, names)) for key in alive if allocator.where(key) == "device"]
+    paths = {key: _find_argument(key, names) for key in here}
+    given: dict[str, list[Any]] = {}
+    for key, path in paths.items():
+        if path is not None:
+            given.setdefault(path.partition(".")[0], []).append(key)
+    found = [_add_up(keys, nbytes, names) for keys in given.values()]
+    found += [Alive(nbytes[key], _describe(key)) for key, path in paths.items() if path is None]
     body = body_of(at)
     if body is not None:
-        inside = list_largest(body, count + len(body.arguments))
+        inside = list_largest(body, count + len(body.arguments))  # arguments of a body lie around the loop
         found += [
             Alive(value.nbytes, f"{value.what}, in each turn of {at.name}")
             for value in inside
@@ -49,17 +58,31 @@ def list_largest(program: Program, count: int) -> list[Alive]:
     return sorted(found, key=lambda value: (-value.nbytes, value.what))[:count]
 
 
-def _describe(key: Any, names: dict[Any, str]) -> str:
-    if isinstance(key, tuple) and key[0] == "block":
-        first, *others = (names[node] for node in key[1:])
-        return f"argument {first}" + (f" and {len(others)} beside it" if others else "")
-    node = key
-    while isinstance(node, tuple):
-        node = node[0] if isinstance(node[0], (tuple, fx.Node)) else node[1]
+def _find_argument(key: Any, names: dict[Any, str]) -> str | None:
+    """The path of the argument that lies in a storage, the first of several; None for what the program computes."""
+    nodes = key[1:] if isinstance(key, tuple) and key[0] == "block" else (_find_node(key),)
+    return next((names[node] for node in nodes if node in names), None)
+
+
+def _add_up(keys: list[Any], nbytes: dict[Any, int], names: dict[Any, str]) -> Alive:
+    """The tensors of an argument of the step, which lie in these storages, as one value."""
+    count = sum(len(key) - 1 if isinstance(key, tuple) and key[0] == "block" else 1 for key in keys)
+    path = _find_argument(keys[0], names) or ""
+    what = f"argument {path}" if count == 1 else f"argument {path.partition('.')[0]}, {count} tensors"
+    return Alive(sum(nbytes[key] for key in keys), what)
+
+
+def _find_node(key: Any) -> Any:
+    """The node whose value lies in a storage; for a constant its name."""
+    while isinstance(key, tuple):
+        key = key[0] if isinstance(key[0], (tuple, fx.Node)) else key[1]
+    return key
+
+
+def _describe(key: Any) -> str:
+    node = _find_node(key)
     if not isinstance(node, fx.Node):
         return f"constant {node}"
-    if node in names:
-        return f"argument {names[node]}"
     value = node.meta.get("val")
     shape = f" {list(value.shape)}" if isinstance(value, Tensor) else ""
     bucket = f" of {node.args[1]}" if len(node.args) > 1 and isinstance(node.args[1], str) else ""

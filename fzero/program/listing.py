@@ -46,12 +46,9 @@ def summarize_program(program: Program) -> str:
     for entry in list_comm(program):
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
-    memory = program.memory()
-    beside = ((memory.host, "on the host"), (memory.disk, "on disk"))
-    peak = format_size(memory.peak) + "".join(f" and {format_size(size)} {where}" for size, where in beside if size)
     files = {name: nbytes for name, nbytes in program.copies().items() if name in ("read", "write")}
     moved += "".join(f", {name}s {format_size(nbytes)}" for name, nbytes in files.items())
-    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
+    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {program.memory()}, moves {moved}"
 
 
 def format_size(nbytes: int) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fzero.layout.layout import Layout, Wire, wire
 from fzero.program.kinds import Kind, Slice
+from fzero.program.listing import format_size
 from fzero.program.operation import Node
 from fzero.program.places import Where, find_places, is_placed
 from fzero.program.records import alias_of, name_of, record
@@ -36,6 +37,10 @@ class Memory(NamedTuple):
     during: list[int]
     host: int = 0
     disk: int = 0
+
+    def __str__(self) -> str:
+        beside = ((self.host, "on the host"), (self.disk, "on disk"))
+        return format_size(self.peak) + "".join(f" and {format_size(size)} {where}" for size, where in beside if size)
 
 
 def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memory:

@@ -25,6 +25,7 @@ from fzero.program.comm import Comm, list_comm
 from fzero.program.copies import count_copies
 from fzero.program.fakes import repeat_value
 from fzero.program.kinds import Kind
+from fzero.program.largest import Alive, list_largest
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
 from fzero.program.operation import Node
@@ -222,6 +223,10 @@ class Program:
     def memory(self) -> Memory:
         """Bytes of live tensors after each node, arguments included, on the rank whose peak is largest."""
         return measure_memory(self)
+
+    def largest(self, count: int = 5) -> list[Alive]:
+        """The largest values that are alive at the peak, largest first: `nbytes`, and `what` with the user's line."""
+        return list_largest(self, count)
 
     @property
     def rates(self) -> Rates:

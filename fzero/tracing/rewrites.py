@@ -16,6 +16,8 @@ from fzero.tracing.checks import place_of_caller
 from fzero.tracing.ctc import ctc_loss
 from fzero.values.sharded import Sharded
 
+_aten: Any = torch.ops.aten
+
 
 def _one_hot(func: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Tensor:
     """`torch.nn.functional.one_hot`. Refuses a class out of range when the step runs."""
@@ -125,6 +127,33 @@ def _requires_grad_(func: Callable[..., Any], x: Tensor, requires_grad: bool = T
     return x
 
 
+def _attend(
+    func: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention`. A GPU has fused kernels for most shapes. On the meta device torch has none, and
+    would make matrices of all pairs of positions: a plan has the kernel of a GPU in their place."""
+    query, key, value, attn_mask = map(_gather, (query, key, value, attn_mask))
+    is_known = query.device.type == "meta" and query.ndim == key.ndim == value.ndim == 4
+    if is_known and attn_mask is None and query.shape[-1] == value.shape[-1]:
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if is_known and not is_causal and query.shape[1] == key.shape[1]:
+        bias = attn_mask
+        if bias is not None and bias.dtype == torch.bool:
+            bias = torch.where(bias, query.new_zeros(()), -torch.inf)
+        bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, scale=scale)[0]
+    return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
 def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
@@ -139,5 +168,6 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "ctc_loss": ctc_loss,
     "linalg_lstsq": _lstsq,
     "requires_grad_": _requires_grad_,
+    "scaled_dot_product_attention": _attend,
 }
 """Name of a function of torch -> what is called in its place."""

@@ -35,8 +35,8 @@ def describe_change(known: Any, signature: Any) -> str:
     if before != treedef:
         mismatch = tree.mismatch(before, treedef)
         return f"argument {mismatch.where}: {mismatch.problem}"
-    changed = ((path, a, b) for path, a, b in zip(tree.keys(treedef), old, new) if a != b)
-    return next((f"argument {tree.dotted(path)}: was {_format(a)}, is {_format(b)}" for path, a, b in changed), "")
+    changed = ((tree.dotted(path), _format_all([a, b])) for path, a, b in zip(tree.keys(treedef), old, new) if a != b)
+    return next((f"argument {path}: was {was}, is {now}" for path, (was, now) in changed), "")
 
 
 def describe_changes(known: Sequence[Any], signature: Any) -> str:
@@ -52,7 +52,7 @@ def describe_changes(known: Sequence[Any], signature: Any) -> str:
     if len(shapes) > 1:
         way_out = "round its lengths up a few fixed ones, as the ladder of fzero.data.loader does"
         return f"argument {path} had {len(shapes)} shapes, {_list_some(shapes)}; {way_out}, or give max_programs"
-    values = list(map(_format, seen))
+    values = _format_all(seen)
     return f"argument {path} had {len(values)} forms, {_list_some(values)}; give what changes as a tensor of one shape"
 
 
@@ -61,10 +61,19 @@ def _is_tensor(described: Any) -> bool:
     return isinstance(described, tuple) and isinstance(described[0], torch.Size)
 
 
+def _format_all(described: Sequence[Any]) -> list[str]:
+    """A text for each of several unlike descriptions. Those of state are in full where short texts would be alike."""
+    short = list(map(_format, described))
+    is_clear = len(set(short)) == len(short) or not all(isinstance(x, Form) for x in described)
+    return short if is_clear else list(map(str, described))
+
+
 def _format(described: Any) -> str:
     if isinstance(described, Form):
-        where = "" if described.place is None else f", in {described.place}"
-        return f"{described.dtype} in {described.layout.leaves[described.leaf].path} of {described.layout}{where}"
+        layout, where = described.layout, "" if described.place is None else f", in {described.place}"
+        leaf, count = layout.leaves[described.leaf], len(layout.leaves)
+        in_bucket = f"one of {count} in bucket {layout.bucket!r}" if count > 1 else f"alone in bucket {layout.bucket!r}"
+        return f"{described.dtype} {list(leaf.shape)} of {leaf.path} on {layout.mesh}, {in_bucket}{where}"
     if _is_tensor(described):
         return f"{described[1]} {list(described[0])} on {described[2]} with strides {described[3]}"
     if not isinstance(described, tuple):

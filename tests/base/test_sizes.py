@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from fzero.base.errors import FzeroError
 from fzero.base.sizes import parse_size
@@ -13,6 +17,8 @@ from fzero.base.sizes import parse_size
     [
         (1, 1),
         (4096, 4096),
+        (np.int64(4096), 4096),
+        (torch.tensor(4096), 4096),
         ("17B", 17),
         ("40GiB", 40 * 2**30),
         ("64MiB", 64 * 2**20),
@@ -25,7 +31,7 @@ from fzero.base.sizes import parse_size
         ("9007199254740993B", 2**53 + 1),  # more than a float holds
     ],
 )
-def test_sizes(given: int | str, expected: int) -> None:
+def test_sizes(given: Any, expected: int) -> None:
     assert parse_size("memory", given) == expected
 
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +109,13 @@ def test_state_that_finds_no_room_is_refused_when_it_is_made(made: Any) -> None:
     assert again.extent.start == 20480  # what was refused holds no room
     again[-5000:].copy_(VALUES)
     assert torch.equal(made.clone(), VALUES) and torch.equal(again[-5000:].clone(), VALUES)
+
+
+def test_a_folder_that_was_removed_is_named_where_a_new_file_is_made(made: Any) -> None:
+    shutil.rmtree(made.place.path)
+    assert torch.equal(made.clone(), VALUES)  # the file is open, and goes with the process
+    with pytest.raises(FzeroError, match=r"rank-0.other: cannot be opened: its folder was removed .* last checkpoint"):
+        allocate(made.place, torch.float32, 5000, 0, "other", "x")
 
 
 @pytest.mark.parametrize("size", [0, 4096, 5000, 20479])
