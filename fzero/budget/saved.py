@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def set_levels(numbered: Program, chosen: Again) -> Program:
         mark = get_mark(node)
         if mark.number in region_of:
             set_mark(node.meta, mark._replace(regions=(region_of[mark.number],)))
-    return program
+    return replace(program, is_spare=True)
 
 
 def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:

@@ -37,7 +37,7 @@ def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
     """
     if not _find_outermost(program.graph):
         return program
-    program = program.copy()
+    program = program.take()
     recompute(program, least)
     erase_dead(program.graph)
     return program

@@ -33,7 +33,7 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
         FzeroError: naming the pass, where a pass returns no `Program` or a program that `verify` refuses, and where a
             pass moves a read or write of memory past a write.
     """
-    result, is_own = program, False
+    result, is_own = replace(program, is_spare=False), program.is_spare
     for number, rewrite in enumerate(passes, start=1):
         is_placed = "offload" not in map(name_of_pass, passes[number:])  # offload brings operands to one place
         new = _rewrite(rewrite, result, is_placed, is_own)

@@ -218,7 +218,7 @@ def _count_flops(node: Node) -> int:
 
 
 def _count_bytes_read(node: Node, name: str) -> int:
-    given = [nbytes(values_of(source)) for source in node.all_input_nodes]
+    given = [nbytes(source.meta.get("val")) for source in node.all_input_nodes]
     if name in _OF_SOME_ROWS and given:
         given[0] = min(given[0], nbytes(node.meta["val"]))
     return sum(given)
