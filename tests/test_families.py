@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from passes.test_disk import fill_places
+from programs import training
 from torch import Tensor
 
 import fzero
-from fzero import tree
+from fzero import optim, tree
 from fzero.values.quantized import is_quantized
 
 transformers = pytest.importorskip("transformers")
@@ -94,8 +96,44 @@ def test_a_family_with_quantized_weights_trains_as_plain_torch(name: str, bits: 
     assert_trains(model, FAMILIES[name].batch(ROWS), stage=stage, held=held)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", ["Llama", "T5", "Mixtral"])
+ELSEWHERE: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "GPT-2": ({"n_layer": 1, "vocab_size": 256}, "host device", {"chunk": 4096, "stage": 2}),  # streams its tied leaf
+    "Qwen3": ({"num_hidden_layers": 1}, "disk host", {"stage": 1, "donate": False}),
+    "ViT": ({"num_hidden_layers": 1}, "device device", {"memory": "30KiB", "to": fzero.host()}),
+}
+"""Family -> settings, where parameters and state lie, and options of the step."""
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_state_elsewhere_trains_as_plain_torch(name: str, tmp_path: Path) -> None:
+    """Two steps with clipping and momentum: parameters and state. SGD does not blow up gradients that are rounding."""
+    settings, places, how = ELSEWHERE[name]
+    model, batch = make(FAMILIES[name], **settings), FAMILIES[name].batch(ROWS)
+    whole, apply = fzero.lower(model)
+    optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9))
+    train = training(optimizer, lambda params, batch: apply(params, **batch).loss)
+    to = fill_places(places, fzero.disk(tmp_path))
+    params = fzero.partition(whole, MESH, layers=lambda path: path if "wte" in path else None, to=to[0])
+    state = optimizer.init(params, to=to[1])
+    step, theirs = fzero.simulate(train, MESH, **how), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    assert not any("gathered whole" in line for line in step.trace(params, state, batch).remarks)
+    for _ in range(2):
+        params, state, value = step(params, state, batch)
+        theirs.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        theirs.step()
+        torch.testing.assert_close(value.mean(), loss.detach())
+    for path, leaf in by_path(fzero.unpartition(params)).items():
+        torch.testing.assert_close(leaf, model.get_parameter(path).detach(), rtol=1e-4, atol=1e-6)
+    momentum = state[1][0].trace
+    for path, leaf in by_path(fzero.unpartition(momentum)).items():
+        expected = theirs.state[model.get_parameter(path)]["momentum_buffer"]
+        torch.testing.assert_close(leaf, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("Llama", 2), ("T5", 1), ("Mixtral", 1)])
 def test_other_stages(name: str, stage: int) -> None:
     assert_trains(make(FAMILIES[name]), FAMILIES[name].batch(ROWS), stage=stage)
 

@@ -18,7 +18,6 @@ from fzero.execution.outline import outline
 LEVELS, MESH = 30, fzero.VirtualMesh(fsdp=2)
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "state on a disk": ("device disk", {}),
-    "chunks from the host": ("host host", {"chunk": 64}),
     "by budget": ("device device", {"memory": 1000, "to": fzero.host()}),
 }
 """Where parameters and state lie, and what else the step is given."""
