@@ -49,12 +49,15 @@ def _close(names: set[str], uses: Mapping[str, Sequence[Use]]) -> set[str]:
 
 
 def _describe_bucket(program: Program, uses: Sequence[Use], seconds: float) -> Choice:
-    """The choice between gathering again, and keeping every leaf from the first to the last use of the bucket."""
+    """The choice between gathering again, and keeping every leaf from the first to the last use of the bucket.
+
+    What awaits its first use stays as it is: where a bucket is kept, another one is gathered early in its room.
+    """
     held = {(name, leaf, use.dtype) for use in uses for name in use.names for leaf in use.leaves}
     nbytes = sum(program.layouts[name].leaves[leaf].numel * dtype.itemsize for name, leaf, dtype in held)
-    start, stop = min(use.start for use in uses), max(use.stop for use in uses)
+    start, stop = min(use.first for use in uses), max(use.stop for use in uses)
     kept = [Span(start, stop + 1, nbytes)]
-    kept += [Span(use.start, use.stop + 1, -use.nbytes) for use in uses]
+    kept += [Span(use.first, use.stop + 1, -use.nbytes) for use in uses]
     options = Option(seconds, ()), Option(0.0, tuple(kept))
     return Choice(uses[0].names[0], options)
 

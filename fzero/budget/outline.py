@@ -40,13 +40,14 @@ Line = Sequence[Place]
 
 
 class Use(NamedTuple):
-    """A buffer of gathered leaves in the line: from its start to its last use. `names` are the buckets that it holds,
-    one for each turn."""
+    """A buffer of gathered leaves in the line: its start, its first and its last use. `names` are the buckets that it
+    holds, one for each turn."""
 
     names: tuple[str, ...]
     leaves: tuple[int, ...]
     dtype: torch.dtype
     start: int
+    first: int
     stop: int
     nbytes: int
 
@@ -100,10 +101,12 @@ def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = 
     """The gathered buffers of a program, which is the body of a loop or is not, and of its loops. Rows of what a loop
     goes through are left out: only leaves that all turns share, and the layer of each turn, can stay gathered."""
     origin = find_origins(program.graph, "gathered")
+    first: dict[Node, int] = {}
     last: dict[Node, int] = {}
     for node, start in origin.items():
-        ends = [index[user] for user in node.users if user in index]
-        last[start] = max([last.get(start, 0), index[node], *ends])
+        users = [index[user] for user in node.users if user in index and user not in origin]
+        first[start] = min([first.get(start, len(index)), *users])
+        last[start] = max([last.get(start, 0), index[node], *users])
     rows = set(program.placeholders[: len(loop.carry) + len(loop.xs)]) if loop else set()
     layers = loop.layers if loop else {}
     for node in program.graph.nodes:
@@ -114,4 +117,5 @@ def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = 
             yield from _find_uses(body, index, inner._replace(layers={**layers, **names}))
         elif starts(node) == "gathered" and rows.isdisjoint(node.args[0]):
             names_of, value = layers.get(node.args[1], [node.args[1]]), node.meta["val"]
-            yield Use(tuple(names_of), tuple(node.args[2]), value.dtype, index[node], last[node], nbytes(value))
+            places = index[node], min(first[node], last[node]), last[node]
+            yield Use(tuple(names_of), tuple(node.args[2]), value.dtype, *places, nbytes(value))
