@@ -20,6 +20,7 @@ has 25 GB/s. It prints what budgets take with `to=fzero.host()` and without, on 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import re
 import sys
@@ -118,6 +119,7 @@ def time_choices(layers: int) -> str:
     step, mesh, args = make_step(Size(layers=layers, dim=8192, seq=2048, batch=1, vocab=50304), 8)
 
     def trace(**how: Any) -> tuple[float, Any]:
+        gc.collect()  # what the program before left
         start = time.process_time()
         program = fzero.simulate(step, mesh, **how).trace(*args)
         return time.process_time() - start, program
