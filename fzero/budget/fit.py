@@ -250,11 +250,13 @@ class Space:
 
     def find(self, limit: int) -> Found | None:
         """The fastest program within a limit among those that were built. How far the estimate of one is off says which
-        one is built next."""
+        one is built next. An estimate counts as many bytes that await their use as the base has, which is too many
+        where nearly all buckets are kept: so the first program of a small step may be above the limit by as much."""
         least = self.frontier[0]
         if self.ahead != 0 and min(least.peak, self.start.peak) > (1 + LARGEST_ERROR) * limit:
             return None
-        peaks, bound = {self.start: self.start.peak}, limit
+        awaiting = 2 * max(self.gathered, default=0) if self.ahead is None else self.ahead
+        peaks, bound = {self.start: self.start.peak}, limit + self.is_small * awaiting
         found: Point | None = None
         for _ in range(TRIES):
             point = self.best(bound) or least

@@ -69,3 +69,20 @@ def test_buckets_that_are_gathered_early_take_the_room_of_those_that_are_kept() 
     points = [point for point in space.frontier if 0 < len(space.pick(point).keep) < 12]
     errors = [space.build(point).memory().peak - point.peak for point in points[:: len(points) // 4]]
     assert len(errors) >= 4 and max(errors) < max(space.gathered), errors
+
+
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_the_fastest_program_of_a_frontier_is_found(rows: int) -> None:
+    """Also where estimates are a bucket too high, because nothing is left to be gathered early."""
+    traced = trace_large(ADAMW, layers=4, rows=rows)
+    space = Space(traced, Programs(partial(defaults, stage=3), traced), None)
+    programs = [space.build(point) for point in space.frontier]
+    peaks = [program.memory().peak for program in programs]
+    seconds = [program.timeline().seconds for program in programs]
+    assert min(peak - point.peak for peak, point in zip(peaks, space.frontier)) <= -max(space.gathered)
+    for limit in peaks:
+        found = space.find(limit)
+        assert found is not None and found.program.memory().peak <= limit
+        assert found.program.timeline().seconds <= 1.005 * min(
+            each for peak, each in zip(peaks, seconds) if peak <= limit
+        )
