@@ -7,7 +7,8 @@ and DeepSpeed.
     python benchmarks/budget.py --plan 80                                # seconds to choose for 80 layers on 8 ranks
     python benchmarks/budget.py --to-host 32                             # 7B planned, state on the host or not
 
-Each contender has processes of its own, one after the other; `worker.py` and `examples/measure.py` say what is counted.
+Each contender has processes of its own, one after the other, and new ones in each round: processes of one contender
+differ by more than its steps. `worker.py` and `examples/measure.py` say what is counted.
 A step with a budget is calibrated first, so that its predicted seconds are those of this machine. The least budget is 2
 % above the least peak that fzero plans, and the most is the peak of stage 2.
 
@@ -25,8 +26,10 @@ import math
 import re
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import flags
@@ -77,12 +80,25 @@ def main(given: argparse.Namespace) -> None:
     contenders = able(tuple(names), given.device)
     steps = given.steps or STEPS.get(given.size, 4)
     plan = Plan(contenders, given.size, "budget", given.rounds, steps, given.device, given.bf16)
-    results = run_each(plan, given.ranks, given.timeout)
+    rounds = [run_each(replace(plan, rounds=1), given.ranks, given.timeout) for _ in range(plan.rounds)]
+    results = {name: join([each[name] for each in rounds]) for name in contenders}
     rows = [describe(name, result) for name, result in results.items()]
     print(table(plan, given.ranks, rows))
     flags.write(given.json, plan.record() | {"ranks": given.ranks, "results": results} | machine())
     if given.png:
         draw(given.png, rows, f"size {plan.size}: {SIZES[plan.size]}, {given.ranks} ranks on {plan.device}")
+
+
+def join(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a contender needed in some rounds: all steps, the largest peak, and the mean of the predicted seconds."""
+    planned = [each["planned_seconds"] for each in rounds if each["planned_seconds"] is not None]
+    return rounds[0] | {
+        "seconds": [turn for each in rounds for turn in each["seconds"]],
+        "losses": [loss for each in rounds for loss in each["losses"]],
+        "peak": max(each["peak"] for each in rounds),
+        "predicted": max(each["predicted"] for each in rounds),
+        "planned_seconds": fmean(planned) if planned else None,
+    }
 
 
 def list_budgets(size: Size, ranks: int, count: int) -> list[int]:
@@ -257,7 +273,7 @@ def parse() -> argparse.Namespace:
     parser = flags.parser(__doc__)
     parser.add_argument("--contenders", default=OTHERS, help="beside the budgets")
     parser.add_argument("--budgets", type=int, default=10, help="how many")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, default=2, help="launches of each contender, in turns")
     parser.add_argument("--steps", type=int, help="steps a turn (10 for S, 4 for larger ones)")
     parser.add_argument("--plan", type=int, help="time the choice for so many layers, and measure nothing else")
     parser.add_argument("--to-host", type=int, help="plan so many layers of width 4096, and measure nothing")
