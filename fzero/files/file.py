@@ -77,8 +77,9 @@ class File:
     def _check_size(self, what: str, place: range, leaf: str) -> None:
         """Refuse a file that is shorter than the room that was taken in it. A write behind its end would leave zeros in
         the place of values."""
+        taken = self._size  # before the file is asked: another thread may make it longer meanwhile
         size = os.fstat(self._fd).st_size
-        if size < self._size:
+        if size < taken:
             problem = f"bytes {place.start} to {place.stop} cannot be {what}: the file was cut to {size} bytes"
             raise FzeroError(self._name(leaf), problem, GO_ON)
 

@@ -76,3 +76,16 @@ class Files(RuleBasedStateMachine):
 
 TestFiles = Files.TestCase
 TestFiles.settings = settings(max_examples=25, stateful_step_count=30)
+
+
+def test_a_file_grows_while_it_is_read_and_written() -> None:
+    """200 rounds of 10 writes, 10 reads and 10 extents that are new, which threads do at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = [allocate(Disk(Path(folder)), torch.uint8, ALIGN, 0, "a") for _ in range(10)]
+        kept = list[Tensor]()
+        for turn in range(200):
+            values = torch.full((10, ALIGN), turn, dtype=torch.uint8)
+            written, found = write(list(values), made), read(made)
+            kept += [torch.empty_like(x) for x in made]
+            written.wait()
+            assert torch.equal(torch.stack(found.wait()), values)

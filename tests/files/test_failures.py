@@ -128,6 +128,24 @@ def test_a_file_that_was_cut_short_is_named(made: Any, size: int) -> None:
             make_it_longer()
 
 
+@pytest.mark.parametrize("move", ["read", "written"])
+def test_a_file_that_grows_while_its_size_is_asked_for_was_not_cut(
+    made: Any, move: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, grown = os.fstat, list[Any]()
+
+    def ask_and_grow(fd: int) -> os.stat_result:
+        found = ask(fd)
+        if not grown:
+            grown.append("once")
+            grown.append(torch.empty_like(made))
+        return found
+
+    monkeypatch.setattr(file.os, "fstat", ask_and_grow)
+    assert torch.equal(made.clone() if move == "read" else made.copy_(VALUES).clone(), VALUES)
+    assert grown[1].extent.start == 20480
+
+
 def test_a_limit_that_is_met_in_a_write_is_named_by_its_own_error(made: Any) -> None:
     """The system writes the bytes below the limit, and refuses the others at the next call."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
