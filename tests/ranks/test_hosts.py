@@ -73,7 +73,8 @@ def start(host: Host, ranks: int, folder: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400", __file__, str(folder)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return host.start(command, {"PATH": os.environ["PATH"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    same = {name: os.environ[name] for name in ("PATH", "MKL_CBWR") if name in os.environ}  # products of equal bits
+    return host.start(command, {**same, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")

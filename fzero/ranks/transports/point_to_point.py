@@ -16,21 +16,24 @@ from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import TAG, Attempt
 from fzero.ranks.transports.pending import Pending, Splits
-from fzero.ranks.transports.reduction import OPS, PIECE, average_, is_extreme, reduce_extreme
+from fzero.ranks.transports.reduction import OPS, PIECE, average_, is_extreme, reduce, reduce_extreme
 
 Messages = Mapping[int, Sequence[Tensor]]
 """For each peer, the tensors to send or to receive, in order, each contiguous."""
+LARGE = 1 << 20
+"""All-reduces of which a rank would get more bytes go through gloo, which then moves less than each rank to each."""
 
 
 class PointToPoint:
     """Each rank sends each other rank its parts, which arrive in place. Each rank sums in rank order.
 
-    gloo itself adds up all-reduces, and would round float16 and bfloat16 at each rank: they travel as float32.
+    Large all-reduces are gloo's, in an order of its own. It would round float16 and bfloat16 at each rank: they travel
+    as float32.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
-        self.timeout = timeout
+        self.timeout, self.large = timeout, LARGE // self.world
         self.peers = [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def all_gather(self, block: Tensor, attempt: Attempt, into: Tensor | None = None) -> Pending:
@@ -60,6 +63,8 @@ class PointToPoint:
         return Pending(attempt, waits, lambda: out)
 
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
+        if x.nbytes <= self.large:
+            return reduce(self._collect(buffers.flatten(x), attempt), op).view(x.shape)
         if is_extreme(x, op):
             return reduce_extreme(x, op, partial(self._reduce_, attempt=attempt))
         result = x.to(accumulator(x.dtype), memory_format=torch.contiguous_format, copy=True)
@@ -68,6 +73,13 @@ class PointToPoint:
 
     def settle(self) -> None:
         pass
+
+    def _collect(self, mine: Tensor, attempt: Attempt) -> list[Tensor]:
+        """The flat tensors of all ranks, in rank order."""
+        values = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.world)]
+        waits = self._exchange({p: [mine] for p in self.peers}, {p: [values[p]] for p in self.peers}, attempt)
+        Pending(attempt, waits, lambda: mine).wait()
+        return values
 
     def _mean(self, theirs: Mapping[int, Tensor], received: Messages, mine: Sequence[Tensor]) -> Tensor:
         """The mean in rank order, taken piece by piece in the buffer of the first peer: no further memory is needed.

@@ -21,12 +21,9 @@ from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt, Members
 from fzero.ranks.transports.board import SLOTS, Board, describe
 from fzero.ranks.transports.pending import Pending
-from fzero.ranks.transports.point_to_point import PointToPoint
-from fzero.ranks.transports.reduction import PIECE, average_, reduce
+from fzero.ranks.transports.point_to_point import LARGE, PointToPoint
+from fzero.ranks.transports.reduction import PIECE, average_
 from fzero.ranks.transports.worker import Worker
-
-LARGE = 1 << 20
-"""All-reduces of more bytes go through gloo, which then moves less than each rank reading the tensor of each other."""
 
 Fetch = Callable[[Mapping[int, list[int]]], None]
 """A function that reads from each peer, given the addresses of the tensors that the peer sends."""
@@ -42,7 +39,8 @@ class _Exchange(NamedTuple):
 
 
 class SameHost(PointToPoint):
-    """Gathers and means have the bits of `PointToPoint`. Other reductions up to `LARGE` are in rank order too.
+    """Gathers, means and small all-reduces have the bits of `PointToPoint`. Here an all-reduce is large where a tensor
+    has more than `LARGE` bytes, however many ranks there are.
 
     If all ranks have cores to spare, a thread reads, in the order in which collectives were started. Otherwise `wait`
     reads.
@@ -50,7 +48,7 @@ class SameHost(PointToPoint):
 
     def __init__(self, group: dist.ProcessGroup, members: Members, board: Board) -> None:
         super().__init__(group, members.timeout)
-        self.board = board
+        self.board, self.large = board, LARGE
         members.at_failure.append(board.fail)
         self._reader = Worker("fzero reads other ranks' memory") if board.reads_on_thread else None
         self._number = 0
@@ -85,25 +83,22 @@ class SameHost(PointToPoint):
         task = partial(self._finish, self._post(flats, attempt), fetch)
         return Pending(attempt, [self._start(task)], made.pop)
 
-    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
-        if x.nbytes > LARGE:
-            return super().all_reduce(x, op, attempt)
-        flat = buffers.flatten(x)
-        values = [flat if rank == self.rank else torch.empty_like(flat) for rank in range(self.world)]
-
-        def fetch(there: Mapping[int, list[int]]) -> None:
-            for peer, (address,) in there.items():
-                self.board.read(peer, address, values[peer].data_ptr(), flat.nbytes)
-
-        task = partial(self._finish, self._post([flat], attempt), fetch)
-        Pending(attempt, [self._start(task)], lambda: flat).wait()
-        return reduce(values, op).view(x.shape)
-
     def settle(self) -> None:
         last, self._last = self._last, None
         if last is not None:
             with last.attempt:
                 self._settle(last)
+
+    def _collect(self, mine: Tensor, attempt: Attempt) -> list[Tensor]:
+        values = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.world)]
+
+        def fetch(there: Mapping[int, list[int]]) -> None:
+            for peer, (address,) in there.items():
+                self.board.read(peer, address, values[peer].data_ptr(), mine.nbytes)
+
+        task = partial(self._finish, self._post([mine], attempt), fetch)
+        Pending(attempt, [self._start(task)], lambda: mine).wait()
+        return values
 
     def _average(self, out: Tensor, flats: Sequence[Tensor], wire: Wire, there: Mapping[int, list[int]]) -> None:
         """Fill this rank's block `out` with the mean, piece by piece."""
