@@ -145,8 +145,8 @@ def gathered(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[
 
 
 def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[bool]:
-    """All reductions, of small tensors and of a large one, with a nan and infinities on one rank. Small ones are in rank
-    order, bit for bit, where fzero adds up itself."""
+    """All reductions, of small tensors and of a large one, with a nan and infinities on one rank. Where fzero adds up
+    itself, small ones are in rank order, bit for bit."""
     transport, members, right = make(mesh), live(mesh).members, []
     for shape in ((), (3, 5), (600, 500)):
         ranks = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.size())]
