@@ -80,8 +80,8 @@ def bring_back(
         arrived = yield AllToAll("all_to_all of matrices from their owners", axis, sent, splits)
         _copy(_take_from_slices(slices, lent), arrived.split([len(piece.local) for piece in lent]))
         pieces += lent
-    if pieces:
-        torch._foreach_mul_(_take_from_slices(slices, pieces), [scales[piece.matrix] for piece in pieces])
+    for piece, here in zip(pieces, _take_from_slices(slices, pieces)):
+        here.mul_(scales[piece.matrix])  # torch's in-place product of a list rounds the number to a narrow dtype first
     return slices
 
 

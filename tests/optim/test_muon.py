@@ -23,11 +23,13 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.execution import lockstep
+from fzero.layout.layout import Layout, Leaf
+from fzero.layout.owners import plan_owners
 from fzero.optim.newton_schulz import NewtonSchulz, count_flops, count_scratch
 from fzero.program import ops
 from fzero.program.ops.owners import owners_of
 from fzero.program.records import is_call, name_of
-from fzero.ranks.owners import orthogonalize_matrices
+from fzero.ranks.owners import bring_back, orthogonalize_matrices
 
 SHAPES = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "row": (1, 12)}
 ALL = {"where": lambda path, leaf: leaf.ndim > 1}
@@ -399,6 +401,15 @@ def test_a_training_step_is_the_plain_one(world: int, stage: int, donate: bool) 
     assert_close(fzero.unpartition(tuple(got)), tuple(want), rtol=0, atol=3 * 0.04 * 2**-7)
     torch.testing.assert_close(loss.mean(), expected, rtol=1e-3, atol=0)
     assert (want[0]["up"]["weight"] - PARAMS["up"]["weight"]).abs().max() > 0.01
+
+
+def test_a_scale_is_not_rounded_to_the_dtype_of_a_matrix() -> None:
+    layout = Layout("m", (Leaf("w", (4, 3)),), VirtualMesh(fsdp=1))
+    plan, matrix = plan_owners(((layout, 0),), (4,), lambda rows, columns: rows * columns), torch.randn(12).bfloat16()
+    steps = bring_back(matrix, plan, 0, "fsdp", [0.3], [12], [torch.bfloat16])
+    with pytest.raises(StopIteration) as end:  # one rank has nothing to exchange
+        next(steps)
+    assert torch.equal(end.value.value[0], 0.3 * matrix)
 
 
 # the program

@@ -186,6 +186,19 @@ def test_lists_of_gradients_that_die_are_overwritten() -> None:
     assert [name_of(node) for node in lists] == ["_foreach_add_", "_foreach_mul_", "_foreach_sub_"]
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_rate_that_the_dtype_rounds_to_nothing_is_no_zero(donate: bool) -> None:
+    """1e-8 is 0 in float16, and 30000 times 1e-8 is not."""
+    weights = {"w": torch.full((40,), 30000.0, dtype=torch.float16)}
+    one = VirtualMesh(fsdp=1)
+
+    def step(params: tree.Tree) -> tree.Tree:
+        return {"w": torch._foreach_mul(torch._foreach_neg([params["w"]]), 1e-8)[0]}
+
+    got = fzero.unpartition(fzero.simulate(step, one, donate=donate)(fzero.partition(weights, one)))
+    assert torch.equal(got["w"], step(weights)["w"]) and got["w"].all()
+
+
 def test_a_view_of_what_is_updated_is_no_operand_of_an_update_in_place() -> None:
     weight = torch.arange(9.0).view(3, 3)
 

@@ -204,3 +204,50 @@ def test_plain_updates(update: str, stage: int, donate: bool) -> None:
         return fzero.optim.apply_updates(params, updates), state, value
 
     check(step, {"a": A, "b": B, "c": C}, stage, donate)
+
+
+NARROW: dict[str, tuple[Any, ...]] = {
+    "alone": (),
+    "with a number": (0.3,),
+    "with numbers": ([0.3, 0.7],),
+    "with a list": (["b", "a"],),
+    "with a list and a number": (["b", "a"], 0.3),
+    "with two lists": (["b", "a"], ["a", "b"]),
+    "with two lists and a number": (["b", "a"], ["a", "b"], 0.3),
+}
+"""Operands of functions of two tensors `a` and `b`. No number is one of a narrow dtype."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("operands", NARROW)
+def test_working_in_place_changes_no_bit(operands: str, dtype: torch.dtype) -> None:
+    """Of new state and of temporaries, by functions of lists and by overloads of one tensor and a number."""
+    values = {"a": A.to(dtype), "b": B.to(dtype)}
+
+    def fill(of: dict[str, Any]) -> list[Any]:
+        return [[of.get(x, x) for x in arg] if isinstance(arg, list) else arg for arg in NARROW[operands]]
+
+    names = [name for name in dir(torch) if name.startswith("_foreach_") and name[-1] != "_" and name not in REDUCTIONS]
+    lists = {name: getattr(torch, name) for name in names}
+    functions = {name: f for name, f in lists.items() if runs(lambda f=f: f(list(values.values()), *fill(values)))}
+    aten = torch.ops.aten
+    if operands == "with a number":
+        for op in (aten.mul.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.div.Scalar):
+            functions[str(op)] = lambda xs, number, op=op: [op(x, number) for x in xs]
+
+    def step(params: Any) -> Any:
+        beside = fill(params["beside"])
+        state = {name: f(params["state"][name], *beside) for name, f in functions.items()}
+        temporaries = {name: f(torch._foreach_neg(params["negated"]), *beside) for name, f in functions.items()}
+        return {"state": state, "beside": params["beside"], "negated": params["negated"]}, temporaries
+
+    both = list(values.values())
+    params: Any = {"state": dict.fromkeys(functions, both), "beside": values, "negated": both}
+    one = fzero.VirtualMesh(fsdp=1)
+    kept, in_place = (
+        fzero.unpartition(fzero.simulate(step, one, donate=donate)(fzero.partition(params, one)))
+        for donate in (False, True)
+    )
+    pairs = zip(tree.paths(kept), tree.leaves(kept), tree.leaves(in_place), strict=True)
+    wrong = [path for path, a, b in pairs if not torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))]
+    assert functions and not wrong

@@ -21,7 +21,7 @@ from fzero.ranks.transports.reduction import OPS, PIECE, average_, is_extreme, r
 Messages = Mapping[int, Sequence[Tensor]]
 """For each peer, the tensors to send or to receive, in order, each contiguous."""
 LARGE = 1 << 20
-"""All-reduces of which a rank would get more bytes go through gloo, which then moves less than each rank to each."""
+"""All-reduces of more bytes, all ranks together, go through gloo, which then moves less than a gather of all values."""
 
 
 class PointToPoint:
@@ -64,7 +64,9 @@ class PointToPoint:
 
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
         if x.nbytes <= self.large:
-            return reduce(self._collect(buffers.flatten(x), attempt), op).view(x.shape)
+            full = self.all_gather(buffers.flatten(x), attempt).wait()
+            self.settle()  # the caller may change `x` now
+            return reduce(full.view(self.world, x.numel()).unbind(), op).view(x.shape)
         if is_extreme(x, op):
             return reduce_extreme(x, op, partial(self._reduce_, attempt=attempt))
         result = x.to(accumulator(x.dtype), memory_format=torch.contiguous_format, copy=True)
@@ -73,13 +75,6 @@ class PointToPoint:
 
     def settle(self) -> None:
         pass
-
-    def _collect(self, mine: Tensor, attempt: Attempt) -> list[Tensor]:
-        """The flat tensors of all ranks, in rank order."""
-        values = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.world)]
-        waits = self._exchange({p: [mine] for p in self.peers}, {p: [values[p]] for p in self.peers}, attempt)
-        Pending(attempt, waits, lambda: mine).wait()
-        return values
 
     def _mean(self, theirs: Mapping[int, Tensor], received: Messages, mine: Sequence[Tensor]) -> Tensor:
         """The mean in rank order, taken piece by piece in the buffer of the first peer: no further memory is needed.

@@ -89,17 +89,6 @@ class SameHost(PointToPoint):
             with last.attempt:
                 self._settle(last)
 
-    def _collect(self, mine: Tensor, attempt: Attempt) -> list[Tensor]:
-        values = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.world)]
-
-        def fetch(there: Mapping[int, list[int]]) -> None:
-            for peer, (address,) in there.items():
-                self.board.read(peer, address, values[peer].data_ptr(), mine.nbytes)
-
-        task = partial(self._finish, self._post([mine], attempt), fetch)
-        Pending(attempt, [self._start(task)], lambda: mine).wait()
-        return values
-
     def _average(self, out: Tensor, flats: Sequence[Tensor], wire: Wire, there: Mapping[int, list[int]]) -> None:
         """Fill this rank's block `out` with the mean, piece by piece."""
         step, size = PIECE // out.element_size(), out.element_size()
