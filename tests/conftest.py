@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
+from typing import Any
 
 import pytest
+import tiers
 
 LONGEST = [
     "test_elastic.py",  # waits for a host, and leaves its core to others
@@ -35,6 +37,10 @@ LONGEST = [
 """The files that take more than 10 seconds each, the longest first. Any other order is right too, and slower."""
 
 
+LEFT: dict[str, list[int]] = {}
+"""How many tests of this run are quick, launch processes, and are further cases of quick functions."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
@@ -46,7 +52,34 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=("all", "quick", "rest"), default="all", help="which tests (tests/tiers.py)")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (tier := config.getoption("--tier")) != "all":
+        quick, launching, further = tiers.split(items)
+        if tier == "quick":
+            getattr(config, "workeroutput", LEFT)["left"] = [len(quick), len(launching), len(further)]
+        chosen = set(quick)
+        config.hook.pytest_deselected(items=[item for item in items if (item in chosen) != (tier == "quick")])
+        items[:] = [item for item in items if (item in chosen) == (tier == "quick")]
     position = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: position.get(item.path.name, len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes the counts from a worker, which has collected the tests."""
+    LEFT.update({name: count for name, count in getattr(node, "workeroutput", {}).items() if name == "left"})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if "left" in LEFT:
+        quick, launching, further = LEFT["left"]
+        total = quick + launching + further
+        terminalreporter.write_line(
+            f"{quick:,} of {total:,} tests are quick. Left out: {launching:,} that launch processes and {further:,}"
+            " further cases of functions; `make test-rest` runs them"
+        )

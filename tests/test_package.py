@@ -101,19 +101,21 @@ def test_every_room_has_its_level() -> None:
     assert sorted(arrows()) == sorted(name for level in LEVELS for name in level)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_arrows_point_downwards(name: str) -> None:
+def test_arrows_point_downwards(subtests: pytest.Subtests) -> None:
     height = {each: number for number, level in enumerate(LEVELS) for each in level}
-    upwards = {
-        other for other in imports(name) if room(other) != room(name) and height[room(other)] >= height[room(name)]
-    }
-    assert not upwards, f"fzero.{name} ({room(name)}) imports from its own level or above: {sorted(upwards)}"
+    for name in MODULES:
+        with subtests.test(name):
+            others = {other for other in imports(name) if room(other) != room(name)}
+            upwards = sorted(other for other in others if height[room(other)] >= height[room(name)])
+            assert not upwards, f"fzero.{name} ({room(name)}) imports from its own level or above: {upwards}"
 
 
-@pytest.mark.parametrize("name", sorted({room(name) for name in MODULES} - {"fzero", "__main__"}))
-def test_a_room_says_what_lives_there(name: str) -> None:
-    doc = ast.get_docstring(parse(name))
-    assert doc and len(doc.splitlines()) <= 8, f"fzero/{name}/__init__.py says in at most eight lines what lives there"
+def test_a_room_says_what_lives_there(subtests: pytest.Subtests) -> None:
+    for name in sorted({room(name) for name in MODULES} - {"fzero", "__main__"}):
+        with subtests.test(name):
+            doc = ast.get_docstring(parse(name))
+            advice = f"fzero/{name}/__init__.py says in at most eight lines what lives there"
+            assert doc and len(doc.splitlines()) <= 8, advice
 
 
 def test_no_import_is_cyclic() -> None:
@@ -143,10 +145,10 @@ def is_public(name: str, value: object) -> bool:
     return not name.startswith("_") and not isinstance(value, ModuleType)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_files_are_short(name: str) -> None:
-    lines = len(MODULES[name].read_text().splitlines())
-    assert lines <= MAX_LINES, f"{MODULES[name].name} has {lines} lines: it is usually two files (limit {MAX_LINES})"
+def test_files_are_short() -> None:
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in MODULES.values()}
+    long = {name: count for name, count in lines.items() if count > MAX_LINES}
+    assert not long, f"a long file is usually two files (limit {MAX_LINES}): {long}"
 
 
 def test_public_names_are_few() -> None:
@@ -179,20 +181,19 @@ def is_participle(name: str) -> bool:
     return words[-1] in IRREGULAR or (words[-1].endswith("ed") and words[-1] not in NOT_PARTICIPLES)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    {"fitted": True, "_agreed": True, "told": True, "is_fitted": False, "_has_sharded": False, "seed": False,
-     "split": False, "feed": False, "fused_adamw_": False, "find_origins": False, "_copy_donated": True}.items(),
-)  # fmt: skip
-def test_participles_are_recognized(name: str, expected: bool) -> None:
-    assert is_participle(name) is expected
+def test_participles_are_recognized() -> None:
+    names = "fitted _agreed told _copy_donated is_fitted _has_sharded seed split feed fused_adamw_ find_origins".split()
+    assert [name for name in names if is_participle(name)] == names[:4]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_functions_are_verbs(name: str) -> None:
-    functions = [node.name for node in parse(name).body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    found = [each for each in functions if is_participle(each) and f"{name}.{each}" not in PUBLIC_PARTICIPLES]
-    assert not found, f"fzero.{name}: name {found} after what they do (calibrate, plan_header), not after what was done"
+def test_functions_are_verbs(subtests: pytest.Subtests) -> None:
+    for name in MODULES:
+        with subtests.test(name):
+            functions = [
+                each.name for each in parse(name).body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))
+            ]
+            found = [each for each in functions if is_participle(each) and f"{name}.{each}" not in PUBLIC_PARTICIPLES]
+            assert not found, f"name {found} after what they do (calibrate, plan_header), not after what was done"
 
 
 # homes of operations
@@ -275,10 +276,11 @@ def is_private(name: str) -> bool:
     return not is_operator and any(re.match(r"_(?!_)", part) for part in name.split("."))
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in PRIVATE_HOMES])
-def test_private_names_of_torch_stand_in_two_files(name: str) -> None:
-    found = sorted(set(private_names(parse(name))))
-    assert not found, f"fzero.{name} uses {found}: put a function into fzero/base/torch_private.py that says what it is"
+def test_private_names_of_torch_stand_in_two_files(subtests: pytest.Subtests) -> None:
+    for name in MODULES.keys() - PRIVATE_HOMES:
+        with subtests.test(name):
+            found = sorted(set(private_names(parse(name))))
+            assert not found, f"{found}: put a function into fzero/base/torch_private.py that says what it is"
 
 
 def test_private_names_are_seen() -> None:
@@ -325,10 +327,11 @@ def untyped(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_central_objects_are_typed(name: str) -> None:
-    found = [(line, each) for line, each in untyped(parse(name)) if each != "mesh" or name not in MESH_OF_THE_USER]
-    assert not found, f"fzero.{name} has `Any` for {found}: give the class, or a small Protocol where rooms forbid it"
+def test_central_objects_are_typed(subtests: pytest.Subtests) -> None:
+    for name in MODULES:
+        with subtests.test(name):
+            found = [each for each in untyped(parse(name)) if each[1] != "mesh" or name not in MESH_OF_THE_USER]
+            assert not found, f"`Any` for {found}: give the class, or a small Protocol where rooms forbid it"
 
 
 # data

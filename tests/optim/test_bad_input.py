@@ -101,31 +101,36 @@ def test_the_factories_are_those_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("value", ["0.1", None, math.nan, -math.inf, torch.tensor([0.1, 0.2]), [0.1], 1j], ids=repr)
-@pytest.mark.parametrize(("factory", "name"), NUMBERS)
-def test_what_is_no_number_is_named(factory: str, name: str, value: Any) -> None:
-    if value is None and type(None) in types_of(parameters_of(FACTORIES[factory])[name]):
-        with pytest.raises(FzeroError, match=f"has no {name}") if name == "warmup_max_lr" else nullcontext():
-            make(factory, **{name: None})
-    else:
-        check_refused(factory, name, value)
+def test_what_is_no_number_is_named(value: Any, subtests: pytest.Subtests) -> None:
+    for factory, name in NUMBERS:
+        with subtests.test(f"{factory}({name})"):
+            if value is None and type(None) in types_of(parameters_of(FACTORIES[factory])[name]):
+                with pytest.raises(FzeroError, match=f"has no {name}") if name == "warmup_max_lr" else nullcontext():
+                    make(factory, **{name: None})
+            else:
+                check_refused(factory, name, value)
 
 
-@pytest.mark.parametrize(("factory", "name"), OF_SCHEDULES)
-def test_an_infinite_number_of_a_schedule_is_named(factory: str, name: str) -> None:
-    check_refused(factory, name, math.inf)
+def test_an_infinite_number_of_a_schedule_is_named(subtests: pytest.Subtests) -> None:
+    for factory, name in OF_SCHEDULES:
+        with subtests.test(f"{factory}({name})"):
+            check_refused(factory, name, math.inf)
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, torch.tensor(3)], ids=repr)
-@pytest.mark.parametrize(("factory", "name"), STEPS)
-def test_a_number_of_steps_is_a_number_that_is_not_negative(factory: str, name: str, value: Any) -> None:
-    check_refused(factory, name, value)
+def test_a_number_of_steps_is_a_number_that_is_not_negative(value: Any, subtests: pytest.Subtests) -> None:
+    for factory, name in STEPS:
+        with subtests.test(f"{factory}({name})"):
+            check_refused(factory, name, value)
 
 
 @pytest.mark.parametrize("value", [1.0, 1.5, -0.1])
-@pytest.mark.parametrize(("factory", "name"), DECAYS)
-def test_a_decay_rate_outside_of_its_interval_is_named(factory: str, name: str, value: float) -> None:
-    with pytest.raises(FzeroError, match=rf"\w+ is {value}; (a decay rate lies in \[0, 1\)|give one in \(0, 1\))"):
-        make(factory, **{name: value})
+def test_a_decay_rate_outside_of_its_interval_is_named(value: float, subtests: pytest.Subtests) -> None:
+    for factory, name in DECAYS:
+        with subtests.test(f"{factory}({name})"):
+            words = rf"\w+ is {value}; (a decay rate lies in \[0, 1\)|give one in \(0, 1\))"
+            with pytest.raises(FzeroError, match=words):
+                make(factory, **{name: value})
 
 
 def test_a_tensor_without_dimensions_is_a_number() -> None:
@@ -185,19 +190,22 @@ INTEGERS = MAKERS | {
 
 @pytest.mark.parametrize("leaf", ["w", "b"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-@pytest.mark.parametrize("name", INTEGERS)
-def test_integer_gradients_are_named(name: str, dtype: torch.dtype, leaf: str) -> None:
-    optimizer, params = INTEGERS[name](), {"layer": {"w": torch.ones(2, 3), "b": torch.ones(2)}}
-    state = optimizer.init(params)
-    grads = {"layer": params["layer"] | {leaf: params["layer"][leaf].to(dtype)}}
-    with pytest.raises(FzeroError, match=rf"^layer\.{leaf}: dtype is {dtype}, an optimizer needs a floating one; set"):
-        optimizer.update(grads, state, params)
+def test_integer_gradients_are_named(dtype: torch.dtype, leaf: str, subtests: pytest.Subtests) -> None:
+    for name, make_optimizer in INTEGERS.items():
+        with subtests.test(name):
+            optimizer, params = make_optimizer(), {"layer": {"w": torch.ones(2, 3), "b": torch.ones(2)}}
+            state = optimizer.init(params)
+            grads = {"layer": params["layer"] | {leaf: params["layer"][leaf].to(dtype)}}
+            words = rf"^layer\.{leaf}: dtype is {dtype}, an optimizer needs a floating one; set"
+            with pytest.raises(FzeroError, match=words):
+                optimizer.update(grads, state, params)
 
 
-@pytest.mark.parametrize("name", sorted(set(INTEGERS) - {"sgd without momentum", "clipped"}))  # they hold no leaves
-def test_integer_parameters_are_named(name: str) -> None:
-    with pytest.raises(FzeroError, match=r"^layer\.b: dtype is torch\.int64, an optimizer needs a floating one; set"):
-        INTEGERS[name]().init({"layer": {"w": torch.ones(2, 3), "b": torch.ones(2, dtype=torch.int64)}})
+def test_integer_parameters_are_named(subtests: pytest.Subtests) -> None:
+    words = r"^layer\.b: dtype is torch\.int64, an optimizer needs a floating one; set"
+    for name in sorted(set(INTEGERS) - {"sgd without momentum", "clipped"}):  # they hold no leaves
+        with subtests.test(name), pytest.raises(FzeroError, match=words):
+            INTEGERS[name]().init({"layer": {"w": torch.ones(2, 3), "b": torch.ones(2, dtype=torch.int64)}})
 
 
 def test_a_group_may_hold_integers_that_stay() -> None:

@@ -1,0 +1,92 @@
+"""The tests that `make test` runs, and those that it leaves to `make test-rest`.
+
+    pytest tests property_tests --tier=quick    what a newcomer runs: minutes, no process but those of SMOKE
+    pytest tests property_tests --tier=rest     what that left out
+    pytest tests property_tests                 all
+
+A test is quick if it launches no process and is one of the first `CASES` of its function, in the order of a hash of
+their names: other cases of one function take other ways through the same code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import zlib
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import hosts
+import processes
+import pytest
+
+CASES = 2
+SMOKE = frozenset({"test_smoke.py"})
+"""Files that are quick although they launch ranks."""
+LAUNCHERS = frozenset({subprocess, processes.run, processes.run_cases, hosts.two_hosts})
+FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "property_tests")
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether a test launches no process, or is of a file of `SMOKE`."""
+    if item.path.name in SMOKE:
+        return True
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    functions = [getattr(item, "obj", None), *(each.func for found in fixtures for each in found)]
+    return not any(map(launches, functions))
+
+
+def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item], list[pytest.Item]]:
+    """The quick items, those that launch processes, and further cases of functions that have quick ones."""
+    quick, launching, further = [], [], []
+    for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        launching += [item for item in cases if not is_quick(item)]
+        others = sorted((item for item in cases if is_quick(item)), key=lambda item: zlib.crc32(item.nodeid.encode()))
+        quick += others[:CASES]
+        further += others[CASES:]
+    return quick, launching, further
+
+
+def launches(function: Any) -> bool:
+    """Whether a function, or a function of the tests that it names, names one of `LAUNCHERS`."""
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value in LAUNCHERS:
+            return True
+        waiting += _named_by(value)
+    return False
+
+
+def _named_by(value: Any) -> list[Any]:
+    """Modules, classes and functions that a function, or a class of the tests, names anywhere in its body."""
+    if isinstance(value, type):
+        return [each for each in vars(value).values() if inspect.isfunction(each)] if _is_ours(value) else []
+    function = inspect.unwrap(value) if callable(value) else value
+    function = getattr(function, "__func__", function)  # of a bound method
+    if not inspect.isfunction(function) or not _is_ours(function):
+        return []
+    codes, names = [function.__code__], set[str]()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if inspect.iscode(each)]
+    known = [function.__globals__[name] for name in names if name in function.__globals__]
+    modules = [each for each in known if inspect.ismodule(each)]
+    members = [getattr(module, name) for module in modules if _is_ours(module) for name in names & set(vars(module))]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell.cell_contents is not function]
+    found = [*known, *members, *cells]
+    return [each for each in found if inspect.ismodule(each) or inspect.isroutine(each) or inspect.isclass(each)]
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a function, class or module is of the tests."""
+    module = value if inspect.ismodule(value) else sys.modules.get(value.__module__ or "")
+    file = Path(getattr(module, "__file__", None) or "/")
+    return any(folder in file.parents for folder in FOLDERS)
