@@ -1,23 +1,35 @@
 # `make train` and `make test` do all set-up on a fresh machine: .venv is made and filled once, and again only when
-# pyproject.toml or the pin changes. `make PYTHON=python3.12 test` chooses the interpreter.
+# pyproject.toml or the pin changes. `make PYTHON=python3.12 test` chooses the interpreter, `make WORKERS=4 test` how many
+# processes run tests: one a core without it.
 
 PYTHON ?= python3
 ARGS ?=
 EXAMPLES ?= 1000
 MINUTES ?= 2
-WORKERS ?= 2
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count())')
 BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test steps prove conformance mutate check format clean
+.PHONY: train test test-rest test-all steps prove conformance mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
 
 # A worker has one thread, as a rank has: with more, threads of one worker would spin on the core of another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests property_tests
+
+# The tests of a newcomer, in minutes: of each function two cases, and no processes but those of a smoke run.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests property_tests $(ARGS)
+	$(PYTEST) --tier=quick $(ARGS)
+
+# What `make test` leaves out.
+test-rest: $(READY)
+	$(PYTEST) --tier=rest $(ARGS)
+
+# Both.
+test-all: $(READY)
+	$(PYTEST) $(ARGS)
 
 # MINUTES of random train steps against plain torch, other ones each time. `make steps ARGS="--seed 12"` shows one.
 steps: $(READY)
