@@ -40,7 +40,7 @@ def load(
     *,
     step: int | None = None,
     strict: bool = True,
-    verify: bool = False,
+    verify: bool = True,
     donate: bool = False,
     chunk: int = CHUNK_NBYTES,
     **how: Any,
@@ -57,8 +57,10 @@ def load(
     * a number or a string is what was saved; a numpy array is one again, without `mesh`.
 
     All ranks of the mesh call `load` together. Each reads the elements that it will hold, once, from the files that
-    have them, `chunk` bytes at a time. With `strict=False` leaves of the checkpoint that `like` lacks are skipped. With
-    `verify` ranks share in reading all files first, and compare them with their sums.
+    have them, `chunk` bytes at a time. With `strict=False` leaves of the checkpoint that `like` lacks are skipped.
+
+    Before, ranks share in reading all files, and compare them with their sums. With `verify=False` they do not: a
+    changed byte of a tensor is then a wrong value. A file of another save is found in any case.
 
     With `donate` the values are read into the memory of those leaves of `like` that keep their layout, and these leaves
     cannot be used afterwards: no second state is in memory. Where a file then turns out to be damaged, they are lost.
@@ -77,20 +79,28 @@ def load(
     if isinstance(home, Live):  # a rank may see an older folder than another
         found = home.find_largest(_latest_or_none(path) if step is None else step, "the checkpoint to load")
         chosen = None if found == NONE_YET else found
+    opened: list[Checkpoint] = []
+    result: list[tree.Tree] = []
 
-    def read() -> tree.Tree:
+    def begin() -> str:
         if step is not None and chosen != step:
             raise FzeroError("step", f"is {step}, another rank loads {chosen}", "give all ranks the same step")
-        checkpoint = open_checkpoint(path, chosen)
+        opened.append(open_checkpoint(path, chosen))
         if verify:
-            checkpoint.verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
-        place = functools.partial(partition, mesh=mesh, chunk=chunk, **how)
-        return _read(checkpoint, like, on, strict, donate, chunk, place)
+            opened[0].verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
+        return opened[0].fingerprint
 
-    result: list[tree.Tree] = []
+    def read() -> None:
+        place = functools.partial(partition, mesh=mesh, chunk=chunk, **how)
+        result.append(_read(opened[0], like, on, strict, donate, chunk, place))
+
     gather = gather_words(members, "load", f"from {path}")
     way_out = "see to the file, or load another checkpoint"
-    do_together(gather, lambda: result.append(read()), str(path), "load", way_out)
+    seen = do_together(gather, begin, str(path), "load", way_out)
+    if len(set(seen)) > 1:
+        problem = "ranks opened different checkpoints: " + "; ".join(dict.fromkeys(seen))
+        raise FzeroError(str(path), problem, "give all ranks one folder; or load again, if the checkpoint was replaced")
+    do_together(gather, read, str(path), "load", way_out)
     return result[0]
 
 

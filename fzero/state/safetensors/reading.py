@@ -50,7 +50,7 @@ class TensorFile:
             raise FzeroError(name, f"is little-endian, this machine is {sys.byteorder}-endian")
         _check_regular(self.path)
         with self._open(name) as file:
-            self._size, self._time = _size_and_time(file)
+            self._size, *self._identity = _identify(file)
             count = parse_length(file.read(PREFIX), self._size, name)
             self._data = PREFIX + count
             self.header: Header = parse_header(file.read(count), self._size - self._data, name)
@@ -93,12 +93,14 @@ class TensorFile:
             ) from error
 
     def _check_unchanged(self, file: BinaryIO, leaf: str) -> None:
-        size, time = _size_and_time(file)
+        size, *identity = _identify(file)
         if size != self._size:
             raise FzeroError(leaf, f"{self.path} has {size} bytes, it had {self._size} when it was opened", CHANGED)
-        if time != self._time:
-            problem = f"{self.path} was written at {time} ns, what was opened at {self._time} ns"
+        if identity[0] != self._identity[0]:
+            problem = f"{self.path} was written at {identity[0]} ns, what was opened at {self._identity[0]} ns"
             raise FzeroError(leaf, problem, CHANGED)
+        if identity != self._identity:
+            raise FzeroError(leaf, f"{self.path} is another file than when it was opened", CHANGED)
 
     def __repr__(self) -> str:
         return f"TensorFile({self.path}: {len(self.header.entries)} tensors, {self.header.nbytes} bytes)"
@@ -213,7 +215,8 @@ def _check_regular(path: Path) -> None:
         raise FzeroError(str(path), "is a FIFO, a socket or a device", "give a regular file")
 
 
-def _size_and_time(file: BinaryIO) -> tuple[int, int]:
-    """A file's size in bytes, and the time of its last change in nanoseconds."""
+def _identify(file: BinaryIO) -> tuple[int, int, int, int]:
+    """A file's size in bytes, the time of its last change in nanoseconds, and the numbers by which the system knows
+    it: a file that replaced another one may have the size and the time of that."""
     status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
