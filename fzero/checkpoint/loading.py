@@ -23,7 +23,7 @@ from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
 from fzero.ranks.virtual import Virtual
-from fzero.state.fill import CHUNK_NBYTES
+from fzero.state.fill import CHUNK_NBYTES, chunk_numel
 from fzero.state.partition import fill_leaves, partition
 from fzero.state.sources import describe, is_source, source_of
 from fzero.values.sharded import Sharded
@@ -127,6 +127,7 @@ def _read(
     paths = tree.paths(like)
     _check_names(checkpoint, paths, strict)
     found = [_find(checkpoint, path, leaf) for path, leaf in zip(paths, leaves)]
+    chunk_numel(chunk, torch.uint8, *(x.dtype for x in found if isinstance(x, StoredLeaf)))
     placed = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded) and on in (None, leaf.on)}
     for home in dict.fromkeys(leaf.on for leaf in placed.values()):
         assert isinstance(home, (Live, Virtual))

@@ -9,9 +9,8 @@
         "metadata": {...}, "versions": {"fzero": "0.1.0", "torch": "2.13.0"}}}
 
 The CRC-32 is of the body's text. File number n is called `rank-n.safetensors`: a manifest names no paths, so that
-nothing can lead out of the folder. Nothing is executed to read it. The header of each file has the save and the file's
-number too (`tag_file`), so that a file in the place of another is found when it is opened. Files of old checkpoints have
-neither.
+nothing can lead out of the folder. Nothing is executed to read it. The header of each file has the save too, and the
+file's number (`tag_file`): so a file in the place of another is found when it is opened. Old checkpoints have neither.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class File(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """All that a checkpoint says of itself. `mesh` has the sizes of the axes of the mesh that saved it. `save` tells one
-    save from every other one; an old checkpoint has ""."""
+    """All that a checkpoint says of itself. `mesh` has the sizes of the axes of the mesh that saved it. `save` tells
+    one save from every other one; an old checkpoint has ""."""
 
     step: int
     save: str

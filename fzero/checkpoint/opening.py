@@ -141,7 +141,11 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             found, wanted = opened.header.metadata, tag_file(self.manifest.save, number)
             if {key: found[key] for key in TAGS if key in found} != wanted:
                 is_moved = wanted and found.get("save") == wanted["save"]
-                what = f"file {found.get('file', '?'):.20}, not {number}" if is_moved else "of another save than the manifest"
+                what = (
+                    f"file {found.get('file', '?'):.20}, not {number}"
+                    if is_moved
+                    else "of another save than the manifest"
+                )
                 raise FzeroError(leaf, f"{file} is {what}", REPLACED)
             self._opened[number] = opened
         return self._opened[number]

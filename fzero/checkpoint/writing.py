@@ -197,7 +197,9 @@ class Saving:
         """Write one file and put it on the disk. Values lie in the order of the header, without gaps."""
         header = plan_header(values, tag_file(self._save, number))
         sums, begun = _Sums(self._options.sha256), 0
-        with open(folder / name_file(number), "xb", buffering=PIECE_NBYTES // 4) as out:  # x: another job's file would be an error
+        with open(
+            folder / name_file(number), "xb", buffering=PIECE_NBYTES // 4
+        ) as out:  # x: another job's file would be an error
             for data in _iter_data(render_header(header), [values[key] for key in header.entries]):
                 with self._time("checksum"):
                     sums.add(data)

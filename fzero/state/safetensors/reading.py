@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,6 @@ class TensorFile:
         name = str(path)
         if sys.byteorder != "little":
             raise FzeroError(name, f"is little-endian, this machine is {sys.byteorder}-endian")
-        _check_regular(self.path)
         with self._open(name) as file:
             self._size, *self._identity = _identify(file)
             count = parse_length(file.read(PREFIX), self._size, name)
@@ -85,7 +85,7 @@ class TensorFile:
     @contextmanager
     def _open(self, leaf: str) -> Iterator[BinaryIO]:
         try:
-            with open(self.path, "rb") as file:
+            with _open_regular(self.path) as file:
                 yield file
         except OSError as error:
             raise FzeroError(
@@ -160,7 +160,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, FileSource]:
             preferred name pattern; for an index that does not agree with its files.
     """
     found = Path(path)
-    if found.is_dir():
+    if os.path.isdir(found):  # `Path.is_dir` raises for a name that is too long
         found = _find_file(found)
     if found.suffix == ".json":
         return _open_index(found)
@@ -188,18 +188,20 @@ def _open_index(index: Path) -> dict[str, FileSource]:
     for key, name in weights.items():
         if name not in files:
             if Path(name).name != name:
-                raise FzeroError(key, f"{index} has it in {name!r}", "an index names files in its own directory")
-            if not (index.parent / name).exists():
+                raise FzeroError(key, f"{index} has it in {name!r:.300}", "an index names files in its own directory")
+            if not os.path.exists(index.parent / name):  # `Path.exists` raises for a name that is too long
                 absent = sum(other == name for other in weights.values())
-                raise FzeroError(key, f"{index} has it and {absent - 1} more in {name}, which is not there", DAMAGED)
+                raise FzeroError(
+                    key, f"{index} has it and {absent - 1} more in {name:.300}, which is not there", DAMAGED
+                )
             files[name] = TensorFile(index.parent / name)
     return {key: FileSource(files[name], key) for key, name in weights.items()}
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:
-    _check_regular(index)
     try:
-        weights = json.loads(index.read_text())["weight_map"]
+        with _open_regular(index) as file:
+            weights = json.loads(file.read().decode())["weight_map"]
     except OSError as error:
         raise FzeroError(str(index), f"cannot be read: {error.strerror or error}", "see to the file") from error
     except (ValueError, RecursionError, LookupError, TypeError) as error:
@@ -209,10 +211,20 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
     return weights
 
 
-def _check_regular(path: Path) -> None:
-    """Refuse a FIFO, a socket or a device: to open one may wait for ever. Leave a missing file to the open."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise FzeroError(str(path), "is a FIFO, a socket or a device", "give a regular file")
+def _open_regular(path: Path) -> BinaryIO:
+    """A file to read.
+
+    Raises:
+        FzeroError: for a FIFO, a socket or a device: to open one may wait for ever.
+        OSError: for a file that cannot be opened, also for a name that no file can have.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise FzeroError(str(path), "is a FIFO, a socket or a device", "give a regular file")
+        return open(path, "rb")
+    except ValueError as error:
+        raise OSError(str(error)) from error
 
 
 def _identify(file: BinaryIO) -> tuple[int, int, int, int]:

@@ -25,6 +25,8 @@ from fzero.state.sources import Source
 T = TypeVar("T")
 TEMPORARY = ".fzero-tmp"
 """The end of the name of a file or folder that is being written."""
+MAX_NAME = 48
+"""Characters of a target's name in its temporary name, which so is no longer than a filesystem takes."""
 ITSELF = ""
 """The name of the one file of a plan that writes a file instead of a folder."""
 
@@ -116,10 +118,12 @@ class _Writer:
         """Create the files under a temporary name, and lock it."""
         if self.plan.is_folder and os.path.lexists(self.target):
             raise FzeroError(str(self.target), "exists", "give the path of a new folder, or remove the old one first")
-        if self.target.is_dir():
+        if os.path.isdir(self.target):
             raise FzeroError(str(self.target), "is a directory", "give the path of a file")
+        if os.path.exists(self.target) and not os.path.isfile(self.target):  # a rename would remove it
+            raise FzeroError(str(self.target), "is a FIFO, a socket or a device", "give the path of a file")
         _remove_leftovers(self.target.parent)
-        self.temporary = f".{self.target.name}.{secrets.token_hex(4)}{TEMPORARY}"
+        self.temporary = f".{self.target.name[:MAX_NAME]}.{secrets.token_hex(4)}{TEMPORARY}"
         if self.plan.is_folder:
             self._path(ITSELF).mkdir()
             self.lock = _open_and_lock(self._path(ITSELF))
@@ -187,7 +191,8 @@ class _Writer:
         if self.lock is not None:
             os.close(self.lock)
         if self.is_first and self.temporary:
-            _remove(self._path(ITSELF))
+            with suppress(OSError):  # the next save tries again, and an error that is on its way says more
+                _remove(self._path(ITSELF))
 
 
 def _write_piece(fd: int, start: int, piece: Piece, chunk: int) -> None:
