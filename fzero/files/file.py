@@ -35,7 +35,7 @@ class File:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / name
-        self._fd, self._is_direct = _open_unnamed(self.path)
+        self._fd, self._is_direct = _open(self.path)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._free, self._size = FreeList(), 0
         self.unused: deque[range] = deque()
@@ -130,7 +130,7 @@ class File:
         return f"{leaf} in {self.path}" if leaf else str(self.path)
 
 
-def _open_unnamed(path: Path) -> tuple[int, bool]:
+def _open(path: Path) -> tuple[int, bool]:
     """A descriptor of a new file that has no name, and whether it goes past the page cache: not where the filesystem
     refuses that. `path` is for errors.
 
