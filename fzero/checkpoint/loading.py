@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
 from fzero.base.state import State
+from fzero.checkpoint.folder import remove_leftovers_of_dead
 from fzero.checkpoint.manifest import KINDS
 from fzero.checkpoint.opening import Checkpoint, StoredLeaf, latest, open_checkpoint
 from fzero.files import address_of
@@ -60,7 +62,8 @@ def load(
     have them, `chunk` bytes at a time. With `strict=False` leaves of the checkpoint that `like` lacks are skipped.
 
     Before, ranks share in reading all files, and compare them with their sums. With `verify=False` they do not: a
-    changed byte of a tensor is then a wrong value. A file of another save is found in any case.
+    changed byte of a tensor is then a wrong value. A file of another save is found in any case. What a save that was
+    killed on this host left in the folder is removed.
 
     With `donate` the values are read into the memory of those leaves of `like` that keep their layout, and these leaves
     cannot be used afterwards: no second state is in memory. Where a file then turns out to be damaged, they are lost.
@@ -101,6 +104,8 @@ def load(
         problem = "ranks opened different checkpoints: " + "; ".join(dict.fromkeys(seen))
         raise FzeroError(str(path), problem, "give all ranks one folder; or load again, if the checkpoint was replaced")
     do_together(gather, read, str(path), "load", way_out)
+    if not isinstance(home, Live) or home.number == 0:
+        remove_leftovers_of_dead(Path(path))
     return result[0]
 
 
