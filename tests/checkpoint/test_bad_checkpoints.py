@@ -426,6 +426,16 @@ def load_whole_on_a_mesh(path: Path, mesh: DeviceMesh) -> tuple[Refusal, bool]:
     return refusal(lambda: load(path / str(dist.get_rank()), {"x": torch.ones(3)}, mesh)), True
 
 
+def load_two_checkpoints(path: Path, mesh: DeviceMesh) -> tuple[Refusal, bool]:
+    """Each rank sees a folder of its own of this name, with the same step of another run."""
+    mine = path / str(dist.get_rank())
+    save(mine, {"params": {"up": TENSORS["up"] + dist.get_rank()}}, step=4)
+    like = {"params": {"up": fzero.partition(TENSORS, mesh)["up"]}}
+    before = bits(like["params"]["up"])
+    found = refusal(lambda: load(mine, like, donate=True))
+    return found, bits(like["params"]["up"]) == before
+
+
 def load_another_dtype(path: Path, mesh: DeviceMesh) -> tuple[Refusal, bool]:
     save(path, make(mesh), step=4)
     like = make_like(mesh, params={"up": torch.zeros(7, 5, dtype=torch.float64 if dist.get_rank() else torch.float32)})
@@ -436,6 +446,7 @@ CASES = {
     load_truncated: f"rank 1 could not load: params\\..*{SECOND} has \\d+ bytes, \\d+ were written",
     load_verified: f"rank 1 could not load: .*step-4: {SECOND} has the CRC-32",
     load_whole_on_a_mesh: f"rank 1 could not load: .*{MANIFEST}: ",
+    load_two_checkpoints: "ranks opened different checkpoints: step 4, save [0-9a-f]{32} [0-9a-f]{8}; step 4, save",
     load_another_dtype: r"rank 1 could not load: params.up: is float32\[7, 5\] in .*step-4, float64\[7, 5\] in `like`",
 }
 
