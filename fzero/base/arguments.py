@@ -70,7 +70,7 @@ def is_of(value: Any, hint: Any) -> bool:
     """Whether `value` is of the type that an annotation says."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        if os.PathLike in map(typing.get_origin, inner) and _has_null(value):
+        if any(typing.get_origin(each) is os.PathLike for each in inner) and _has_null(value):
             return False
         return any(is_of(value, each) for each in inner)
     if origin is Literal:

@@ -34,6 +34,10 @@ LEFT = "left "  # the first word of a rank that leaves the others by an error of
 WORD = 256  # bytes of a rank's answer in a roll call
 
 
+class RefusedError(RuntimeError):
+    """The kernel keeps this process from the memory of another rank's."""
+
+
 def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
     """Close this rank's connections in these gloo groups; otherwise ranks wait for this rank until their timeout.
 

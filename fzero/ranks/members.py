@@ -22,7 +22,17 @@ import torch.distributed as dist
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import group_timeouts
-from fzero.ranks.failure import LEFT, REFUSED, RESTART, call_roll, format_seconds, hang_up, name_ranks, roll_error
+from fzero.ranks.failure import (
+    LEFT,
+    REFUSED,
+    RESTART,
+    RefusedError,
+    call_roll,
+    format_seconds,
+    hang_up,
+    name_ranks,
+    roll_error,
+)
 from fzero.ranks.processes import Process, has_ended, this_process
 
 PATIENCE = timedelta(seconds=30)
@@ -134,7 +144,7 @@ class Members:
             now = time.monotonic()
             deadline = max(since + self.timeout.total_seconds(), now) + min(self.timeout, PATIENCE).total_seconds()
             word = f"waited {now - since:.0f} s in {what}"
-            if isinstance(error, PermissionError):
+            if isinstance(error, RefusedError):
                 word = f"{REFUSED}the memory of another rank in {what}: {error}"
             self._lost = roll_error(what, *self._part(word, deadline))
         return self._lost

@@ -11,15 +11,13 @@ import errno
 import os
 from typing import Any
 
+from fzero.ranks.failure import RefusedError
+
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 class EndedError(RuntimeError):
     """The process has ended."""
-
-
-class RefusedError(RuntimeError, PermissionError):
-    """The kernel keeps this process from the memory of the other one."""
 
 
 class _Vector(ctypes.Structure):
