@@ -328,7 +328,7 @@ def test_a_checkpoint_is_replaced_only_when_asked(tmp_path: Path) -> None:
         (
             {"x": torch.ones(2)},
             {"step": 1, "metadata": {"a": {1}}},
-            "metadata.a: is {1}, a set; metadata are values of JSON",
+            r"metadata\.a: is \{1\}, a set; metadata are values of JSON",
         ),
         ({"x": object()}, {"step": 1}, "x: is a object: a checkpoint holds tensors"),
         ({"x": torch.ones(2, device="meta")}, {"step": 1}, "x: is on the meta device"),
