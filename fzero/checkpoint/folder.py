@@ -180,7 +180,8 @@ def remove_leftovers_of_dead(path: Path) -> None:
     ended. For readers: raises nothing, and does nothing where a save may be under way."""
     with suppress(OSError, ValueError, FzeroError):
         left = [name for name in _list_names(path) if name["ending"]]
-        if left and find_end((path / LOCK).read_text().splitlines()[1:2][0]) and os.access(path, os.W_OK):
+        writer = (path / LOCK).read_text().partition("\n")[2].strip() if left else ""
+        if find_end(writer) and os.access(path, os.W_OK):
             with _hold(path):
                 _remove_leftovers(path)
 

@@ -101,3 +101,17 @@ def test_what_a_killed_writer_left_goes_at_the_next_call(tmp_path: Path, kind: s
     write(tmp_path / "3", VALUES)  # of another name
     assert len(os.listdir(tmp_path)) == len(before) + 1 and "3" in "".join(os.listdir(tmp_path))
     read(tmp_path / "3")
+
+
+@pytest.mark.parametrize(
+    "owner", [None, "", "process 1 on a host", "process 1 on a host\nof another place-1-2\n", "\0\n"]
+)
+def test_what_an_unknown_writer_left_stays_at_a_load(tmp_path: Path, owner: str | None) -> None:
+    """It may be written by a process of another host, whose locks are unknown here."""
+    save(tmp_path, VALUES, step=1)
+    (tmp_path / "step-2.partial").mkdir()
+    (tmp_path / ".lock").unlink() if owner is None else (tmp_path / ".lock").write_text(owner)
+    assert torch.equal(load(tmp_path, LIKE)["w"], VALUES["w"])
+    assert (tmp_path / "step-2.partial").exists()
+    save(tmp_path, VALUES, step=3)
+    assert not (tmp_path / "step-2.partial").exists()
