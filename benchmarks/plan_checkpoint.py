@@ -85,7 +85,7 @@ def measure_save(params: tree.Tree, ranks: int) -> tuple[Found, bytes]:
     head = seconds.take("header", lambda: render_header(plan_header(picked, {})))
     files = [File(1 << 30, f"{number:08x}", "") for number in range(ranks)]
     grid, places, values, _ = planned
-    known = Manifest(0, mesh.sizes, mesh.shard_axis, grid, places, values, files, {}, {"fzero": "0"})
+    known = Manifest(0, "", mesh.sizes, mesh.shard_axis, grid, places, values, files, {}, {"fzero": "0"})
     data = seconds.take("render", lambda: render_manifest(known))
     return Found(seconds.by_name, {"manifest": len(data), "header": len(head)}), data
 

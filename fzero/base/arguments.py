@@ -70,6 +70,8 @@ def is_of(value: Any, hint: Any) -> bool:
     """Whether `value` is of the type that an annotation says."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (Union, types.UnionType):
+        if any(typing.get_origin(each) is os.PathLike for each in inner) and _has_null(value):
+            return False
         return any(is_of(value, each) for each in inner)
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in inner)
@@ -84,6 +86,11 @@ def is_of(value: Any, hint: Any) -> bool:
         is_list = isinstance(value, collections.abc.Sequence) and not isinstance(value, (str, bytes))
         return is_list and all(is_of(item, inner[0]) for item in value)
     return origin not in _WORDS or isinstance(value, origin)
+
+
+def _has_null(value: Any) -> bool:
+    """Whether a text or a path has a character that no path may have."""
+    return isinstance(value, (str, os.PathLike)) and "\0" in os.fsdecode(value)
 
 
 def is_whole(value: Any) -> bool:

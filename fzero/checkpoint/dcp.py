@@ -112,7 +112,7 @@ class DcpFolder:
         self._starts = dict[Stored, int | None]()
         for name, nbytes in measure_files(self.contents).items():
             file = self.path / name
-            if not file.is_file():
+            if not os.path.isfile(file):
                 raise FzeroError(str(file), "is not there", DAMAGED)
             if (found := file.stat().st_size) < nbytes:
                 raise FzeroError(str(file), f"has {found} bytes, the metadata place values up to {nbytes}", DAMAGED)

@@ -29,6 +29,7 @@ from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.common_home import find_common_home
 from fzero.state.safetensors.transfer import sync_directory
+from fzero.state.safetensors.writing import name_temporary, open_and_lock, remove_leftovers
 from fzero.state.sources import Source, TensorSource
 from fzero.values.sharded import Sharded
 
@@ -41,8 +42,9 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
     its dotted path. Leaves are those of `fzero.checkpoint.save`; numbers and strings are stored as they are.
 
     All ranks of the mesh call `save_dcp` together, and see one filesystem. The folder appears when it is complete;
-    before, it is called `PATH.partial`, and the next save removes what a killed one left there. torch plans on the
-    first rank of the mesh: for many ranks and leaves, `fzero.checkpoint.save` is faster.
+    before, it has another name in the same directory. Such a folder of a process that was killed is removed by the next
+    save into the directory. torch plans on the first rank of the mesh: for many ranks and leaves,
+    `fzero.checkpoint.save` is faster.
 
     Raises:
         FzeroError: for a leaf that a checkpoint cannot hold; where `path` is there already; on all ranks, where a rank
@@ -51,17 +53,23 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
     on = find_common_home(zip(tree.paths(values), tree.leaves(values)))
     members = on.members if isinstance(on, Live) else None
     target = Path(path)
-    partial = target.parent / f"{target.name}.partial"
     gather, is_first = gather_words(members, "save_dcp", f"to {path}"), not isinstance(on, Live) or on.number == 0
     plans: list[Plan] = []
+    made: list[Path] = []  # by this rank
+    locks: list[int | None] = []
 
-    def begin() -> None:
+    def begin() -> str:
         plans.append(plan(values, None if on is None else on.mesh))
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise FzeroError(str(target), "is there already", "give a new folder, or remove this one first")
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+        if not is_first:
+            return ""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target.parent)
+        made.append(target.parent / name_temporary(target))
+        made[0].mkdir()
+        locks.append(open_and_lock(made[0]))
+        return made[0].name
 
     def publish() -> None:
         if is_first:
@@ -70,14 +78,18 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
             sync_directory(target.parent)
 
     try:
-        do_together(gather, begin, str(target), "write it", AGAIN)
+        names = do_together(gather, begin, str(target), "write it", AGAIN)
+        partial = target.parent / next(filter(None, names))
         if isinstance(on, Live):
             on.agree(f"save_dcp to {path}", plans[0].list_lines())
         _write(partial, plans[0], on, target)
         do_together(gather, publish, str(target), "write it", AGAIN)
     finally:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+        for fd in locks:
+            if fd is not None:
+                os.close(fd)
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(folder: Path, of: Plan, on: Home | None, target: Path) -> None:

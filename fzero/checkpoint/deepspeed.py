@@ -134,18 +134,32 @@ class _Part(NamedTuple):
 
 def _find_checkpoint(path: Path) -> Path:
     """The folder of one checkpoint: `path`, or the one in it that `latest` names."""
-    latest = path / "latest"
-    if not latest.is_file():
+    tag = read_tag(path / "latest")
+    if tag is None:
         return path
-    tag = latest.read_text().strip()
-    if Path(tag).name != tag or not (path / tag).is_dir():
-        raise FzeroError(str(latest), f"names {tag!r}, which is no folder beside it", "give the folder of a checkpoint")
+    if Path(tag).name != tag or not os.path.isdir(path / tag):
+        problem = f"names {tag!r:.80}, which is no folder beside it"
+        raise FzeroError(str(path / "latest"), problem, "give the folder of a checkpoint")
     return path / tag
+
+
+def read_tag(latest: Path) -> str | None:
+    """The tag in a file `latest`; None where there is no such file.
+
+    Raises:
+        FzeroError: for a file that is no text.
+    """
+    if not os.path.isfile(latest):
+        return None
+    try:
+        return latest.read_bytes().decode().strip()
+    except (OSError, ValueError) as error:
+        raise FzeroError(str(latest), f"cannot be read: {error}", "write the tag of a checkpoint to it") from error
 
 
 def _list_optimizer_files(folder: Path) -> list[Path]:
     """The files of the optimizer in the order of ranks."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     found = {match.groups(): folder / match[0] for match in map(OPTIMIZER_FILE.fullmatch, names) if match}
     if not found:
         problem = f"has no file *zero_pp_rank_0_mp_rank_00_optim_states.pt among its {len(names)} files"
@@ -168,7 +182,7 @@ def _list_model_files(stage: int, world: int) -> list[str]:
 
 
 def _load(file: Path) -> Any:
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise FzeroError(str(file), "is not there", INCOMPLETE)
     return load_torch_file(file, str(file), mmap=True, stand_ins=STAND_INS)
 

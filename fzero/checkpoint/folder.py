@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.manifest import MANIFEST
+from fzero.ranks.processes import find_end, name_process
 from fzero.state.safetensors.transfer import sync_directory
 
 PARTIAL, REPLACED = ".partial", ".replaced"
@@ -35,6 +37,8 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a filesystem without locks."""
 HELD_BY_OTHERS = (errno.EACCES, errno.EAGAIN)
+PATIENCE = 0.5
+"""Seconds after which a save that finds the folder locked tries once more."""
 
 _held: set[tuple[int, Path]] = set()
 """The process and the folders that it holds: a lock of a file keeps out other processes only."""
@@ -171,6 +175,17 @@ def remove(path: Path, step: int) -> None:
         _remove_entry(partial)
 
 
+def remove_leftovers_of_dead(path: Path) -> None:
+    """Remove what a killed save left in a folder, where the process that wrote there last was one of this host, and has
+    ended. For readers: raises nothing, and does nothing where a save may be under way."""
+    with suppress(OSError, ValueError, FzeroError):
+        left = [name for name in _list_names(path) if name["ending"]]
+        writer = (path / LOCK).read_text().partition("\n")[2].strip() if left else ""
+        if find_end(writer) and os.access(path, os.W_OK):
+            with _hold(path):
+                _remove_leftovers(path)
+
+
 def _remove_leftovers(path: Path) -> None:
     """Remove what killed saves left in a folder. A checkpoint that one was replacing gets its name back."""
     for name in _list_names(path):
@@ -215,7 +230,7 @@ def _hold(path: Path) -> Iterator[None]:
     try:
         _lock(fd, path)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n{name_process()}\n".encode(), 0)
         yield
     finally:
         _held.discard(key)
@@ -224,10 +239,16 @@ def _hold(path: Path) -> Iterator[None]:
 
 def _lock(fd: int, path: Path) -> None:
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in HELD_BY_OTHERS:
+                raise
+            time.sleep(PATIENCE)  # a load that removes leftovers holds the lock for a moment
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in HELD_BY_OTHERS:
-            owner = os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
+            owner = os.pread(fd, 256, 0).decode(errors="replace").partition("\n")[0].strip() or "another process"
             way_out = "end that process, or give each job a folder of its own"
             raise FzeroError(str(path), f"{owner} is writing there", way_out) from error
         if error.errno not in NO_LOCKS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
 from fzero.base.state import State
+from fzero.checkpoint.folder import remove_leftovers_of_dead
 from fzero.checkpoint.manifest import KINDS
 from fzero.checkpoint.opening import Checkpoint, StoredLeaf, latest, open_checkpoint
 from fzero.files import address_of
@@ -23,7 +25,7 @@ from fzero.ranks.homes import Home, find_home
 from fzero.ranks.live import Live
 from fzero.ranks.together import do_together, gather_words
 from fzero.ranks.virtual import Virtual
-from fzero.state.fill import CHUNK_NBYTES
+from fzero.state.fill import CHUNK_NBYTES, chunk_numel
 from fzero.state.partition import fill_leaves, partition
 from fzero.state.sources import describe, is_source, source_of
 from fzero.values.sharded import Sharded
@@ -40,7 +42,7 @@ def load(
     *,
     step: int | None = None,
     strict: bool = True,
-    verify: bool = False,
+    verify: bool = True,
     donate: bool = False,
     chunk: int = CHUNK_NBYTES,
     **how: Any,
@@ -57,8 +59,11 @@ def load(
     * a number or a string is what was saved; a numpy array is one again, without `mesh`.
 
     All ranks of the mesh call `load` together. Each reads the elements that it will hold, once, from the files that
-    have them, `chunk` bytes at a time. With `strict=False` leaves of the checkpoint that `like` lacks are skipped. With
-    `verify` ranks share in reading all files first, and compare them with their sums.
+    have them, `chunk` bytes at a time. With `strict=False` leaves of the checkpoint that `like` lacks are skipped.
+
+    Before, ranks share in reading all files, and compare them with their sums. With `verify=False` they do not: a
+    changed byte of a tensor is then a wrong value. A file of another save is found in any case. What a save that was
+    killed on this host left in the folder is removed.
 
     With `donate` the values are read into the memory of those leaves of `like` that keep their layout, and these leaves
     cannot be used afterwards: no second state is in memory. Where a file then turns out to be damaged, they are lost.
@@ -77,20 +82,30 @@ def load(
     if isinstance(home, Live):  # a rank may see an older folder than another
         found = home.find_largest(_latest_or_none(path) if step is None else step, "the checkpoint to load")
         chosen = None if found == NONE_YET else found
+    opened: list[Checkpoint] = []
+    result: list[tree.Tree] = []
 
-    def read() -> tree.Tree:
+    def begin() -> str:
         if step is not None and chosen != step:
             raise FzeroError("step", f"is {step}, another rank loads {chosen}", "give all ranks the same step")
-        checkpoint = open_checkpoint(path, chosen)
+        opened.append(open_checkpoint(path, chosen))
         if verify:
-            checkpoint.verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
-        place = functools.partial(partition, mesh=mesh, chunk=chunk, **how)
-        return _read(checkpoint, like, on, strict, donate, chunk, place)
+            opened[0].verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
+        return opened[0].fingerprint
 
-    result: list[tree.Tree] = []
+    def read() -> None:
+        place = functools.partial(partition, mesh=mesh, chunk=chunk, **how)
+        result.append(_read(opened[0], like, on, strict, donate, chunk, place))
+
     gather = gather_words(members, "load", f"from {path}")
     way_out = "see to the file, or load another checkpoint"
-    do_together(gather, lambda: result.append(read()), str(path), "load", way_out)
+    seen = do_together(gather, begin, str(path), "load", way_out)
+    if len(set(seen)) > 1:
+        problem = "ranks opened different checkpoints: " + "; ".join(dict.fromkeys(seen))
+        raise FzeroError(str(path), problem, "give all ranks one folder; or load again, if the checkpoint was replaced")
+    do_together(gather, read, str(path), "load", way_out)
+    if not isinstance(home, Live) or home.number == 0:
+        remove_leftovers_of_dead(Path(path))
     return result[0]
 
 
@@ -117,6 +132,7 @@ def _read(
     paths = tree.paths(like)
     _check_names(checkpoint, paths, strict)
     found = [_find(checkpoint, path, leaf) for path, leaf in zip(paths, leaves)]
+    chunk_numel(chunk, torch.uint8, *(x.dtype for x in found if isinstance(x, StoredLeaf)))
     placed = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded) and on in (None, leaf.on)}
     for home in dict.fromkeys(leaf.on for leaf in placed.values()):
         assert isinstance(home, (Live, Virtual))

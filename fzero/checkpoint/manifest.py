@@ -1,7 +1,7 @@
 """Manifest: the JSON file that says what a checkpoint has, and where.
 
     {"format": "fzero.checkpoint", "version": 1, "crc32": "9ae0daaf", "body": {
-        "step": 1200,
+        "step": 1200, "save": "5f0c...",                                           a number that no other save has
         "mesh": {"replica": 2, "fsdp": 4}, "shard_axis": "fsdp",
         "leaves": [["params.blocks.0.up", "F32", [64, 16], 1024, 4096, 0], ...],   path, dtype and numbers of a `Place`
         "values": [["schedule", "str", "cosine"], ...],                             leaves that are no tensors
@@ -9,7 +9,8 @@
         "metadata": {...}, "versions": {"fzero": "0.1.0", "torch": "2.13.0"}}}
 
 The CRC-32 is of the body's text. File number n is called `rank-n.safetensors`: a manifest names no paths, so that
-nothing can lead out of the folder. Nothing is executed to read it.
+nothing can lead out of the folder. Nothing is executed to read it. The header of each file has the save too, and the
+file's number (`tag_file`): so a file in the place of another is found when it is opened. Old checkpoints have neither.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ OTHERS = {"C128": torch.complex128}
 DTYPE_NAMES = NAMES | {dtype: name for name, dtype in OTHERS.items()}
 NAMED_DTYPES = DTYPES | OTHERS
 
+TAGS = "save", "file"
+"""Keys of a file's header."""
+MAX_DEPTH = 100
+"""Dicts and lists of metadata within one another."""
+
 Value = bool | int | float | complex | str
 KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, complex, str)}
 """Leaves that are no tensors, by the names of their types."""
@@ -52,9 +58,11 @@ class File(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """All that a checkpoint says of itself. `mesh` has the sizes of the axes of the mesh that saved it."""
+    """All that a checkpoint says of itself. `mesh` has the sizes of the axes of the mesh that saved it. `save` tells
+    one save from every other one; an old checkpoint has ""."""
 
     step: int
+    save: str
     mesh: dict[str, int]
     shard_axis: str
     grid: Grid
@@ -70,10 +78,37 @@ def name_file(number: int) -> str:
     return f"rank-{number:05}.safetensors"
 
 
+def tag_file(save: str, number: int) -> dict[str, str]:
+    """What the header of a file says of the file: the save that wrote it, and its number."""
+    return dict(zip(TAGS, (save, str(number)))) if save else {}
+
+
+def check_metadata(value: Any, path: str = "metadata", depth: int = 0) -> None:
+    """Raise for what JSON would give back as something else, such as a key that is no string, or a tuple.
+
+    Raises:
+        FzeroError: naming the entry.
+    """
+    way_out = "metadata are values of JSON: give numbers, strings, None, lists, and dicts with strings as keys"
+    if depth > MAX_DEPTH:
+        raise FzeroError(f"{path:.80}", f"is nested more than {MAX_DEPTH} deep", way_out)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise FzeroError(path, f"has the key {key!r:.80}, a {type(key).__name__}", way_out)
+            check_metadata(item, f"{path}.{key}", depth + 1)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            check_metadata(item, f"{path}.{number}", depth + 1)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise FzeroError(path, f"is {value!r:.80}, a {type(value).__name__}", way_out)
+
+
 def render_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest: `parse_manifest` is the inverse."""
     body = {
         "step": manifest.step,
+        "save": manifest.save,
         "mesh": manifest.mesh,
         "shard_axis": manifest.shard_axis,
         "leaves": render_places(manifest.places.values()),
@@ -155,9 +190,10 @@ def _parse_body(body: Mapping[str, Any]) -> Manifest:
         raise ValueError("a leaf stands in it twice")
     if len(files) != grid.files:
         raise ValueError(f"{len(files)} files for {grid.files} ranks")
-    return Manifest(
-        _natural(body["step"]), mesh, axis, grid, places, values, files, dict(body["metadata"]), dict(body["versions"])
-    )
+    save, metadata, versions = body.get("save", ""), dict(body["metadata"]), dict(body["versions"])
+    if type(save) is not str:
+        raise ValueError(f"the save is {save!r:.80}, not a text")
+    return Manifest(_natural(body["step"]), save, mesh, axis, grid, places, values, files, metadata, versions)
 
 
 def _parse_places(rows: Any, grid: Grid) -> Iterator[Place]:

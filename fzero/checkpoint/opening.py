@@ -15,14 +15,16 @@ from torch import Tensor
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.folder import find_folder, list_steps
-from fzero.checkpoint.manifest import OTHERS, Value, name_file, read_manifest, render_crc
+from fzero.checkpoint.manifest import OTHERS, TAGS, Value, name_file, read_manifest, render_crc, tag_file
 from fzero.checkpoint.places import Place
 from fzero.state.safetensors.header import DAMAGED, Entry
 from fzero.state.safetensors.reading import TensorFile
 from fzero.state.sources import check_range, describe
 
-VERIFY_NBYTES = 8 << 20
-"""Bytes that `Checkpoint.verify` reads at a time."""
+VERIFY_NBYTES = 1 << 20
+"""Bytes that `Checkpoint.verify` reads at a time: few enough that the processor's cache holds them while they are
+summed."""
+REPLACED = "load again: the checkpoint was replaced while it was read, or files of two checkpoints changed places"
 
 
 @check_arguments
@@ -91,6 +93,12 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
         return self.manifest.metadata
 
     @property
+    def fingerprint(self) -> str:
+        """What tells this checkpoint from others: the save, and the sums of all files."""
+        sums = " ".join(file.crc32 for file in self.manifest.files)
+        return f"step {self.step}, save {self.manifest.save} {zlib.crc32(sums.encode()):08x}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.manifest.files)
@@ -116,7 +124,8 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
         """File number `number`, which `leaf` lies in.
 
         Raises:
-            FzeroError: for a file that is missing, or not of the size that the manifest says.
+            FzeroError: for a file that is missing, not of the size that the manifest says, of another save, or in the
+                place of another file.
         """
         if number not in self._opened:
             file = self.folder / name_file(number)
@@ -128,7 +137,17 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             expected = self.manifest.files[number].nbytes
             if nbytes != expected:
                 raise FzeroError(leaf, f"{file} has {nbytes} bytes, {expected} were written", DAMAGED)
-            self._opened[number] = TensorFile(file)
+            opened = TensorFile(file)
+            found, wanted = opened.header.metadata, tag_file(self.manifest.save, number)
+            if {key: found[key] for key in TAGS if key in found} != wanted:
+                is_moved = wanted and found.get("save") == wanted["save"]
+                what = (
+                    f"file {found.get('file', '?'):.20}, not {number}"
+                    if is_moved
+                    else "of another save than the manifest"
+                )
+                raise FzeroError(leaf, f"{file} is {what}", REPLACED)
+            self._opened[number] = opened
         return self._opened[number]
 
     def verify(self, first: int = 0, every: int = 1) -> None:
@@ -150,11 +169,12 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             nbytes = (self.folder / name).stat().st_size
             if nbytes != expected.nbytes:  # a FIFO has none: to open one may wait for ever
                 return f"{name} has {nbytes} bytes, {expected.nbytes} were written"
-            with open(self.folder / name, "rb") as file:
-                while data := file.read(VERIFY_NBYTES):
-                    crc = zlib.crc32(data, crc)
+            with open(self.folder / name, "rb", buffering=0) as file:
+                buffer = memoryview(bytearray(VERIFY_NBYTES))
+                while count := file.readinto(buffer):
+                    crc = zlib.crc32(buffer[:count], crc)
                     if expected.sha256:
-                        sha.update(data)
+                        sha.update(buffer[:count])
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         if render_crc(crc) != expected.crc32:
@@ -202,8 +222,7 @@ class StoredLeaf:
 
     def fingerprint(self) -> bytes:
         """What tells these values from others: the sums of the files, without reading them."""
-        files = self._checkpoint.manifest.files
-        return f"{self._checkpoint.step} {files[0].crc32} {len(files)}".encode()
+        return self._checkpoint.fingerprint.encode()
 
     def __repr__(self) -> str:
         return f"StoredLeaf({self.path}: {describe(self)} in {self._checkpoint.folder})"

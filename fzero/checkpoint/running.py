@@ -13,7 +13,7 @@ from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
 from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import latest
-from fzero.checkpoint.saving import save
+from fzero.checkpoint.saving import check_keep, save
 from fzero.checkpoint.stopping import Stop
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
@@ -54,6 +54,9 @@ def run(
         raise FzeroError("state", f"is a {type(state).__name__}", "give a fzero.State, which has a place for `data`")
     if every < 1:
         raise FzeroError("every", f"is {every}", "save every 1 steps or more")
+    if steps < 0:
+        raise FzeroError("steps", f"is {steps}", "take 0 steps or more")
+    check_keep(keep)
     with Stop(loader.mesh, signals) as stop:
         state, number = _restore(path, state, loader)
         saving, saved, batches = None, number, _iter_epochs(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero.base import tree
-from fzero.base.arguments import check_arguments
+from fzero.base.arguments import check_arguments, is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
@@ -57,8 +58,7 @@ def save(
             different trees, or where another process writes into the folder.
     """
     step = _choose_step(state, step)
-    if keep is not None and keep < 1:
-        raise FzeroError("keep", f"is {keep}", "keep at least 1 checkpoint")
+    check_keep(keep)
     on = find_common_home(zip(tree.paths(state), tree.leaves(state)))
     lane = find_lane(on)
     lane.finish()
@@ -74,13 +74,20 @@ def save(
     return saving
 
 
+def check_keep(keep: int | None) -> None:
+    """Raise for a number of checkpoints that is not at least 1."""
+    if keep is not None and keep < 1:
+        raise FzeroError("keep", f"is {keep}", "keep at least 1 checkpoint")
+
+
 def _choose_step(state: tree.Tree, step: Any) -> int:
     if step is None and isinstance(state, State):
         found = state.step
         step = found.local if isinstance(found, Sharded) else found
     if isinstance(step, torch.Tensor) and step.numel() == 1 and not step.dtype.is_floating_point:
         step = int(step)
-    if type(step) is not int or step < 0:
-        problem = f"is {step!r:.80}, not a whole number from 0 on"
+    step = operator.index(step) if is_whole(step) else step
+    if type(step) is not int or not 0 <= step < 2**63:  # a manifest has no larger numbers
+        problem = f"is {step!r:.80}, not a whole number from 0 on, of 63 bits"
         raise FzeroError("step", problem, "give save(..., step=n), or a fzero.State with a step")
     return step

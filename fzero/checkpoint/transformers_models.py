@@ -7,6 +7,7 @@ joined, tied and left out. transformers is an optional dependency, and is import
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Container, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,7 +88,7 @@ def read_config(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         problem = "has no config.json, which says what model its files are of"
         raise FzeroError(str(folder), problem, "give the folder of save_pretrained or export_hf, or give the model")
     try:

@@ -14,8 +14,8 @@ files of the other alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import secrets
 import threading
 import time
 import warnings
@@ -32,7 +32,16 @@ import torch
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.folder import check_free, list_steps, open_partial, partial_folder, publish, remove, step_folder
-from fzero.checkpoint.manifest import MANIFEST, File, Manifest, name_file, render_crc, render_manifest
+from fzero.checkpoint.manifest import (
+    MANIFEST,
+    File,
+    Manifest,
+    check_metadata,
+    name_file,
+    render_crc,
+    render_manifest,
+    tag_file,
+)
 from fzero.checkpoint.pieces import Plan, hash_lines, plan
 from fzero.checkpoint.staging import Staging
 from fzero.files.memory import memory_of
@@ -75,6 +84,7 @@ class Saving:
         self._plan: Plan | None = None
         self._files: dict[int, dict[str, Source]] = {}
         self._lines: list[str] = []  # what ranks must have alike, as it was at the call
+        self._save = ""  # the first rank's number, which no other save has
         self._failure: Exception | None = None
         self._staged: Callable[[], None] = lambda: None
         # Not `Thread.join`: where Python 3.11 is interrupted in it, it takes the thread for ended
@@ -148,7 +158,9 @@ class Saving:
         where = str(step_folder(self.path, self.step))
         try:
             with ExitStack() as stack:
-                self._compare(do_together(self.gather, lambda: self._begin(stack), where, "save", AGAIN))
+                begun = do_together(self.gather, lambda: self._begin(stack), where, "save", AGAIN)
+                self._compare([plan for plan, _ in begun])
+                self._save = next(save for _, save in begun if save)
                 written = do_together(self.gather, self._write, where, "save", AGAIN)
                 do_together(self.gather, lambda: self._commit(written, stack), where, "save", AGAIN)
         finally:
@@ -159,35 +171,35 @@ class Saving:
     def _is_first(self) -> bool:
         return 0 in self._list_numbers()
 
-    def _begin(self, stack: ExitStack) -> str:
-        """Take the folder, on the first rank, until `stack` ends. Returns a hash of what this rank is about to save."""
+    def _begin(self, stack: ExitStack) -> tuple[str, str]:
+        """Take the folder, on the first rank, until `stack` ends. Returns a hash of what this rank is about to save,
+        and on the first rank the number of the save."""
         if self._failure is not None:
             raise self._failure
-        if self._is_first:
-            try:
-                json.dumps(self._options.metadata)
-            except (TypeError, ValueError) as error:
-                problem = f"are not values of JSON: {error}"
-                raise FzeroError("metadata", problem, "give numbers, strings, lists") from error
-            stack.enter_context(open_partial(self.path, self.step))
-            check_free(self.path, self.step, self._options.overwrite)
-        return hash_lines(self._lines)
+        if not self._is_first:
+            return hash_lines(self._lines), ""
+        check_metadata(self._options.metadata)
+        stack.enter_context(open_partial(self.path, self.step))
+        check_free(self.path, self.step, self._options.overwrite)
+        return hash_lines(self._lines), secrets.token_hex(16)
 
     def _write(self) -> dict[int, File]:
         """Write this process's files. What is written of each, by number."""
         self._staged()
         folder = partial_folder(self.path, self.step)
         folder.mkdir(parents=True, exist_ok=True)  # a client of a network filesystem may not know it yet
-        written = {number: self._write_file(folder / name_file(number), self._files[number]) for number in self._files}
+        written = {number: self._write_file(folder, number, values) for number, values in self._files.items()}
         with self._time("sync"):
             sync_directory(folder)
         return written
 
-    def _write_file(self, file: Path, values: Mapping[str, Source]) -> File:
+    def _write_file(self, folder: Path, number: int, values: Mapping[str, Source]) -> File:
         """Write one file and put it on the disk. Values lie in the order of the header, without gaps."""
-        header = plan_header(values, {})
+        header = plan_header(values, tag_file(self._save, number))
         sums, begun = _Sums(self._options.sha256), 0
-        with open(file, "xb", buffering=PIECE_NBYTES // 4) as out:  # x: another job's file would be an error
+        with open(
+            folder / name_file(number), "xb", buffering=PIECE_NBYTES // 4
+        ) as out:  # x: another job's file would be an error
             for data in _iter_data(render_header(header), [values[key] for key in header.entries]):
                 with self._time("checksum"):
                     sums.add(data)
@@ -223,7 +235,9 @@ class Saving:
         grid, places, values, _ = self._plan
         sizes, axis = ({}, "") if self._on is None else (self._on.mesh.sizes, self._on.mesh.shard_axis)
         listed = [files[number] for number in range(grid.files)]
-        known = Manifest(self.step, sizes, axis, grid, places, values, listed, self._options.metadata, _versions())
+        known = Manifest(
+            self.step, self._save, sizes, axis, grid, places, values, listed, self._options.metadata, _versions()
+        )
         self._check_files(grid.files)
         with self._time("sync"):
             with open(partial_folder(self.path, self.step) / MANIFEST, "xb") as out:

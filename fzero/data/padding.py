@@ -38,6 +38,8 @@ def pad(
         FzeroError: for a leaf that is no tensor, or without a number, or whose dtype cannot hold its number; for a
             sequence longer than `length`.
     """
+    if count is not None and count < 0:
+        raise FzeroError("count", f"is {count}", "give the number of rows that are no padding")
     leaves, treedef = tree.flatten(batch)
     paths = tree.paths(batch)
     numbers = match_padding(padding, batch)

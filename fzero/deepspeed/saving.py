@@ -15,6 +15,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.state import State
+from fzero.checkpoint.deepspeed import read_tag
 from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.quantized import iter_values
 from fzero.deepspeed.settings import Settings
@@ -31,10 +32,9 @@ _log = logging.getLogger("fzero")
 def find_folder(load_dir: str | os.PathLike[str], tag: Any = None) -> Path | None:
     """The folder of the checkpoint `tag`, by default the last one; None where nothing tells which one that is."""
     if tag is None:
-        latest = Path(load_dir) / LATEST
-        if not latest.is_file():
+        tag = read_tag(Path(load_dir) / LATEST)
+        if tag is None:
             return None
-        tag = latest.read_text().strip()
     return Path(load_dir) / str(tag)
 
 
@@ -109,7 +109,7 @@ class Files:
         wanted = self.state if is_whole else State(params=self.state.params, buffers=self.state.buffers)
         if any(folder.glob("*_optim_states.pt")):
             return str(folder), self._load_weights(folder, is_whole)
-        if not folder.exists():
+        if not os.path.exists(folder):
             tags = sorted(each.name for each in Path(load_dir).glob("*/"))
             problem = f"does not exist; {load_dir} has {', '.join(tags[:8]) or 'no tag'}"
             raise FzeroError(f"load_checkpoint: {folder}", problem, "give a tag that engine.save_checkpoint wrote")

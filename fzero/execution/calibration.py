@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from statistics import median
 from typing import Any
@@ -228,12 +227,12 @@ def measure_disk(place: Disk) -> float:
     Raises:
         FzeroError: for a disk without room, or that fails.
     """
-    with closing(Store(place.path)) as store:
-        extent = store.allocate(MOVED, store.open_file(None, "calibration"), "")
-        memory = torch.zeros(MOVED, dtype=torch.uint8, device="cpu")
-        there = OnDisk(extent, 0, MOVED, memory.dtype)
-        out = _clock_runs(lambda: write([memory], [there]).wait(), _Clock([]))
-        back = _clock_runs(lambda: read([there], [memory]).wait(), _Clock([]))
+    store = Store(place.path)
+    extent = store.allocate(MOVED, store.open_file(None, "calibration"), "")
+    memory = torch.zeros(MOVED, dtype=torch.uint8, device="cpu")
+    there = OnDisk(extent, 0, MOVED, memory.dtype)
+    out = _clock_runs(lambda: write([memory], [there]).wait(), _Clock([]))
+    back = _clock_runs(lambda: read([there], [memory]).wait(), _Clock([]))
     return MOVED / max(out, back)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
+import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -15,19 +17,25 @@ from fzero.files.extents import FreeList, align_down
 
 _log = logging.getLogger("fzero")
 
-DIRECT = getattr(os, "O_DIRECT", 0)
+DIRECT, UNNAMED = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
+NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
+"""Errors of a filesystem, or of a kernel, that knows no files without names."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk, a quota or a limit that leaves no room."""
 GO_ON = "give another disk, and go on from the last checkpoint"
 
 
 class File:
-    """A new file. `take` makes room in it, and `read` and `write` move bytes on borders of `ALIGN`."""
+    """A new file in a folder, without a name there. `take` makes room in it, and `read` and `write` move bytes on
+    borders of `ALIGN`.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = _open(path, os.O_CREAT | os.O_EXCL | DIRECT)
-        self._is_direct = bool(DIRECT)
+    A file without a name goes with the last descriptor of it, also where the process is killed, and no other program
+    can open it, to cut it or to write into it. `path` is what errors call the file.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / name
+        self._fd, self._is_direct = _open(self.path)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._free, self._size = FreeList(), 0
         self.unused: deque[range] = deque()
@@ -103,16 +111,14 @@ class File:
 
     def _become_buffered(self) -> None:
         """Go through the page cache from now on: some filesystems open a file for direct access, and then refuse it."""
-        fd = _open(self.path, 0)
-        os.dup2(fd, self._fd, inheritable=False)
-        os.close(fd)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~DIRECT)
         self._is_direct = False
 
     def _refuse(self, leaf: str, what: str, place: range, error: OSError) -> FzeroError:
         problem = f"bytes {place.start} to {place.stop} cannot be {what}: {error.strerror}"
         if error.errno not in FULL:
             return FzeroError(self._name(leaf), f"{problem}, twice", GO_ON)
-        free = os.statvfs(self.path.parent)
+        free = os.fstatvfs(self._fd)
         problem += f"; the disk has {free.f_bavail * free.f_frsize} bytes free"
         is_limit = error.errno == errno.EFBIG
         way_out = (
@@ -124,22 +130,42 @@ class File:
         return f"{leaf} in {self.path}" if leaf else str(self.path)
 
 
-def _open(path: Path, flags: int) -> int:
-    """A new descriptor of a file, without `DIRECT` where the filesystem refuses that flag.
+def _open(path: Path) -> tuple[int, bool]:
+    """A descriptor of a new file that has no name, and whether it goes past the page cache: not where the filesystem
+    refuses that. `path` is for errors.
 
     Raises:
         FzeroError: for a file that cannot be opened, such as one too many.
     """
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            return _create(path.parent, DIRECT), bool(DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not DIRECT:
+                raise
+            return _create(path.parent, 0), False
     except OSError as error:
-        if error.errno == errno.EINVAL and DIRECT and flags & DIRECT:
-            path.unlink(missing_ok=True)  # some filesystems make the file first, and then refuse the flag
-            return _open(path, flags & ~DIRECT)
-        problem, way_out = f"cannot be opened: {error.strerror}", "give another disk"
+        problem, way_out = f"cannot be opened: {error.strerror}", "give a folder on a disk with room"
         if error.errno == errno.EMFILE:
             way_out = "raise the limit of open files (ulimit -n)"
         if not path.parent.exists():
             problem = "cannot be opened: its folder was removed while this process used it"
             way_out = "leave the folder there while a run lasts, and go on from the last checkpoint"
         raise FzeroError(str(path), problem, way_out) from error
+
+
+def _create(folder: Path, flags: int) -> int:
+    """A descriptor of a new file of a folder. Where the filesystem knows no files without names, the file has one for
+    a moment."""
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    if UNNAMED:
+        try:
+            return os.open(folder, flags | UNNAMED, 0o600)
+        except OSError as error:
+            if error.errno not in NO_UNNAMED:
+                raise
+    name = folder / f".fzero-{secrets.token_hex(8)}"
+    try:
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    finally:
+        name.unlink(missing_ok=True)  # some filesystems make the file first, and then refuse the flags

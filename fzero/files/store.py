@@ -19,10 +19,10 @@ from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 from fzero.base.errors import FzeroError
+from fzero.base.placement import check_folder
 from fzero.files.extents import ALIGN, align_down, align_up
 from fzero.files.file import File
 from fzero.files.memory import BLOCK_NBYTES, Blocks
-from fzero.files.runs import Run
 
 DEPTH = 8
 """Blocks of all threads together, in bytes 8 MiB."""
@@ -70,7 +70,8 @@ class Store:
     """The files of one process below a path: one for each rank and bucket."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._run = path, Run(path)
+        check_folder(path)
+        self.path = path
         self.counts = Counts()
         self._owner = os.getpid()
         self._files: dict[str, File] = {}
@@ -79,12 +80,6 @@ class Store:
         self._blocks: SimpleQueue[Blocks] = SimpleQueue()
         for _ in range(THREADS):
             self._blocks.put(Blocks(DEPTH // THREADS))
-        self._end = weakref.finalize(self, self._run.end)
-
-    def close(self) -> None:
-        """Remove the files, once all that was started has ended."""
-        self._threads.shutdown()
-        self._end()
 
     def open_file(self, rank: int | None, bucket: str) -> File:
         """The file of a rank and bucket. `rank` None stands for all virtual ranks together."""
@@ -93,7 +88,7 @@ class Store:
         name = f"{owner}.{quote(bucket, safe='')[:MAX_NAME]}"
         with self._lock:
             if name not in self._files:
-                self._files[name] = File(self._run.folder / name)
+                self._files[name] = File(self.path, name)
             return self._files[name]
 
     def allocate(self, nbytes: int, file: File, leaf: str) -> Extent:

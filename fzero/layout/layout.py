@@ -72,7 +72,7 @@ class Layout:
     unit: int = 1
 
     def __post_init__(self) -> None:
-        if self.unit < 1:
+        if not 1 <= self.unit < 2**48:  # with more, sizes have more than 64 bits
             raise FzeroError(self.bucket, f"has units of {self.unit} elements", "a unit is at least 1 element")
 
     @property

@@ -25,8 +25,17 @@ MOMENT = timedelta(milliseconds=1)
 HANG_UP = 2**31 - 1  # a tag that no message has
 GONE = "died or left"
 RESTART = "mend it there, then start all ranks again, or make a new mesh on new process groups"
+REFUSED = "may not read "  # the first words of a rank that the kernel keeps from the memory of another one
+READABLE = (
+    "the kernel let ranks read each other's memory when they met: leave their user, their dumpable flag and "
+    "kernel.yama.ptrace_scope as they are during a run, and start all ranks again"
+)
 LEFT = "left "  # the first word of a rank that leaves the others by an error of its own
 WORD = 256  # bytes of a rank's answer in a roll call
+
+
+class RefusedError(RuntimeError):
+    """The kernel keeps this process from the memory of another rank's."""
 
 
 def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -89,6 +98,10 @@ def roll_error(what: str, words: Mapping[int, str], absent: Mapping[int, str]) -
     if left:
         problem = ", ".join(f"{name_ranks(ranks)} {word}" for word, ranks in group_by_word(left).items())
         return FzeroError(what, problem, RESTART)
+    refused = {rank: word for rank, word in words.items() if word.startswith(REFUSED)}
+    if refused:
+        problem = ", ".join(f"{name_ranks(ranks)} {word}" for word, ranks in group_by_word(refused).items())
+        return FzeroError(what, problem, READABLE)
     places = ", ".join(f"{name_ranks(ranks)} {place}" for place, ranks in group_by_word(words).items())
     problem = f"failed, though every rank answers: {places}"
     way_out = "let ranks take the same steps in equal time, or set a longer timeout"

@@ -22,7 +22,17 @@ import torch.distributed as dist
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import group_timeouts
-from fzero.ranks.failure import LEFT, RESTART, call_roll, format_seconds, hang_up, name_ranks, roll_error
+from fzero.ranks.failure import (
+    LEFT,
+    REFUSED,
+    RESTART,
+    RefusedError,
+    call_roll,
+    format_seconds,
+    hang_up,
+    name_ranks,
+    roll_error,
+)
 from fzero.ranks.processes import Process, has_ended, this_process
 
 PATIENCE = timedelta(seconds=30)
@@ -124,16 +134,19 @@ class Members:
         """The ranks whose processes have ended, as far as this host can tell."""
         return [rank for rank, process in zip(self.ranks, self._processes) if process and has_ended(process)]
 
-    def diagnose(self, what: str, since: float) -> FzeroError:
+    def diagnose(self, what: str, since: float, error: RuntimeError | None = None) -> FzeroError:
         """Hang up on every rank, call the roll, and return the error that names the missing ranks.
 
-        `what` names the failed collective, which this rank began at `since`, in seconds of `time.monotonic`. Later
-        calls return the same error, because the connections are gone.
+        `what` names the failed collective, which this rank began at `since`, in seconds of `time.monotonic`, and which
+        `error` ended. Later calls return the same error, because the connections are gone.
         """
         if self._lost is None:
             now = time.monotonic()
             deadline = max(since + self.timeout.total_seconds(), now) + min(self.timeout, PATIENCE).total_seconds()
-            self._lost = roll_error(what, *self._part(f"waited {now - since:.0f} s in {what}", deadline))
+            word = f"waited {now - since:.0f} s in {what}"
+            if isinstance(error, RefusedError):
+                word = f"{REFUSED}the memory of another rank in {what}: {error}"
+            self._lost = roll_error(what, *self._part(word, deadline))
         return self._lost
 
     def leave(self, what: str, error: BaseException) -> None:
@@ -182,7 +195,7 @@ class Attempt:
         if error is None or isinstance(error, FzeroError) or _is_capturing():
             return
         if isinstance(error, RuntimeError):
-            raise self.members.diagnose(self.what, self.since) from error
+            raise self.members.diagnose(self.what, self.since, error) from error
         self.members.leave(self.what, error)
 
 

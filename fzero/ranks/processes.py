@@ -5,6 +5,7 @@ A killed rank's sockets stay open while a child that the rank has forked holds t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from contextlib import suppress
@@ -38,6 +39,26 @@ def has_ended(process: Process) -> bool:
     except OSError:
         return True
     return start != process.start or nbytes == 0
+
+
+def name_process() -> str:
+    """A word without spaces, dots and slashes for this process, which `find_end` of another process understands."""
+    place, number, start = this_process()
+    return f"{_hash_place(place)}-{number}-{start}"
+
+
+def find_end(name: str) -> bool | None:
+    """Whether the process with this name has ended. None for a process of another place, and for any other word."""
+    place, _, rest = name.partition("-")
+    number, _, start = rest.partition("-")
+    here = _place()
+    if place != _hash_place(here) or not number.isdecimal() or not start:
+        return None
+    return has_ended(Process(here, int(number), start))
+
+
+def _hash_place(place: tuple[str, ...]) -> str:
+    return hashlib.sha256(" ".join(place).encode()).hexdigest()[:16]
 
 
 def _place() -> tuple[str, ...]:

@@ -123,6 +123,10 @@ def fill(out: Tensor, source: Source, layout: Layout, leaf: int, rank: int | Non
             here.copy_(staged)
 
 
+MAX_NBYTES = 2**62
+"""A chunk of more bytes is one of so many: torch takes no number of 64 bits."""
+
+
 def chunk_numel(chunk: int, *dtypes: torch.dtype) -> int:
     """The number of elements, of the widest of these dtypes, in a chunk of `chunk` bytes.
 
@@ -132,4 +136,4 @@ def chunk_numel(chunk: int, *dtypes: torch.dtype) -> int:
     widest = max(dtype.itemsize for dtype in dtypes)
     if chunk < widest:
         raise FzeroError("chunk", f"is {chunk} bytes, an element {widest}", "give some megabytes, such as 32 << 20")
-    return chunk // widest
+    return min(chunk, MAX_NBYTES) // widest

@@ -325,7 +325,11 @@ def test_a_checkpoint_is_replaced_only_when_asked(tmp_path: Path) -> None:
         ({"x": torch.ones(2)}, {"step": -1}, "step: is -1"),
         ({"x": torch.ones(2)}, {"step": 1.0}, "step: is 1.0"),
         ({"x": torch.ones(2)}, {"step": 1, "keep": 0}, "keep: is 0; keep at least 1"),
-        ({"x": torch.ones(2)}, {"step": 1, "metadata": {"a": {1}}}, "metadata: are not values of JSON"),
+        (
+            {"x": torch.ones(2)},
+            {"step": 1, "metadata": {"a": {1}}},
+            r"metadata\.a: is \{1\}, a set; metadata are values of JSON",
+        ),
         ({"x": object()}, {"step": 1}, "x: is a object: a checkpoint holds tensors"),
         ({"x": torch.ones(2, device="meta")}, {"step": 1}, "x: is on the meta device"),
         ({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, {"step": 1}, "a.b: 2 leaves have this path"),

@@ -26,6 +26,7 @@ from fzero.checkpoint import load_adam, load_params, open_dcp, read_dcp_values, 
 from fzero.checkpoint.dcp import DcpSource
 from fzero.layout.boxes import Box, boxes
 from fzero.layout.chunks import chunks
+from fzero.state.safetensors.writing import TEMPORARY
 from fzero.state.sources import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -89,8 +90,9 @@ def test_what_is_saved_is_read_on_other_meshes(folder: Path) -> None:
 
 
 def test_a_folder_appears_once_it_is_complete(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "new.partial").mkdir()
-    (tmp_path / "new.partial" / "of a killed save").write_text("")
+    left = tmp_path / f".old.1234{TEMPORARY}"
+    left.mkdir()
+    (left / "of a killed save").write_text("")
     save_dcp(tmp_path / "new", {"w": torch.ones(3)})
     assert os.listdir(tmp_path) == ["new"] and sorted(os.listdir(tmp_path / "new")) == [".metadata", "__0_0.distcp"]
     with pytest.raises(FzeroError, match="is there already; give a new folder"):

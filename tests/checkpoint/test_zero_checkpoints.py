@@ -74,6 +74,54 @@ def test_a_run_moves_over(name: str) -> None:
         assert len(counts) == (2 if name == "stage1" else 1) and all(count == 3 for count in counts)
 
 
+def rate(step: Tensor) -> Tensor:
+    return 0.1 / (1 + step)
+
+
+ADAMW = optim.adamw(0.1)
+AROUND_ADAM = {
+    "the idiom of the documents": optim.chain(optim.clip_by_global_norm(0.5), ADAMW),
+    "clipped otherwise": optim.chain(optim.clip(0.5), optim.clip_by_block_rms(0.5), ADAMW),
+    "chains in chains": optim.chain(optim.chain(optim.clip_by_global_norm(0.5)), optim.chain(optim.chain(ADAMW))),
+    "with a schedule": optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(rate)),
+    "scheduled stages": optim.chain(optim.scale_by_adam(), optim.scale_by_schedule(rate), optim.scale(-1.0)),
+    "lamb": optim.lamb(0.1),
+    "masked": optim.chain(optim.masked(optim.clip_by_global_norm(0.5), lambda path, leaf: "scale" in path),
+                          optim.masked(ADAMW, lambda path, leaf: True)),
+    "of several": optim.multi_transform({"a": ADAMW, "b": optim.adam(0.2)},
+                                        lambda path, leaf: "b" if "scale" in path else "a"),
+    "where finite": optim.apply_if_finite(optim.chain(optim.clip_by_global_norm(0.5), ADAMW), 3),
+    "rates as state": optim.inject_hyperparams(optim.adamw)(torch.tensor(0.1), b1=rate),
+    "all at once": optim.apply_if_finite(
+        optim.chain(optim.clip_by_global_norm(1.0), optim.inject_hyperparams(optim.adamw)(rate)), 3
+    ),
+}  # fmt: skip
+
+
+def test_state_around_adam_goes_on_from_adams() -> None:
+    """Each optimizer that contains an Adam. The next update is that of the state which has Adam's means and counts."""
+    sources, reference = open_deepspeed(RUNS / "stage1" / "step3"), expected("stage1")
+    like = {parameter: torch.empty(sources[f"model.{parameter}"].shape, device="meta") for parameter in TRAINED}
+    params = load_params(sources, like, VirtualMesh(fsdp=3), prefix="model.", strict=False)
+    for name, optimizer in AROUND_ADAM.items():
+        new = optimizer.init(params)
+        state = load_adam(sources, new, VirtualMesh(fsdp=3), prefix="optim.state.")
+        assert tree.paths(state) == tree.paths(new), name
+        for path, leaf, fresh in zip(tree.paths(state), tree.leaves(state), tree.leaves(new)):
+            parameter = path.partition(".mu." if ".mu." in path else ".nu.")[2]
+            if parameter:
+                kind = "exp_avg" if ".mu." in path else "exp_avg_sq"
+                assert leaf.full_tensor().equal(reference[f"optim.state.{parameter}.{kind}"]), (name, path)
+                assert leaf.form.layout == fresh.form.layout, (name, path)
+            elif path.endswith(".count") or path == "count":
+                assert leaf.full_tensor() == 3, (name, path)
+            else:
+                assert leaf.full_tensor().equal(fresh.full_tensor()), (name, path)
+        grads = tree.map(torch.ones_like, params)
+        updates, state = optimizer.update(grads, state, params)
+        assert all(x.full_tensor().isfinite().all() for x in tree.leaves(updates)), name
+
+
 # What is refused.
 
 OPTIMIZER, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -186,8 +234,12 @@ def test_state_that_adam_does_not_have_is_refused() -> None:
     largest = fzero.checkpoint.open_state_dict({"max": torch.ones(1)})["max"]
     with pytest.raises(FzeroError, match=r"keys without a leaf \(1\): 'scale.max_exp_avg_sq'"):
         load_state(sources_of(scale__max_exp_avg_sq=largest))
-    with pytest.raises(FzeroError, match=r"0\.nu_max.*: is no part of Adam's state"):
-        load_state(sources_of(), optim.amsgrad(0.1))
+    for optimizer, of in {optim.amsgrad(0.1): "ScaleByAmsgradState", optim.nadam(0.1): "ScaleByNadamState",
+                          optim.lion(0.1): "ScaleByLionState", optim.adamw8bit(0.1): "ScaleByAdam8bitState",
+                          optim.chain(optim.adam(0.1), optim.ema(0.9)): "EmaState",
+                          optim.schedule_free(optim.adamw(0.1), 0.1): "ScheduleFreeState"}.items():  # fmt: skip
+        with pytest.raises(FzeroError, match=rf"\w: is no part of Adam's state, but of {of}; give the state of an"):
+            load_state(sources_of(), optimizer)
     with pytest.raises(
         FzeroError, match=r"embed.weight: has no key 'embed.weight.step' among 0; give prefix and rename"
     ):

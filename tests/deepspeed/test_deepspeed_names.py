@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,36 @@ def test_weights_of_deepspeeds_own_checkpoint_are_read() -> None:
     run = Path(__file__).parents[1] / "checkpoint" / "deepspeed" / "stage3-three-ranks"
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(run))
     assert found["layers.1.weight"].shape == (6, 6) and found["fixed"].shape == (6,)
+
+
+def test_the_command_writes_what_the_functions_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`python -m fzero.deepspeed.utils.zero_to_fp32 CHECKPOINT OUT`, with DeepSpeed's options."""
+    run = Path(__file__).parents[1] / "checkpoint" / "deepspeed" / "stage3-three-ranks"
+    expected = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(run)
+
+    def call(*words: Any) -> int:
+        monkeypatch.setattr(sys, "argv", ["zero_to_fp32", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(zero_to_fp32.__file__), run_name="__main__")
+        return int(ended.value.code or 0)
+
+    assert call(run, tmp_path / "out", "-d") == 0
+    assert f"9 tensors of {run} in {tmp_path / 'out' / 'pytorch_model.bin'}" in capsys.readouterr().out
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    (tmp_path / "file").touch()
+    for words, problem in {
+        (tmp_path / "nothing", tmp_path / "x"): "nothing: is no folder",
+        (run, tmp_path / "file"): "pytorch_model.bin: cannot be written",
+        (run, tmp_path / "x", "--max_shard_size", "5GB"): "max_shard_size: is '5GB', which is not supported",
+        (run, tmp_path / "x", "--safe_serialization"): "safe_serialization: is True",
+        (run, tmp_path / "x", "-t", "nothing"): "nothing: ",
+    }.items():
+        assert call(*words) == 1 and problem in capsys.readouterr().err
+    assert call(run) == 2  # the parser's own
+    assert not (tmp_path / "x").exists()
 
 
 def test_helpers_do_what_they_say(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from fzero.base.placement import Disk
 from fzero.files import allocate, file, write
 
 VALUES = torch.arange(5000.0)
-PLACE = r"blocks.0.up in .*/run-\w+/rank-0.blocks.0: bytes 0 to 20480"
+PLACE = r"blocks.0.up in .*/rank-0.blocks.0: bytes 0 to 20480"
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_a_folder_that_was_removed_is_named_where_a_new_file_is_made(made: Any) 
 
 @pytest.mark.parametrize("size", [0, 4096, 5000, 20479])
 def test_a_file_that_was_cut_short_is_named(made: Any, size: int) -> None:
-    os.truncate(made.extent.file.path, size)
+    os.ftruncate(made.extent.file._fd, size)
     with pytest.raises(FzeroError, match=rf"blocks.0.up in .* to 20480 cannot be read: the file was cut to {size} byt"):
         made.clone()
     for make_it_longer in (lambda: made.copy_(VALUES), lambda: torch.empty_like(made)):  # zeros would stand for values
@@ -216,3 +217,70 @@ def test_three_kills() -> None:
     done = subprocess.run([sys.executable, str(script), "--kills=3"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3 kills: ")
+
+
+def test_nobody_else_finds_the_file_to_cut_it_and_make_it_longer(made: Any) -> None:
+    """A file that is as long as before would have zeros in the place of values."""
+    assert list(made.place.path.rglob("*")) == []
+    with pytest.raises(FileNotFoundError):
+        os.truncate(made.extent.file.path, 0)
+    assert torch.equal(made.clone(), VALUES)
+
+
+@pytest.mark.parametrize("codes", [[errno.EOPNOTSUPP], [errno.EISDIR, errno.EINVAL, errno.EISDIR], [errno.EINVAL]])
+def test_filesystems_without_unnamed_files_or_direct_access(
+    tmp_path: Path, codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, rest = os.open, list(codes)
+
+    def strike(path: Any, flags: int, *mode: Any) -> int:
+        fd = call(path, flags, *mode)
+        if rest:
+            os.close(fd)
+            raise OSError(rest[0], os.strerror(rest.pop(0)))
+        return fd
+
+    monkeypatch.setattr(file.os, "open", strike)
+    made = allocate(Disk(tmp_path), torch.float32, 5000, 0, "blocks.0", "x")
+    made.copy_(VALUES)
+    assert torch.equal(made.clone(), VALUES) and list(tmp_path.iterdir()) == [] and not rest
+
+
+def test_a_killed_process_leaves_nothing_though_its_child_lives(tmp_path: Path) -> None:
+    """A worker of a DataLoader, which was forked, outlives its rank for a while."""
+    receive, send = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        held = allocate(Disk(tmp_path), torch.float32, 5000, 0, "blocks.0", "x")
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        os.write(send, str(child if held.numel() else 0).encode())
+        signal.pause()
+    child = int(os.read(receive, 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    try:
+        again = allocate(Disk(tmp_path), torch.float32, 5000, 0, "blocks.0", "x")
+        assert list(tmp_path.iterdir()) == []
+        again.copy_(VALUES)
+        assert torch.equal(again.clone(), VALUES)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_folders_that_cannot_take_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, problem in {"file": "is there, and is no folder", "none": "is no folder"}.items():
+        with pytest.raises(FzeroError, match=rf"disk '.*/{path}': {problem}; give the path of a folder"):
+            allocate(Disk(tmp_path / path), torch.float32, 5, 0, "b", "x")
+    with pytest.raises(FzeroError, match=r"path: is .a.x00b.; give a text or a path"):
+        fzero.disk("a\0b")
+    for text in "", "~no-such-user/x", "x" * 5000:
+        with pytest.raises(FzeroError, match="^disk '.*': is (no folder|an empty path); give the path of a folder"):
+            fzero.disk(text)
+    if os.geteuid() != 0:  # root may write everywhere
+        tmp_path.chmod(0o500)
+        with pytest.raises(FzeroError, match=f"cannot be written to by user {os.getuid()}"):
+            allocate(Disk(tmp_path), torch.float32, 5, 0, "b", "x")
+        tmp_path.chmod(0o700)

@@ -119,7 +119,7 @@ def test_functions_that_would_write_into_a_copy_are_refused(tmp_path: Path, name
         function(put(tmp_path, torch.arange(10.0)))
 
 
-def test_room_is_used_again_and_the_folder_goes_with_the_last_value(tmp_path: Path) -> None:
+def test_room_is_used_again_and_the_file_goes_with_the_last_value(tmp_path: Path) -> None:
     first = put(tmp_path, torch.arange(5000.0))
     file, start = first.extent.file.path, first.extent.start
     part = first[2:4]
@@ -130,14 +130,16 @@ def test_room_is_used_again_and_the_folder_goes_with_the_last_value(tmp_path: Pa
     del part
     third = put(tmp_path, torch.ones(10))
     assert (third.extent.start, third.extent.file.path) == (start, file)
-    assert file.name == "rank-0.blocks.0"
+    assert file.name == "rank-0.blocks.0" and list(tmp_path.iterdir()) == []
+    descriptor = third.extent.file._fd
     del second, third
     gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_file_is_on_the_disk_before_it_is_written(tmp_path: Path) -> None:
     made = allocate(Disk(tmp_path), torch.float32, 5000, None, "a/b", "a.b.c")
     assert made.extent.file.path.name == "all-ranks.a%2Fb"
-    assert os.stat(made.extent.file.path).st_blocks * 512 >= 20480
+    assert os.fstat(made.extent.file._fd).st_blocks * 512 >= 20480
     assert "OnDisk(float32[5000] at byte 0 of" in repr(made)

@@ -5,6 +5,8 @@ A fault strikes a rank in place of a collective, in which the other ranks then w
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import re
 import signal
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Refusal, refusal, run
+from processes import Refusal, can_read_memory, refusal, run
 from programs import layers, training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -27,7 +29,7 @@ from fzero import optim
 from fzero.passes import defaults
 from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks, roll_error
 from fzero.ranks.live import live
-from fzero.ranks.transports import Native, PointToPoint, Transport
+from fzero.ranks.transports import Native, PointToPoint, Transport, process_memory
 
 STALL = timedelta(seconds=5)
 """Torch's timeout in tests of a rank that stalls. A rank that is later than others by less than STALL is in time, as a
@@ -135,6 +137,30 @@ IN_A_STEP = ["all_gather of layers.1", "reduce_scatter of layers.1", "all_reduce
 def test_a_rank_that_dies_in_a_step_is_named(what: str) -> None:
     ends = run(3, second_step, what, {2: die}, lost=[2])
     assert_named(ends, what, GONE, blamed={2})
+
+
+class _Forbids:
+    """A kernel that keeps processes from each other's memory."""
+
+    @staticmethod
+    def process_vm_readv(*of: Any) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+
+def be_forbidden() -> None:
+    process_memory._libc = _Forbids
+
+
+def test_a_rank_that_may_not_read_the_memory_of_another_one_any_more_is_told_so() -> None:
+    if not can_read_memory():
+        pytest.skip("this kernel keeps processes from reading each other's memory")
+    ends = run(2, second_step, "all_gather of layers.1", {1: be_forbidden}, stall=STALL, lost=[])
+    told = "all_gather of layers.1: rank 1 may not read the memory of another rank in all_gather of layers.1: "
+    for found in ends:
+        assert found is not None and found.kind == "FzeroError" and found.seconds < SOON
+        assert found.message.startswith(told)
+        assert "Operation not permitted; the kernel let ranks read each other's memory when they met" in found.message
 
 
 def in_a_step() -> list[Refusal | None]:

@@ -147,6 +147,20 @@ def test_a_file_that_vanished(file: Path) -> None:
         whole(w)
 
 
+def test_a_file_that_vanishes_while_it_is_looked_at_is_no_fifo(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = os.stat
+
+    def look_and_remove(path: Any, **how: Any) -> os.stat_result:
+        found = look(path, **how)
+        if str(path) == str(file):
+            file.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(os, "stat", look_and_remove)
+    with pytest.raises(FzeroError, match="cannot be read: No such file or directory; see to the file"):
+        TensorFile(file)
+
+
 def test_a_file_that_shrank(file: Path) -> None:
     w, size = open_safetensors(file)["w"], file.stat().st_size
     os.truncate(file, size - 4)

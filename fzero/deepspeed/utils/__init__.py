@@ -1,7 +1,9 @@
 """Utils: DeepSpeed's functions around an engine: whole parameters and optimizer state by parameter, logs, loaders."""
 
+import importlib
+from typing import Any
+
 from fzero.deepspeed.absent import make_getattr
-from fzero.deepspeed.utils import zero_to_fp32
 from fzero.deepspeed.utils.helpers import (
     RepeatingLoader,
     log_dist,
@@ -35,4 +37,9 @@ __all__ = [
     "zero_to_fp32",
 ]
 
-__getattr__ = make_getattr(__name__, __all__)
+_refuse = make_getattr(__name__, __all__)
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is used: `python -m` warns of a module that its package has imported already.
+    return importlib.import_module(f"{__name__}.{name}") if name == "zero_to_fp32" else _refuse(name)

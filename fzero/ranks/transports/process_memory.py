@@ -11,6 +11,8 @@ import errno
 import os
 from typing import Any
 
+from fzero.ranks.failure import RefusedError
+
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
@@ -28,7 +30,8 @@ def read(process: int, source: int, target: int, nbytes: int) -> None:
     """Copy bytes from the address `source` in another process to the address `target` in this process.
 
     Raises:
-        RuntimeError: when the kernel refuses; `EndedError` when the process is gone.
+        RuntimeError: when the bytes cannot be read; `RefusedError` when this process may not read them; `EndedError`
+            when the process is gone.
     """
     done = 0  # one call may copy less than it is asked for
     while done < nbytes:
@@ -36,6 +39,6 @@ def read(process: int, source: int, target: int, nbytes: int) -> None:
         count = _libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
             code = ctypes.get_errno()
-            kind = EndedError if code == errno.ESRCH else RuntimeError
+            kind = {errno.ESRCH: EndedError, errno.EPERM: RefusedError}.get(code, RuntimeError)
             raise kind(f"{nbytes} bytes of process {process} cannot be read: {os.strerror(code)}")
         done += count

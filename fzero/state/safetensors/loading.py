@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fzero.base.frozen import is_frozen
 from fzero.state.partition import partition
 from fzero.state.quantize import quantize_leaf
 from fzero.state.safetensors.reading import open_safetensors
+from fzero.state.safetensors.writing import remove_leftovers
 from fzero.state.sources import Source, TensorSource
 from fzero.values.blockwise import Coding
 from fzero.values.quantized import is_quantized, map_quantized_leaves
@@ -47,10 +49,15 @@ def load_safetensors(
         params, apply = fzero.lower(Model(device="meta"))
         params = fzero.load_safetensors("checkpoint/", params, mesh)
 
+    What a save that was killed on this host left beside the files is removed.
+
     Raises:
         FzeroError: as `open_safetensors`, `load_sources` and `fzero.partition` do.
     """
-    return partition(load_sources(files, like, rename=rename, strict=strict, dtype=dtype), mesh, **how)
+    loaded = partition(load_sources(files, like, rename=rename, strict=strict, dtype=dtype), mesh, **how)
+    if not isinstance(files, Mapping):
+        remove_leftovers(Path(files) if os.path.isdir(files) else Path(files).parent, is_reader=True)
+    return loaded
 
 
 def load_sources(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,9 +49,8 @@ class TensorFile:
         name = str(path)
         if sys.byteorder != "little":
             raise FzeroError(name, f"is little-endian, this machine is {sys.byteorder}-endian")
-        _check_regular(self.path)
         with self._open(name) as file:
-            self._size, self._time = _size_and_time(file)
+            self._size, *self._identity = _identify(file)
             count = parse_length(file.read(PREFIX), self._size, name)
             self._data = PREFIX + count
             self.header: Header = parse_header(file.read(count), self._size - self._data, name)
@@ -85,7 +85,7 @@ class TensorFile:
     @contextmanager
     def _open(self, leaf: str) -> Iterator[BinaryIO]:
         try:
-            with open(self.path, "rb") as file:
+            with _open_regular(self.path) as file:
                 yield file
         except OSError as error:
             raise FzeroError(
@@ -93,12 +93,14 @@ class TensorFile:
             ) from error
 
     def _check_unchanged(self, file: BinaryIO, leaf: str) -> None:
-        size, time = _size_and_time(file)
+        size, *identity = _identify(file)
         if size != self._size:
             raise FzeroError(leaf, f"{self.path} has {size} bytes, it had {self._size} when it was opened", CHANGED)
-        if time != self._time:
-            problem = f"{self.path} was written at {time} ns, what was opened at {self._time} ns"
+        if identity[0] != self._identity[0]:
+            problem = f"{self.path} was written at {identity[0]} ns, what was opened at {self._identity[0]} ns"
             raise FzeroError(leaf, problem, CHANGED)
+        if identity != self._identity:
+            raise FzeroError(leaf, f"{self.path} is another file than when it was opened", CHANGED)
 
     def __repr__(self) -> str:
         return f"TensorFile({self.path}: {len(self.header.entries)} tensors, {self.header.nbytes} bytes)"
@@ -158,7 +160,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, FileSource]:
             preferred name pattern; for an index that does not agree with its files.
     """
     found = Path(path)
-    if found.is_dir():
+    if os.path.isdir(found):  # `Path.is_dir` raises for a name that is too long
         found = _find_file(found)
     if found.suffix == ".json":
         return _open_index(found)
@@ -186,18 +188,20 @@ def _open_index(index: Path) -> dict[str, FileSource]:
     for key, name in weights.items():
         if name not in files:
             if Path(name).name != name:
-                raise FzeroError(key, f"{index} has it in {name!r}", "an index names files in its own directory")
-            if not (index.parent / name).exists():
+                raise FzeroError(key, f"{index} has it in {name!r:.300}", "an index names files in its own directory")
+            if not os.path.exists(index.parent / name):  # `Path.exists` raises for a name that is too long
                 absent = sum(other == name for other in weights.values())
-                raise FzeroError(key, f"{index} has it and {absent - 1} more in {name}, which is not there", DAMAGED)
+                raise FzeroError(
+                    key, f"{index} has it and {absent - 1} more in {name:.300}, which is not there", DAMAGED
+                )
             files[name] = TensorFile(index.parent / name)
     return {key: FileSource(files[name], key) for key, name in weights.items()}
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:
-    _check_regular(index)
     try:
-        weights = json.loads(index.read_text())["weight_map"]
+        with _open_regular(index) as file:
+            weights = json.loads(file.read().decode())["weight_map"]
     except OSError as error:
         raise FzeroError(str(index), f"cannot be read: {error.strerror or error}", "see to the file") from error
     except (ValueError, RecursionError, LookupError, TypeError) as error:
@@ -207,13 +211,24 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
     return weights
 
 
-def _check_regular(path: Path) -> None:
-    """Refuse a FIFO, a socket or a device: to open one may wait for ever. Leave a missing file to the open."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise FzeroError(str(path), "is a FIFO, a socket or a device", "give a regular file")
+def _open_regular(path: Path) -> BinaryIO:
+    """A file to read.
+
+    Raises:
+        FzeroError: for a FIFO, a socket or a device: to open one may wait for ever.
+        OSError: for a file that cannot be opened, also for a name that no file can have.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise FzeroError(str(path), "is a FIFO, a socket or a device", "give a regular file")
+        return open(path, "rb")
+    except ValueError as error:
+        raise OSError(str(error)) from error
 
 
-def _size_and_time(file: BinaryIO) -> tuple[int, int]:
-    """A file's size in bytes, and the time of its last change in nanoseconds."""
+def _identify(file: BinaryIO) -> tuple[int, int, int, int]:
+    """A file's size in bytes, the time of its last change in nanoseconds, and the numbers by which the system knows
+    it: a file that replaced another one may have the size and the time of that."""
     status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino

@@ -17,6 +17,7 @@ from fzero.base.errors import FzeroError
 from fzero.files.memory import memory_of
 from fzero.layout.strides import Copy, Run, runs, within
 from fzero.ranks.live import Live
+from fzero.ranks.processes import find_end, name_process
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors.header import Header, render_header
 from fzero.state.safetensors.transfer import iter_parts, sync_directory, write_from
@@ -25,6 +26,8 @@ from fzero.state.sources import Source
 T = TypeVar("T")
 TEMPORARY = ".fzero-tmp"
 """The end of the name of a file or folder that is being written."""
+MAX_NAME = 24
+"""Characters of a target's name in its temporary name, which so is no longer than a filesystem takes."""
 ITSELF = ""
 """The name of the one file of a plan that writes a file instead of a folder."""
 
@@ -116,17 +119,19 @@ class _Writer:
         """Create the files under a temporary name, and lock it."""
         if self.plan.is_folder and os.path.lexists(self.target):
             raise FzeroError(str(self.target), "exists", "give the path of a new folder, or remove the old one first")
-        if self.target.is_dir():
+        if os.path.isdir(self.target):
             raise FzeroError(str(self.target), "is a directory", "give the path of a file")
-        _remove_leftovers(self.target.parent)
-        self.temporary = f".{self.target.name}.{secrets.token_hex(4)}{TEMPORARY}"
+        if os.path.exists(self.target) and not os.path.isfile(self.target):  # a rename would remove it
+            raise FzeroError(str(self.target), "is a FIFO, a socket or a device", "give the path of a file")
+        remove_leftovers(self.target.parent)
+        self.temporary = name_temporary(self.target)
         if self.plan.is_folder:
             self._path(ITSELF).mkdir()
-            self.lock = _open_and_lock(self._path(ITSELF))
+            self.lock = open_and_lock(self._path(ITSELF))
         for name, head in self.heads.items():
             with open(self._path(name), "xb") as file:
                 if name == ITSELF:
-                    self.lock = _open_and_lock(self._path(name))
+                    self.lock = open_and_lock(self._path(name))
                 file.truncate(len(head) + self.plan.headers[name].nbytes)
 
     def _path(self, name: str) -> Path:
@@ -187,7 +192,8 @@ class _Writer:
         if self.lock is not None:
             os.close(self.lock)
         if self.is_first and self.temporary:
-            _remove(self._path(ITSELF))
+            with suppress(OSError):  # the next save tries again, and an error that is on its way says more
+                _remove(self._path(ITSELF))
 
 
 def _write_piece(fd: int, start: int, piece: Piece, chunk: int) -> None:
@@ -210,7 +216,7 @@ def _find_runs(places: Copy | None, flat: range) -> Iterator[Run]:
         yield from runs(part)
 
 
-def _open_and_lock(path: Path) -> int | None:
+def open_and_lock(path: Path) -> int | None:
     """A descriptor of a file or folder that this process has locked until the descriptor is closed. None where another
     process has locked it, or where the filesystem has no locks."""
     fd = os.open(path, os.O_RDONLY)
@@ -222,14 +228,29 @@ def _open_and_lock(path: Path) -> int | None:
     return fd
 
 
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what a killed write left in a directory. A write that goes on holds a lock."""
-    for path in directory.glob(f".*{TEMPORARY}"):
-        with suppress(OSError):
-            fd = _open_and_lock(path)
-            if fd is not None:
-                _remove(path)
-                os.close(fd)
+def name_temporary(target: Path) -> str:
+    """A new name, beside the target, of a file or folder that this process writes."""
+    return f".{target.name[:MAX_NAME]}.{name_process()}.{secrets.token_hex(4)}{TEMPORARY}"
+
+
+def remove_leftovers(directory: Path, *, is_reader: bool = False) -> None:
+    """Remove what killed writers left in a directory. A writer that goes on holds a lock. A reader removes only what a
+    process of this host left: the locks of another host may be unknown here."""
+    with suppress(OSError):
+        for path in directory.glob(f".*{TEMPORARY}"):
+            _remove_leftover(path, is_reader)
+
+
+def _remove_leftover(path: Path, is_reader: bool) -> None:
+    has_ended = find_end(path.name.removesuffix(TEMPORARY).rpartition(".")[0].rpartition(".")[2])
+    if has_ended is False or (is_reader and not has_ended):
+        return
+    with suppress(OSError):
+        fd = None if has_ended else open_and_lock(path)
+        if has_ended or fd is not None:
+            _remove(path)
+        if fd is not None:
+            os.close(fd)
 
 
 def _remove(path: Path) -> None:
