@@ -161,13 +161,14 @@ class AllToAll:
         return [self.blocks]
 
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
-        return transport.all_to_all(self.blocks, attempt, self._split(transport.world))
+        return transport.all_to_all(self.blocks, attempt, self.split(transport.world))
 
     def join(self, row: Sequence[AllToAll]) -> list[Tensor]:
-        rows = [each.blocks.reshape(-1).split(list(each._split(len(row)).given)) for each in row]
+        rows = [each.blocks.reshape(-1).split(list(each.split(len(row)).given)) for each in row]
         return [torch.cat([given[rank] for given in rows]) for rank in range(len(row))]
 
-    def _split(self, world: int) -> Splits:
+    def split(self, world: int) -> Splits:
+        """The splits among so many ranks."""
         numel = self.blocks.numel()
         if self.splits is None and numel % world:
             problem = f"exchanges {numel} elements, which do not divide by {world} ranks"
