@@ -95,8 +95,10 @@ def shard(
     * `chunk`: bytes, or a text such as "64MiB". A leaf of more gathered bytes is streamed: each use gathers the leaf in
       chunks of at most so many bytes, one after the other, also at stages 1 and 2 (docs/streamed.md). None gathers all
       leaves whole.
-    * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
-      step then takes it as `pass_state` and returns `(results, new pass_state)`.
+    * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. The passes decide what
+      `stage`, `memory`, `donate`, `reduce_dtype` and `chunk` decide without them: give these to
+      `fzero.passes.defaults`. A pass may keep state: the step then takes it as `pass_state` and returns
+      `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
@@ -108,8 +110,9 @@ def shard(
     reads from its surroundings (docs/functional.md).
 
     Raises:
-        FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
-            possible, for a mesh axis that is not a data axis. At the first call: for a `memory` below the least peak.
+        FzeroError: for a mesh without devices, for an unknown value of an option, for options that exclude each other,
+            for "graph" where no graph is possible, for a mesh axis that is not a data axis. At the first call: for a
+            `memory` below the least peak, for an operation from outside that does not do what its record says.
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")

@@ -83,7 +83,7 @@ def hold(program: Program, node: Node, rank: Rank, run: Callable[..., Any], kind
     return call if moves is None else exchange
 
 
-class _Operand(NamedTuple):
+class Operand(NamedTuple):
     """A tensor that a node takes: the node that made it, its fake value, and its value."""
 
     node: Node
@@ -100,7 +100,7 @@ class _Claim:
     ) -> None:
         self._program, self._node, self._rank, self._kind = program, node, rank, kind
         self._operation = record(node)
-        self._operands = [*_pair(node.args, args), *_pair(dict(node.kwargs), kwargs)]
+        self._operands = pair_arguments(node, args, kwargs)
         written = {_address(x.value) for x in self._operands if x.node in find_writes(node)}
         self._kept = [x for x in self._operands if _address(x.value) not in written and not _is_elsewhere(x.value)]
         self._before: list[tuple[int, Tensor]] = []
@@ -161,9 +161,7 @@ class _Claim:
             return
         self._exchanges += 1
         if self._exchanges > len(self._moves):
-            raise self._disagree(
-                "moves", f"lists {len(self._moves)} exchanges", f"yields another, {_name_exchange(asked, world)}"
-            )
+            raise self._disagree("moves", f"lists {len(self._moves)} exchanges", f"yields another, {asked.what}")
         listed, does = self._moves[self._exchanges - 1], _list_exchange(asked, world)
         if does is None:
             return
@@ -317,11 +315,16 @@ class _Claim:
         return (known[0] if isinstance(claimed, Tensor) else known) if len(known) == len(pairs) else None
 
 
+def pair_arguments(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Operand]:
+    """The tensors that a call of a node is given, in order, with the nodes that made them."""
+    return [*_pair(node.args, args), *_pair(dict(node.kwargs), kwargs)]
+
+
 def _make_like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _pair(node_args: Any, given: Any) -> Iterator[_Operand]:
+def _pair(node_args: Any, given: Any) -> Iterator[Operand]:
     """The tensors among the arguments of a call, with the nodes that stand for them."""
     if isinstance(node_args, fx.Node):
         yield from _pair_values(node_args, node_args.meta.get("val"), given)
@@ -333,9 +336,9 @@ def _pair(node_args: Any, given: Any) -> Iterator[_Operand]:
             yield from _pair(claimed, given[key])
 
 
-def _pair_values(node: Node, fake: Any, value: Any) -> Iterator[_Operand]:
+def _pair_values(node: Node, fake: Any, value: Any) -> Iterator[Operand]:
     if isinstance(fake, Tensor) and isinstance(value, Tensor):
-        yield _Operand(node, fake, value)
+        yield Operand(node, fake, value)
     elif isinstance(fake, (list, tuple)) and isinstance(value, (list, tuple)):
         for a, b in zip(fake, value):
             yield from _pair_values(node, a, b)
@@ -365,22 +368,11 @@ def _overlaps(a: Tensor, b: Tensor) -> bool:
 
 def _list_exchange(asked: Exchange, world: int) -> Comm | None:
     """An exchange as `moves` lists it; None for one of a user's own class."""
-    if isinstance(asked, AllGather):
-        return Comm("all_gather", asked.axis, None, asked.block.dtype, world * asked.block.nbytes)
-    if isinstance(asked, AllToAll):
-        return Comm("all_to_all", asked.axis, None, asked.blocks.dtype, asked.blocks.nbytes)
-    if isinstance(asked, AllReduce):
-        dtype = sum_dtype(asked.value)
-        return Comm("all_reduce", asked.axis, None, dtype, asked.value.numel() * dtype.itemsize)
-    if isinstance(asked, ReduceScatter):
-        dtype = sum_dtype(asked.fulls[0])
-        return Comm("reduce_scatter", asked.axis, None, dtype, asked.wire.sent * dtype.itemsize)
-    return None
-
-
-def _name_exchange(asked: Exchange, world: int) -> str:
-    entry = _list_exchange(asked, world)
-    return asked.what if entry is None else _format_comm(entry)
+    if not isinstance(asked, (AllGather, AllReduce, AllToAll, ReduceScatter)):
+        return None
+    name, value, numel = asked.measure(world)
+    dtype = sum_dtype(value) if isinstance(asked, (AllReduce, ReduceScatter)) else value.dtype
+    return Comm(name, asked.axis, None, dtype, numel * dtype.itemsize)
 
 
 def _format_comm(entry: Comm) -> str:

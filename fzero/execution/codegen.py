@@ -15,6 +15,7 @@ from fzero.base.randomness import step_seed
 from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call, bind
 from fzero.execution.claims import has_foreign, is_foreign
+from fzero.execution.failures import name_failure_of_line
 from fzero.execution.loops import Early, Rows, operands, run_turns
 from fzero.execution.outline import Fragment
 from fzero.execution.profiling import name_calls
@@ -28,9 +29,7 @@ Runner = Callable[[list[Tensor]], list[Tensor]]
 Compile = Callable[[Fragment], Callable[..., Any]]
 
 
-def link(
-    program: Program, on: Live, compile: Compile = lambda fragment: fragment, *, is_held: bool = False
-) -> Runner:
+def link(program: Program, on: Live, compile: Compile = lambda fragment: fragment, *, is_held: bool = False) -> Runner:
     """A function of the program's tensor arguments that runs the program on the rank `on` and returns its tensor
     results.
 
@@ -74,7 +73,9 @@ def _link(
             values[node] = graph.call_method(name, (receiver, *args))
         elif (body := body_of(node)) is not None:
             name = f"loop_{len(calls)}"
-            calls[name] = Call(_link_turns(node, *_link(body, on, compile, is_held, early_of(node))), name, False, False)
+            calls[name] = Call(
+                _link_turns(node, *_link(body, on, compile, is_held, early_of(node))), name, False, False
+            )
             values[node] = graph.call_method(name, (receiver, seed, *operands(args)))
         elif not (kinds and is_foreign(node)) and (span := _find_span(program, node, on)) is not None:
             values[node] = _take_view(graph, args[0], span, node)
@@ -95,8 +96,17 @@ def _link(
     plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in calls.items()})
     named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(calls))
 
+    variables = {old: new.name for old, new in values.items()}
+    made_by = {name: node for node, name in variables.items()}
+
     def run(seed: int | None, tensors: list[Tensor]) -> list[Tensor]:
-        return forward(named if is_profiling() else plain, seed, *tensors)
+        try:
+            return forward(named if is_profiling() else plain, seed, *tensors)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            named_error = name_failure_of_line(error, forward.__code__, made_by, on.number, variables)
+            if named_error is error:
+                raise
+            raise named_error from error
 
     return run, begun
 

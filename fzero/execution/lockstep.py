@@ -18,6 +18,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import version_of
 from fzero.execution import claims
+from fzero.execution.failures import name_failure
 from fzero.execution.loops import operands, run_turns
 from fzero.files import OnDisk
 from fzero.program.inference import infer
@@ -178,13 +179,24 @@ class _Ranks:
         """The values of a node on all ranks, given each rank's arguments."""
         operation = record(node)
         if operation.perform is None and not operation.is_foreign:
-            return [node.target(*args, **kwargs) for args, kwargs in calls]
+            return [self._call_torch(node, seat, *call) for seat, call in zip(self.seats, calls)]
         if operation.waits:
             self.sending = [started for started in self.sending if started[0] is not calls[0][0][0]]
         how = self.seed if operation.draws else {}
         bound = [self._bind(node, seat) for seat in self.seats]
         results = [run(*args, **kwargs, **how) for run, (args, kwargs) in zip(bound, calls)]
         return results if operation.moves is None else self._communicate(operation, results)
+
+    @staticmethod
+    def _call_torch(node: Node, seat: Seat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return node.target(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            values = {x.node: x.value for x in claims.pair_arguments(node, args, kwargs)}
+            named = name_failure(node, seat.number, values.get, error)
+            if named is error:
+                raise
+            raise named from error
 
     def _bind(self, node: Node, seat: Seat) -> Callable[..., Any]:
         """The function of a node's arguments on one rank. One of an operation from outside is held to its record."""

@@ -201,7 +201,9 @@ def list_mutants() -> list[Mutant]:
 
                 wrong = replace(original, name=mutant, target=call, **fields)
                 register(wrong)
-                made.append(Mutant(f"{original.name}: {name}", variant, target, wrong, f"operation '{mutant}': .*{says}"))
+                made.append(
+                    Mutant(f"{original.name}: {name}", variant, target, wrong, f"operation '{mutant}': .*{says}")
+                )
     return made
 
 
@@ -227,4 +229,3 @@ def seed(mutant: Mutant) -> Program:
     for node in program.graph.find_nodes(op="call_function", target=mutant.target):
         node.target = mutant.operation.target
     return program
-
