@@ -65,7 +65,7 @@ def choose_rewrite(
         way_out = "give memory too, or place state by partition(..., to=) and optimizer.init(..., to=)"
         raise FzeroError("to", f"is {to}, where a memory budget may put state, and there is none", way_out)
     if memory is None:
-        return choose_passes(passes, stage=3 if stage is None else stage, **how)
+        return choose_passes(passes, stage=stage, **how)
     other = "stage" if stage is not None else "passes" if passes is not None else None
     if other is not None:
         problem = f"is {memory!r}, and {other} is given too: both say which buckets stay gathered"

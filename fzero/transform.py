@@ -19,6 +19,7 @@ from fzero.base.placement import Disk, Placement
 from fzero.base.torch_private import version_of
 from fzero.budget.fit import Budget
 from fzero.execution.calibration import calibrate
+from fzero.execution.claims import has_foreign
 from fzero.execution.codegen import Compile, Runner, link
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
@@ -94,8 +95,10 @@ def shard(
     * `chunk`: bytes, or a text such as "64MiB". A leaf of more gathered bytes is streamed: each use gathers the leaf in
       chunks of at most so many bytes, one after the other, also at stages 1 and 2 (docs/streamed.md). None gathers all
       leaves whole.
-    * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. A pass may keep state: the
-      step then takes it as `pass_state` and returns `(results, new pass_state)`.
+    * `passes`: functions of a `Program` to a `Program`, in the place of the default passes. The passes decide what
+      `stage`, `memory`, `donate`, `reduce_dtype` and `chunk` decide without them: give these to
+      `fzero.passes.defaults`. A pass may keep state: the step then takes it as `pass_state` and returns
+      `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`.
 
@@ -107,8 +110,9 @@ def shard(
     reads from its surroundings (docs/functional.md).
 
     Raises:
-        FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
-            possible, for a mesh axis that is not a data axis. At the first call: for a `memory` below the least peak.
+        FzeroError: for a mesh without devices, for an unknown value of an option, for options that exclude each other,
+            for "graph" where no graph is possible, for a mesh axis that is not a data axis. At the first call: for a
+            `memory` below the least peak, for an operation from outside that does not do what its record says.
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
@@ -127,6 +131,15 @@ class _Compiled(NamedTuple):
     returned: Returned
     donated: tuple[int, ...]  # positions among the tensor arguments
     lines: _Lines
+    trial: _Trial | None
+
+
+class _Trial:
+    """The first call of a program with operations from outside of fzero. `link` returns the runner that holds them to
+    their records. It is another runner, so that later calls pay nothing."""
+
+    def __init__(self, link: Callable[[], Runner]) -> None:
+        self.link, self.is_due = link, True
 
 
 class _Lines:
@@ -196,16 +209,19 @@ class Step:
     def __call__(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Any:
         compiled, values, tensors = self._prepare(args, pass_state)
         graph = compiled.run if isinstance(compiled.run, Captured) else None
-        moved = graph is not None and graph.is_elsewhere(tensors)
+        moved, trial, run = graph is not None and graph.is_elsewhere(tensors), compiled.trial, compiled.run
+        is_first = trial is not None and trial.is_due
         has_begun = False
         try:
-            moved, origin = compiled.lines.agree(self._on.members, values, vote=moved)
+            moved, origin = compiled.lines.agree(self._on.members, values, vote=moved or is_first)
             has_begun = True
+            if trial is not None and moved:  # of some rank it is the first call, and all take part in a trial
+                run, trial.is_due = trial.link(), False
             if graph is not None:
                 graph.prepare(tensors, as_it_is=moved)
             for i in compiled.donated:
                 values[i].give_up()
-            outputs = compiled.run(tensors)
+            outputs = run(tensors)
             self._flags.hold(compiled.returned.list_noted(outputs))
             return compiled.returned(outputs, values, origin)
         except BaseException as error:
@@ -272,10 +288,12 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     if mode == "graph":
         check_program(program, on.device.type)
     lines = _Lines(program, [f"compile: {mode}", *find_ambient().lines()])
-    run = link(outline(program), on, compile) if mode else link(program, on)
+    outlined = outline(program) if mode else program
+    run = link(outlined, on, compile)
+    trial = _Trial(functools.partial(link, outlined, on, compile, is_held=True)) if has_foreign(program) else None
     donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
     runner = Captured(program, run, settle=on.settle) if mode == "graph" else run
-    return _Compiled(program, runner, Returned(program, on), donated, lines)
+    return _Compiled(program, runner, Returned(program, on), donated, lines, trial)
 
 
 def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:

@@ -394,7 +394,7 @@ MISTAKES: dict[str, Callable[[Page], Any]] = {
     "a rule for kinds gives an axis that there is not": _trace(_calls("strange", frozenset({"tp"}))),
     "a rule for kinds gives no kind": _trace(_calls("wordy", "uniform")),
     "a rule for kinds gives a slice of another size": _trace(_calls("other_size", ops.Slice("2", 1))),
-    "ranks yield different exchanges, in a simulation": lambda page: page.step(_yields_by_rank)(*page.arguments()),
+    "ranks yield different exchanges": lambda page: page.step(_yields_by_rank)(*page.arguments()),
     "a step is called without its state": lambda page: page["watched"](*page.arguments()),
     "a step is given state that no pass keeps": lambda page: page["step"](
         *page.arguments(), pass_state=page["watched"].init_pass_state(*page.arguments())

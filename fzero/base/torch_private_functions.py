@@ -3,6 +3,7 @@ as in `torch_private`."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,18 @@ class _NotYet(list[None]):
     def __bool__(self) -> bool:
         self.append(None)
         return len(self) > 1
+
+
+@contextmanager
+def mute_fakes() -> Iterator[None]:
+    """In a block, fake tensors do not log the traceback of an operation that refuses its operands: who calls it says so
+    in an error. Public replacement: none; torch logs before it raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from fzero.execution.claims import hold
+from fzero.program.kinds import Kind
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import record
@@ -27,11 +29,13 @@ class Call(NamedTuple):
     waits: bool
 
 
-def bind(program: Program, node: Node, on: Live) -> Call:
-    """The `Call` of a node whose operation has `perform`, as every operation has that is not aten's."""
+def bind(program: Program, node: Node, on: Live, kinds: Mapping[Node, Kind] | None = None) -> Call:
+    """The `Call` of a node whose operation has `perform`, as every operation has that is not aten's. With the `kinds`
+    of all nodes, an operation from outside of fzero is held to its record (`fzero.execution.claims`)."""
     operation = record(node)
-    assert operation.perform is not None  # the caller asks for no other
-    run = operation.perform(program, node, on)
+    run = node.target if operation.perform is None else operation.perform(program, node, on)
+    if kinds is not None and operation.is_foreign:
+        run = hold(program, node, on, run, kinds[node])
     if operation.starts:
         run = functools.partial(_start, on, run)
     elif operation.moves is not None:

@@ -14,9 +14,12 @@ from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call, bind
+from fzero.execution.claims import has_foreign, is_foreign
+from fzero.execution.failures import name_failure_of_line
 from fzero.execution.loops import Early, Rows, operands, run_turns
 from fzero.execution.outline import Fragment
 from fzero.execution.profiling import name_calls
+from fzero.program.inference import infer
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import body_of, early_of, find_writes, record
@@ -26,7 +29,7 @@ Runner = Callable[[list[Tensor]], list[Tensor]]
 Compile = Callable[[Fragment], Callable[..., Any]]
 
 
-def link(program: Program, on: Live, compile: Compile = lambda fragment: fragment) -> Runner:
+def link(program: Program, on: Live, compile: Compile = lambda fragment: fragment, *, is_held: bool = False) -> Runner:
     """A function of the program's tensor arguments that runs the program on the rank `on` and returns its tensor
     results.
 
@@ -34,8 +37,9 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
     is. Every other operation is bound once, to the rank and to the layout that its node names. A program that draws
     random numbers, and has no seeds among its arguments, advances torch's default CPU generator by one draw a call.
     `compile(fragment)` returns the function that runs for a `Fragment`; it is called once for equal fragments.
+    With `is_held` operations from outside of fzero are held to their records (`fzero.execution.claims`).
     """
-    (run_once, _), draws, seeds = _link(program, on, compile), program.draws, program.seeds
+    (run_once, _), draws, seeds = _link(program, on, compile, is_held), program.draws, program.seeds
 
     @torch.no_grad()
     def run(tensors: list[Tensor]) -> list[Tensor]:
@@ -49,10 +53,12 @@ def _link(
     program: Program,
     on: Live,
     compile: Callable[[Fragment], Callable[..., Any]],
+    is_held: bool,
     early: Mapping[Node, int] | None = None,
 ) -> tuple[Callable[[int | None, list[Tensor]], list[Tensor]], list[Early]]:
     """A function of a seed and the program's arguments, and what its nodes `early` call."""
     begun: list[Early] = []
+    kinds = infer(program) if is_held and has_foreign(program) else None
     graph = fx.Graph()
     values: dict[Node, Node] = {}
     receiver, seed = map(graph.placeholder, ("calls", "seed"))
@@ -67,15 +73,17 @@ def _link(
             values[node] = graph.call_method(name, (receiver, *args))
         elif (body := body_of(node)) is not None:
             name = f"loop_{len(calls)}"
-            calls[name] = Call(_link_turns(node, *_link(body, on, compile, early_of(node))), name, False, False)
+            calls[name] = Call(
+                _link_turns(node, *_link(body, on, compile, is_held, early_of(node))), name, False, False
+            )
             values[node] = graph.call_method(name, (receiver, seed, *operands(args)))
-        elif (span := _find_span(program, node, on)) is not None:
+        elif not (kinds and is_foreign(node)) and (span := _find_span(program, node, on)) is not None:
             values[node] = _take_view(graph, args[0], span, node)
-        elif node.op == "call_function" and record(node).perform is not None:
+        elif node.op == "call_function" and (record(node).perform is not None or (kinds and is_foreign(node))):
             name = f"{record(node).name}_{len(calls)}"
-            calls[name] = bind(program, node, on)
+            calls[name] = bind(program, node, on, kinds)
             if early and node in early:
-                wait = next((bind(program, user, on).run for user in node.users if record(user).arrives), None)
+                wait = next((bind(program, user, on, kinds).run for user in node.users if record(user).arrives), None)
                 begun.append(Early(node, early[node], calls[name].run, begun, wait))
                 calls[name] = calls[name]._replace(run=begun[-1])
             how = {**kwargs, "seed": seed} if record(node).draws else kwargs
@@ -88,8 +96,17 @@ def _link(
     plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in calls.items()})
     named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(calls))
 
+    variables = {old: new.name for old, new in values.items()}
+    made_by = {name: node for node, name in variables.items()}
+
     def run(seed: int | None, tensors: list[Tensor]) -> list[Tensor]:
-        return forward(named if is_profiling() else plain, seed, *tensors)
+        try:
+            return forward(named if is_profiling() else plain, seed, *tensors)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            named_error = name_failure_of_line(error, forward.__code__, made_by, on.number, variables)
+            if named_error is error:
+                raise
+            raise named_error from error
 
     return run, begun
 

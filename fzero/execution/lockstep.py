@@ -17,14 +17,18 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import version_of
+from fzero.execution import claims
+from fzero.execution.failures import name_failure
 from fzero.execution.loops import operands, run_turns
 from fzero.files import OnDisk
+from fzero.program.inference import infer
+from fzero.program.kinds import Kind
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node, Operation
 from fzero.program.program import Program
 from fzero.program.records import body_of, find_writes, record
 from fzero.program.refusals import PASS_BUG
-from fzero.ranks.exchanges import Exchange, Steps
+from fzero.ranks.exchanges import AllToAll, Exchange, Steps
 from fzero.ranks.link import AtOnce, Link
 
 Values = list[Any]  # one a rank
@@ -174,20 +178,43 @@ class _Ranks:
     def call(self, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
         """The values of a node on all ranks, given each rank's arguments."""
         operation = record(node)
-        if operation.perform is None:
-            return [node.target(*args, **kwargs) for args, kwargs in calls]
+        if operation.perform is None and not operation.is_foreign:
+            return [self._call_torch(node, seat, *call) for seat, call in zip(self.seats, calls)]
         if operation.waits:
             self.sending = [started for started in self.sending if started[0] is not calls[0][0][0]]
         how = self.seed if operation.draws else {}
-        bound = [operation.perform(self.program, node, seat) for seat in self.seats]
+        bound = [self._bind(node, seat) for seat in self.seats]
         results = [run(*args, **kwargs, **how) for run, (args, kwargs) in zip(bound, calls)]
         return results if operation.moves is None else self._communicate(operation, results)
+
+    @staticmethod
+    def _call_torch(node: Node, seat: Seat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return node.target(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            values = {x.node: x.value for x in claims.pair_arguments(node, args, kwargs)}
+            named = name_failure(node, seat.number, values.get, error)
+            if named is error:
+                raise
+            raise named from error
+
+    def _bind(self, node: Node, seat: Seat) -> Callable[..., Any]:
+        """The function of a node's arguments on one rank. One of an operation from outside is held to its record."""
+        operation = record(node)
+        run = node.target if operation.perform is None else operation.perform(self.program, node, seat)
+        return claims.hold(self.program, node, seat, run, self._kinds[node]) if operation.is_foreign else run
+
+    @functools.cached_property
+    def _kinds(self) -> dict[Node, Kind]:
+        return infer(self.program)
 
     def _communicate(self, operation: Operation, ranks: list[Steps]) -> Values:
         """Run an operation that communicates to its end on all ranks, exchange by exchange."""
         asked, results = _advance(ranks, [None] * len(ranks))
         first = asked
         while asked:
+            if isinstance(asked[0], AllToAll):
+                first = asked  # in front of it a held operation tells its splits
             asked, results = _advance(ranks, self._exchange(operation, asked))
         if not operation.starts:
             return results

@@ -22,7 +22,7 @@ from fzero.passes.fuse import fuse
 from fzero.passes.hoist import hoist
 from fzero.passes.offload import offload
 from fzero.passes.prefetch import prefetch
-from fzero.passes.release import release
+from fzero.passes.release import check_stage, release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
 from fzero.passes.run import Pass, insert, run_passes
@@ -71,9 +71,10 @@ def defaults(
     `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
-        FzeroError: for a `reduce_dtype` that is no real floating dtype of at least 16 bits; for a `chunk` that is no
-            size.
+        FzeroError: for a number that is no stage; for a `reduce_dtype` that is no real floating dtype of at least 16
+            bits; for a `chunk` that is no size.
     """
+    check_stage(stage)
     check_reduce_dtype(reduce_dtype)
     stays: tuple[Pass, ...] = (hoist,) if stage in (1, 2) else (partial(hoist, keep=keep),) if keep else ()
     streams = () if chunk is None else (partial(stream, chunk=parse_size("chunk", chunk)),)
@@ -102,7 +103,7 @@ def defaults(
 def choose_passes(
     given: Sequence[Pass] | None,
     *,
-    stage: int,
+    stage: int | None,
     in_place: bool,
     reduce_dtype: torch.dtype | None,
     chunk: int | str | None = None,
@@ -110,14 +111,17 @@ def choose_passes(
     """The passes of a step: those that a user gave, and `verify`; without any, `defaults` of the other arguments.
 
     Raises:
-        FzeroError: as `defaults`; for a `reduce_dtype` or a `chunk` beside passes, which leave no place for them.
+        FzeroError: as `defaults`; beside passes, which leave no place for them, for a `stage`, a `reduce_dtype` or a
+            `chunk`, and where `in_place` is false.
     """
     if given is None:
-        return defaults(stage=stage, in_place=in_place, reduce_dtype=reduce_dtype, chunk=chunk)
-    if chunk is not None:
-        way_out = f"give it to the passes: passes=fzero.passes.defaults(stage={stage}, chunk={chunk!r})"
-        raise FzeroError("chunk", f"is {chunk!r}, and passes are given", way_out)
-    if reduce_dtype is not None:
-        way_out = f"give it to the passes: passes=fzero.passes.defaults(stage={stage}, reduce_dtype={reduce_dtype})"
-        raise FzeroError("reduce_dtype", f"is {reduce_dtype}, and passes are given", way_out)
+        return defaults(stage=3 if stage is None else stage, in_place=in_place, reduce_dtype=reduce_dtype, chunk=chunk)
+    asked = {"stage": stage, "reduce_dtype": reduce_dtype, "chunk": chunk, "donate": None if in_place else False}
+    options = {option: value for option, value in asked.items() if value is not None}
+    for option, value in options.items():
+        written = {"stage": 3, **options}
+        written |= {"in_place": written.pop("donate")} if not in_place else {}
+        inside = ", ".join(f"{name}={x!r}" for name, x in written.items())
+        way_out = f"give it to the passes: passes=fzero.passes.defaults({inside})"
+        raise FzeroError(option, f"is {value!r}, and passes are given", way_out)
     return (*given, verify)

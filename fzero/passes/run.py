@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,8 +16,9 @@ from fzero.passes.order import find_accesses, find_changes, find_dependences
 from fzero.passes.verify import verify
 from fzero.program import ops
 from fzero.program.listing import format_size
-from fzero.program.operation import Node, nbytes
+from fzero.program.operation import EMITTED_BY, Node, nbytes
 from fzero.program.program import Program
+from fzero.program.records import find_loops, name_of, record
 from fzero.program.refusals import line_of
 
 Pass = Callable[[Program], Program]
@@ -51,6 +54,7 @@ def _rewrite(rewrite: Pass, program: Program, is_placed: bool, is_own: bool = Fa
     given = ops.map_bodies(program, functools.partial(_rewrite, rewrite, is_placed=is_placed))
     if is_foreign(rewrite):
         result = _run(rewrite, given, is_placed)
+        _warn_of_loops(name_of_pass(rewrite), program, given, result)
     elif is_own and not find_changes(given.graph):
         return replace(rewrite(replace(given, is_spare=True)), is_spare=False)
     else:
@@ -118,7 +122,14 @@ def _unwrap(rewrite: Pass) -> Callable[..., Program]:
 def _run(rewrite: Pass, program: Program, is_placed: bool) -> Program:
     """The verified result of a pass from outside of fzero. Operands lie in one place where the program `is_placed`."""
     where = f"pass {name_of_pass(rewrite)!r}"
-    result: object = rewrite(program)
+    try:
+        result: object = rewrite(program)
+    except FzeroError as error:
+        if error.where.startswith(where):
+            raise
+        raise FzeroError(f"{where}: {error.where}", error.problem, error.way_out) from error
+    except Exception as error:
+        raise _name_error(rewrite, where, error) from error
     if not isinstance(result, Program):
         problem = f"returns {'None' if result is None else f'a {type(result).__name__}'}, not a Program"
         raise FzeroError(where, problem, "change program.copy() and return that")
@@ -128,12 +139,53 @@ def _run(rewrite: Pass, program: Program, is_placed: bool) -> Program:
         raise FzeroError(where, problem, "add state with program.add_state, which keeps both in step")
     if result.is_body and result.pass_state:
         problem = "adds state to the body of a loop, and a turn keeps none"
-        way_out = "add state where program.is_body is false; accumulate(sync='once') scatters gradients behind its loop"
+        way_out = (
+            "add state where program.is_body is false: sync='once' scatters gradients of fzero.accumulate behind its "
+            "loop; fzero.scan scatters in its loop, so let Python loop over the layers"
+        )
         raise FzeroError(where, problem, way_out)
+    made = {node.name for node in program.graph.nodes}
+    for node in result.graph.nodes if result.graph is not program.graph else ():
+        if node.name not in made and EMITTED_BY not in node.meta:
+            node.meta[EMITTED_BY] = name_of_pass(rewrite)
     try:
         return verify(result, is_placed=is_placed)
     except FzeroError as error:
         raise FzeroError(f"{where}: {error.where}", error.problem, error.way_out) from error
+
+
+def _name_error(rewrite: Pass, where: str, error: Exception) -> FzeroError:
+    """The error that a pass from outside raised, with the line of the pass."""
+    file = getattr(getattr(_unwrap(rewrite), "__code__", None), "co_filename", "")
+    lines = [x for x in traceback.extract_tb(error.__traceback__) if x.filename == file]
+    at = f" ({file}:{lines[-1].lineno} in {lines[-1].name}: {lines[-1].line})" if lines else ""
+    way_out = "see the error above"
+    if isinstance(error, AssertionError) and "not in graph" in str(error):
+        way_out = "find nodes in what program.copy() returns, not in the program before it"
+    return FzeroError(where, f"raises {type(error).__name__}: {error}{at}", way_out)
+
+
+def _warn_of_loops(name: str, before: Program, given: Program, result: Program) -> None:
+    """Warn where a pass leaves the bodies of loops as they are, and either changes nothing, though bodies communicate,
+    or takes operations out of the step that bodies have too. `given` is the program `before`, with bodies rewritten."""
+    loops = find_loops(before.graph)
+    if given is not before or not loops or result is before:
+        return
+    inside = Counter(name_of(x) for body in loops.values() for x in body.graph.nodes if _is_communication(x))
+    counts = [Counter(name_of(x) for x in each.graph.nodes if _is_communication(x)) for each in (before, result)]
+    taken = counts[0] - counts[1]
+    left = {op: count for op, count in inside.items() if op in taken}
+    is_unchanged = not taken and not result.pass_state[len(before.pass_state) :] and before.lines() == result.lines()
+    if left or (is_unchanged and inside):
+        does = f"changes {', '.join(f'{n} {op}' for op, n in taken.items())} of the step" if left else "changes nothing"
+        have = ", ".join(f"{n} {op}" for op, n in (left or inside).items())
+        where = ", ".join(f"{node.name}{line_of(node)}" for node in loops)
+        message = "pass %r %s, and leaves the bodies of loops as they are, which have %s (%s): see program.is_body"
+        _log.warning(message, name, does, have, where)
+
+
+def _is_communication(node: Node) -> bool:
+    return node.op == "call_function" and record(node).moves is not None and record(node).body is None
 
 
 def _warn_of_peak(program: Program, without: Program, foreign: Sequence[str]) -> None:

@@ -112,6 +112,9 @@ def _check_order(program: Program) -> None:
     seen: set[Node] = set()
     for node in program.graph.nodes:
         for source in node.all_input_nodes:
+            if source.graph is not program.graph:
+                problem = f"takes {source.name} of another graph"
+                raise refuse_node(program, node, problem, "find nodes in what program.copy() returns, not before it")
             if source not in seen:
                 raise refuse_node(
                     program, node, f"stands before its input {source.name}", "order the nodes by their use"

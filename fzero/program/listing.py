@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from fzero.program.comm import comm_of, list_comm
+from fzero.program.comm import Comm, comm_of, list_comm
 from fzero.program.operation import Node
 from fzero.program.records import body_of, name_of, record, shares_memory, starts
 
@@ -63,14 +63,14 @@ def _list_lines(program: Program) -> Iterator[Line]:
     releases = _find_releases(program)
     computed: Counter[str] = Counter()
     for node in program.graph.nodes:
-        line = _describe_node(program, node)
-        if line is None and node.op == "call_function" and not record(node).is_quiet:
+        lines = _describe_node(program, node)
+        if not lines and node.op == "call_function" and not record(node).is_quiet:
             computed[name_of(node)] += 1
-        if computed and (line is not None or node in releases or node.op == "output"):
+        if computed and (lines or node in releases or node.op == "output"):
             yield Line(f"compute         {_summarize(computed)}")
             computed.clear()
-        if line is not None:
-            yield line
+        if lines:
+            yield from lines
             body = body_of(node)
             for each in _list_lines(body) if body is not None else ():
                 yield each._replace(text=f"  {each.text}")
@@ -78,16 +78,22 @@ def _list_lines(program: Program) -> Iterator[Line]:
             yield _name_layer("release         {}", bucket)
 
 
-def _describe_node(program: Program, node: Node) -> Line | None:
-    """The line of a node of its own; None where the node is part of a "compute" line."""
-    entry = None if body_of(node) is not None else next(iter(comm_of(program, node)), None)
-    if entry is not None:
+def _describe_node(program: Program, node: Node) -> list[Line]:
+    """The lines of a node of its own, one for each collective; none where the node is part of a "compute" line."""
+    entries = [] if body_of(node) is not None else list(comm_of(program, node))
+    if entries:
         values = node.args[0]
-        what = entry.bucket or f"{len(values) if isinstance(values, (list, tuple)) else 1} values"
-        size, dtype = format_size(entry.nbytes), str(entry.dtype).removeprefix("torch.")
-        return _name_layer(f"{entry.op:<15} {{:<24}} {size:>10} {dtype}", what)
+        count = len(values) if isinstance(values, (list, tuple)) else 1
+        return [_describe_collective(program, entry, f"{count} values") for entry in entries]
     line = record(node).line if node.op == "call_function" else None
-    return None if line is None else Line(line(program, node).replace("{", "{{").replace("}", "}}"))  # not a gap
+    return [] if line is None else [Line(line(program, node).replace("{", "{{").replace("}", "}}"))]  # not a gap
+
+
+def _describe_collective(program: Program, entry: Comm, values: str) -> Line:
+    """The line of a collective of these `values`, with its axis where the mesh has several."""
+    size, dtype = format_size(entry.nbytes), str(entry.dtype).removeprefix("torch.")
+    axis = f" over {entry.axis}" if len(program.mesh.names) > 1 else ""
+    return _name_layer(f"{entry.op:<15} {{:<24}} {size:>10} {dtype}{axis}", entry.bucket or values)
 
 
 def _name_layer(text: str, bucket: str) -> Line:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Node = Any
 """A `torch.fx.Node`. `Any`, because fx types a node's arguments as a union of twenty types: each use needs a cast."""
 
+EMITTED_BY = "emitted_by"
+"""The key in a node's `meta` of the name of the pass from outside of fzero that made the node."""
+
 
 class Work(NamedTuple):
     """The work of an operation: floating-point operations, where a multiply-add counts as two, and bytes read and

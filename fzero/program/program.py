@@ -18,7 +18,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement
-from fzero.base.torch_private_functions import copy_graph
+from fzero.base.torch_private_functions import copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
@@ -31,6 +31,7 @@ from fzero.program.memory import Memory, measure_memory
 from fzero.program.operation import Node
 from fzero.program.rates import Rates, guess_rates
 from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
+from fzero.program.refusals import refuse_emit
 from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
 from fzero.program.work import find_device_type
 
@@ -331,7 +332,13 @@ class Program:
 
     def emit(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
         """A new node at the graph's insert point, with its fake result. `target` is an operation of torch or `ops`."""
-        return self.emit_as(self._fake(target, args, kwargs), target, *args, **kwargs)
+        try:
+            value = self._fake(target, args, kwargs)
+        except FzeroError:
+            raise
+        except Exception as error:
+            raise refuse_emit(target, args, kwargs, error) from error
+        return self.emit_as(value, target, *args, **kwargs)
 
     def repeat(self, node: Node, find: Callable[[Node], Node]) -> Node:
         """A new node that calls what another `node` calls, with `find(x)` in the place of each operand x, at the
@@ -359,7 +366,7 @@ class Program:
 
         args, kwargs = fx.map_arg((args, kwargs), find_value)
         # Outside of inference mode torch refuses writes into what was made in it, and passes write there.
-        with self.fake_mode, torch.inference_mode() if is_inference else nullcontext():
+        with self.fake_mode, mute_fakes(), torch.inference_mode() if is_inference else nullcontext():
             return record(target).fake(*args, **kwargs)
 
 

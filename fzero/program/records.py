@@ -6,6 +6,7 @@ define("name", ...)     a new operation, which every walk can read from then on
 
 from __future__ import annotations
 
+import functools
 import keyword
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,12 +101,47 @@ def define(
     if known.get("starts") and not known.get("memory"):
         known["memory"] = _hold_transfers
     if known.get("moves") and not known.get("label"):
-        known["label"] = lambda program, node: f"{name} {node.args[1]}"
+        known["label"] = lambda program, node: " ".join([name, *map(str, node.args[1:2])])
+    fake = _guard(name, "fake", fake)
+    known = {x: _guard(name, x, rule, base if rule is getattr(base, x, None) else None) for x, rule in known.items()}
     if schema is not None:
         target = register_for_tracing(name + schema, fake, **known)
         _LIBRARY.impl(name, _refuse_derivative(where, target), "Autograd")
         return target
     return register(Operation(name=name, target=_make_target(name, fake), fake=fake, **known))
+
+
+_RULES = frozenset(
+    """
+    fake kind check perform span moves shares alias_at writes overwrites memory work line label is_random body early
+    """.split()
+)
+"""Fields that are functions, which an operation from outside may get wrong."""
+
+
+def _guard(name: str, field: str, rule: Any, base: Operation | None = None) -> Any:
+    """A rule of an operation whose errors name the operation and the field, and the operation `base` that `like=` took
+    the rule from."""
+    if field not in _RULES or rule is None:
+        return rule
+
+    @functools.wraps(rule)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            made = rule(*args, **kwargs)
+            return list(made) if field == "moves" else made
+        except (FzeroError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            node = next((f" of {x.name}" for x in args if isinstance(x, fx.Node)), "")
+            where = "" if base is None else f", which like={base.name} gives,"
+            problem = f"its {field}{where} raises {type(error).__name__}: {error}{node}"
+            way_out = "let it take the arguments that nodes have"
+            if base is not None:
+                way_out = f"give {field}= for arguments that {base.name} does not have, or pass those by keyword"
+            raise FzeroError(f"operation {name!r}", problem, way_out) from error
+
+    return guarded
 
 
 _OF_PERFORMANCE = {"memory", "work", "alias_at", "label"}

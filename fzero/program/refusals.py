@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.program.kinds import RAGGED, Buffer, Kind, Slice, axes_of
@@ -19,6 +21,17 @@ PASS_BUG = "a bug in the last pass: please report it, or remove the pass to conf
 def refuse_node(program: Program, node: Node, problem: str, way_out: str) -> FzeroError:
     """The error of a node, at the leaf nearest to the node and with the user's line."""
     return FzeroError(leaf_near(program, node), f"{node.name} {problem}{line_of(node)}", way_out)
+
+
+def refuse_emit(target: Any, args: Any, kwargs: Any, error: Exception) -> FzeroError:
+    """The error of a node that a pass emits, and that refuses its operands with `error`."""
+    given: list[Node] = []
+    fx.map_arg((args, kwargs), given.append)
+    values = [x.meta.get("val") for x in given]
+    sizes = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values if isinstance(x, Tensor))
+    problem = f"cannot be emitted: {type(error).__name__}: {str(error).strip()}, of {sizes or 'no tensors'}"
+    way_out = "give operands that it takes; a slice has the elements of a leaf that one rank holds, flat"
+    return FzeroError(getattr(target, "__name__", str(target)), problem, way_out)
 
 
 def refuse_drift(

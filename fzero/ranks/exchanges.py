@@ -69,6 +69,9 @@ class Exchange(Protocol):
     def join(self, row: Sequence[Any]) -> list[Tensor]:
         """What each rank of a row gets, of the exchanges that all of them ask for."""
 
+    def measure(self, world: int) -> tuple[str, Tensor, int]:
+        """The name of the collective, a tensor of its dtype, and the elements of the parts of all ranks together."""
+
 
 Steps = Generator[Exchange, Tensor, Any]
 """An operation that communicates, as one rank runs it."""
@@ -91,6 +94,9 @@ class AllGather:
 
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
         return transport.all_gather(self.block, attempt, self.into)
+
+    def measure(self, world: int) -> tuple[str, Tensor, int]:
+        return "all_gather", self.block, world * self.block.numel()
 
     def join(self, row: Sequence[AllGather]) -> list[Tensor]:
         if len(row) == 1:
@@ -115,6 +121,9 @@ class ReduceScatter:
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
         return transport.reduce_scatter(self.fulls, self.wire, attempt)
 
+    def measure(self, world: int) -> tuple[str, Tensor, int]:
+        return "reduce_scatter", self.fulls[0], self.wire.sent
+
     def join(self, row: Sequence[ReduceScatter]) -> list[Tensor]:
         blocks = [buffers.blocks_of(each.fulls, self.wire) for each in row]
         if len(row) == 1:
@@ -137,6 +146,9 @@ class AllReduce:
 
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
         return Pending(attempt, [], functools.partial(transport.all_reduce, self.value, self.op, attempt))
+
+    def measure(self, world: int) -> tuple[str, Tensor, int]:
+        return "all_reduce", self.value, self.value.numel()
 
     def join(self, row: Sequence[AllReduce]) -> list[Tensor]:
         total = reduce([each.value for each in row], self.op)
@@ -161,13 +173,17 @@ class AllToAll:
         return [self.blocks]
 
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
-        return transport.all_to_all(self.blocks, attempt, self._split(transport.world))
+        return transport.all_to_all(self.blocks, attempt, self.split(transport.world))
+
+    def measure(self, world: int) -> tuple[str, Tensor, int]:
+        return "all_to_all", self.blocks, self.blocks.numel()
 
     def join(self, row: Sequence[AllToAll]) -> list[Tensor]:
-        rows = [each.blocks.reshape(-1).split(list(each._split(len(row)).given)) for each in row]
+        rows = [each.blocks.reshape(-1).split(list(each.split(len(row)).given)) for each in row]
         return [torch.cat([given[rank] for given in rows]) for rank in range(len(row))]
 
-    def _split(self, world: int) -> Splits:
+    def split(self, world: int) -> Splits:
+        """The splits among so many ranks."""
         numel = self.blocks.numel()
         if self.splits is None and numel % world:
             problem = f"exchanges {numel} elements, which do not divide by {world} ranks"

@@ -136,6 +136,10 @@ def _to_weight(count: Any, like: Tensor) -> Tensor:
             raise FzeroError("accumulate: weight", f"is {count}", "return how many examples the sum has")
         return torch.full_like(like, count)
     count = count.full_tensor() if is_sharded(count) else count
+    if isinstance(count, (list, tuple, dict)):
+        problem = f"returned a {type(count).__name__} beside the sum, as value_and_grad does with its gradients"
+        way_out = "give the function of the loss itself, and return (sum, weight): accumulate takes its gradient"
+        raise FzeroError("accumulate", f"the function {problem}", way_out)
     if not isinstance(count, Tensor) or count.ndim or count.is_complex():
         got = f"{count.dtype} {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
         raise FzeroError("accumulate: weight", f"is {got}, not one number", "return how many examples the sum has")

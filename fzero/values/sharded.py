@@ -92,7 +92,8 @@ class Sharded(Tensor):
             raise FzeroError(
                 self.path,
                 "this value was donated: a step or a load wrote another one into its memory",
-                "use the value that was returned, or give donate=False to shard or load",
+                "use the value that was returned, or give donate=False to shard or load; where passes are given, "
+                "in_place=False to fzero.passes.defaults",
             )
         return self._local
 

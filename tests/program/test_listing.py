@@ -8,6 +8,7 @@ import pytest
 from programs import MESH, apply, differentiated, layers, loss, on_rows, trained
 
 from fzero import optim
+from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, defaults, donate, fuse, release
 from fzero.program.listing import format_size
 from fzero.program.program import Program
@@ -102,3 +103,17 @@ def test_what_is_computed_is_counted_the_most_frequent_first() -> None:
 )
 def test_sizes_read_well(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+def test_all_collectives_of_a_node_are_listed_with_their_axes() -> None:
+    """A mean over a mesh of two axes is a reduce-scatter along one and an all-reduce along the other."""
+    mesh = VirtualMesh(replica=2, fsdp=2)
+    program = apply(differentiated(loss, layers(1), mesh).trace(), bucket)
+    moves = [line.split() for line in str(program).splitlines()[1:] if "layers.0" in line and "release" not in line]
+    assert [(line[0], line[-2:]) for line in moves] == [
+        ("all_gather", ["over", "fsdp"]),
+        ("reduce_scatter", ["over", "fsdp"]),
+        ("all_reduce", ["over", "replica"]),
+    ]
+    listed = [entry.op for entry in program.comm() if entry.bucket]
+    assert listed == [line[0] for line in moves]

@@ -173,7 +173,7 @@ def test_ranks_that_ask_for_different_exchanges_are_named() -> None:
         perform=perform,
         moves=lambda program, node: [ops.Comm("all_reduce", "fsdp", None, torch.float32, 4)],
     )
-    with pytest.raises(FzeroError, match="operation 'test_lonely': ranks ask for different exchanges"):
+    with pytest.raises(FzeroError, match="'test_lonely': moves lists all_reduce over .* and perform ends before"):
         fzero.simulate(lambda x: lonely(x), MESH)(torch.ones(3))
 
 
@@ -203,6 +203,7 @@ def test_an_operation_performed_in_another_way_does_not_inherit_how() -> None:
     target = ops.define("test_other_gather", like=ops.all_gather, perform=perform)
     own, like = ops.record(target), ops.record(ops.all_gather)
     default = {name: field.default for name, field in Operation.__dataclass_fields__.items()}
-    assert (own.kind, own.starts, own.names, own.check) == (like.kind, like.starts, like.names, like.check)
+    assert (own.kind.__wrapped__, own.check.__wrapped__) == (like.kind, like.check)  # type: ignore[attr-defined]
+    assert (own.starts, own.names) == (like.starts, like.names)
     assert (own.work, own.alias_at) == (default["work"], default["alias_at"])
     assert own.memory not in (None, like.memory) and own.is_foreign
