@@ -45,7 +45,7 @@ class Members:
     `ranks` are the global ranks in order. `group` is a gloo process group of all ranks, None for one rank alone.
     `timeout` is the shortest of torch's timeouts of `groups` and of the default group. `at_failure` holds functions to
     call when ranks lose each other. `agreements` counts the agreements that the ranks have come to, and `told` is the
-    last error that one of these told this rank.
+    error that the last one raised on this rank, if any: all ranks know of it.
 
     Raises:
         FzeroError: when another rank does not come within `timeout`.
@@ -61,7 +61,7 @@ class Members:
         self._made: list[dist.ProcessGroup] = []
         self.at_failure: list[Callable[[], None]] = []
         self.agreements = 0
-        self.told: FzeroError | None = None
+        self.told: BaseException | None = None
         self._processes: list[Process | None] = []
         if len(ranks) > 1:
             usable = [group for group in groups if _is_host_group(group, len(ranks), self.timeout)]
