@@ -160,7 +160,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "sizes": ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, r".*_per_gpu: .*: 4', .*: 2'"),
     "nvme_path": (
         {"zero_optimization": place_on_disk},
-        r"configuration zero_optimization\.offload_optimizer\.nvme_path: .*: /tmp', .*: /var'",
+        r"configuration zero_optimization\.offload_optimizer\.nvme_path: .*: '/tmp'.*: '/var'",
     ),
     "a mistake on one rank": (
         {"train_batch_size": 7},
