@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test steps prove conformance mutate check format clean
+.PHONY: train test wheel steps prove conformance mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -18,6 +18,10 @@ train: $(READY)
 # A worker has one thread, as a rank has: with more, threads of one worker would spin on the core of another.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests property_tests $(ARGS)
+
+# The sdist and the wheel, and the wheel's life in an environment with the declared dependencies alone.
+wheel: $(READY)
+	$(BIN)/python tools/try_wheel.py $(ARGS)
 
 # MINUTES of random train steps against plain torch, other ones each time. `make steps ARGS="--seed 12"` shows one.
 steps: $(READY)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import group_timeouts
 from fzero.ranks.failure import LEFT, RESTART, call_roll, format_seconds, hang_up, name_ranks, roll_error
+from fzero.ranks.objects import gather_objects
 from fzero.ranks.processes import Process, has_ended, this_process
 
 PATIENCE = timedelta(seconds=30)
@@ -115,25 +116,26 @@ class Members:
 
     def _meet(self) -> list[Process | None]:
         """The process of each rank, None for one that this process cannot see."""
-        found: list[Any] = [None] * len(self.ranks)
+        assert self.group is not None
         with self.begin("the first word of ranks to each other"):
-            dist.all_gather_object(found, this_process(), group=self.group)
+            found = gather_objects(this_process(), self.group)
         return [None if has_ended(process) else process for process in found]
 
     def _find_ended(self) -> list[int]:
         """The ranks whose processes have ended, as far as this host can tell."""
         return [rank for rank, process in zip(self.ranks, self._processes) if process and has_ended(process)]
 
-    def diagnose(self, what: str, since: float) -> FzeroError:
+    def diagnose(self, what: str, since: float, error: BaseException | None = None) -> FzeroError:
         """Hang up on every rank, call the roll, and return the error that names the missing ranks.
 
-        `what` names the failed collective, which this rank began at `since`, in seconds of `time.monotonic`. Later
-        calls return the same error, because the connections are gone.
+        `what` names the failed collective, which this rank began at `since`, in seconds of `time.monotonic`; `error` is
+        what torch raised. Later calls return the same error, because the connections are gone.
         """
         if self._lost is None:
             now = time.monotonic()
             deadline = max(since + self.timeout.total_seconds(), now) + min(self.timeout, PATIENCE).total_seconds()
-            self._lost = roll_error(what, *self._part(f"waited {now - since:.0f} s in {what}", deadline))
+            words, absent = self._part(f"waited {now - since:.0f} s in {what}", deadline)
+            self._lost = roll_error(what, words, absent, "" if error is None else str(error))
         return self._lost
 
     def leave(self, what: str, error: BaseException) -> None:
@@ -182,7 +184,7 @@ class Attempt:
         if error is None or isinstance(error, FzeroError) or _is_capturing():
             return
         if isinstance(error, RuntimeError):
-            raise self.members.diagnose(self.what, self.since) from error
+            raise self.members.diagnose(self.what, self.since, error) from error
         self.members.leave(self.what, error)
 
 

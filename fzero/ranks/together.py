@@ -7,12 +7,11 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from fzero.base.errors import FzeroError
 from fzero.ranks.agreement import agree, meet
 from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.members import Members
+from fzero.ranks.objects import gather_objects
 
 T = TypeVar("T")
 Gather = Callable[[Any], dict[int, Any]]
@@ -28,10 +27,11 @@ def gather_words(members: Members | None, call: str, about: str = "") -> Gather:
         return lambda word: {0: word}
 
     def gather(word: Any) -> dict[int, Any]:
-        words, what = [None] * len(members.ranks), f"{call} {about}".rstrip()
+        assert members.group is not None
+        what = f"{call} {about}".rstrip()
         meet(members, call, what=what)
         with members.begin(what):
-            dist.all_gather_object(words, word, group=members.group)
+            words = gather_objects(word, members.group)
         return dict(zip(members.ranks, words))
 
     return gather

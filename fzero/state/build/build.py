@@ -22,6 +22,7 @@ from fzero.base.frozen import freeze
 from fzero.base.placement import Disk, Placement
 from fzero.base.tree import Tree
 from fzero.files import allocate as allocate_on_disk
+from fzero.files.memory import memory_of
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
@@ -105,7 +106,7 @@ def _construct(
             torch.manual_seed(seed)
             with defer_tensors(store):
                 module = constructor()
-            drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+            drawn = hashlib.sha256(memory_of(torch.get_rng_state())).hexdigest()
         if isinstance(on, Live) and isinstance(module, nn.Module):
             _agree(on, module, drawn)
         with tell_others(members, WHAT) if store.place else nullcontext():
