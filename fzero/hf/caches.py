@@ -94,7 +94,8 @@ optree.register_pytree_node(FixedLayer, _flatten, _unflatten, namespace=tree.NAM
 
 GROWING = (cache_utils.DynamicLayer, cache_utils.StaticLayer)
 SLIDING = (cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticSlidingWindowLayer)
-KEPT = (FixedLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)  # whose sizes are fixed
+LINEAR: Any = getattr(cache_utils, "LinearAttentionLayer", ())  # no class before transformers 5.6
+KEPT = tuple(x for x in (FixedLayer, LINEAR, getattr(cache_utils, "DummyLayer", ())) if x)  # whose sizes are fixed
 
 
 class Fixing:
@@ -149,7 +150,7 @@ def copy_cache(cache: Any) -> Any:
     """A cache that a program may write into. Layers of linear attention write into their tensors."""
     copied = tree.map(lambda x: x, cache)
     for layer in find_decoder(copied).layers:
-        if isinstance(layer, cache_utils.LinearAttentionLayer):
+        if isinstance(layer, LINEAR):
             vars(layer).update(tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, vars(layer)))
     return copied
 
