@@ -3,9 +3,9 @@
     python tools/try_wheel.py          # build, install, train, save, load, export, README
     python tools/try_wheel.py --types  # mypy too, of a script that uses the wheel: a minute
 
-The wheel is installed into a new environment. That has the run-time dependencies that the wheel declares, and theirs, and
-nothing else: they are links to the packages of this environment, because an installation of torch takes minutes. So an
-import of what is not declared fails, as for users.
+The wheel is installed into a new environment. That has the run-time dependencies that the wheel declares, and theirs,
+and nothing else: they are links to the packages of this environment, because an installation of torch takes minutes. So
+an import of what is not declared fails, as for users.
 """
 
 from __future__ import annotations

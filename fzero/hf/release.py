@@ -8,8 +8,8 @@ from importlib import metadata
 from fzero.base.errors import FzeroError
 
 LEAST = (5, 10)
-"""Before this, the Trainer of transformers divides gradients twice where updates have several batches, and before 5.4 it
-has no methods for an epoch, clipping and the norm of gradients."""
+"""Before this, the Trainer of transformers divides gradients twice where updates have several batches; 5.0 has no methods
+for an epoch, clipping and the norm of gradients."""
 WAY_OUT = "pip install 'transformers>=5.10' accelerate"
 
 
