@@ -1,7 +1,7 @@
 """hf: transformers' Trainer and `generate`, over programs of slices.
 
 In: a model of transformers, and its TrainingArguments. Out: its Trainer, with parameters, gradients and optimizer state
-in slices, and its `generate`. Needs transformers 5.10 or later, and accelerate. Imported by name: `import fzero.hf`.
+in slices, and its `generate`. Needs transformers 5.22 or later, and accelerate. Imported by name: `import fzero.hf`.
 """
 
 from fzero.hf.release import check_release

@@ -94,8 +94,9 @@ optree.register_pytree_node(FixedLayer, _flatten, _unflatten, namespace=tree.NAM
 
 GROWING = (cache_utils.DynamicLayer, cache_utils.StaticLayer)
 SLIDING = (cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticSlidingWindowLayer)
-LINEAR: Any = getattr(cache_utils, "LinearAttentionLayer", ())  # no class before transformers 5.6
-KEPT = tuple(x for x in (FixedLayer, LINEAR, getattr(cache_utils, "DummyLayer", ())) if x)  # whose sizes are fixed
+KEPT = tuple(  # whose sizes are fixed; transformers 5.22 has no DummyLayer
+    x for x in (FixedLayer, cache_utils.LinearAttentionLayer, getattr(cache_utils, "DummyLayer", None)) if x
+)
 
 
 class Fixing:
@@ -150,7 +151,7 @@ def copy_cache(cache: Any) -> Any:
     """A cache that a program may write into. Layers of linear attention write into their tensors."""
     copied = tree.map(lambda x: x, cache)
     for layer in find_decoder(copied).layers:
-        if isinstance(layer, LINEAR):
+        if isinstance(layer, cache_utils.LinearAttentionLayer):
             vars(layer).update(tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, vars(layer)))
     return copied
 

@@ -53,7 +53,7 @@ def _check_release() -> None:
     missing = [name for name in SEAMS if not hasattr(transformers.Trainer, name)]
     if missing:
         problem = f"is {transformers.__version__}, whose Trainer has no {missing[0]}"
-        raise FzeroError("transformers", problem, "install transformers 5.23")
+        raise FzeroError("transformers", problem, "install transformers 5.22 or later")
 
 
 def _check_options(args: Any, allowed: Collection[str]) -> None:

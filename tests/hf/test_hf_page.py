@@ -26,10 +26,10 @@ import hf_arguments
 
 
 def test_releases_of_transformers_that_do_not_work_are_refused_by_name() -> None:
-    for version in ("4.57.6", "5.0.0", "5.4.0", "5.9.0"):
-        with pytest.raises(FzeroError, match=rf"transformers: is {version}, and fzero.hf works with 5.10 and later"):
+    for version in ("4.57.6", "5.0.0", "5.9.0", "5.21.1"):
+        with pytest.raises(FzeroError, match=rf"transformers: is {version}, and fzero.hf works with 5.22 and later"):
             check_version(version)
-    for version in ("5.10.1", "5.23.0", "6.0.0.dev0", transformers.__version__):
+    for version in ("5.22.0", "5.23.0", "6.0.0.dev0", transformers.__version__):
         check_version(version)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     least = f"transformers>={'.'.join(map(str, LEAST))}"
