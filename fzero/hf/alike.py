@@ -64,7 +64,7 @@ def list_data(name: str, dataset: Any) -> Iterator[str]:
 
 def list_order(loader: Any) -> Iterator[str]:
     """A line for the order of the rows. A rank takes its part of a permutation that each rank draws for itself."""
-    sampler = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "batch_sampler", None)
     while hasattr(sampler, "batch_sampler"):  # each of accelerate's takes batches of another
         sampler = sampler.batch_sampler
     sampler = getattr(sampler, "sampler", None)

@@ -8,8 +8,8 @@ from importlib import metadata
 from fzero.base.errors import FzeroError
 
 LEAST = (5, 22)
-"""Releases before this lack methods of `generate` that `fzero.hf` works through, and 5.0 those of the Trainer. Before 5.10
-the Trainer of transformers divides gradients twice where updates have several batches."""
+"""Releases before this lack methods of `generate` that `fzero.hf` works through, and 5.0 those of the Trainer. Before
+5.10 the Trainer of transformers divides gradients twice where updates have several batches."""
 WAY_OUT = "pip install 'transformers>=5.22' accelerate"
 
 

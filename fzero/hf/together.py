@@ -38,6 +38,7 @@ class Together(transformers.Trainer):
     """
 
     mesh: Any
+    preprocess_logits_for_metrics: Any
     _is_dispatched = False  # whether rank 0 draws the batches of all ranks
 
     @property
@@ -86,7 +87,6 @@ class Together(transformers.Trainer):
         given = self.preprocess_logits_for_metrics
 
         def preprocess(*args: Any) -> Any:
-            assert given is not None
             logits = given(*args)
             self._meet("preprocess_logits_for_metrics")
             return logits
@@ -121,7 +121,8 @@ class Together(transformers.Trainer):
         except Exception as error:
             if members is None:
                 raise
-            hang_up([dist.group.WORLD])  # of accelerate, whose ranks wait there for this one
+            if dist.group.WORLD is not None:
+                hang_up([dist.group.WORLD])  # of accelerate, whose ranks wait there for this one
             if isinstance(error, RuntimeError) and _is_of_torch_distributed(error):
                 raise members.diagnose(DISPATCH, since) from error
             members.leave(DISPATCH, error)

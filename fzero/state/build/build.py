@@ -106,7 +106,8 @@ def _construct(
             torch.manual_seed(seed)
             with defer_tensors(store):
                 module = constructor()
-            drawn = hashlib.sha256(memory_of(torch.get_rng_state())).hexdigest()
+            random_state = torch.get_rng_state()
+            drawn = hashlib.sha256(memory_of(random_state)).hexdigest()
         if isinstance(on, Live) and isinstance(module, nn.Module):
             _agree(on, module, drawn)
         with tell_others(members, WHAT) if store.place else nullcontext():
