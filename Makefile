@@ -11,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all steps prove conformance mutate check format clean
+.PHONY: train test test-rest test-all wheel steps prove conformance mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -30,6 +30,10 @@ test-rest: $(READY)
 # Both.
 test-all: $(READY)
 	$(PYTEST) $(ARGS)
+
+# The sdist and the wheel, and the wheel's life in an environment with the declared dependencies alone.
+wheel: $(READY)
+	$(BIN)/python tools/try_wheel.py $(ARGS)
 
 # MINUTES of random train steps against plain torch, other ones each time. `make steps ARGS="--seed 12"` shows one.
 steps: $(READY)

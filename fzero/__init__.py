@@ -36,6 +36,8 @@ from fzero.values.regions import remat
 from fzero.values.sharded import Sharded
 from fzero.values.tiles import tiled
 
+__version__ = "0.1.0"
+
 __all__ = [
     "FzeroError",
     "Program",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -500,21 +503,18 @@ def test_the_page_lists_every_public_name_once() -> None:
 README = (ROOT / "README.md").read_text()
 
 
-def on_the_readme(mesh: DeviceMesh) -> tuple[float, str]:
-    """Run the README's code on real ranks: the loss, and how the program is printed."""
-    first, step = blocks(README, "python")
-    model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
-    tokens = torch.arange(12).view(2, 6) % 11
-    batch = {"inputs": tokens, "targets": (tokens + 1) % 11}
-    names = {"model": model, "world_size": mesh.size(), "batch": batch, "torch": torch, "fzero": fzero}
-    exec(step, names)
-    exec(first, names)
-    return names["loss"].item(), str(names["step"].trace(names["params"], names["opt_state"], batch))
+LAUNCHES = {(): 1, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"): 2}
+"""How the README says that its code is started, and on how many ranks."""
 
 
-def test_the_code_of_the_readme_runs() -> None:
-    for loss, listing in run(2, on_the_readme):
-        assert 0 < loss < 10 and listing.startswith("train_step on VirtualMesh(fsdp=2)")
+def test_the_first_code_of_the_readme_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks(README, "python")[0])
+    clean = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for launch, ranks in LAUNCHES.items():
+        command = [sys.executable, *launch, "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=200)
+        losses = re.findall(r"rank \d: loss ([\d.]+)", done.stdout)
+        assert len(losses) == ranks and max(map(float, losses)) < 5.4, done.stdout + done.stderr  # log(256) is 5.5
 
 
 def test_the_readme_names_the_default_passes_in_order() -> None:

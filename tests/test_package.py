@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -374,6 +375,40 @@ def test_variants_are_short(name: str) -> None:
     lines = len(MODULES[name].read_text().splitlines())
     advice = "share a helper with other variants, or generalize fzero.ops"
     assert lines <= MAX_LINES_OF_VARIANT, f"fzero.{name} has {lines} lines (limit {MAX_LINES_OF_VARIANT}): {advice}"
+
+
+# what users install
+
+
+def test_the_version_has_one_home_and_the_package_has_types() -> None:
+    """A source tree that is not installed has the version too, which every checkpoint says."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fzero.__version__"}
+    assert (PACKAGE / "py.typed").exists()
+    assert set(project["project"]["optional-dependencies"]) >= {"hf", "deepspeed", "data"}
+    askers = {name for name, path in MODULES.items() if 'version("fzero")' in path.read_text()}
+    assert not askers, f"{askers} ask for an installed version: import fzero.__version__"
+
+
+NEEDED = {"torch", "optree", "einops"}
+"""The `dependencies` of pyproject.toml. numpy is not there, and torch's exchange of objects needs it."""
+OPTIONAL = {"transformers", "accelerate", "safetensors", "huggingface_hub"}
+
+
+def test_modules_import_what_is_declared() -> None:
+    allowed, wrong = NEEDED | OPTIONAL | {"fzero", *sys.stdlib_module_names}, {}
+    for name, path in MODULES.items():
+        roots = set()
+        for node in ast.walk(parse(name)):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                roots.add(absolute(name, node).split(".")[0])
+        of_torch = set(re.findall(r"dist\.\w+_object(?:_list)?\(", path.read_text()))
+        if found := (roots - allowed) | of_torch:
+            wrong[name] = found
+    assert not wrong, f"{wrong}: declare packages in pyproject.toml; ranks exchange objects by fzero.ranks.objects"
 
 
 # the order of a run of the tests

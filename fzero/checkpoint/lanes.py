@@ -13,6 +13,7 @@ from fzero.checkpoint.writing import AGAIN, Saving
 from fzero.ranks.failure import hang_up
 from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
+from fzero.ranks.objects import gather_objects
 from fzero.ranks.together import Gather, gather_words
 
 
@@ -45,9 +46,8 @@ class Lane:
 
 def _gather_beside(ranks: list[int], group: dist.ProcessGroup) -> Gather:
     def gather(word: Any) -> dict[int, Any]:
-        words = [None] * len(ranks)
         try:
-            dist.all_gather_object(words, word, group=group)
+            words = gather_objects(word, group)
         except RuntimeError as error:  # the steps find out which rank is lost: this thread leaves it to them
             hang_up([group])  # or ranks that wait for this one wait until their timeout
             raise FzeroError("save", "ranks lost each other before the checkpoint was complete", AGAIN) from error

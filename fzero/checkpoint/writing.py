@@ -23,12 +23,12 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib import metadata as packages
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from fzero import __version__
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.folder import check_free, list_steps, open_partial, partial_folder, publish, remove, step_folder
@@ -292,4 +292,4 @@ def _iter_data(head: bytes, values: list[Source]) -> Iterator[Any]:
 
 
 def _versions() -> dict[str, str]:
-    return {"fzero": packages.version("fzero"), "torch": torch.__version__}
+    return {"fzero": __version__, "torch": torch.__version__}

@@ -21,8 +21,8 @@ from fzero.ranks.homes import Home
 from fzero.ranks.live import Live
 from fzero.training.groups import Group, convert_optimizer, list_groups
 
-OF_A_RANK = ("steps_per_print", "wall_clock_breakdown", "flops_profiler.", "nvme_path", *(f"{x}." for x in MONITORS))
-"""Parts of keys that each rank may have for itself: what it prints, and where its files lie."""
+OF_A_RANK = ("steps_per_print", "wall_clock_breakdown", "flops_profiler.", *(f"{x}." for x in MONITORS))
+"""Parts of keys that each rank may have for itself: what it prints."""
 
 
 class Plan(NamedTuple):

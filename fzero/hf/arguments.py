@@ -110,3 +110,15 @@ ARGUMENTS = {
     for each in family
 }
 """All fields by name."""
+
+OF_A_RANK = frozenset({
+    *(name for name, each in ARGUMENTS.items() if each.meaning == "no meaning"),
+    *("local_rank", "disable_tqdm", "skip_memory_metrics", "do_train", "do_eval", "do_predict"),
+    *("resume_from_checkpoint", "logging_dir", "log_level", "log_level_replica", "log_on_each_node", "report_to"),
+    *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("dataloader_multiprocessing_context", "ddp_backend", "ddp_timeout"),
+})  # fmt: skip
+"""The fields that each rank may have for itself: what it prints, logs and uploads, and how its data come to it. Ranks
+must have all others alike."""

@@ -94,7 +94,9 @@ optree.register_pytree_node(FixedLayer, _flatten, _unflatten, namespace=tree.NAM
 
 GROWING = (cache_utils.DynamicLayer, cache_utils.StaticLayer)
 SLIDING = (cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticSlidingWindowLayer)
-KEPT = (FixedLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)  # whose sizes are fixed
+KEPT = tuple(  # whose sizes are fixed; transformers 5.22 has no DummyLayer
+    x for x in (FixedLayer, cache_utils.LinearAttentionLayer, getattr(cache_utils, "DummyLayer", None)) if x
+)
 
 
 class Fixing:

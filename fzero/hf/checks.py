@@ -28,25 +28,32 @@ def refuse_model(where: str, given: Any) -> FzeroError:
     return FzeroError(where, f"is {given!r:.80}, which is no model", way_out)
 
 
+def check_type(args: Any) -> None:
+    """Refuse what is no TrainingArguments.
+
+    Raises:
+        FzeroError: naming the value.
+    """
+    if not isinstance(args, transformers.TrainingArguments):
+        raise FzeroError("args", f"is {args!r:.80}", 'give transformers.TrainingArguments("folder")')
+
+
 def check_training_arguments(args: Any, allowed: Collection[str] = ()) -> None:
-    """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer. None
-    stands for the default arguments. The options named in `allowed` pass.
+    """Refuse TrainingArguments that ask for what is not here, and a release of transformers with another Trainer. The
+    options named in `allowed` pass.
 
     Raises:
         FzeroError: naming the argument, its value and the way out.
     """
-    if args is not None and not isinstance(args, transformers.TrainingArguments):
-        raise FzeroError("args", f"is {args!r:.80}", 'give transformers.TrainingArguments("folder")')
     _check_release()
-    if args is not None:
-        _check_options(args, allowed)
+    _check_options(args, allowed)
 
 
 def _check_release() -> None:
     missing = [name for name in SEAMS if not hasattr(transformers.Trainer, name)]
     if missing:
         problem = f"is {transformers.__version__}, whose Trainer has no {missing[0]}"
-        raise FzeroError("transformers", problem, "install transformers 5.23")
+        raise FzeroError("transformers", problem, "install transformers 5.22 or later")
 
 
 def _check_options(args: Any, allowed: Collection[str]) -> None:

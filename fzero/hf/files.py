@@ -48,10 +48,17 @@ class Files(Together):
     ) -> Any:
         """As transformers' `train`. `resume_from_checkpoint=True` means the newest complete checkpoint. All ranks call
         it together."""
-        self._meet("trainer.train")
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._find_newest() or True
-        return super().train(resume_from_checkpoint, *args, **named)
+        is_own = type(self).get_train_dataloader is not transformers.Trainer.get_train_dataloader
+
+        def list_lines() -> list[str]:
+            how = resume_from_checkpoint if isinstance(resume_from_checkpoint, bool | None) else "a folder"
+            lines = self._list_alike("train_dataset", None if is_own else self.train_dataset)
+            return [f"configuration resume_from_checkpoint: {how or None}", *lines]
+
+        with self._act("trainer.train", list_lines):
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = self._find_newest() or True
+            return super().train(resume_from_checkpoint, *args, **named)
 
     def _find_newest(self) -> str | None:
         """The newest checkpoint that is complete; where none is, the newest; None without checkpoints."""

@@ -264,7 +264,7 @@ def _check(model: Any) -> None:
     missing = [name for name in SEAMS if not hasattr(model, name)]
     if missing:
         problem = f"is {transformers.__version__}, whose models have no {missing[0]}"
-        raise FzeroError("transformers", problem, "install transformers 5.23")
+        raise FzeroError("transformers", problem, "install transformers 5.22 or later")
 
 
 def _find_cache(inputs: dict[str, Any]) -> Any:

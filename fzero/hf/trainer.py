@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
@@ -16,12 +17,14 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
+from fzero.hf.alike import list_arguments, list_model
 from fzero.hf.checks import (
     check_frozen,
     check_model,
     check_plugins,
     check_same,
     check_training_arguments,
+    check_type,
     check_values,
     refuse_gradients,
     refuse_model,
@@ -35,6 +38,7 @@ from fzero.hf.progress import TracedState
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
 from fzero.passes.release import check_stage
+from fzero.ranks.together import tell_others
 from fzero.training.groups import Group, check_options, convert_optimizer, join, list_options
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import (
@@ -52,6 +56,7 @@ from fzero.training.models import (
 from fzero.training.programs import compile_function, make_sums
 from fzero.training.spent import spend_model
 
+CONSTRUCT = "fzero.hf.Trainer"
 MANY = 4
 """So many shapes of batches are worth a word."""
 _log = logging.getLogger("fzero")
@@ -94,9 +99,22 @@ class Trainer(Files):
         self._wrapped: Wrapped | None = None
         self._generator: Generator | None = None
         self._structure: Any = None  # the model that `sharded` has the values of
-        check_stage(stage)
-        check_training_arguments(args, self._allowed)
         pretrained = model if isinstance(model, Pretrained) else None
+        if self.mesh is None and pretrained is not None:
+            self.mesh = pretrained.mesh
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args  # as transformers
+        device = args.device.type if isinstance(args, transformers.TrainingArguments) else None  # makes the group
+        if self.mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self.mesh = make_mesh(find_local_rank(args), PORT, None, device)
+        with tell_others(self._members, CONSTRUCT):
+            self._construct(pretrained, model, args, *more, **named)
+
+    def _construct(self, pretrained: Pretrained | None, model: Any, args: Any, *more: Any, **named: Any) -> None:
+        """`__init__` of a rank. An error in here is one on all ranks."""
+        check_type(args)
+        self._meet(CONSTRUCT, lambda: [f"configuration stage: {self.stage}", *list_arguments(args)])
+        check_stage(self.stage)
+        check_training_arguments(args, self._allowed)
         if pretrained is not None:
             self._take(pretrained)
         elif isinstance(model, nn.Module):
@@ -104,7 +122,6 @@ class Trainer(Files):
         elif model is not None:
             raise refuse_model("model", model)
         super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
-        check_training_arguments(self.args, self._allowed)
         check_plugins(self)
         if self.mesh is None:
             self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
@@ -130,6 +147,7 @@ class Trainer(Files):
             check_same(self.model, self._structure)
         check_model(self.model)
         check_values(self.model)
+        self._meet("the model of a Trainer", lambda: list(list_model(self.model)))
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         lowered = lower_modes(self.model)
@@ -202,7 +220,7 @@ class Trainer(Files):
             return tree.map(lambda x: x * factor.to(x.dtype), sums), norm
 
         def update(params: Any, opt_state: Any, sums: Any, rates: Any) -> tuple[Any, Any]:
-            updates, opt_state = self._make(rates).update(sums, opt_state, params)
+            updates, opt_state = self._make(rates["learning_rate"]).update(sums, opt_state, params)
             return optim.apply_updates(params, updates), opt_state
 
         begin, add = make_sums(share)
@@ -347,7 +365,7 @@ class Trainer(Files):
             raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
         check_options(self.optimizer, self._options)
         groups = self.optimizer.param_groups
-        rates = partition([torch.tensor(float(group["lr"])) for group in groups], self.mesh)
-        held = self.sharded
+        rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in groups]}  # the name is for errors
+        rates, held = partition(rates, self.mesh), self.sharded
         params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
         self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None

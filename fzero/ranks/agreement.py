@@ -135,6 +135,7 @@ def agree(
                     answer = steps.send(answer).run(members)
             except StopIteration as end:
                 found = end.value
+    members.told = error  # of which the other ranks know now
     if error is not None:
         raise error
     if not isinstance(found, Difference):
@@ -212,6 +213,7 @@ PROBLEMS = {
     ),
     "data": ("ranks take different data", "make the loader alike on every rank, and resume it at one position"),
     "configuration": ("ranks have different configurations", "give every rank the same configuration and optimizer"),
+    "control": ("callbacks of ranks ask for different things", "let callbacks decide alike on every rank"),
     "leaf": ("ranks give different leaves", "give every rank the same tree"),
     "call": (
         "ranks call different functions",

@@ -31,6 +31,8 @@ READABLE = (
     "kernel.yama.ptrace_scope as they are during a run, and start all ranks again"
 )
 LEFT = "left "  # the first word of a rank that leaves the others by an error of its own
+OF_CONNECTIONS = ("gloo", "nccl", "socket", "connection", "timed out", "timeout", "peer")
+"""Words in torch's errors of a collective that other ranks did not take part in."""
 WORD = 256  # bytes of a rank's answer in a roll call
 
 
@@ -88,8 +90,9 @@ def call_roll(
     return words, absent
 
 
-def roll_error(what: str, words: Mapping[int, str], absent: Mapping[int, str]) -> FzeroError:
-    """The error of the failed collective `what`, after a roll call that found these words and these absent ranks."""
+def roll_error(what: str, words: Mapping[int, str], absent: Mapping[int, str], cause: str = "") -> FzeroError:
+    """The error of the failed collective `what`, after a roll call that found these words and these absent ranks. Where
+    every rank answers, and `cause`, torch's error, is not about a connection, the error is about the cause."""
     if absent:
         problem = ", ".join(f"{name_ranks(ranks)} {fate}" for fate, ranks in group_by_word(absent).items())
         way_out = "their own output says why; start all ranks again, with a longer timeout if they were only slow"
@@ -102,6 +105,8 @@ def roll_error(what: str, words: Mapping[int, str], absent: Mapping[int, str]) -
     if refused:
         problem = ", ".join(f"{name_ranks(ranks)} {word}" for word, ranks in group_by_word(refused).items())
         return FzeroError(what, problem, READABLE)
+    if cause and not any(word in cause.lower() for word in OF_CONNECTIONS):
+        return FzeroError(what, f"failed on this rank: {cause}", RESTART)
     places = ", ".join(f"{name_ranks(ranks)} {place}" for place, ranks in group_by_word(words).items())
     problem = f"failed, though every rank answers: {places}"
     way_out = "let ranks take the same steps in equal time, or set a longer timeout"

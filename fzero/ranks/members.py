@@ -33,6 +33,7 @@ from fzero.ranks.failure import (
     name_ranks,
     roll_error,
 )
+from fzero.ranks.objects import gather_objects
 from fzero.ranks.processes import Process, has_ended, this_process
 
 PATIENCE = timedelta(seconds=30)
@@ -55,7 +56,7 @@ class Members:
     `ranks` are the global ranks in order. `group` is a gloo process group of all ranks, None for one rank alone.
     `timeout` is the shortest of torch's timeouts of `groups` and of the default group. `at_failure` holds functions to
     call when ranks lose each other. `agreements` counts the agreements that the ranks have come to, and `told` is the
-    last error that one of these told this rank.
+    error that the last one raised on this rank, if any: all ranks know of it.
 
     Raises:
         FzeroError: when another rank does not come within `timeout`.
@@ -71,7 +72,7 @@ class Members:
         self._made: list[dist.ProcessGroup] = []
         self.at_failure: list[Callable[[], None]] = []
         self.agreements = 0
-        self.told: FzeroError | None = None
+        self.told: BaseException | None = None
         self._processes: list[Process | None] = []
         if len(ranks) > 1:
             usable = [group for group in groups if _is_host_group(group, len(ranks), self.timeout)]
@@ -125,20 +126,20 @@ class Members:
 
     def _meet(self) -> list[Process | None]:
         """The process of each rank, None for one that this process cannot see."""
-        found: list[Any] = [None] * len(self.ranks)
+        assert self.group is not None
         with self.begin("the first word of ranks to each other"):
-            dist.all_gather_object(found, this_process(), group=self.group)
+            found = gather_objects(this_process(), self.group)
         return [None if has_ended(process) else process for process in found]
 
     def _find_ended(self) -> list[int]:
         """The ranks whose processes have ended, as far as this host can tell."""
         return [rank for rank, process in zip(self.ranks, self._processes) if process and has_ended(process)]
 
-    def diagnose(self, what: str, since: float, error: RuntimeError | None = None) -> FzeroError:
+    def diagnose(self, what: str, since: float, error: BaseException | None = None) -> FzeroError:
         """Hang up on every rank, call the roll, and return the error that names the missing ranks.
 
-        `what` names the failed collective, which this rank began at `since`, in seconds of `time.monotonic`, and which
-        `error` ended. Later calls return the same error, because the connections are gone.
+        `what` names the failed collective, which this rank began at `since`, in seconds of `time.monotonic`; `error` is
+        what torch raised. Later calls return the same error, because the connections are gone.
         """
         if self._lost is None:
             now = time.monotonic()
@@ -146,7 +147,8 @@ class Members:
             word = f"waited {now - since:.0f} s in {what}"
             if isinstance(error, RefusedError):
                 word = f"{REFUSED}the memory of another rank in {what}: {error}"
-            self._lost = roll_error(what, *self._part(word, deadline))
+            words, absent = self._part(word, deadline)
+            self._lost = roll_error(what, words, absent, "" if error is None else str(error))
         return self._lost
 
     def leave(self, what: str, error: BaseException) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from fzero.base.errors import FzeroError
-from fzero.ranks.agreement import meet
+from fzero.ranks.agreement import agree, meet
 from fzero.ranks.failure import group_by_word, name_ranks
 from fzero.ranks.members import Members
+from fzero.ranks.objects import gather_objects
 
 T = TypeVar("T")
 Gather = Callable[[Any], dict[int, Any]]
@@ -27,10 +27,11 @@ def gather_words(members: Members | None, call: str, about: str = "") -> Gather:
         return lambda word: {0: word}
 
     def gather(word: Any) -> dict[int, Any]:
-        words, what = [None] * len(members.ranks), f"{call} {about}".rstrip()
+        assert members.group is not None
+        what = f"{call} {about}".rstrip()
         meet(members, call, what=what)
         with members.begin(what):
-            dist.all_gather_object(words, word, group=members.group)
+            words = gather_objects(word, members.group)
         return dict(zip(members.ranks, words))
 
     return gather
@@ -66,6 +67,19 @@ def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_
         problem = ", ".join(f"{name_ranks(ranks)} could not {what}: {cause}" for cause, ranks in causes)
         raise FzeroError(where, problem, way_out) from error
     return [value for value, _ in outcomes.values()]
+
+
+@contextmanager
+def tell_others(members: Members | None, what: str) -> Iterator[None]:
+    """Let an error of this rank alone take part in the agreement that the other ranks come to next. All of them then
+    raise. An error that an agreement raised is known to all. Errors call the agreement `what`."""
+    try:
+        yield
+    except Exception as error:
+        if members is not None and error is not members.told:
+            with suppress(Exception):  # it raises the error, or says that ranks have lost each other
+                agree(members, 0, list, error, what=what)
+        raise
 
 
 def write_together(members: Members, do: Callable[[], T], call: str) -> T:

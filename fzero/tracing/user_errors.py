@@ -37,6 +37,10 @@ _KNOWN = {
     ),
     "do not have strides": ("the step uses a sparse tensor, and programs have dense ones", "give tensor.to_dense()"),
     "data is not allocated": (_NEEDS_VALUES, "give the numbers as Python numbers"),
+    "with unallocated storage": (
+        _NEEDS_VALUES,
+        "compute with torch; for experts of transformers choose config._experts_implementation = 'batched_mm'",
+    ),
     "Cannot access data pointer": (_NEEDS_VALUES, "give the numbers as Python numbers"),
     "match the broadcast shape": ("torch cannot tell the shape of this while it traces", "write the shapes out"),
     "primals and tangents": ("primals and tangents are of different leaves", "give each leaf its own tangent"),

@@ -147,6 +147,10 @@ def train_outside(mesh: Any, rank: int | None) -> list[float]:
     return found
 
 
+def place_on_disk(rank: int) -> dict[str, Any]:
+    return {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": ("/tmp", "/var")[rank]}}
+
+
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "steps_per_print": ({"steps_per_print": 7}, ""),
     "a rate": (
@@ -154,19 +158,25 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
         r"configuration optimizer\.params: .*rank 0 has .*'lr', 0\.001.*, rank 1 has .*'lr', 0\.002",
     ),
     "sizes": ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, r".*_per_gpu: .*: 4', .*: 2'"),
+    "nvme_path": (
+        {"zero_optimization": place_on_disk},
+        r"configuration zero_optimization\.offload_optimizer\.nvme_path: .*: '/tmp'.*: '/var'",
+    ),
     "a mistake on one rank": (
         {"train_batch_size": 7},
         r"(rank 1: could not .*: FzeroError: )?train_batch_size: is 7, which is no multiple",
     ),
 }  # fmt: skip
-"""What rank 1 alone has in its configuration, and the error on both ranks."""
+"""What rank 1 alone has in its configuration, or a function of the rank, and the error on both ranks."""
 
 
 def disagree(mesh: DeviceMesh) -> dict[str, str]:
     config: dict[str, Any] = {"train_batch_size": ROWS, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
     found = {}
     for name, (changed, _) in DIFFERENT.items():
-        mine = config | (changed if mesh.get_local_rank() else {})
+        rank = mesh.get_local_rank()
+        called = {key: of_rank(rank) for key, of_rank in changed.items() if callable(of_rank)}
+        mine = config | (called or (changed if rank else {}))
         try:
             fzero.deepspeed.initialize(model=make_model(), config=mine, mesh=mesh)
             found[name] = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,22 @@ from test_docs import ROOT
 from fzero import FzeroError
 from fzero.hf.arguments import ARGUMENTS
 from fzero.hf.checks import check_training_arguments
+from fzero.hf.release import LEAST, check_version
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 import hf_arguments
+
+
+def test_releases_of_transformers_that_do_not_work_are_refused_by_name() -> None:
+    for version in ("4.57.6", "5.0.0", "5.9.0", "5.21.1"):
+        with pytest.raises(FzeroError, match=rf"transformers: is {version}, and fzero.hf works with 5.22 and later"):
+            check_version(version)
+    for version in ("5.22.0", "5.23.0", "6.0.0.dev0", transformers.__version__):
+        check_version(version)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    least = f"transformers>={'.'.join(map(str, LEAST))}"
+    assert least in declared["hf"] and least in declared["test"]
 
 
 def test_each_field_has_a_meaning() -> None:

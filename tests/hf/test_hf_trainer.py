@@ -47,7 +47,7 @@ def test_training_evaluation_and_prediction_are_those_of_transformers(tmp_path: 
 
 CASES: dict[str, dict[str, Any]] = {
     "llama in bfloat16, activation checkpointing": {
-        "kind": "llama", "changed": {"bf16": True, "activation_checkpointing": True},
+        "kind": "llama", "changed": {"bf16": True, "gradient_checkpointing": True},
     },
     "label smoothing, SGD, no clipping, frozen weights, a last update of two batches": {
         "kind": "gpt2 with frozen positions",

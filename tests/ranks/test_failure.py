@@ -28,7 +28,8 @@ import fzero
 from fzero import optim
 from fzero.passes import defaults
 from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks, roll_error
-from fzero.ranks.live import live
+from fzero.ranks.homes import find_home
+from fzero.ranks.live import Live, live
 from fzero.ranks.transports import Native, PointToPoint, Transport, process_memory
 
 STALL = timedelta(seconds=5)
@@ -238,6 +239,30 @@ def test_ranks_in_different_collectives_are_told_to_call_the_same() -> None:
     for second, way_out in (("generate", "in equal time"), ("save out", "none may save, evaluate or generate alone")):
         words = {0: "waited 0 s in generate", 1: f"waited 2 s in {second}"}
         assert way_out in str(roll_error("generate", words, {}))
+
+
+def test_an_error_that_is_not_about_a_connection_is_told_as_it_is() -> None:
+    words = dict.fromkeys(range(2), "waited 0 s in the first word of ranks to each other")
+    told = str(roll_error("the first word", words, {}, "Numpy is not available"))
+    assert told.startswith("the first word: failed on this rank: Numpy is not available") and "timeout" not in told
+    for cause in ("Connection closed by peer [127.0.0.1]", "Timed out waiting 15000ms for send operation"):
+        assert "though every rank answers" in str(roll_error("the first word", words, {}, cause))
+
+
+def fail_in_a_collective(mesh: DeviceMesh) -> str:
+    live = find_home(mesh)
+    assert isinstance(live, Live)
+
+    def exchange() -> None:
+        with live.members.begin("a collective"):
+            raise RuntimeError("no room for a tensor")
+
+    return refusal(exchange).message
+
+
+def test_ranks_that_fail_alike_in_a_collective_say_why() -> None:
+    for message in run(2, fail_in_a_collective, lost=()):
+        assert "failed on this rank: no room for a tensor" in message
 
 
 def two_axes(mesh: DeviceMesh) -> Refusal:

@@ -34,6 +34,19 @@ class Straight(Function):
         return x.round()
 
 
+class Offsets(torch.autograd.Function):
+    """Asks for values in its backward pass, as grouped experts of some releases of transformers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.offsets = x.argmax(0)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent * len(ctx.offsets.tolist())
+
+
 straight = Straight.apply  # an alias made before the step, as torch's docs show
 
 
@@ -502,6 +515,10 @@ def test_a_second_derivative_that_would_be_wrong_is_refused(loss: Loss, message:
         (lambda p, x: x @ Dirty.apply(p["w"]), "^Dirty .* writes into a leaf"),
         (lambda p, x: sum(Twins.apply(x @ p["w"])), "^Twins .* one tensor twice"),
         (lambda p, x: Branch.apply(x @ p["w"]), "in forward: .*Python needs a value"),
+        (
+            lambda p, x: Offsets.apply(x @ p["w"]),
+            r"in backward: .*tolist\(\).*needs the values of a tensor.*batched_mm",
+        ),
         (lambda p, x: torch.func.vmap(Straight.apply)(x @ p["w"]), "^Straight .*generate_vmap_rule"),
     ],
 )

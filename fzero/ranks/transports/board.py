@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero.ranks.objects import gather_objects
 from fzero.ranks.processes import Process, this_process
 from fzero.ranks.transports.process_memory import EndedError, read
 
@@ -124,17 +125,10 @@ def share_board(group: dist.ProcessGroup, timeout: timedelta, has_spare_cores: b
     """Make the board of a gloo group, or None unless all ranks can read each other's memory. All ranks call."""
     table, word = _Table(), secrets.token_bytes(WORD)
     ctypes.memmove(table, word, WORD)
-    ranks = _exchange(group, Owner(this_process(), ctypes.addressof(table), word, has_spare_cores))
+    ranks = gather_objects(Owner(this_process(), ctypes.addressof(table), word, has_spare_cores), group)
     mine = ranks[dist.get_rank(group)].process
-    can_read = _exchange(group, all(other.process.place == mine.place and _is_readable(other) for other in ranks))
+    can_read = gather_objects(all(other.process.place == mine.place and _is_readable(other) for other in ranks), group)
     return Board(table, ranks, timeout) if all(can_read) else None
-
-
-def _exchange(group: dist.ProcessGroup, word: Any) -> list[Any]:
-    """The word that each rank gives."""
-    words = [None] * dist.get_world_size(group)
-    dist.all_gather_object(words, word, group=group)
-    return words
 
 
 def _is_readable(other: Owner) -> bool:

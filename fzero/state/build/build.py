@@ -22,9 +22,11 @@ from fzero.base.frozen import freeze
 from fzero.base.placement import Disk, Placement
 from fzero.base.tree import Tree
 from fzero.files import allocate as allocate_on_disk
+from fzero.files.memory import memory_of
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.homes import Home, find_home
+from fzero.ranks.homes import find_home
 from fzero.ranks.live import Live
+from fzero.ranks.together import tell_others
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
 from fzero.state.build.store import Store
 from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, fill, find_memory
@@ -34,6 +36,7 @@ from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
 from fzero.values.sharded import Sharded
 
 Constructor = Callable[[], nn.Module]
+WHAT = "agreement of fzero.build"
 
 
 @check_arguments
@@ -96,16 +99,18 @@ def _construct(
 ) -> Iterator[tuple[nn.Module, Store]]:
     """The module, with deferred parameters and ordinary buffers. The parameters are freed at the end of the block."""
     on = find_home(mesh)
+    members = on.members if isinstance(on, Live) else None
     store = Store(on, to if isinstance(to, Disk) else None)
     try:
-        with _tell_others(on), torch.random.fork_rng(_cuda_devices()):
+        with tell_others(members, WHAT), torch.random.fork_rng(_cuda_devices()):
             torch.manual_seed(seed)
             with defer_tensors(store):
                 module = constructor()
-            drawn = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+            random_state = torch.get_rng_state()
+            drawn = hashlib.sha256(memory_of(random_state)).hexdigest()
         if isinstance(on, Live) and isinstance(module, nn.Module):
             _agree(on, module, drawn)
-        with _tell_others(on) if store.place else nullcontext():
+        with tell_others(members, WHAT) if store.place else nullcontext():
             if isinstance(module, nn.Module):
                 make_ordinary(module)
             yield module, store
@@ -113,18 +118,6 @@ def _construct(
             on.agree("the end of fzero.build")
     finally:
         store.close()
-
-
-@contextmanager
-def _tell_others(on: Home) -> Iterator[None]:
-    """Let an error of this rank alone take part in the agreement that the other ranks come to next. All of them then
-    raise. An error that an agreement told is known to all."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(on, Live) and error is not on.members.told:
-            agree(on.members, 0, list, error, what="agreement of fzero.build")
-        raise
 
 
 def _cuda_devices() -> list[int]:
@@ -138,7 +131,7 @@ def _agree(on: Live, module: nn.Module, drawn: str) -> None:
     named = (*module.named_parameters(), *module.named_buffers())
     lines = [f"{path}: {list(tensor.shape)} {tensor.dtype}" for path, tensor in named]
     lines.append(f"fzero.build: random state {drawn[:8]} after the constructor")
-    agree(on.members, digest(lines), lambda: lines, what="agreement of fzero.build")
+    agree(on.members, digest(lines), lambda: lines, what=WHAT)
 
 
 def make_ordinary(module: nn.Module) -> None:

@@ -1,0 +1,168 @@
+"""Try wheel: builds the sdist, and the wheel from the sdist, and tries the wheel as users have it. `make wheel`.
+
+    python tools/try_wheel.py          # build, install, train, save, load, export, README
+    python tools/try_wheel.py --types  # mypy too, of a script that uses the wheel: a minute
+
+The wheel is installed into a new environment. That has the run-time dependencies that the wheel declares, and theirs,
+and nothing else: they are links to the packages of this environment, because an installation of torch takes minutes. So
+an import of what is not declared fails, as for users.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from setuptools import build_meta
+
+ROOT = Path(__file__).resolve().parents[1]
+LIFE = """
+import sys
+from pathlib import Path
+import torch, fzero, fzero.checkpoint, fzero.data, fzero.deepspeed
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+assert "site-packages" in fzero.__file__ and "numpy" not in sys.modules, fzero.__file__
+folder = Path(sys.argv[1])
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+torch.manual_seed(0)
+whole, apply = fzero.lower(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1)))
+optimizer = fzero.optim.adamw(0.01)
+
+
+def train_step(params, opt_state, x):
+    loss, grads = fzero.value_and_grad(lambda params: apply(params, x).square().mean())(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+
+params = fzero.partition(whole, mesh)
+opt_state, step, losses = optimizer.init(params), fzero.shard(train_step, mesh), []
+for _ in range(4):
+    params, opt_state, loss = step(params, opt_state, torch.randn(4, 8))
+    losses.append(loss.item())
+assert losses[-1] < losses[0], losses
+state = {"params": params, "opt_state": opt_state}
+fzero.checkpoint.save(folder / "checkpoint", state, step=4)
+found = fzero.checkpoint.load(folder / "checkpoint", state)
+fzero.save_safetensors(found["params"], folder / "model.safetensors")
+read = fzero.load_safetensors(folder / "model.safetensors", mesh=mesh, like=found["params"])
+for one, other in zip(*(fzero.tree.leaves(fzero.unpartition(x)) for x in (found["params"], read))):
+    assert torch.equal(one, other)
+dist.barrier()
+dist.destroy_process_group()
+"""
+TYPED = "import fzero\nreveal_type(fzero.partition)\nreveal_type(fzero.__version__)\nfzero.shard(stage=3)\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--types", action="store_true")
+    types = parser.parse_args().types
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        wheel = build(folder)
+        python = install(folder / "environment", wheel)
+        run(python, "-c", f"import fzero; assert fzero.__version__ == {wheel.name.split('-')[1]!r}", at=folder)
+        (folder / "life.py").write_text(LIFE)
+        run(python, *TORCHRUN, "life.py", str(folder), at=folder)
+        (folder / "train.py").write_text(first_code((ROOT / "README.md").read_text()))
+        run(python, "train.py", at=folder)
+        run(python, *TORCHRUN, "train.py", at=folder)
+        if types:
+            (folder / "typed.py").write_text(TYPED)
+            run(sys.executable, "-m", "mypy", "--python-executable", str(python), "typed.py", at=folder, fails=True)
+    print(f"{wheel.name}: trains, saves, loads and exports on two ranks, and the README's first code runs")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def build(folder: Path) -> Path:
+    """The wheel of the sdist of this tree."""
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        return _build(folder)
+
+
+def _build(folder: Path) -> Path:
+    source, dist = folder / "source", folder / "dist"
+    shutil.copytree(ROOT, source, ignore=lambda _, names: {name for name in names if name not in PACKED})
+    shutil.copytree(ROOT / "fzero", source / "fzero", ignore=shutil.ignore_patterns("__pycache__"))
+    os.chdir(source)
+    sdist = build_meta.build_sdist(str(dist))
+    with tarfile.open(dist / sdist) as archive:
+        archive.extractall(folder, filter="data")
+    os.chdir(folder / sdist.removesuffix(".tar.gz"))
+    name = build_meta.build_wheel(str(dist))
+    os.chdir(folder)
+    return dist / name
+
+
+PACKED = ("pyproject.toml", "README.md", "LICENSE")
+
+
+def install(place: Path, wheel: Path) -> Path:
+    """The interpreter of a new environment with the wheel and what it declares."""
+    venv.create(place)
+    python = place / "bin" / "python"
+    site = next(place.glob("lib/python*/site-packages"))
+    run(sys.executable, "-m", "pip", "-q", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
+    for name in find_dependencies(metadata.Distribution.at(next(site.glob("fzero-*.dist-info")))):
+        for path, target in list_entries(metadata.distribution(name)).items():
+            (site / path).symlink_to(target)
+    run(sys.executable, "-m", "pip", "-q", "--python", str(python), "check")
+    return python
+
+
+def find_dependencies(of: metadata.Distribution) -> set[str]:
+    """The names of the packages that a package needs without extras, and of those that they need."""
+    found, todo = set[str](), [of]
+    while todo:
+        for line in todo.pop().requires or []:
+            needed = Requirement(line)
+            name = canonicalize_name(needed.name)
+            if name not in found and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+                found.add(name)
+                todo.append(metadata.distribution(name))
+    return found
+
+
+def list_entries(of: metadata.Distribution) -> dict[str, Path]:
+    """The folders and files of a package beside other packages."""
+    names = {path.parts[0] for path in of.files or [] if path.parts[0] not in ("..", "__pycache__")}
+    return {name: Path(str(of.locate_file(name))) for name in names}
+
+
+def first_code(text: str) -> str:
+    """The first code block of a page."""
+    found = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def run(*command: str | Path, at: Path | None = None, fails: bool = False) -> None:
+    """Run a command without this process's own packages in sight. The output of one that fails is shown."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), cwd=at, env=clean, capture_output=True, text=True)
+    if fails or done.returncode:
+        print(done.stdout, done.stderr)
+    if done.returncode and not fails:
+        sys.exit(f"failed: {' '.join(map(str, command))[:200]}")
+
+
+if __name__ == "__main__":
+    main()
