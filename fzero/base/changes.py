@@ -1,44 +1,110 @@
 """Changes of Python objects: which of them make the next call of a function another one.
 
-A function that counts its calls is no function of its arguments: a trace, and a module whose attributes are reset, would
-see the first call for ever. What a call stores for the first time, such as a cache, a table or a flag, is no such change.
+A function that counts its calls is no function of its arguments: a trace, and a module whose attributes are reset, see
+the first call for ever. Two changes do not matter: what is stored for the first time, such as a cache, a table or a
+flag; and a number that code only counts, and never reads.
 """
 
 from __future__ import annotations
 
+import dis
+import itertools
+import operator
+import random
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 _VALUES = (bool, int, float, complex, str, bytes)
+_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
+_COUNTS = frozenset({"COPY", "DUP_TOP", "DUP_TOP_TWO", "SWAP", "ROT_TWO", "ROT_THREE", "LOAD_CONST", "LOAD_SMALL_INT"})
+_COUNTS |= {"BINARY_OP", "INPLACE_ADD", "BINARY_ADD", "BINARY_SUBSCR", "PRECALL", "CACHE"}
+"""Instructions between the load and the store of `x += 1` and `x["k"] += 1`."""
+_STORES = ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR")
+_ADDS = ("append", "appendleft", "add", "extend", "insert", "update")
 
 
 class Content(NamedTuple):
-    """What a container held at some time: its items by key, and whether they are a sequence."""
+    """What an object held at some time: its items by key, and whether they are a sequence. `states` describes items
+    that change when they are used, such as iterators."""
 
     items: dict[Any, Any]
     is_sequence: bool
+    states: dict[Any, str]
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[Any, Any]], is_sequence: bool = False) -> Content:
+        held = dict(items)
+        return cls(held, is_sequence, {key: text for key, x in held.items() if (text := _describe_state(x))})
 
 
 def take_content(value: Any) -> Content | None:
     """The present content of a dict, a list, a deque, or of the attributes of an object; None for other objects."""
     if isinstance(value, dict):
-        return Content(dict(value), False)
+        return Content.of(value.items())
     if isinstance(value, (list, deque)):
-        return Content(dict(enumerate(value)), True)
+        return Content.of(enumerate(value), True)
     attributes = getattr(value, "__dict__", None)
-    return Content(dict(attributes), False) if isinstance(attributes, dict) else None
+    return Content.of(attributes.items()) if isinstance(attributes, dict) else None
 
 
 def find_changes(before: Content, after: Content) -> Iterator[tuple[Any, str]]:
-    """`(key, what happened)` of the changes that make a next call another one: of a number, a string or a flag to
-    another, and of the length of a sequence."""
+    """`(key, what happened)` of the changes that may make a next call another one: of a number, a string or a flag to
+    another, of the length of a sequence (whose key is None), of an iterator or a generator of random numbers."""
     if before.is_sequence and len(before.items) != len(after.items):
         yield None, f"from {len(before.items)} to {len(after.items)} entries"
     for key, value in before.items.items():
         new = after.items.get(key)
+        if key in before.states and new is value and after.states.get(key) != before.states[key]:
+            yield key, f"from {before.states[key]:.60} to {after.states.get(key, ''):.60}"
         if new is value or not isinstance(value, _VALUES) or not isinstance(new, _VALUES):
             continue
         is_set = value is False and new is True  # once: a flag
         if not is_set and (type(new) is not type(value) or new != value) and (new == new or value == value):
             yield key, f"from {value!r:.40} to {new!r:.40}"
+
+
+def _describe_state(value: Any) -> str:
+    """What an object will give next, as far as it can be told without asking it; "" for other objects."""
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, random.Random):
+        return f"{type(value).__name__} in state {hash(value.getstate()):x}"
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        held = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, _VALUES)}
+        return f"{value.__name__} at {None if frame is None else frame.f_lasti} with {held}"
+    if isinstance(value, _ITERATORS):
+        return f"{operator.length_hint(value)} entries left"
+    return ""
+
+
+def is_read(place: str, functions: Iterable[FunctionType]) -> bool:
+    """Whether one of these functions reads a place, such as `self.count` or `count["k"]`, other than to count in it or
+    to add to it. Another variable or attribute of the same name counts too."""
+    name = re.sub(r"(\[[^\]]*\])+$", "", place).rpartition(".")[2]
+    return any(_reads(function.__code__, name) for function in functions)
+
+
+def _reads(code: CodeType, name: str) -> bool:
+    if name in code.co_names or name in code.co_freevars or name in code.co_cellvars:
+        found = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+        for i, each in enumerate(found):
+            is_load = each.opname.startswith("LOAD") and each.opname not in ("LOAD_CONST", "LOAD_CLOSURE")
+            if is_load and each.argval == name and not _only_counts(found[i + 1 :], name):
+                return True
+    return any(_reads(x, name) for x in code.co_consts if isinstance(x, CodeType))
+
+
+def _only_counts(following: list[dis.Instruction], name: str) -> bool:
+    """Whether what was loaded goes only into a place of the same name, or is added to."""
+    for each in following:
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            return each.argval in _ADDS
+        if each.opname in _STORES:
+            return each.opname == "STORE_SUBSCR" or each.argval == name
+        if each.opname not in _COUNTS:
+            return False
+    return False

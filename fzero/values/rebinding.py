@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -24,14 +24,15 @@ _MOST = 1000  # objects below a global that are looked at
 _WAY_OUT = "hold the module in a closure, an argument of functools.partial or an attribute, or give that to lower too"
 
 
-def copy_bound(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module that holds no part of the module itself. `memo` has the copies of its tensors, by id.
+def copy_bound(module: nn.Module, memo: dict[int, Any], stale: Iterable[Tensor]) -> nn.Module:
+    """A deep copy of a module that holds no part of the module itself, and none of the tensors `stale`, which depend
+    on its parameters. `memo` has the copies of tensors, by id.
 
     Raises:
         FzeroError: naming the attribute that has no copy; and the function that holds the module in a place that cannot
             be changed: a global, a class, a cache.
     """
-    parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
+    parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers(), *stale)}
     held = {id(value): value for _, value in walk_held("", module)}
     holding = _find_holders(held, parts)
     bind = _Binder(memo, holding | parts)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fzero.base import torch_private
-from fzero.base.changes import Content, find_changes, take_content
+from fzero.base.changes import Content, find_changes, is_read, take_content
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import walk_held
+from fzero.base.reachable import walk, walk_held
 from fzero.values import rules
 from fzero.values.rebinding import copy_bound
 
@@ -82,27 +82,30 @@ class Skeleton:
         Without the reset, a forward that stores a table for its next call would pass a tensor of one trace, or of other
         parameters, to the next.
         """
-        before = [(name, child, torch_private.copy_attributes(child)) for name, child in self._modules.items()]
+        before = [
+            (name, child, Content.of(torch_private.copy_attributes(child).items()))
+            for name, child in self._modules.items()
+        ]
         contents = [(name, value, take_content(value)) for name, value in self._containers]
         try:
             yield
-            for name, child, attributes in before:
-                _refuse_changes(name, Content(attributes, False), take_content(child))
-            for name, value, content in contents:
-                _refuse_changes(name, content, take_content(value))
+            for name, value, content in (*before, *contents):
+                self._refuse_changes(name, content, take_content(value))
         finally:
             for _, child, attributes in before:
                 vars(child).clear()
-                vars(child).update(attributes)
+                vars(child).update(attributes.items)
             for _, value, content in contents:
                 _reset(value, content)
 
-
-def _refuse_changes(name: str, before: Content, after: Content) -> None:
-    for key, change in find_changes(before, after):
-        place = name if key is None else f"{name}[{key!r}]" if before.is_sequence else f"{name}.{key}".lstrip(".")
-        problem = f"the forward changes it {change}, and a function of tensors has no memory of its calls"
-        raise FzeroError(place, problem, "give what changes as an argument, or keep it in a buffer, with lower_stateful")
+    def _refuse_changes(self, name: str, before: Content, after: Content) -> None:
+        for key, change in find_changes(before, after):
+            place = name if key is None else f"{name}[{key!r}]" if before.is_sequence else f"{name}.{key}".lstrip(".")
+            functions = (x for _, x in walk("", self._module) if isinstance(x, FunctionType))
+            if before.states.get(key) or is_read(place, functions):
+                problem = f"the forward changes it {change}, and reads it: a function of tensors has no memory of calls"
+                way_out = "give what changes as an argument, or keep it in a buffer, with lower_stateful"
+                raise FzeroError(place, problem, way_out)
 
 
 def _list_copied(module: nn.Module) -> list[Any]:
@@ -141,7 +144,8 @@ def _copy_to_meta(module: nn.Module) -> nn.Module:
     held = [(name.lstrip("."), x) for name, x in walk_held("", module) if isinstance(x, Tensor) and id(x) not in parts]
     memo: dict[int, Any] = {id(value): _share(name, value, memories) for name, value in held}
     memo |= {id(value): _stand_in(path, value) for path, value in own.items()}
-    skeleton = copy_bound(module, memo)
+    stale = [value for _, value in held if isinstance(memo[id(value)], _StandIn)]
+    skeleton = copy_bound(module, memo, stale)
     for child in skeleton.modules():
         if isinstance(child, nn.RNNBase):
             child.register_forward_pre_hook(_refresh_weights)
