@@ -103,7 +103,9 @@ def _report_captured_parameters(program: Program, fn: Callable[..., Any], warn: 
         key = storage_key(value) if id(value) in captured and not is_wrapper(value) else None
         for name, paths in lowered:
             if key in paths:
-                problem = f"the step uses this parameter of a module that was lowered{_find_use(program, value)}, beside "
+                problem = (
+                    f"the step uses this parameter of a module that was lowered{_find_use(program, value)}, beside "
+                )
                 problem += f"the leaf that {name} is given: it is a constant, and no step trains it"
                 way_out = "let the forward use its own submodules, or give the step a frozen copy of the module: "
                 raise FzeroError(paths[key], problem, f"{way_out}copy.deepcopy(module).requires_grad_(False)")

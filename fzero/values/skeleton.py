@@ -111,7 +111,11 @@ class Skeleton:
 def _list_copied(module: nn.Module) -> list[Any]:
     """The dicts of a module that `copy_attributes` copies."""
     attributes = vars(module)
-    return [attributes[key] for key, copied in torch_private.copy_attributes(module).items() if copied is not attributes[key]]
+    return [
+        attributes[key]
+        for key, copied in torch_private.copy_attributes(module).items()
+        if copied is not attributes[key]
+    ]
 
 
 def _is_container(value: Any) -> bool:
