@@ -50,13 +50,14 @@ def take_content(value: Any) -> Content | None:
     return Content.of(attributes.items()) if isinstance(attributes, dict) else None
 
 
-def find_changes(before: Content, after: Content) -> Iterator[tuple[Any, str]]:
-    """`(key, what happened)` of the changes that may make a next call another one: of a number, a string or a flag to
-    another, of the length of a sequence (whose key is None), of an iterator or a generator of random numbers."""
+def find_changes(owner: Any, before: Content, after: Content) -> Iterator[tuple[Any, str]]:
+    """`(key, what happened)` of the changes of an object that may make a next call another one: of a number, a string
+    or a flag to another, of the length of a sequence (whose key is None), of an iterator or a generator of numbers. An
+    attribute that an object lacked had the value of its class."""
     if before.is_sequence and len(before.items) != len(after.items):
         yield None, f"from {len(before.items)} to {len(after.items)} entries"
-    for key, value in before.items.items():
-        new = after.items.get(key)
+    for key, new in after.items.items():
+        value = before.items[key] if key in before.items else _find_default(owner, key)
         if key in before.states and new is value and after.states.get(key) != before.states[key]:
             yield key, f"from {before.states[key]:.60} to {after.states.get(key, ''):.60}"
         if new is value or not isinstance(value, _VALUES) or not isinstance(new, _VALUES):
@@ -64,6 +65,11 @@ def find_changes(before: Content, after: Content) -> Iterator[tuple[Any, str]]:
         is_set = value is False and new is True  # once: a flag
         if not is_set and (type(new) is not type(value) or new != value) and (new == new or value == value):
             yield key, f"from {value!r:.40} to {new!r:.40}"
+
+
+def _find_default(owner: Any, key: Any) -> Any:
+    name = key.rpartition(".")[2] if isinstance(key, str) else ""
+    return next((vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)), None)
 
 
 def _describe_state(value: Any) -> str:

@@ -34,7 +34,7 @@ class SideEffects:
             FzeroError: naming the attribute, variable or entry.
         """
         for (name, value), before in zip(self._reached, self._before):
-            for key, change in find_changes(before, _take(name, value)):
+            for key, change in find_changes(value, before, _take(name, value)):
                 place = name if key is None else key
                 functions = (x for _, x in self._reached if isinstance(x, FunctionType))
                 if before.states.get(key) or is_read(place, functions):

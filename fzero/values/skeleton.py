@@ -90,7 +90,7 @@ class Skeleton:
         try:
             yield
             for name, value, content in (*before, *contents):
-                self._refuse_changes(name, content, take_content(value))
+                self._refuse_changes(name, value, content)
         finally:
             for _, child, attributes in before:
                 vars(child).clear()
@@ -98,9 +98,10 @@ class Skeleton:
             for _, value, content in contents:
                 _reset(value, content)
 
-    def _refuse_changes(self, name: str, before: Content, after: Content) -> None:
-        for key, change in find_changes(before, after):
-            place = name if key is None else f"{name}[{key!r}]" if before.is_sequence else f"{name}.{key}".lstrip(".")
+    def _refuse_changes(self, name: str, value: Any, before: Content) -> None:
+        for key, change in find_changes(value, before, take_content(value) or before):
+            is_item = isinstance(value, (dict, list, deque))
+            place = name if key is None else f"{name}[{key!r}]" if is_item else f"{name}.{key}".lstrip(".")
             functions = (x for _, x in walk("", self._module) if isinstance(x, FunctionType))
             if before.states.get(key) or is_read(place, functions):
                 problem = f"the forward changes it {change}, and reads it: a function of tensors has no memory of calls"
