@@ -130,9 +130,9 @@ def _find_parts(made: nn.Module, parts: set[int]) -> Iterator[tuple[str, str]]:
                 for variable in _find_in_globals(found, parts) if isinstance(found, FunctionType) else ():
                     yield _join(path, key), f"is a function that uses the original by the global {variable!r}"
         for key, value in ((key, x) for cls in type(child).__mro__ for key, x in vars(cls).items()):
-            if isinstance(value, FunctionType) and value.__closure__:
-                if any(id(x) in parts for _, x in walk_held("", value, _MOST)):
-                    yield _join(path, key), f"is a function of the class {type(child).__name__} that holds the original"
+            is_closure = isinstance(value, FunctionType) and value.__closure__
+            if is_closure and any(id(x) in parts for _, x in walk_held("", value, _MOST)):
+                yield _join(path, key), f"is a function of the class {type(child).__name__} that holds the original"
 
 
 def _walk_to_modules(value: Any) -> Iterator[Any]:
@@ -150,9 +150,9 @@ def _walk_to_modules(value: Any) -> Iterator[Any]:
 def _find_in_globals(function: FunctionType, parts: set[int]) -> Iterator[str]:
     """The globals of a function that are a part of the module, or hold one as functions and containers do."""
     for variable, value in list_globals(function):
-        if isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, list, tuple, dict)):
-            if any(id(x) in parts for _, x in walk_held(variable, value, _MOST)):
-                yield variable
+        is_holder = isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, list, tuple, dict))
+        if is_holder and any(id(x) in parts for _, x in walk_held(variable, value, _MOST)):
+            yield variable
 
 
 def _refuse_attribute(module: nn.Module, error: Exception) -> FzeroError:

@@ -1,4 +1,4 @@
-"""Modules that hold themselves: replaced forwards, hooks, tensors in lists. Each trains as the module, or is refused."""
+"""Modules that hold themselves: replaced forwards, hooks, weights in lists. Each trains as torch does, or is refused."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -226,13 +227,18 @@ def test_no_write_outside_of_a_step_is_lost() -> None:
     function that plain torch refuses with all arguments is of no use here."""
     numbers, failures = {"equal": 0, "refused": 0}, []
     cases = [(name, fn, args) for name, fn in list_writers().items() for args in ARGUMENTS]
+    tried = Counter[str]()
     for name, fn, args in [*cases, *((name, fn, ()) for name, fn in OTHER_WRITES.items())]:
-        plain, leaf = (MATRIX / 2).clone(), fzero.partition({"w": MATRIX / 2}, MESH)["w"]
+        plain = MATRIX / 2
         try:
             torch.manual_seed(0)
             fn(plain, *args)
         except Exception:
             continue
+        tried[name] += 1
+        if tried[name] > 2:
+            continue
+        leaf = fzero.partition({"w": MATRIX / 2}, MESH)["w"]
         torch.manual_seed(0)
         try:
             fn(leaf, *args)
@@ -248,4 +254,4 @@ def test_no_write_outside_of_a_step_is_lost() -> None:
         is_same = torch.equal(whole, plain.detach()) and leaf.requires_grad == plain.requires_grad
         failures += [] if is_same else [(name, "is lost")]
     assert not failures
-    assert min(numbers.values()) > 100
+    assert len(tried) > 200 and numbers["refused"] > 200 and numbers["equal"] > 5, (len(tried), numbers)
