@@ -1,4 +1,4 @@
-"""Modules that hold themselves: replaced forwards, hooks, weights in lists. Each trains as torch does, or is refused."""
+"""Modules that hold themselves: replaced forwards, hooks, weights in lists. They train as torch does, or are refused."""
 
 from __future__ import annotations
 
