@@ -1,4 +1,4 @@
-"""Modules that hold themselves: replaced forwards, hooks, weights in lists. They train as torch does, or are refused."""
+"""Modules that hold themselves: replaced forwards, hooks, weights in lists: trained as by torch, or refused by name."""
 
 from __future__ import annotations
 
