@@ -205,6 +205,18 @@ def test_bf16_differs_no_more_than_plain_torch_in_parts() -> None:
     assert all(mine <= 2 * theirs for mine, theirs in errors)
 
 
+def test_a_llama_on_the_meta_device_moves_what_it_moves_on_the_cpu() -> None:
+    """With the cache that it makes by default, whose first tensor is `torch.tensor([])`."""
+    moved = list[list[str]]()
+    for device in ("cpu", "meta"):
+        model = make(FAMILIES["Llama"], num_hidden_layers=1).to(device)
+        params, apply = fzero.lower(model)
+        step = fzero.simulate(fzero.value_and_grad(lambda p, batch, apply=apply: apply(p, **batch).loss), MESH)
+        batch = {name: x.to(device) for name, x in FAMILIES["Llama"].batch(ROWS).items() if name != "attention_mask"}
+        moved.append(sorted(map(str, step.trace(fzero.partition(params, MESH), batch).comm())))
+    assert moved[0] == moved[1]
+
+
 @pytest.mark.parametrize("name", ["Llama", "T5", "GPT-2"])
 def test_steps_generate_greedily_with_a_cache(name: str) -> None:
     family = FAMILIES[name]
@@ -280,6 +292,12 @@ def test_a_family_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     step = fzero.simulate(lambda p, batch: apply(p, **batch).logits, MESH)
     for folder in (saved, renamed):
         torch.testing.assert_close(step(fzero.load_safetensors(folder, others, MESH), batch), expected)
+    if name in ("ViT", "Mixtral"):
+        for files in (theirs, theirs / "model.safetensors"):
+            with pytest.raises(
+                fzero.FzeroError, match=r"fzero\.checkpoint\.load_hf\(folder, params, mesh\) renames, split"
+            ):
+                fzero.load_safetensors(files, others, MESH)
     built, apply = fzero.build(lambda: type(model).from_pretrained(theirs), MESH)
     torch.testing.assert_close(step(built, batch), expected)
 

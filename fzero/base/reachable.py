@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -50,12 +51,28 @@ _Named = tuple[str, Any]
 
 def walk(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
     """`(name, object)` of `root` and of all that can be reached from it, each object once, breadth first."""
+    yield from _walk(name, root, list_children, limit, _is_empty)
+
+
+def walk_inside(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
+    """`walk` through what objects hold themselves: without globals that functions name, and without classes. Empty
+    containers, which may be filled later, are visited."""
+    yield from _walk(name, root, list_contents, limit, _is_of_no_one)
+
+
+def _walk(
+    name: str,
+    root: Any,
+    children: Callable[[str, Any], Iterator[_Named]],
+    limit: int,
+    is_skipped: Callable[[Any], bool],
+) -> Iterator[_Named]:
     waiting, seen = deque([(name, root)]), {id(root): root}  # values keep objects alive, so that each id is of one
     while waiting:
         name, value = waiting.popleft()
         yield name, value
-        for child_name, child in _children(name, value) if len(seen) < limit else ():
-            if id(child) not in seen and not _is_empty(child):
+        for child_name, child in children(name, value) if len(seen) < limit else ():
+            if id(child) not in seen and not is_skipped(child):
                 seen[id(child)] = child
                 waiting.append((child_name, child))
 
@@ -67,16 +84,38 @@ def find_tensor(held: Any) -> str | None:
 
 def _is_empty(value: Any) -> bool:
     """Whether an object is known to hold nothing of the user's."""
+    return (type(value) in _CONTAINERS and not value) or _is_of_no_one(value)
+
+
+def _is_of_no_one(value: Any) -> bool:
+    """Whether an object is of a class whose objects hold nothing of the user's."""
     if isinstance(value, type):
         return _is_of_library(value.__module__)
-    if type(value) in _CONTAINERS:
-        return not value
+    if isinstance(value, weakref.ref):
+        return False
     return isinstance(value, _ATOMS) or type(value).__module__.partition(".")[0] in _OF_NO_ONE
 
 
-def _children(name: str, value: Any) -> Iterator[_Named]:
+def list_children(name: str, value: Any) -> Iterator[_Named]:
+    """`(name, object)` of what an object keeps alive, with its class, and the globals that a function names."""
+    if isinstance(value, weakref.ref):
+        return
+    yield from list_contents(name, value)
     if isinstance(value, FunctionType):
-        yield from _children_of_function(name, value)
+        yield from list_globals(value)
+    elif isinstance(value, type):
+        yield from ((f"{value.__name__}.{key}", item) for key, item in vars(value).items())
+    elif not isinstance(value, (Tensor, *_FUNCTIONS)):
+        yield type(value).__name__, type(value)
+
+
+_FUNCTIONS = (MethodType, functools.partial, staticmethod, classmethod, functools._lru_cache_wrapper)
+
+
+def list_contents(name: str, value: Any) -> Iterator[_Named]:
+    """`(name, object)` of what an object holds itself."""
+    if isinstance(value, FunctionType):
+        yield from _list_closure(name, value)
     elif isinstance(value, MethodType):
         yield "self", value.__self__
         yield name, value.__func__
@@ -84,25 +123,25 @@ def _children(name: str, value: Any) -> Iterator[_Named]:
         yield name, value.func
         yield from ((f"{name}.args[{i}]", item) for i, item in enumerate(value.args))
         yield from ((f"{name}.keywords[{key!r}]", item) for key, item in value.keywords.items())
+        yield from _attributes(name, value)
     elif isinstance(value, (staticmethod, classmethod)):
         yield name, value.__func__
+    elif isinstance(value, weakref.ref):
+        yield name, value()
     elif isinstance(value, functools._lru_cache_wrapper):
         # The cache has no attribute. The collector knows it: a dict of results, or of the links that hold them.
         yield from ((name, item) for item in gc.get_referents(value))
-    elif isinstance(value, type):
-        yield from ((f"{value.__name__}.{key}", item) for key, item in vars(value).items())
     elif isinstance(value, Tensor):
         with torch.DisableTorchFunctionSubclass():  # a subclass may refuse the question
             grad = value.grad if value.is_leaf else None
         yield f"{name}.grad", grad
         yield from _attributes(name, value)
-    else:
+    elif not isinstance(value, type):
         yield from _items(name, value)
         yield from _attributes(name, value)
-        yield type(value).__name__, type(value)
 
 
-def _children_of_function(name: str, function: FunctionType) -> Iterator[_Named]:
+def _list_closure(name: str, function: FunctionType) -> Iterator[_Named]:
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or ()):
         try:
@@ -114,9 +153,13 @@ def _children_of_function(name: str, function: FunctionType) -> Iterator[_Named]
     yield from zip(positional[len(positional) - len(defaults) :], defaults)
     yield from (function.__kwdefaults__ or {}).items()
     yield from _attributes(name, function)
+
+
+def list_globals(function: FunctionType) -> Iterator[_Named]:
+    """`(name, object)` of the globals that the code of a function names. None for a function of a library."""
     if _is_of_library(function.__module__):
         return
-    used = set(_names_of(code))
+    used = set(_names_of(function.__code__))
     for variable in sorted(used & function.__globals__.keys()):
         value = function.__globals__[variable]
         yield variable, value

@@ -103,9 +103,10 @@ def _leaf(path: str, leaf: Any, granularity: Granularity | None) -> Leaf:
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:
-    """The layer of a leaf: the leaf's path up to the outermost list or tuple position, else the path's first entry."""
+    """The layer of a leaf: the leaf's path up to the outermost list or tuple position, else the path's first entry. A
+    number as the key of a dict, as in `nn.ModuleDict({"0": Block(), ...})`, is such a position."""
     for depth, part in enumerate(key):
-        if isinstance(part, int):
+        if isinstance(part, int) or (isinstance(part, str) and part.isdecimal()):
             return tree.dotted(key[: depth + 1])
     return tree.dotted(key[:1])
 

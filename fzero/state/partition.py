@@ -24,6 +24,7 @@ from fzero.ranks.homes import Home, check_rank, find_home
 from fzero.ranks.live import Live, describe_leaf
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
+from fzero.state.large_buckets import warn_of_large_buckets
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
 from fzero.values.functions import is_sharded
@@ -64,8 +65,9 @@ def partition(
     shapes and dtypes, for example on the meta device.
 
     Leaves are grouped into buckets. A bucket is gathered and scattered as one. The rule: each element of the outermost
-    list or tuple on a leaf's path is a bucket, and so is any other top-level entry. `layers(path)` returns the name of
-    another bucket for a leaf, or None to keep the rule.
+    list or tuple on a leaf's path is a bucket, and so is any other top-level entry. A dict with numbers as its keys is
+    like a list. `layers(path)` returns the name of another bucket for a leaf, or None to keep the rule. The logger
+    "fzero" warns of a bucket with most of the bytes that holds several layers, and says the `layers` that cuts it.
 
     `like` is a tree of partitioned parameters, for state that belongs to the parameters, such as an optimizer's:
 
@@ -126,6 +128,8 @@ def _partition_tree(
         for source, wanted, leaf in zip(sources, dtypes, leaves)
     ]
     planned = plan_leaves(keys, targets, on.mesh, like=like, **how)
+    if how["layers"] is None and like is None:
+        warn_of_large_buckets(keys, targets, planned)
     feed = None
     if isinstance(on, Live) and (source_rank is not None or any(map(is_on_ranks, sources))):
         _agree(on, source_rank, chunk, sources, targets, planned)

@@ -1,7 +1,8 @@
 """Mistakes of a step that computes something, and not what its author means.
 
     plain parameters             ranks train apart: parameters were not partitioned
-    captured parameters          they are constants of the program: no step trains them
+    captured parameters          they are constants of the program: no step trains them; of a module that the step
+                                 uses by `apply`, an error
     state that is not returned   an optimizer begins anew at each step
 
 What is certainly wrong is an error. What may be meant is a warning of the logger "fzero".
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.reachable import walk
+from fzero.base.torch_private import is_wrapper, storage_key
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Argument, Program
 from fzero.program.records import body_of, is_call, record, shares_memory
 from fzero.program.refusals import line_of
+from fzero.values.lowering import Apply, StatefulApply
 from fzero.values.regions import get_mark
 
 _log = logging.getLogger("fzero")
@@ -32,11 +35,12 @@ def check_mistakes(program: Program, fn: Callable[..., Any], *, warn: bool = Tru
     """Look for mistakes in a program that was just traced from `fn`.
 
     Raises:
-        FzeroError: where each rank would update plain tensors by gradients of its own batch.
+        FzeroError: where each rank would update plain tensors by gradients of its own batch; where the step uses the
+            parameters of a module that was lowered, beside the function that `lower` returned.
     """
     _refuse_plain_parameters(program)
+    _report_captured_parameters(program, fn, warn)
     if warn:
-        _warn_of_captured_parameters(program, fn)
         _warn_of_lost_state(program)
 
 
@@ -88,11 +92,26 @@ def _has_type_of(value: Node, other: Node) -> bool:
 # parameters that the step captured
 
 
-def _warn_of_captured_parameters(program: Program, fn: Callable[..., Any]) -> None:
+def _report_captured_parameters(program: Program, fn: Callable[..., Any], warn: bool) -> None:
+    """Refuse a captured parameter of a module that was lowered, and warn of others."""
     captured = {id(value): name for name, value in program.constants.items() if value.requires_grad}
     if not captured:
         return
-    places = {id(value): name for name, value in walk("step", fn) if isinstance(value, Tensor)}
+    found = list(walk("step", fn))
+    lowered = [(name, x.find_lowered()) for name, x in found if isinstance(x, (Apply, StatefulApply))]
+    for value in program.constants.values():
+        key = storage_key(value) if id(value) in captured and not is_wrapper(value) else None
+        for name, paths in lowered:
+            if key in paths:
+                problem = (
+                    f"the step uses this parameter of a module that was lowered{_find_use(program, value)}, beside "
+                )
+                problem += f"the leaf that {name} is given: it is a constant, and no step trains it"
+                way_out = "let the forward use its own submodules, or give the step a frozen copy of the module: "
+                raise FzeroError(paths[key], problem, f"{way_out}copy.deepcopy(module).requires_grad_(False)")
+    if not warn:
+        return
+    places = {id(value): name for name, value in found if isinstance(value, Tensor)}
     names = [places.get(each, captured[each]) for each in captured]
     message = (
         "%s: uses %s, which requires grad and is no argument: it is a constant of the program, and no step trains it; "
@@ -100,6 +119,12 @@ def _warn_of_captured_parameters(program: Program, fn: Callable[..., Any]) -> No
         "with requires_grad_(False)"
     )
     _log.warning(message, program.name, _list_some(names))
+
+
+def _find_use(program: Program, value: Tensor) -> str:
+    """The user's line of the first use of a constant."""
+    nodes = (node for node in program.graph.find_nodes(op="get_attr") if program.constants[node.target] is value)
+    return next((line_of(user) for node in nodes for user in node.users if line_of(user)), "")
 
 
 def _list_some(names: list[str]) -> str:

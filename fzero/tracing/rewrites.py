@@ -81,6 +81,15 @@ def _index_fill_(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, v
     return x.copy_(_index_fill(torch.index_fill, x, dim, index, value))
 
 
+def _tensor(func: Callable[..., Any], data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
+    """`torch.tensor` and `torch.as_tensor`. On the meta device torch makes a tensor that no gradient has made, and
+    then refuses to write into it."""
+    target = torch.get_default_device() if device is None else torch.device(device)
+    if target.type != "meta" or isinstance(data, Tensor):
+        return func(data, *args, device=device, **options)
+    return func(data, *args, device="cpu", **options).to(target)
+
+
 def _resize_as_(func: Callable[..., Any], x: Tensor, like: Tensor, **options: Any) -> Tensor:
     """`resize_as_`. It needs the shape of `like` alone, whose elements may differ between ranks."""
     return x.resize_(like.shape, **options)
@@ -168,6 +177,8 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "ctc_loss": ctc_loss,
     "linalg_lstsq": _lstsq,
     "requires_grad_": _requires_grad_,
+    "tensor": _tensor,
+    "as_tensor": _tensor,
     "scaled_dot_product_attention": _attend,
 }
 """Name of a function of torch -> what is called in its place."""

@@ -37,6 +37,7 @@ from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
+from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
@@ -131,6 +132,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
     this = _Trace(fn, args, mesh)
+    effects = SideEffects(getattr(fn, "__name__", "step"), fn)
     fakes = [_make_fake(leaf, this.fake_mode) for leaf in this.leaves if _is_tensor(leaf)]
     with this.surround():
         traced = make_fx(this.run, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake
@@ -141,6 +143,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
     _number_draws(program)
     constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))
     check_escapes(program, fn, constants)
+    effects.check()
     this.recorder.finish(program)
     return program
 

@@ -50,7 +50,8 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name in rules.REFUSED:
         raise FzeroError(_find_path((args, kwargs)), f"{name} is no function of a Sharded", rules.REFUSED[name])
     if rules.is_in_place(func, kwargs):
-        return _write(func, name, kwargs.get("out", args[0] if args else None), args, kwargs)
+        written = kwargs.get("out", args[0] if args else next(iter(kwargs.values()), None))  # nn.init has names only
+        return _write(func, name, written, args, kwargs)
     if name in rules.LIST_REDUCTIONS:
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
     if name in rules.NEW_SCALES:
@@ -99,6 +100,8 @@ def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     result = func(*args, **kwargs)
     for value, full in gathered:
         value.on.note_result(value.local, full, result)
+    if hasattr(result, "flags"):  # an array of numpy
+        result.flags.writeable = False  # in plain torch a write would be one into the leaf
     return result
 
 

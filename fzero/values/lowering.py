@@ -19,16 +19,14 @@ the sum over its uses, and no second copy can drift away.
 
 from __future__ import annotations
 
-import copy
 import logging
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from fzero.base import torch_private, tree
@@ -38,6 +36,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
 from fzero.base.torch_private_functions import list_vectors
 from fzero.base.tree import Tree, TreeDef
+from fzero.values.skeleton import Skeleton
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of a normalization layer of torch."""
@@ -113,6 +112,10 @@ class Apply:
         constants = self._constants.on_device_of(given.values())
         return self._function.call(given | constants, (), args, kwargs)[0]
 
+    def find_lowered(self) -> dict[int, str]:
+        """The paths of the lowered module's parameters that still live, by the key of their memory."""
+        return self._function.find_lowered()
+
     def __repr__(self) -> str:
         return f"Apply({self._function.name}, {self._params})"
 
@@ -136,6 +139,10 @@ class StatefulApply:
         state = {path: buffer.clone() for path, buffer in self._buffers.fill(buffers).items()}
         output, after = self._function.call(given | state, state, args, kwargs)
         return output, tree.unflatten(self._buffers.treedef, [after[path] for path in self._buffers.paths])
+
+    def find_lowered(self) -> dict[int, str]:
+        """As `Apply.find_lowered`."""
+        return self._function.find_lowered()
 
     def __repr__(self) -> str:
         return f"StatefulApply({self._function.name}, {self._params}, {len(self._buffers.paths)} buffers)"
@@ -189,8 +196,14 @@ class _Function:
 
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
-        self._module = _copy_to_meta(module)
+        self._skeleton = Skeleton(module)
         self._buffers = {path for path, _ in module.named_buffers()}
+        self._lowered = {path: weakref.ref(param) for path, param in module.named_parameters()}
+
+    def find_lowered(self) -> dict[int, str]:
+        alive = {path: ref() for path, ref in self._lowered.items()}
+        plain = {path: x for path, x in alive.items() if x is not None and not torch_private.is_wrapper(x)}
+        return {torch_private.storage_key(param): path for path, param in plain.items()}
 
     def call(
         self, given: dict[str, Tensor], mutable: Container[str], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -217,9 +230,7 @@ class _Function:
     ) -> tuple[Any, dict[str, Tensor], list[str]]:
         """`(output, tensors after, paths of the tensors that the forward assigned or changed in place)`."""
         versions = {path: torch_private.version_of(value) for path, value in given.items()}
-        after = dict(given)
-        with _keep_attributes(self._module):
-            output = functional_call(self._module, after, args, kwargs)  # writes assigned tensors into `after`
+        output, after = self._skeleton.call(given, args, kwargs)
         changed = [
             p for p, value in given.items() if after[p] is not value or torch_private.version_of(value) != versions[p]
         ]
@@ -309,43 +320,6 @@ def _report_frozen(module: nn.Module) -> None:
         some = ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else "")
         message = "%s: %d of %d parameters do not require grad and are frozen, without gradient and optimizer state: %s"
         _log.info(message, type(module).__name__, len(frozen), len(parameters), some)
-
-
-def _copy_to_meta(module: nn.Module) -> nn.Module:
-    """A copy of `module` with parameters and buffers on the meta device. No data is copied; ties stay ties."""
-    shared = (value for child in module.modules() for value in vars(child).values() if isinstance(value, Tensor))
-    memo: dict[int, Any] = {id(value): value.detach() for value in shared}  # tensors in attributes: shared, with data
-    memo |= {id(buffer): _to_meta(buffer) for buffer in module.buffers()}
-    memo |= {id(param): nn.Parameter(_to_meta(param), param.requires_grad) for param in module.parameters()}
-    skeleton = copy.deepcopy(module, memo)
-    for child in skeleton.modules():
-        if isinstance(child, nn.RNNBase):
-            child.register_forward_pre_hook(_refresh_weights)
-    return skeleton
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _refresh_weights(rnn: nn.RNNBase, args: Any) -> None:
-    """A forward pre-hook: an RNN reads its weights from a list of its own, which `functional_call` does not replace."""
-    torch_private.refresh_flat_weights(rnn)
-
-
-@contextmanager
-def _keep_attributes(module: nn.Module) -> Iterator[None]:
-    """Reset the attributes and buffers of all submodules at the end of this context.
-
-    Without the reset, a forward that stores a table for its next call would pass a tensor of one trace to the next.
-    """
-    before = [(child, torch_private.copy_attributes(child)) for child in module.modules()]
-    try:
-        yield
-    finally:
-        for child, attributes in before:
-            vars(child).clear()
-            vars(child).update(attributes)
 
 
 def _iter_statistics(module: nn.Module) -> Iterator[str]:

@@ -19,7 +19,7 @@ from fzero.values.performer import MovePerformer
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
-    clone conj conj_physical cos cosh deg2rad detach digamma erf erfc erfinv exp exp2 expm1 expit floor frac i0
+    clone conj conj_physical cos cosh data deg2rad detach digamma erf erfc erfinv exp exp2 expm1 expit floor frac i0
     isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not nan_to_num
     ndtr neg negative positive rad2deg real reciprocal relu relu6 round rsqrt sigmoid sign signbit silu sin sinc
     sinh softplus softsign selu celu elu gelu mish hardsigmoid hardswish hardtanh leaky_relu logsigmoid tanhshrink
@@ -89,7 +89,8 @@ METADATA = frozenset(
 _WAY_OUT = "differentiate with fzero.value_and_grad(loss)(params), and change gradients between that and the update"
 REFUSED = dict.fromkeys(("grad", "backward", "retain_grad", "register_hook", "requires_grad_"), _WAY_OUT)
 REFUSED["register_post_accumulate_grad_hook"] = _WAY_OUT
-"""Name of a function of autograd -> what to write instead."""
+REFUSED |= dict.fromkeys(("untyped_storage", "storage", "share_memory_", "dlpack"), "give leaf.full_tensor()")
+"""Name of a function of autograd, or of memory, -> what to write instead."""
 
 MEMORY_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 """The memory formats of a flat slice. With any other format an elementwise function gathers."""

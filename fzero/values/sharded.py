@@ -18,7 +18,7 @@ from fzero.base.placement import Disk, Host, Placement, check_placement
 from fzero.files import OnDisk, allocate
 from fzero.files.memory import allocate_pinned_memory
 from fzero.layout.layout import Layout, Leaf, replicated_layout
-from fzero.values import functions
+from fzero.values import functions, rules
 from fzero.values.functions import is_sharded
 from fzero.values.moves import UNPARTITION_FIRST, Gather, Take, UseReplicated, copy_alias
 from fzero.values.origin import UNKNOWN, Origin
@@ -151,12 +151,24 @@ class Sharded(Tensor):
         return self.form.device  # type: ignore[return-value]
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self.local.requires_grad
 
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        raise self._refuse_autograd("requires_grad")
+
     @property
-    def grad(self) -> None:  # type: ignore[override]
+    def grad(self) -> None:
         """None: gradients are what `fzero.value_and_grad` returns."""
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is not None:  # None sets nothing, as `zero_grad` does
+            raise self._refuse_autograd("grad")
+
+    def _refuse_autograd(self, name: str) -> FzeroError:
+        return FzeroError(self.path, f"{name} of a Sharded cannot be set", rules.REFUSED["backward"])
 
     def full_tensor(self) -> Tensor:
         """The full value, a plain tensor, the same on every rank. The transpose scatters the cotangent.

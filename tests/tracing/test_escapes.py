@@ -114,11 +114,6 @@ def keep_in_module() -> Any:
     return lambda p, x: model(x)
 
 
-def keep_in_lowered_module() -> Any:
-    params, apply = fzero.lower(Model())
-    return lambda p, x: apply(params, x)
-
-
 def keep_in_gradients() -> Any:
     model = nn.Linear(5, 5)
 
@@ -135,7 +130,6 @@ STORED: dict[str, tuple[Callable[..., Any], str]] = {
     "a gradient's function": (keep_inside_of_a_gradient(), "kept[0]"),
     "a sharded value": (keep_a_leaf(), "kept['w']['layers'][0]['w']"),
     "a module": (keep_in_module(), "model.last"),
-    "a lowered module": (keep_in_lowered_module(), "apply.kept['y']"),
     "the gradients of a module": (keep_in_gradients(), "model.weight.grad"),
     "an object": (Trainer().step, "self.seen[0]"),
     "a global": (keep_globally, "SEEN['x']"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -151,3 +152,106 @@ def test_several_values_are_written_by_one_call() -> None:
     expected = params()["w"].max(0)
     found = fzero.simulate(step, MESH)(fzero.partition(params(), MESH), torch.ones(3, 1))
     torch.testing.assert_close(fzero.unpartition(found)["b"], expected.values + expected.indices)
+
+
+# every function of torch that writes
+
+
+def list_writers() -> dict[str, Callable[..., object]]:
+    """The functions of torch whose names say that they write into their first argument."""
+    owners = {"Tensor": Tensor, "torch": torch, "functional": torch.nn.functional, "init": torch.nn.init}
+    special = [f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()]
+    found = {f"{owner}.{name}": getattr(x, name) for owner, x in owners.items() for name in dir(x)}
+    return {
+        path: fn
+        for path, fn in found.items()
+        if path.partition(".")[2] in special or (path.endswith("_") and not path.endswith("__") and "._" not in path)
+    }
+
+
+MATRIX = torch.arange(12.0).view(4, 3) / 5 + 1
+ARGUMENTS: list[tuple[object, ...]] = [
+    (),
+    (2.0,),
+    (MATRIX,),
+    (0, 1),
+    (MATRIX, MATRIX),
+    (MATRIX, 0.5),
+    (MATRIX > 2, 2.0),
+    (MATRIX > 2, torch.arange(12.0)),
+    (1.0, 2.0),
+    (0, torch.tensor([0]), 5.0),
+    (0, torch.tensor([0]), MATRIX[:1]),
+    (0, torch.zeros(4, 3, dtype=torch.int64), MATRIX),
+    (0, torch.zeros(4, 3, dtype=torch.int64), 9.0),
+    (0, torch.zeros(4, 3, dtype=torch.int64), MATRIX, "sum"),
+    (0, torch.tensor([0]), MATRIX[:1], "prod"),
+    (torch.tensor([0]), torch.tensor([9.0])),
+    ((torch.tensor([0]),), MATRIX[0]),
+    (MATRIX[:, :2], MATRIX[:2]),
+    (MATRIX[:, 0], MATRIX[0]),
+    (MATRIX[:3, :1], torch.ones(1)),
+    ((2, 6),),
+    (2, 0, 1.0),
+]
+
+
+def assign(name: str, value: object) -> Callable[[Tensor], None]:
+    return lambda x: setattr(x, name, value)
+
+
+OTHER_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "data": assign("data", MATRIX),
+    "grad": assign("grad", MATRIX),
+    "requires_grad": assign("requires_grad", True),
+    "into data": lambda x: x.data.fill_(3.0),
+    "items of data": lambda x: x.data.__setitem__(0, 3.0),
+    "into what is detached": lambda x: x.detach().add_(1.0),
+    "storage": lambda x: x.untyped_storage().fill_(0),
+    "numpy": lambda x: x.numpy().__setitem__(0, 5.0),
+    "an array": lambda x: __import__("numpy").asarray(x).__setitem__(0, 5.0),
+    "vector_to_parameters": lambda x: torch.nn.utils.vector_to_parameters(torch.ones(12), [x]),
+    "a list": lambda x: torch._foreach_add_([x], 1.0),
+    "out=": lambda x: torch.sin(MATRIX, out=x),
+    "out= of no elementwise function": lambda x: torch.mm(MATRIX, MATRIX[:3], out=x),
+    "inplace=": lambda x: torch.nn.functional.relu(x, inplace=True),
+    "inplace": lambda x: torch.nn.functional.hardtanh(x, -0.1, 0.1, True),
+    "init by names": lambda x: torch.nn.init.trunc_normal_(tensor=x, std=0.5),
+    "an optimizer of torch": lambda x: (setattr(x, "grad", MATRIX), torch.optim.SGD([x], lr=1.0).step()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_write_outside_of_a_step_is_lost() -> None:
+    """Each function of torch that writes, on a leaf: what plain torch gives, or an error with the leaf's name. A
+    function that plain torch refuses with all arguments is of no use here."""
+    numbers, failures = {"equal": 0, "refused": 0}, []
+    cases = [(name, fn, args) for name, fn in list_writers().items() for args in ARGUMENTS]
+    tried = Counter[str]()
+    for name, fn, args in [*cases, *((name, fn, ()) for name, fn in OTHER_WRITES.items())]:
+        plain = MATRIX / 2
+        try:
+            torch.manual_seed(0)
+            fn(plain, *args)
+        except Exception:
+            continue
+        tried[name] += 1
+        if tried[name] > 2:
+            continue
+        leaf = fzero.partition({"w": MATRIX / 2}, MESH)["w"]
+        torch.manual_seed(0)
+        try:
+            fn(leaf, *args)
+        except ValueError as error:  # numpy's own: assignment destination is read-only
+            is_named = isinstance(error, FzeroError) or "read-only" in str(error)
+            numbers["refused"] += 1
+            failures += [] if is_named else [(name, error)]
+            continue
+        except Exception as error:
+            failures.append((name, error))
+            continue
+        whole, numbers["equal"] = fzero.unpartition(leaf), numbers["equal"] + 1
+        is_same = torch.equal(whole, plain.detach()) and leaf.requires_grad == plain.requires_grad
+        failures += [] if is_same else [(name, "is lost")]
+    assert not failures
+    assert len(tried) > 200 and numbers["refused"] > 200 and numbers["equal"] > 5, (len(tried), numbers)

@@ -162,9 +162,12 @@ def _mismatch_error(where: str, missing: Mapping[str, str | None], surplus: list
         problems.append(f"leaves without values ({len(missing)}): {', '.join(names)}")
     if surplus:
         problems.append(f"keys without a leaf ({len(surplus)}): {', '.join(map(repr, surplus))}")
-    return FzeroError(
-        where,
-        "; ".join(problems),
+    way_out = (
         "rename(path) gives the key of a leaf; with strict=False left-over keys are skipped, and missing leaves stay "
-        "as they are in the tree where they have values",
+        "as they are in the tree where they have values"
     )
+    if where and missing and surplus:
+        has_config = (Path(where) / "config.json").is_file() or (Path(where).parent / "config.json").is_file()
+        call = f"fzero.checkpoint.load_hf(folder, params, mesh{'' if has_config else ', model_or_config=model'})"
+        way_out += f"; {call} renames, splits and joins what transformers saved, and knows the keys of older releases"
+    return FzeroError(where, "; ".join(problems), way_out)

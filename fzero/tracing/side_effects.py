@@ -1,0 +1,64 @@
+"""Side effects of a trace: Python objects that a step changed while it was traced.
+
+A program has tensors only. A step that counts its calls in an attribute, takes the next entry of a list, or draws from
+Python's random numbers would be traced at its first call, which then runs for ever.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from fzero.base.changes import Content, find_changes, is_read
+from fzero.base.errors import FzeroError
+from fzero.base.reachable import list_children, list_contents, walk
+
+
+class SideEffects:
+    """What the objects that a step reaches hold before its trace."""
+
+    def __init__(self, name: str, fn: Any) -> None:
+        self._name = name
+        self._reached = [each for each in walk(name, fn) if not type(each[1]).__module__.startswith("fzero.")]
+        self._before = [_take(name, value) for name, value in self._reached]
+        self._draws = dict(_describe_draws())
+
+    def check(self) -> None:
+        """Look for changes after the trace.
+
+        Raises:
+            FzeroError: naming the attribute, variable or entry.
+        """
+        for (name, value), before in zip(self._reached, self._before):
+            for key, change in find_changes(value, before, _take(name, value)):
+                place = name if key is None else key
+                functions = (x for _, x in self._reached if isinstance(x, FunctionType))
+                if before.states.get(key) or is_read(place, functions):
+                    raise _refuse(place, change)
+        for library, state in _describe_draws():
+            if self._draws.get(library, state) != state:
+                problem = f"draws from the generator of {library}: each call would use the numbers of the first"
+                raise FzeroError(self._name, problem, "draw with torch, or give what was drawn as an argument")
+
+
+def _take(name: str, value: Any) -> Content:
+    """What an object holds that may count: by the names that a user would write."""
+    held = list_children if isinstance(value, (type, FunctionType)) else list_contents
+    return Content.of(held(name, value), isinstance(value, (list, deque)))
+
+
+def _refuse(place: str, change: str) -> FzeroError:
+    problem = f"the step changes it {change} while it is traced, and reads it: each call would be the first one"
+    return FzeroError(place, problem, "give what changes as an argument, and return its next value")
+
+
+def _describe_draws() -> Iterator[tuple[str, Any]]:
+    """`(library, state)` of the global generators of random numbers."""
+    yield "random", random.getstate()
+    if "numpy" in sys.modules:
+        state = sys.modules["numpy"].random.get_state()
+        yield "numpy.random", (state[1].tobytes(), *state[2:])
