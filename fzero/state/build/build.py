@@ -31,6 +31,7 @@ from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, fill, fi
 from fzero.state.partition import partition
 from fzero.state.sources import source_of
 from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
+from fzero.values.origin import Origin
 from fzero.values.sharded import Sharded
 
 Constructor = Callable[[], nn.Module]
@@ -167,6 +168,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
     """`partition(params, mesh, **how)`, leaf by leaf in an order that all ranks share. An allocation is freed after the
     last leaf that uses it."""
     store.bring([])
+    made = store.on.count_agreements()
     planned, treedef = tree.flatten(_plan(params, mesh, how))
     leaves: list[Tensor] = tree.leaves(params)
     uses = Counter(leaf.allocation for leaf in leaves if isinstance(leaf, Deferred))
@@ -176,6 +178,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
         zeros = _allocate([planned[position] for position in positions], device, how.get("pin", False))
         for position, value in zip(positions, zeros):
             values[position], leaf = value, leaves[position]
+            value.origin = Origin(0, hash((made, position)))  # ranks agreed on the constructor and on its draws
             _fill(value, leaf, how.get("chunk", BUILD_CHUNK_NBYTES))
             if isinstance(leaf, Deferred):
                 uses[leaf.allocation] -= 1
