@@ -41,12 +41,11 @@ from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
 from fzero.report import Report, report_step
-from fzero.values.origin import Origin, follow
+from fzero.values.origin import MASK, Origin, describe_state, follow
 from fzero.values.sharded import Sharded
 
 MAX_FRAGMENTS = 1024
 """How many compiled fragments a step remembers beside those in its programs: programs share equal fragments."""
-MASK = 2**62 - 1  # of the numbers that ranks compare
 Mode = bool | Literal["graph"]
 
 
@@ -155,7 +154,7 @@ class _Lines:
         def lines() -> list[str]:
             return [*self._lines, *self._constant_lines, *_list_origins(self._state, origins)]
 
-        return bool(agree(members, (self._number ^ made.number) & MASK, lines, vote=vote)), made
+        return bool(agree(members, (self._number ^ made) & MASK, lines, vote=vote)), made
 
 
 class Step:
@@ -260,7 +259,7 @@ class Step:
 
 def _list_origins(state: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> list[str]:
     """The origin of each argument that is state, one line each."""
-    return [f"state {path}: made {origin}" for (_, path), origin in zip(state, origins)]
+    return [describe_state(path, origin) for (_, path), origin in zip(state, origins)]
 
 
 def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:

@@ -18,6 +18,7 @@ from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_
 from fzero.checkpoint.places import Grid, Place
 from fzero.layout.owners import balance
 from fzero.state.sources import Source, TensorSource, fingerprint, source_of
+from fzero.values.origin import describe_origin
 from fzero.values.sharded import Sharded
 
 
@@ -34,7 +35,8 @@ class Plan(NamedTuple):
         tensor that ranks hold whole."""
         found = [f"{path}: {' '.join(render_value(value))}" for path, value in self.values.items()]
         for (path, dtype, shape, *numbers), leaf in zip(self.places.values(), self.leaves.values()):
-            made = leaf.origin if isinstance(leaf, Sharded) else f"elements with the hash {fingerprint(leaf):08x}"
+            is_state = isinstance(leaf, Sharded)
+            made = describe_origin(leaf.origin) if is_state else f"elements with the hash {fingerprint(leaf):08x}"
             found.append(f"{path}: {DTYPE_NAMES[dtype]}{list(shape)} at {numbers}, made {made}")
         return found
 

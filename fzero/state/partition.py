@@ -27,7 +27,7 @@ from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layo
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
 from fzero.values.functions import is_sharded
-from fzero.values.origin import UNKNOWN, Origin
+from fzero.values.origin import UNKNOWN, Origin, make_origin
 from fzero.values.quantized import map_quantized_leaves
 from fzero.values.sharded import Sharded
 
@@ -219,7 +219,7 @@ def _origin_of(source: Source, value: Sharded, feed: Feed | None, position: int)
         return UNKNOWN
     # no rank knows what the values are that another one sends: all ranks know the call that sent them
     is_sent = feed is not None or is_on_ranks(source)
-    return Origin(0, hash((value.on.members.agreements, position)) if is_sent else fingerprint(source))
+    return make_origin(hash((value.on.members.agreements, position)) if is_sent else fingerprint(source))
 
 
 @dataclass

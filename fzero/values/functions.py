@@ -32,7 +32,7 @@ from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.optim.quantized import BLOCK
 from fzero.values import rules
 from fzero.values.moves import Beside, Parts, copy_alias
-from fzero.values.origin import UNKNOWN, Origin, follow
+from fzero.values.origin import UNKNOWN, Origin, describe_state, follow
 from fzero.values.performer import MovePerformer
 
 if TYPE_CHECKING:
@@ -271,10 +271,11 @@ def _describe(given: Any) -> str:
     may differ between ranks."""
     if isinstance(given, dict):
         return "{" + ", ".join(f"{key}={_describe(x)}" for key, x in given.items()) + "}"
-    if isinstance(given, (list, tuple)) and not any(map(_is_value, given)):
+    if isinstance(given, (list, tuple)):
         return "(" + ", ".join(map(_describe, given)) + ")"
-    is_plain = isinstance(given, (int, float, complex, str, torch.dtype))
-    return repr(given) if is_plain else type(given).__name__ if given is not None else "None"
+    if isinstance(given, Tensor):
+        return "_"
+    return repr(given) if isinstance(given, (int, float, complex, str, torch.dtype)) else type(given).__name__
 
 
 def _to_slice(x: Any, anchor: Sharded) -> Any:
@@ -421,7 +422,7 @@ def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blo
     plain = [(x, row) for x, row in zip(given, blocks) if not is_sharded(x)]
     others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
     places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
-    on = values[0].on.specify("orthogonalize", [f"state {x.path}: made {x.origin}" for x in values])
+    on = values[0].on.specify("orthogonalize", [describe_state(x.path, x.origin) for x in values])
     slices = iter(on.orthogonalize([x.local for x in values], places, cuts, how))
     call = _hash_call(func, values[0], cuts, how)
     return [_wrap(next(slices), x, _origin_of(x, [x], call)) if is_sharded(x) else next(others) for x in given]

@@ -22,7 +22,7 @@ from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions
 from fzero.values.functions import is_sharded
 from fzero.values.moves import UNPARTITION_FIRST, Gather, Take, UseReplicated, copy_alias
-from fzero.values.origin import UNKNOWN, Origin, follow
+from fzero.values.origin import UNKNOWN, Origin, describe_state, follow
 from fzero.values.performer import MovePerformer
 
 
@@ -184,7 +184,7 @@ class Sharded(Tensor):
         the function is and where the value came from."""
         if self.on.is_tracing:
             return self.on
-        return self.on.specify(f"{what} of {self.path}", [f"state {self.path}: made {self.origin}"])
+        return self.on.specify(f"{what} of {self.path}", [describe_state(self.path, self.origin)])
 
     def with_local(self, local: Tensor) -> Sharded:
         """A value of the same leaf and layout with the slice `local`, which lies where this value's slice does."""

@@ -31,7 +31,7 @@ from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, fill, fi
 from fzero.state.partition import partition
 from fzero.state.sources import source_of
 from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
-from fzero.values.origin import Origin
+from fzero.values.origin import make_origin
 from fzero.values.sharded import Sharded
 
 Constructor = Callable[[], nn.Module]
@@ -178,7 +178,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
         zeros = _allocate([planned[position] for position in positions], device, how.get("pin", False))
         for position, value in zip(positions, zeros):
             values[position], leaf = value, leaves[position]
-            value.origin = Origin(0, hash((made, position)))  # ranks agreed on the constructor and on its draws
+            value.origin = make_origin(hash((made, position)))  # ranks agreed on the constructor and on its draws
             _fill(value, leaf, how.get("chunk", BUILD_CHUNK_NBYTES))
             if isinstance(leaf, Deferred):
                 uses[leaf.allocation] -= 1
