@@ -214,7 +214,7 @@ def _partition_state(state: State, like: tree.Tree | None, partition: Callable[.
 
 
 def _origin_of(source: Source, value: Sharded, feed: Feed | None, position: int) -> Origin:
-    """The origin of the leaf at a position, by which ranks notice at the next step that they were given other values."""
+    """The origin of the leaf at a position, by which ranks notice later that they were given other values."""
     if not isinstance(value.on, Live) or value.local.is_meta:
         return UNKNOWN
     # no rank knows what the values are that another one sends: all ranks know the call that sent them

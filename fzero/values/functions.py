@@ -12,14 +12,13 @@
 
 Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slices: its sharded operands are gathered.
 
-Outside of a step ranks compare the function and the origins of its operands before they communicate (`_perform`).
+Outside of a step ranks compare the function and the origins of its operands before they communicate (`calls`).
 """
 
 from __future__ import annotations
 
 import functools
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -31,9 +30,9 @@ from fzero.optim import operations
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.optim.quantized import BLOCK
 from fzero.values import rules
+from fzero.values.calls import follow_call, hash_call, perform_call
 from fzero.values.moves import Beside, Parts, copy_alias
-from fzero.values.origin import UNKNOWN, Origin, describe_state, follow
-from fzero.values.performer import MovePerformer
+from fzero.values.origin import Origin, describe_state
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded
@@ -168,16 +167,7 @@ def _reduce(name: str, x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
     """The result of the rule of a full reduction; None where the value is to be gathered instead."""
     if _is_whole(x):
         return None
-    return rules.REDUCTIONS[name](x.local, x.leaf, _perform(name, x, args, kwargs), *args, **kwargs)
-
-
-def _perform(name: str, x: Sharded, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MovePerformer:
-    """What performs the moves of a value for a function by its name. Ranks compare the function's options too."""
-    if x.on.is_tracing or not (args or kwargs):
-        return x.perform_for(name)
-    options = [_describe(x) for x in args]
-    options += [f"{key}={_describe(x)}" for key, x in kwargs.items() if x is not None and x is not False]
-    return x.perform_for(f"{name}({', '.join(options)})")
+    return rules.REDUCTIONS[name](x.local, x.leaf, perform_call(name, x, args, kwargs), *args, **kwargs)
 
 
 def _gather(x: Any) -> Any:
@@ -241,7 +231,7 @@ def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[An
     slices, more = [_to_slice(x, anchor) for x in args], {key: _to_slice(x, anchor) for key, x in kwargs.items()}
     result = func(*slices, **more)
     own = functools.partial(copy_alias, on=anchor.on, operands=[*slices, *more.values()])
-    origin = _origin_of(anchor, [*args, *kwargs.values()], _hash_call(func, anchor, args, kwargs))
+    origin = follow_call(anchor, [*args, *kwargs.values()], hash_call(func, anchor, args, kwargs))
     return torch_private.map_pytree(lambda x: _wrap(own(x), anchor, origin) if isinstance(x, Tensor) else x, result)
 
 
@@ -250,32 +240,6 @@ def _wrap(x: Tensor, anchor: Sharded, origin: Origin) -> Sharded:
     value = anchor.slice_of(x) if _is_computed_in_full(anchor) else anchor.with_local(x)
     value.origin = origin
     return value
-
-
-def _origin_of(anchor: Sharded, operands: Sequence[Any], *call: int) -> Origin:
-    """The origin of what a `call`, one or more numbers, computes of these operands."""
-    if anchor.on.is_tracing:
-        return UNKNOWN
-    return follow([x.origin for x in operands if is_sharded(x)], hash(call))
-
-
-def _hash_call(func: Callable[..., Any], anchor: Sharded | None, *given: Any) -> int:
-    """A hash of a function and of what it is given beside tensors, the same in every process; 0 in a trace."""
-    if anchor is None or anchor.on.is_tracing:
-        return 0
-    return zlib.crc32(f"{rules.name_of(func)} {_describe(given)}".encode())
-
-
-def _describe(given: Any) -> str:
-    """Numbers, texts and dtypes of the arguments of a function. Contents of plain tensors do not count, and a device
-    may differ between ranks."""
-    if isinstance(given, dict):
-        return "{" + ", ".join(f"{key}={_describe(x)}" for key, x in given.items()) + "}"
-    if isinstance(given, (list, tuple)):
-        return "(" + ", ".join(map(_describe, given)) + ")"
-    if isinstance(given, Tensor):
-        return "_"
-    return repr(given) if isinstance(given, (int, float, complex, str, torch.dtype)) else type(given).__name__
 
 
 def _to_slice(x: Any, anchor: Sharded) -> Any:
@@ -325,10 +289,10 @@ def _apply_to_lists(
         return None
     # One list, or a tuple of lists: `scale_by_adam` returns three.
     columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
-    call, beside = _hash_call(func, first, args, kwargs), tuple(x for x in beside if is_sharded(x))
+    call, beside = hash_call(func, first, args, kwargs), tuple(x for x in beside if is_sharded(x))
     wrapped = [
         [
-            x if anchor is None else _wrap(x, anchor, _origin_of(anchor, (*row, *beside), call, number))
+            x if anchor is None else _wrap(x, anchor, follow_call(anchor, (*row, *beside), call, number))
             for x, anchor, row in zip(column, anchors, rows)
         ]
         for number, column in enumerate(columns)
@@ -346,12 +310,12 @@ def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any],
     if name in operations.SUMS:
         owners = [slices[i % len(slices)] for i in range(len(results))]
         return [
-            x if own is None else Parts.apply(x, _perform(name, own, options, {}), own.path)
+            x if own is None else Parts.apply(x, perform_call(name, own, options, {}), own.path)
             for x, own in zip(results, owners)
         ]
     anchors = [x if is_sharded(x) else None for x in leaves]
-    call = _hash_call(func, next((x for x in anchors if x is not None), None), options)
-    return [x if each is None else _wrap(x, each, _origin_of(each, [each], call)) for x, each in zip(results, anchors)]
+    call = hash_call(func, next((x for x in anchors if x is not None), None), options)
+    return [x if each is None else _wrap(x, each, follow_call(each, [each], call)) for x, each in zip(results, anchors)]
 
 
 def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:
@@ -398,11 +362,11 @@ def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: An
     anchor = next((code for code in columns[0] if is_sharded(code)), None)
     if anchor is not None and not _is_computed_in_full(anchor):
         others[0] = Beside.apply(others[0], anchor.perform_for("a number beside"), anchor.path)
-    rows, call = list(zip(*columns, updates)), _hash_call(func, anchor, rest[4:])
+    rows, call = list(zip(*columns, updates)), hash_call(func, anchor, rest[4:])
 
     def wrap(made: Sequence[Tensor], likes: Sequence[Any], number: int) -> list[Any]:
         return [
-            _wrap(x, like, _origin_of(like, row, call, number)) if is_sharded(like) else x
+            _wrap(x, like, follow_call(like, row, call, number)) if is_sharded(like) else x
             for x, like, row in zip(made, likes, rows)
         ]
 
@@ -424,8 +388,8 @@ def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blo
     places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
     on = values[0].on.specify("orthogonalize", [describe_state(x.path, x.origin) for x in values])
     slices = iter(on.orthogonalize([x.local for x in values], places, cuts, how))
-    call = _hash_call(func, values[0], cuts, how)
-    return [_wrap(next(slices), x, _origin_of(x, [x], call)) if is_sharded(x) else next(others) for x in given]
+    call = hash_call(func, values[0], cuts, how)
+    return [_wrap(next(slices), x, follow_call(x, [x], call)) if is_sharded(x) else next(others) for x in given]
 
 
 def _is_value(x: Any) -> bool:

@@ -1,7 +1,7 @@
 """Origin: where the elements of a `Sharded` value came from. Slices of one value have one origin on all ranks.
 
-Slices of one value differ, so ranks cannot compare slices. Ranks compare origins, whenever they communicate about state,
-and so find a rank that kept old state, read another file, drew from another seed or took another of several results.
+Slices of one value differ, so ranks cannot compare slices. Ranks compare origins whenever they communicate about state.
+So they find a rank that kept old state, read another file, drew from another seed or took another of several results.
 
 An origin is one integer, because a step makes one for each of its results and hashes those of its arguments:
 

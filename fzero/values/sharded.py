@@ -166,7 +166,7 @@ class Sharded(Tensor):
         return self.gather_for("full_tensor")
 
     def gather_for(self, what: str) -> Tensor:
-        """The `full_tensor` for a function of the name `what`: outside of a step ranks compare it before they gather."""
+        """The `full_tensor` for a function of the name `what`, which ranks compare outside of a step."""
         if self._full is not None and self._full[1] == self.on.writes:
             return self._full[0]
         on = self.perform_for(what)

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,7 +210,9 @@ def _moment(given: Given) -> Any:
 
 
 def _two_partitions(given: Given) -> Any:
-    return [fzero.partition(tree.map(lambda x: k * x, make_plain()), given.mesh, source_rank=0) for k in (1, 2)]
+    plain = make_plain()
+    doubled = tree.map(lambda x: 2 * x, plain)
+    return [fzero.partition(values, given.mesh, source_rank=0) for values in (plain, doubled)]
 
 
 class Found(NamedTuple):
@@ -256,8 +259,8 @@ def run_pairs(mesh: DeviceMesh, cases: Sequence[Case], folder: Path, progress: P
     for mine, theirs in cases:
         name = mine if dist.get_rank() == 1 else theirs
         call = EXCHANGES[name] if mine == theirs else (CALLS | ENGINE)[name]
-        kind, message, _, seconds = refusal(lambda: call(given))
-        after = refusal(lambda: (fzero.unpartition(given.first), fzero.shard(evaluate, mesh)))
+        kind, message, _, seconds = refusal(partial(call, given))
+        after = refusal(lambda: fzero.unpartition(given.first))
         found.append(Found(kind, message, seconds, after.kind == "nothing"))
         if dist.get_rank() == 0:
             progress.write_text(str(len(found)))
