@@ -216,8 +216,8 @@ class Returned:
         return [flag(value) for flag, value in zip(self._noted, outputs[first : self._last])]
 
     def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = (), origin: Origin = UNKNOWN) -> Any:
-        """The value of a step that was called with the tensors and the state `given`. Each new value has an origin of its
-        own, made of the `origin` of the call."""
+        """The value of a step that was called with the tensors and the state `given`. Each new value has an origin
+        of its own, made of the `origin` of the call."""
         leaves: list[Any] = list(outputs)
         for i in self._copied:
             leaves[i] = duplicate(leaves[i])
