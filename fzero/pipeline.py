@@ -38,7 +38,7 @@ from fzero.tracing.seeds import check_seeds
 from fzero.tracing.signatures import describe_change, describe_changes, sign_leaf
 from fzero.tracing.trace import trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
-from fzero.values.origin import UNKNOWN, Origin
+from fzero.values.origin import UNKNOWN, Origin, number_values, tell_apart
 from fzero.values.sharded import Form, Sharded
 
 Performer = Live | Virtual
@@ -205,6 +205,7 @@ class Returned:
             for i, (result, value) in enumerate(zip(program.tensor_results, values))
             if result.bucket is not None
         ]
+        self._numbers = number_values(len(self._state))
         self._added = [state.path for state in program.pass_state]
         self._noted, self._last = program.noted, len(values) - len(program.pass_state)
         self._given, self._equal, self._copied = _find_aliases(program)
@@ -215,12 +216,13 @@ class Returned:
         return [flag(value) for flag, value in zip(self._noted, outputs[first : self._last])]
 
     def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = (), origin: Origin = UNKNOWN) -> Any:
-        """The value of a step that was called with the tensors and the state `given`. `origin` is that of new state."""
+        """The value of a step that was called with the tensors and the state `given`. Each new value has an origin
+        of its own, made of the `origin` of the call."""
         leaves: list[Any] = list(outputs)
         for i in self._copied:
             leaves[i] = duplicate(leaves[i])
-        for i, form in self._state:
-            leaves[i] = Sharded.of_form(leaves[i], form, origin)
+        for (i, form), own in zip(self._state, tell_apart(origin, self._numbers)):
+            leaves[i] = Sharded.of_form(leaves[i], form, own)
         for i, argument in self._given.items() if given else ():
             leaves[i] = given[argument]
         for i, first in self._equal.items():

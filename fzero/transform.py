@@ -42,12 +42,11 @@ from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
 from fzero.report import Report, report_step
-from fzero.values.origin import Origin, follow
+from fzero.values.origin import MASK, Origin, describe_state, follow
 from fzero.values.sharded import Sharded
 
 MAX_FRAGMENTS = 1024
 """How many compiled fragments a step remembers beside those in its programs: programs share equal fragments."""
-MASK = 2**62 - 1  # of the numbers that ranks compare
 Mode = bool | Literal["graph"]
 
 
@@ -155,20 +154,24 @@ class _Lines:
         self._constant_lines: list[str] = []
         self._state = [(i, given.path) for i, given in enumerate(program.arguments) if given.bucket is not None]
 
-    def agree(self, members: Members, values: Sequence[Any], vote: bool = False) -> tuple[bool, Origin]:
+    def agree(
+        self, members: Members, values: Sequence[Any], vote: bool = False, call: Sequence[str] = ()
+    ) -> tuple[bool, Origin]:
         """`agree` of `fzero.ranks.agreement` on the present lines and on the origins of the state among `values`. Also
-        returns the origin of the state that the program makes of these."""
+        returns the origin of the state that the program makes of these. `call` is the line of a call that is no
+        step."""
         versions = [version_of(x) for x in self._program.constants.values()]
         if versions != self._versions or -1 in versions:  # an inference tensor does not count its changes
             self._versions, self._constant_lines = versions, self._program.constant_lines()
             self._number = digest([str(self._digest), *self._constant_lines])
         origins = [values[i].origin for i, _ in self._state]
         made = follow(origins, members.agreements)  # so that a call's state differs from that of an equal call before
+        number = self._number ^ digest(call) if call else self._number
 
         def lines() -> list[str]:
-            return [*self._lines, *self._constant_lines, *_list_origins(self._state, origins)]
+            return [*call, *self._lines, *self._constant_lines, *_list_origins(self._state, origins)]
 
-        return bool(agree(members, (self._number ^ made.number) & MASK, lines, vote=vote)), made
+        return bool(agree(members, (number ^ made) & MASK, lines, vote=vote)), made
 
 
 class Step:
@@ -248,7 +251,7 @@ class Step:
         if disk is not None and not isinstance(disk, Disk):
             raise FzeroError("disk", f"is {disk!r}", "give fzero.disk(path)")
         compiled, values, tensors = self._prepare(args, pass_state)
-        compiled.lines.agree(self._on.members, values)
+        compiled.lines.agree(self._on.members, values, call=["call of step.calibrate"])
         rates = calibrate(self._on, compiled.program, tensors, disk)
         self._pipeline.reschedule(rates)
         return rates
@@ -276,7 +279,7 @@ class Step:
 
 def _list_origins(state: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> list[str]:
     """The origin of each argument that is state, one line each."""
-    return [f"state {path}: made {origin}" for (_, path), origin in zip(state, origins)]
+    return [describe_state(path, origin) for (_, path), origin in zip(state, origins)]
 
 
 def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:

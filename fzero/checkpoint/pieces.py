@@ -18,6 +18,7 @@ from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_
 from fzero.checkpoint.places import Grid, Place
 from fzero.layout.owners import balance
 from fzero.state.sources import Source, TensorSource, fingerprint, source_of
+from fzero.values.origin import describe_origin
 from fzero.values.sharded import Sharded
 
 
@@ -34,8 +35,7 @@ class Plan(NamedTuple):
         tensor that ranks hold whole."""
         found = [f"{path}: {' '.join(render_value(value))}" for path, value in self.values.items()]
         for (path, dtype, shape, *numbers), leaf in zip(self.places.values(), self.leaves.values()):
-            made = leaf.origin if isinstance(leaf, Sharded) else f"elements with the hash {fingerprint(leaf):08x}"
-            found.append(f"{path}: {DTYPE_NAMES[dtype]}{list(shape)} at {numbers}, made {made}")
+            found.append(f"{path}: {DTYPE_NAMES[dtype]}{list(shape)} at {numbers}, made {_describe_origin(leaf)}")
         return found
 
     def pick(self, file: int) -> dict[str, Source]:
@@ -68,6 +68,12 @@ def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
     for path, first in _choose_firsts(places, held, grid).items():
         places[path] = places[path]._replace(first=first)
     return Plan(grid, places, values, held)
+
+
+def _describe_origin(leaf: Sharded | Source) -> str:
+    if isinstance(leaf, Sharded):
+        return describe_origin(leaf.origin)
+    return f"elements with the hash {fingerprint(leaf):08x}"
 
 
 def hash_lines(lines: Sequence[str]) -> str:

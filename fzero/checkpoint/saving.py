@@ -16,6 +16,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
 from fzero.checkpoint.writing import Options, Saving
+from fzero.ranks.agreement import meet
 from fzero.ranks.live import Live
 from fzero.ranks.together import gather_words
 from fzero.state.common_home import find_common_home
@@ -68,6 +69,8 @@ def save(
     if wait:
         saving.run()
         return saving
+    if isinstance(on, Live):
+        meet(on.members, f"save of step {step} with wait=False", what="save")  # the lane's group takes all ranks
     saving.gather = lane.make_gather(on)
     saving.stage(lane.staging)
     lane.start(saving)

@@ -140,9 +140,12 @@ class Saving:
                 self._failure = self._failure or error
 
     def start(self) -> None:
-        """Run in a thread."""
+        """Run in a thread; in this one, where the process may have no further thread."""
         self._ended.clear()
-        threading.Thread(target=self._run_kept, name=f"fzero save of step {self.step}").start()
+        try:
+            threading.Thread(target=self._run_kept, name=f"fzero save of step {self.step}").start()
+        except RuntimeError:
+            self._run_kept()  # the threads of other ranks wait for this rank
 
     def _run_kept(self) -> None:
         try:

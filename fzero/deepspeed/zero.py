@@ -178,7 +178,7 @@ def _broadcast(home: Home | None, values: Tensor, rank: int) -> Tensor:
         if len(home.ranks) == 1:
             return values
         sent, what = values.cpu(), "broadcast of a parameter in fzero.deepspeed.zero"
-        meet(home.members, what)
+        meet(home.members, f"{what}: {values.dtype} {list(values.shape)} of rank {rank}", what=what)
         with home.members.begin(what):
             dist.broadcast(sent, rank, group=home.members.group)
         return sent.to(values.device)

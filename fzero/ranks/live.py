@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ class Live:
 
     is_tracing = False
     writes = 0
+    _purpose: tuple[str, tuple[str, ...]] = "", ()  # that of `specify`
 
     def __init__(
         self, mesh: VirtualMesh, groups: tuple[dist.ProcessGroup, ...], device_type: str, ranks: tuple[int, ...]
@@ -89,6 +91,14 @@ class Live:
         while self.readers:
             self.readers.pop()()
 
+    def specify(self, what: str, details: Sequence[str]) -> Live:
+        purposeful = copy.copy(self)
+        purposeful._purpose = f"{what}: ", tuple(details)
+        return purposeful
+
+    def count_agreements(self) -> int:
+        return self.members.agreements
+
     def varies(self, x: Tensor) -> bool:
         return False
 
@@ -110,7 +120,8 @@ class Live:
         Raises:
             FzeroError: on all ranks, when one is about to do something else.
         """
-        lines = [f"collective {what}", *details]
+        for_what, more = self._purpose
+        lines = [f"collective {for_what}{what}", *details, *more]
         agree(self.members, digest(lines), lambda: lines, what=f"agreement before {what}")
 
     def find_largest(self, number: int, what: str) -> int:

@@ -6,7 +6,7 @@ between a sharded and a whole value only changes the shape, and a sum over ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -31,6 +31,12 @@ class Virtual:
 
     def __init__(self, mesh: VirtualMesh) -> None:
         self.mesh = mesh
+
+    def specify(self, what: str, details: Sequence[str]) -> Virtual:
+        return self
+
+    def count_agreements(self) -> int:
+        return 0
 
     def varies(self, x: Tensor) -> bool:
         return False

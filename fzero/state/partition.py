@@ -28,7 +28,7 @@ from fzero.state.large_buckets import warn_of_large_buckets
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
 from fzero.values.functions import is_sharded
-from fzero.values.origin import UNKNOWN, Origin
+from fzero.values.origin import UNKNOWN, Origin, make_origin
 from fzero.values.quantized import map_quantized_leaves
 from fzero.values.sharded import Sharded
 
@@ -193,7 +193,7 @@ def fill_leaves(
                 if to is not None:
                     form = values[i].form._replace(device=torch.device(devices[i]), place=to)
                     values[i] = Sharded.of_form(slices[i], form)
-                values[i].origin = _origin_of(sources[i], values[i], feed)
+                values[i].origin = _origin_of(sources[i], values[i], feed, i)
         for value in values.values():  # at the end: ranks that exchange values wait for each other leaf by leaf
             check_writes(value.local)
         return values
@@ -217,13 +217,13 @@ def _partition_state(state: State, like: tree.Tree | None, partition: Callable[.
     return State(**tree.merge(done._replace(params=None)._asdict(), others))._replace(params=params)
 
 
-def _origin_of(source: Source, value: Sharded, feed: Feed | None) -> Origin:
-    """The origin of a leaf, by which ranks notice at the next step that they were given other values."""
+def _origin_of(source: Source, value: Sharded, feed: Feed | None, position: int) -> Origin:
+    """The origin of the leaf at a position, by which ranks notice later that they were given other values."""
     if not isinstance(value.on, Live) or value.local.is_meta:
         return UNKNOWN
     # no rank knows what the values are that another one sends: all ranks know the call that sent them
     is_sent = feed is not None or is_on_ranks(source)
-    return Origin(0, value.on.members.agreements if is_sent else fingerprint(source))
+    return make_origin(hash((value.on.members.agreements, position)) if is_sent else fingerprint(source))
 
 
 @dataclass

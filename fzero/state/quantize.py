@@ -26,6 +26,7 @@ from fzero.state.sources import Source, check_range, is_source, source_of
 from fzero.state.unpartition import assemble_piece
 from fzero.values.blockwise import Coding, check_coding, encode
 from fzero.values.functions import is_sharded
+from fzero.values.origin import describe_state
 from fzero.values.quantized import Quantized, is_quantized
 from fzero.values.sharded import Sharded
 
@@ -159,7 +160,7 @@ def _partition_codes(made: tree.Tree, on: Home, held: Mapping[str, Sharded]) -> 
     planned = {here[position]: where for position, where in layouts.items()}
     if isinstance(on, Live):
         lines = [f"leaf {leaves[i].path}: {describe_leaf(*planned[i], torch.uint8)}" for i in here]
-        on.agree("quantize", lines)
+        on.agree("quantize", [*lines, *(describe_state(path, leaf.origin) for path, leaf in held.items())])
     dtypes, devices = dict.fromkeys(here, torch.uint8), {i: leaves[i].value.device for i in here}
     places = {i: leaves[i].value.place for i in here}
     filled = fill_leaves(on, planned, sources, dtypes, devices, CHUNK_NBYTES, places=places)

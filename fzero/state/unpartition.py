@@ -22,7 +22,7 @@ from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, fingerprint
 from fzero.values.functions import is_sharded
-from fzero.values.origin import follow
+from fzero.values.origin import describe_state, follow
 from fzero.values.sharded import Sharded
 
 
@@ -49,7 +49,7 @@ def _agree(what: str, params: tree.Tree) -> None:
 def _describe(leaf: Sharded) -> list[str]:
     """What is the same on all ranks about a leaf."""
     held = describe_leaf(leaf.form.layout, leaf.index, leaf.dtype)
-    return [f"leaf {leaf.path}: {held}", f"state {leaf.path}: made {leaf.origin}"]
+    return [f"leaf {leaf.path}: {held}", describe_state(leaf.path, leaf.origin)]
 
 
 @check_arguments

@@ -11,12 +11,13 @@
 * Any other function gathers the value and runs on the full tensor.
 
 Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slices: its sharded operands are gathered.
+
+Outside of a step ranks compare the function and the origins of its operands before they communicate (`calls`).
 """
 
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -29,8 +30,9 @@ from fzero.optim import operations
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.optim.quantized import BLOCK
 from fzero.values import rules
+from fzero.values.calls import follow_call, hash_call, perform_call
 from fzero.values.moves import Beside, Parts, copy_alias
-from fzero.values.origin import UNKNOWN, Origin, follow
+from fzero.values.origin import Origin, describe_state
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded
@@ -70,7 +72,7 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
             return _apply_elementwise(func, anchor, args, kwargs)
     if name in rules.REDUCTIONS and args and is_sharded(args[0]):
-        result = _reduce(rules.REDUCTIONS[name], *args, **kwargs)
+        result = _reduce(name, *args, **kwargs)
         if result is not None:
             return result
     return _apply_in_full(func, name, args, kwargs)
@@ -93,7 +95,7 @@ def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     def gather(x: Any) -> Any:
         if not is_sharded(x):
             return x
-        gathered.append((x, x.full_tensor()))
+        gathered.append((x, x.gather_for(rules.name_of(func))))
         return gathered[-1][1]
 
     args, kwargs = torch_private.map_pytree(gather, (args, kwargs), is_leaf=is_sharded)
@@ -164,11 +166,11 @@ def _find_path(given: Any) -> str:
     return next(x.path for x in torch_private.pytree_leaves(given, is_leaf=is_sharded) if is_sharded(x))
 
 
-def _reduce(rule: Callable[..., Tensor | None], x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The result of a rule for full reductions; None where the value is to be gathered instead."""
+def _reduce(name: str, x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The result of the rule of a full reduction; None where the value is to be gathered instead."""
     if _is_whole(x):
         return None
-    return rule(x.local, x.leaf, x.on, *args, **kwargs)
+    return rules.REDUCTIONS[name](x.local, x.leaf, perform_call(name, x, args, kwargs), *args, **kwargs)
 
 
 def _gather(x: Any) -> Any:
@@ -232,7 +234,7 @@ def _apply_elementwise(func: Callable[..., Any], anchor: Sharded, args: tuple[An
     slices, more = [_to_slice(x, anchor) for x in args], {key: _to_slice(x, anchor) for key, x in kwargs.items()}
     result = func(*slices, **more)
     own = functools.partial(copy_alias, on=anchor.on, operands=[*slices, *more.values()])
-    origin = _origin_of(func, anchor, [*args, *kwargs.values()])
+    origin = follow_call(anchor, [*args, *kwargs.values()], hash_call(func, anchor, args, kwargs))
     return torch_private.map_pytree(lambda x: _wrap(own(x), anchor, origin) if isinstance(x, Tensor) else x, result)
 
 
@@ -243,15 +245,6 @@ def _wrap(x: Tensor, anchor: Sharded, origin: Origin) -> Sharded:
     return value
 
 
-def _origin_of(func: Callable[..., Any], anchor: Sharded, operands: Sequence[Any]) -> Origin:
-    """The origin of `func` of these operands. Contents of plain tensors do not count."""
-    if anchor.on.is_tracing:
-        return UNKNOWN
-    numbers = [x for x in operands if isinstance(x, (int, float)) and x == x]  # Python hashes nan by its address
-    name = zlib.crc32(rules.name_of(func).encode())
-    return follow([x.origin for x in operands if is_sharded(x)], hash((name, *numbers)))
-
-
 def _to_slice(x: Any, anchor: Sharded) -> Any:
     """The operand `x` as a slice that pairs with the anchor's, or in full where functions run on full values."""
     if _is_computed_in_full(anchor):
@@ -259,11 +252,11 @@ def _to_slice(x: Any, anchor: Sharded) -> Any:
     if is_sharded(x):
         if x.form[:2] == anchor.form[:2]:
             return x.local
-        x = x.full_tensor()
+        x = x.gather_for(f"a function with {anchor.path}")
     if not isinstance(x, Tensor) or anchor.is_replicated:
         return x
     if x.ndim == 0 and anchor.ndim > 0:
-        return Beside.apply(x, anchor.on, anchor.path)
+        return Beside.apply(x, anchor.perform_for("a number beside"), anchor.path)
     return anchor.slice_of(x).local
 
 
@@ -290,7 +283,7 @@ def _apply_to_lists(
         x = _gather(x)
         if first is None or _is_computed_in_full(first) or not isinstance(x, Tensor) or x.ndim:
             return x
-        return Beside.apply(x, first.on, first.path)
+        return Beside.apply(x, first.perform_for("a number beside"), first.path)
 
     places = _find_places(anchors) if rules.name_of(func) in operations.PLACED else ()
     given = (*args[: len(args) - len(places)], *places)
@@ -299,26 +292,33 @@ def _apply_to_lists(
         return None
     # One list, or a tuple of lists: `scale_by_adam` returns three.
     columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
-    origins = [UNKNOWN if each is None else _origin_of(func, each, (*row, *args)) for each, row in zip(anchors, rows)]
+    call, beside = hash_call(func, first, args, kwargs), tuple(x for x in beside if is_sharded(x))
     wrapped = [
-        [x if anchor is None else _wrap(x, anchor, origin) for x, anchor, origin in zip(column, anchors, origins)]
-        for column in columns
+        [
+            x if anchor is None else _wrap(x, anchor, follow_call(anchor, (*row, *beside), call, number))
+            for x, anchor, row in zip(column, anchors, rows)
+        ]
+        for number, column in enumerate(columns)
     ]
     return tuple(wrapped) if columns is result else wrapped[0]
 
 
 def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any], *others: Any) -> Any:
     """A function of `rules.SLICE_OPS` on slices: its results are sums over leaves, or one new leaf for each leaf."""
-    slices = [x if is_sharded(x) and not _is_whole(x) else None for x in leaves]
+    slices, options = [x if is_sharded(x) and not _is_whole(x) else None for x in leaves], others
     if name in operations.PLACED:
         others = (*others[:-3], *_find_places(leaves))
     given = [_gather(x) if sliced is None else sliced.local for x, sliced in zip(leaves, slices)]
     results = func(given, *([_gather(x) for x in arg] if isinstance(arg, (list, tuple)) else arg for arg in others))
     if name in operations.SUMS:
         owners = [slices[i % len(slices)] for i in range(len(results))]
-        return [x if own is None else Parts.apply(x, own.on, own.path) for x, own in zip(results, owners)]
+        return [
+            x if own is None else Parts.apply(x, perform_call(name, own, options, {}), own.path)
+            for x, own in zip(results, owners)
+        ]
     anchors = [x if is_sharded(x) else None for x in leaves]
-    return [x if each is None else _wrap(x, each, _origin_of(func, each, [each])) for x, each in zip(results, anchors)]
+    call = hash_call(func, next((x for x in anchors if x is not None), None), options)
+    return [x if each is None else _wrap(x, each, follow_call(each, [each], call)) for x, each in zip(results, anchors)]
 
 
 def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:
@@ -364,13 +364,16 @@ def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: An
     states = [[x.local if is_sharded(x) else x for x in column] for column in columns]
     anchor = next((code for code in columns[0] if is_sharded(code)), None)
     if anchor is not None and not _is_computed_in_full(anchor):
-        others[0] = Beside.apply(others[0], anchor.on, anchor.path)
-    origins = [_origin_of(func, row[0], row) if is_sharded(row[0]) else UNKNOWN for row in zip(*columns, updates)]
+        others[0] = Beside.apply(others[0], anchor.perform_for("a number beside"), anchor.path)
+    rows, call = list(zip(*columns, updates)), hash_call(func, anchor, rest[4:])
 
-    def wrap(made: Sequence[Tensor], likes: Sequence[Any]) -> list[Any]:
-        return [_wrap(x, like, at) if is_sharded(like) else x for x, like, at in zip(made, likes, origins)]
+    def wrap(made: Sequence[Tensor], likes: Sequence[Any], number: int) -> list[Any]:
+        return [
+            _wrap(x, like, follow_call(like, row, call, number)) if is_sharded(like) else x
+            for x, like, row in zip(made, likes, rows)
+        ]
 
-    return tuple(map(wrap, func(slices, *states, *others), (columns[0], *columns)))
+    return tuple(map(wrap, func(slices, *states, *others), (columns[0], *columns), range(len(columns) + 1)))
 
 
 def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blocks, how: NewtonSchulz) -> list[Any]:
@@ -386,8 +389,10 @@ def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blo
     plain = [(x, row) for x, row in zip(given, blocks) if not is_sharded(x)]
     others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
     places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
-    slices = iter(values[0].on.orthogonalize([x.local for x in values], places, cuts, how))
-    return [_wrap(next(slices), x, _origin_of(func, x, [x])) if is_sharded(x) else next(others) for x in given]
+    on = values[0].on.specify("orthogonalize", [describe_state(x.path, x.origin) for x in values])
+    slices = iter(on.orthogonalize([x.local for x in values], places, cuts, how))
+    call = hash_call(func, values[0], cuts, how)
+    return [_wrap(next(slices), x, follow_call(x, [x], call)) if is_sharded(x) else next(others) for x in given]
 
 
 def _is_value(x: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,6 +31,14 @@ class MovePerformer(Protocol):
     @property
     def rank(self) -> int | None:
         """This rank's position along the mesh's shard axis; None for all ranks together."""
+
+    def specify(self, what: str, details: Sequence[str]) -> MovePerformer:
+        """What performs moves for `what`, such as "sum of layers.0.w". Live ranks compare that and the lines `details`
+        before each of its moves. In a trace, and on virtual ranks, this performer itself."""
+
+    def count_agreements(self) -> int:
+        """How many agreements the ranks have come to: the same number on all of them. 0 in a trace, and on virtual
+        ranks."""
 
     def varies(self, x: Tensor) -> bool:
         """Whether the plain tensor `x` may differ between ranks. Only a trace knows: elsewhere, no."""

@@ -7,6 +7,7 @@ slice, so that torch.func differentiates the slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from fzero.layout.layout import Layout, Leaf, replicated_layout
 from fzero.values import functions, rules
 from fzero.values.functions import is_sharded
 from fzero.values.moves import UNPARTITION_FIRST, Gather, Take, UseReplicated, copy_alias
-from fzero.values.origin import UNKNOWN, Origin
+from fzero.values.origin import UNKNOWN, Origin, describe_state, follow
 from fzero.values.performer import MovePerformer
 
 
@@ -175,16 +176,28 @@ class Sharded(Tensor):
 
         In a trace, uses within one torch.func transform share one gather: the sum of their cotangents scatters once.
         """
+        return self.gather_for("full_tensor")
+
+    def gather_for(self, what: str) -> Tensor:
+        """The `full_tensor` for a function of the name `what`, which ranks compare outside of a step."""
         if self._full is not None and self._full[1] == self.on.writes:
             return self._full[0]
+        on = self.perform_for(what)
         if self.is_replicated:
-            full = UseReplicated.apply(self.local, self.on, self.path)
+            full = UseReplicated.apply(self.local, on, self.path)
         else:
-            full = Gather.apply(self.local, self.on, self.form.layout, self.index)
+            full = Gather.apply(self.local, on, self.form.layout, self.index)
         # A gather under no_grad or of an inner transform has no cotangent for later uses: do not share it.
         if self.on.is_tracing and torch.is_grad_enabled() and self._level == torch_private.depth():
             self._full = full, self.on.writes
         return full
+
+    def perform_for(self, what: str) -> MovePerformer:
+        """What performs the moves of this value for a function. Outside of a step ranks compare, before each move, what
+        the function is and where the value came from."""
+        if self.on.is_tracing:
+            return self.on
+        return self.on.specify(f"{what} of {self.path}", [describe_state(self.path, self.origin)])
 
     def with_local(self, local: Tensor) -> Sharded:
         """A value of the same leaf and layout with the slice `local`, which lies where this value's slice does."""
@@ -224,7 +237,7 @@ class Sharded(Tensor):
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
         if self.is_replicated:
             return self.with_local(copy_alias(full, self.on, [full]))
-        value = self.with_local(Take.apply(full, self.on, self.form.layout, self.index))
+        value = self.with_local(Take.apply(full, self.perform_for("a slice"), self.form.layout, self.index))
         value._full = (full, self.on.writes) if self.on.is_tracing and torch.is_grad_enabled() else None
         return value
 
@@ -297,13 +310,15 @@ class Whole(Sharded):
     """A `Sharded` that pytrees of torch do not open. `_flatten` says where values become such leaves."""
 
 
-class _Context(NamedTuple):
+@dataclass(frozen=True)
+class _Context:
     """All of a value but its slice: the context of the pytree node. torch.func compares those of primal and tangent,
     and prints both in its error."""
 
     layout: Layout
     leaf: int
     on: MovePerformer
+    origin: Origin = field(compare=False)
 
     def __repr__(self) -> str:
         return f"{self.layout.leaves[self.leaf].path} on {self.layout.mesh}"
@@ -315,7 +330,7 @@ def _flatten(value: Sharded) -> tuple[list[Any], _Context]:
     and a custom `torch.autograd.Function` sees an argument with a `__torch_function__`."""
     is_transform = torch_private.is_called_by_functorch()
     child = value.local if is_transform else Whole.of_form(value.local, value.form, value.origin)
-    return [child], _Context(value.form.layout, value.index, value.on)
+    return [child], _Context(value.form.layout, value.index, value.on, value.origin)
 
 
 def _unflatten(children: Iterable[Any], context: _Context) -> Any:
@@ -329,8 +344,10 @@ def _unflatten(children: Iterable[Any], context: _Context) -> Any:
     if not torch_private.is_called_by_functorch():
         return Sharded.of_form(child.local, child.form, child.origin) if isinstance(child, Whole) else child
     if not isinstance(child, Tensor):  # torch.func also builds trees of dimensions, one for each slice
-        return Sharded.of_form(child, Form(*context, dtype=None, device=None))
-    value = Sharded(child, *context)
+        return Sharded.of_form(child, Form(context.layout, context.leaf, context.on, dtype=None, device=None))
+    value = Sharded(child, context.layout, context.leaf, context.on)
+    if not context.on.is_tracing:  # a transform's argument, or what it computed, such as a gradient
+        value.origin = follow([context.origin], context.on.count_agreements())
     held = value.shape if value.is_replicated else torch.Size([len(value.part)])
     if child.shape != held:
         raise FzeroError(

@@ -22,7 +22,7 @@ import fzero
 from fzero import initializers, tree
 from fzero.ranks.live import live
 from fzero.ranks.transports import Native, PointToPoint, Transport
-from fzero.values.origin import UNKNOWN, Origin, follow
+from fzero.values.origin import MASK, UNKNOWN, describe_origin, follow, make_origin, number_values, tell_apart
 
 STATE = "ranks hold state that was not made alike: rank 0 has 'state "
 SOON = 20.0
@@ -257,15 +257,22 @@ def test_nothing_else_takes_such_state(outcomes: dict[str, list[Outcome]], case:
 
 
 def test_an_origin_follows_from_origins_in_order() -> None:
-    a, b = Origin(2, 11), Origin(5, 12)
+    a, b = make_origin(11, 2), make_origin(12, 5)
     assert follow([a, b]) == follow([a, b]) != follow([b, a])
     assert follow([a, b], 1) != follow([a, b], 2)
-    assert follow([a, b]).steps == 6 and follow([]).steps == 1
+    assert describe_origin(follow([a, b])).startswith("6 steps") and describe_origin(follow([])).startswith("1 steps")
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:
-    assert follow([Origin(1, 2), UNKNOWN], 3) == Origin(2, 2477900872008233054)
+    assert follow([make_origin(2, 1), UNKNOWN], 3) == make_origin(2258963878412437353, 2)
 
 
 def test_an_origin_says_how_old_it_is() -> None:
-    assert str(Origin(3, 0xABC)) == "3 steps after 000000000abc"
+    assert describe_origin(make_origin(0xABC, 3)) == "3 steps after 000000000abc"
+
+
+def test_values_that_are_made_together_have_origins_of_their_own() -> None:
+    call, another = make_origin(11, 2), make_origin(12, 2)
+    found = [*tell_apart(call, number_values(900)), *tell_apart(another, number_values(900))]
+    assert len(set(found)) == 1800 and {origin >> MASK.bit_length() for origin in found} == {2}
+    assert tell_apart(UNKNOWN, number_values(3)) == [UNKNOWN] * 3

@@ -33,6 +33,7 @@ from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, fill, fi
 from fzero.state.partition import partition
 from fzero.state.sources import source_of
 from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
+from fzero.values.origin import make_origin
 from fzero.values.sharded import Sharded
 
 Constructor = Callable[[], nn.Module]
@@ -160,6 +161,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
     """`partition(params, mesh, **how)`, leaf by leaf in an order that all ranks share. An allocation is freed after the
     last leaf that uses it."""
     store.bring([])
+    made = store.on.count_agreements()
     planned, treedef = tree.flatten(_plan(params, mesh, how))
     leaves: list[Tensor] = tree.leaves(params)
     uses = Counter(leaf.allocation for leaf in leaves if isinstance(leaf, Deferred))
@@ -169,6 +171,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
         zeros = _allocate([planned[position] for position in positions], device, how.get("pin", False))
         for position, value in zip(positions, zeros):
             values[position], leaf = value, leaves[position]
+            value.origin = make_origin(hash((made, position)))  # ranks agreed on the constructor and on its draws
             _fill(value, leaf, how.get("chunk", BUILD_CHUNK_NBYTES))
             if isinstance(leaf, Deferred):
                 uses[leaf.allocation] -= 1

@@ -9,6 +9,7 @@ own piece. A join is one all-gather. On a `VirtualMesh` this process has all pie
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection, Iterator
 
@@ -36,11 +37,11 @@ class Allocation:
     * cut: `pieces` has the pieces that this process keeps, one on a rank, all of them on a virtual mesh.
     """
 
-    __slots__ = ("__weakref__", "device", "flat", "nbytes", "pieces", "store")
+    __slots__ = ("__weakref__", "device", "flat", "nbytes", "number", "pieces", "store")
 
     def __init__(self, store: Store, nbytes: int, device: torch.device, flat: Tensor | None = None) -> None:
         self.store, self.nbytes, self.device = store, nbytes, device
-        self.flat = flat
+        self.flat, self.number = flat, next(store.numbers)
         self.pieces: list[Tensor] | None = None
 
     @property
@@ -60,6 +61,8 @@ class Store:
         self.allocations: weakref.WeakSet[Allocation] = weakref.WeakSet()
         self._whole: weakref.WeakSet[Allocation] = weakref.WeakSet()
         self.is_closed = False
+        # by which ranks notice that they gather other allocations
+        self.numbers, self._number = itertools.count(), on.count_agreements()
 
     def blank(self, nbytes: int, device: torch.device) -> Allocation:
         """A new blank allocation. It takes no memory until it is written."""
@@ -88,7 +91,7 @@ class Store:
             if allocation is overwritten:
                 allocation.pieces, allocation.flat = None, _new_bytes(nbytes, device)
             elif pieces is not None:
-                allocation.flat, allocation.pieces = self._gather(pieces)[:nbytes].to(device), None
+                allocation.flat, allocation.pieces = self._gather(allocation, pieces)[:nbytes].to(device), None
             else:
                 allocation.flat = _new_bytes(nbytes, device).zero_()
 
@@ -130,7 +133,7 @@ class Store:
             return
         size = max(chunk // self.world // ALIGN * ALIGN, ALIGN)
         for begin in range(0, allocation.stride, size):
-            columns = self._gather([piece[begin : begin + size] for piece in allocation.pieces])
+            columns = self._gather(allocation, [piece[begin : begin + size] for piece in allocation.pieces])
             for rank in range(self.world):
                 width = columns.numel() // self.world
                 first = rank * allocation.stride + begin
@@ -156,7 +159,7 @@ class Store:
         start = min(rank * allocation.stride, allocation.nbytes)
         return range(start, min(start + allocation.stride, allocation.nbytes))
 
-    def _gather(self, pieces: list[Tensor]) -> Tensor:
+    def _gather(self, allocation: Allocation, pieces: list[Tensor]) -> Tensor:
         """[N * S] the pieces of all ranks, in rank order."""
         if not isinstance(self.on, Live):
             whole = _new_bytes(sum(piece.numel() for piece in pieces), pieces[0].device)
@@ -164,7 +167,8 @@ class Store:
             return whole
         sharding = self.on.transports[self.on.mesh.shard_axis]
         what = "all_gather of a parameter in fzero.build"
-        meet(self.on.members, what)
+        where = f"{pieces[0].nbytes} bytes a rank of tensor {allocation.number} of construction {self._number}"
+        meet(self.on.members, f"{what}: {where}", what=what)
         attempt = self.on.members.begin(what)
         gathered = sharding.all_gather(load(pieces[0]), attempt).wait()
         sharding.settle()
