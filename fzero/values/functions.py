@@ -8,7 +8,7 @@
   each leaf of a list take one all-reduce a leaf, which the `coalesce` pass makes one for all.
 * `optim`'s `orthogonalize` moves each matrix to one rank, computes there, and moves slices of the result back.
 * A function that writes into a value writes into its slice. Only a step may do that, and not to its arguments.
-* Any other function gathers the value and runs on the full tensor.
+* Any other function gathers the value and runs on the full tensor. Codes of a quantized leaf have `rules.BYTES` alone.
 
 Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slices: its sharded operands are gathered.
 """
@@ -28,7 +28,7 @@ from fzero.base.errors import FzeroError
 from fzero.optim import operations
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.optim.quantized import BLOCK
-from fzero.values import rules
+from fzero.values import blockwise, rules
 from fzero.values.moves import Beside, Parts, copy_alias
 from fzero.values.origin import UNKNOWN, Origin, follow
 
@@ -49,6 +49,7 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             return func(*args, **kwargs)
     if name in rules.REFUSED:
         raise FzeroError(_find_path((args, kwargs)), f"{name} is no function of a Sharded", rules.REFUSED[name])
+    _check_bytes(name, args, kwargs)
     if rules.is_in_place(func, kwargs):
         return _write(func, name, kwargs.get("out", args[0] if args else None), args, kwargs)
     if name in rules.LIST_REDUCTIONS:
@@ -73,6 +74,15 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if result is not None:
             return result
     return _apply_in_full(func, name, args, kwargs)
+
+
+def _check_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a function that would take the codes or scales of a quantized leaf for numbers."""
+    given = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    path = next((x.path for x in given if is_sharded(x) and blockwise.is_part(x.path, x.dtype, x.shape)), None)
+    converts = name in ("to", "type") and any(isinstance(x, torch.dtype) and x != torch.uint8 for x in given)
+    if path is not None and (converts or name.removesuffix("_") not in rules.BYTES):
+        raise FzeroError(path, f"is a part of a quantized leaf: {name} would take its bytes for numbers", rules.WHOLE)
 
 
 def _apply_in_full(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

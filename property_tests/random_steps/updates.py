@@ -66,6 +66,30 @@ optimizer = fzero.optim.adamw(0.05, eps=1e-2, weight_decay=0.1)
 updates, out["adam"] = optimizer.update(g, s["adam"], p)
 new = fzero.optim.apply_updates(p, updates)
 
+optimizer = fzero.optim.apply_if_finite(fzero.optim.adamw(0.05, eps=1e-2), 2)
+updates, out["finite"] = optimizer.update(g, s["finite"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+optimizer = fzero.optim.apply_if_finite(fzero.optim.adamw(0.05, eps=1e-2), 2)
+updates, out["finite"] = optimizer.update(fzero.tree.map(lambda b: b / (s["count"] - 1), g), s["finite"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+optimizer = fzero.optim.multi_transform(GROUPS, lambda path, leaf: leaf.ndim > 1)
+updates, out["groups"] = optimizer.update(g, s["groups"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+optimizer = fzero.optim.masked(fzero.optim.adamw(0.05, eps=1e-2), lambda path, leaf: leaf.ndim > 0)
+updates, out["masked"] = optimizer.update(g, s["masked"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+out["total"] = fzero.tree.map(torch.add, s["total"], g)
+is_last = (s["count"] + 1) % 2 == 0
+updates, stepped = fzero.optim.adamw(0.05, eps=1e-2).update(out["total"], s["adam"], p)
+new = fzero.optim.select(is_last, fzero.optim.apply_updates(p, updates), p)
+out["adam"] = fzero.optim.select(is_last, stepped, s["adam"])
+out["total"] = fzero.tree.map(lambda a: torch.where(is_last, 0, a), out["total"])
+out["count"] = s["count"] + 1
+
 optimizer = fzero.optim.chain(fzero.optim.clip_by_global_norm(0.5), fzero.optim.adam(0.05, eps=1e-2))
 updates, out["chain"] = optimizer.update(g, s["chain"], p)
 new = fzero.optim.apply_updates(p, updates)
@@ -148,6 +172,37 @@ new["w"], new["v"] = p["v"].to(p["w"].dtype), p["w"].to(p["v"].dtype)
 new["b"] = p["b"]
 new["b"] = torch.zeros_like(p["b"])
 new["w"] = p["w"].clone()
+
+## twice
+out["ema"], out["m"] = new, new
+out["mean"], out["var"] = s["mean"] * 0.5, s["mean"] * 0.5
+out["mean"] = out["var"] = s["mean"] * 0.5 + s["var"]
+out["mean"], out["var"] = torch._foreach_add([s["mean"], s["var"]], [s["var"], s["mean"]], alpha=0.5)
+out["mean"] = torch.addcmul(s["mean"], s["mean"], s["mean"], value=-0.1)
+new["b"] = torch.lerp(p["b"], p["b"], 0.3)
+
+## twice blocks
+leaves, others = fzero.tree.leaves(s["m"]), fzero.tree.leaves(s["ema"])
+fresh = torch._foreach_lerp([*leaves, *others], [*others, *leaves], 0.3)
+out["m"] = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh[: len(leaves)])
+out["ema"] = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh[len(leaves) :])
+
+fresh = torch._foreach_mul([s["mean"], s["mean"]], [0.5, 0.25])
+out["mean"], out["var"] = fresh[0], fresh[1] + fresh[0]
+
+## scan
+(out["mean"], out["var"]), _ = fzero.scan(lambda c, _: ((c[0] * 0.5 + c[1], c[1] * 0.9), None), (s["mean"],) * 2, length=2)
+(out["mean"], _), _ = fzero.scan(lambda c, _: ((c[1] * 0.5, c[0] * 0.9), None), (s["mean"], s["mean"] * 1), length=3)
+(out["ema"], _), _ = fzero.scan(lambda c, _: ((c[1], fzero.tree.map(lambda a: a * 0.5, c[0])), None), (new, new), length=2)
+
+## accumulate blocks
+sums = lambda p, b: ((b[0].double() @ p["w"].double()).square().sum(), torch.tensor(float(len(b[0]))))
+results["sums"], more = fzero.accumulate(sums, len(x))(p, (x, t))
+new = fzero.tree.map(lambda a, b: a - 0.01 * b, new, more)
+
+sums = lambda p, b: ((b[0].double() * p["b"].double()).sum() + len(b[0]) * p["b"].double().sum(), torch.tensor(float(len(b[0]))))
+results["sums"], more = fzero.accumulate(sums, 1, sync="once")(p, (x, t))
+new = fzero.tree.map(lambda a, b: a - 0.01 * b, new, more)
 
 ## larger-of-two
 out["mean"] = torch.max(s["mean"], s["var"])
@@ -313,6 +368,12 @@ p["h"].sum()
 p["h"].var()
 torch.stack(list(torch._foreach_norm([p["h"], p["w"]])))
 fzero.optim.global_norm({"h": p["h"]})
+
+## twice
+[loss, loss]
+(new["b"], new["b"])
+[p["b"], p["b"]]
+(g["b"], g["b"] * 1)
 
 ## meets
 loss / s["scale"]
