@@ -80,8 +80,8 @@ def _check_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     """Refuse a function that would take the codes or scales of a quantized leaf for numbers."""
     given = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     path = next((x.path for x in given if is_sharded(x) and blockwise.is_part(x.path, x.dtype, x.shape)), None)
-    converts = name in ("to", "type") and any(isinstance(x, torch.dtype) and x != torch.uint8 for x in given)
-    if path is not None and (converts or name.removesuffix("_") not in rules.BYTES):
+    is_cast = name in ("to", "type") and any(isinstance(x, torch.dtype) and x != torch.uint8 for x in given)
+    if path is not None and (is_cast or name.removesuffix("_") not in rules.BYTES):
         raise FzeroError(path, f"is a part of a quantized leaf: {name} would take its bytes for numbers", rules.WHOLE)
 
 

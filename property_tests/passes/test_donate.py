@@ -74,7 +74,10 @@ def run(scan: Callable[..., Any], plan: Sequence[Statement], returned: Sequence[
 @example([Statement("list", 0, (0, 1, 2), (2, 0, 1))], [-3, -2, -1])  # lists in two orders
 @example([Statement("list", 3, (3, 4, 5), (3, 3, 3))], [-3, -2, -1])  # one value for all items
 @example([Statement("carry", 0, (3, 3, 1), (1, 1, 0))], [-3, -2, -1])  # two carries begin as one value
-@given(st.lists(statements(), min_size=2, max_size=5), st.lists(numbers.map(lambda n: -1 - n), min_size=COUNT, max_size=COUNT))
+@given(
+    st.lists(statements(), min_size=2, max_size=5),
+    st.lists(numbers.map(lambda n: -1 - n), min_size=COUNT, max_size=COUNT),
+)
 @slow
 def test_steps_that_give_one_value_twice_are_equal(plan: list[Statement], returned: list[int]) -> None:
     mesh, draw = VirtualMesh(fsdp=2), torch.Generator().manual_seed(0)
