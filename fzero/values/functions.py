@@ -8,7 +8,7 @@
   each leaf of a list take one all-reduce a leaf, which the `coalesce` pass makes one for all.
 * `optim`'s `orthogonalize` moves each matrix to one rank, computes there, and moves slices of the result back.
 * A function that writes into a value writes into its slice. Only a step may do that, and not to its arguments.
-* Any other function gathers the value and runs on the full tensor. Codes of a quantized leaf have `rules.BYTES` alone.
+* Any other function gathers the value and runs on the full tensor.
 
 Under `torch.func.vmap` a plain operand may be a batch, and a batch has no slices: its sharded operands are gathered.
 """
@@ -80,8 +80,7 @@ def _check_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     """Refuse a function that would take the codes or scales of a quantized leaf for numbers."""
     given = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     path = next((x.path for x in given if is_sharded(x) and blockwise.is_part(x.path, x.dtype, x.shape)), None)
-    is_cast = name in ("to", "type") and any(isinstance(x, torch.dtype) and x != torch.uint8 for x in given)
-    if path is not None and (is_cast or name.removesuffix("_") not in rules.BYTES):
+    if path is not None and not rules.keeps_bytes(name, given):
         raise FzeroError(path, f"is a part of a quantized leaf: {name} would take its bytes for numbers", rules.WHOLE)
 
 

@@ -139,6 +139,12 @@ def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
+def keeps_bytes(name: str, given: list[Any]) -> bool:
+    """Whether a function of codes or scales of a quantized leaf leaves them as they are."""
+    is_cast = name in ("to", "type") and any(isinstance(x, torch.dtype) and x != torch.uint8 for x in given)
+    return name.removesuffix("_") in BYTES and not is_cast
+
+
 def is_accessor(func: Callable[..., Any]) -> bool:
     """Whether a function reads, sets or deletes an attribute."""
     return getattr(func, "__name__", "") in _ACCESSORS

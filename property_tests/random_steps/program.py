@@ -78,6 +78,22 @@ CACHE = {}
 GROUPS = {True: fzero.optim.adamw(0.05, eps=1e-2), False: fzero.optim.sgd(0.1, momentum=0.9)}
 
 
+def cosine(w, h):
+    return torch.cos(h @ w)
+
+
+def dense(w, h):
+    return torch.tanh(h @ w)
+
+
+def nested(w, h):
+    return fzero.tiled(cosine, 1)(w, h).sin()
+
+
+def swapped(w, h):
+    return fzero.scan(lambda c, _: ((c[1] @ w, c[0]), None), (h, h), length=2)[0][0]
+
+
 @functools.lru_cache
 def table(n):
     return torch.arange(1, n + 1, dtype=torch.float64) / n

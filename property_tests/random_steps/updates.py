@@ -6,6 +6,7 @@ function of the gradients and the loss.
 
 from __future__ import annotations
 
+from property_tests.random_steps import repeats
 from property_tests.random_steps.grammar import rules
 
 OPTIMIZERS = rules("""
@@ -173,37 +174,6 @@ new["b"] = p["b"]
 new["b"] = torch.zeros_like(p["b"])
 new["w"] = p["w"].clone()
 
-## twice
-out["ema"], out["m"] = new, new
-out["mean"], out["var"] = s["mean"] * 0.5, s["mean"] * 0.5
-out["mean"] = out["var"] = s["mean"] * 0.5 + s["var"]
-out["mean"], out["var"] = torch._foreach_add([s["mean"], s["var"]], [s["var"], s["mean"]], alpha=0.5)
-out["mean"] = torch.addcmul(s["mean"], s["mean"], s["mean"], value=-0.1)
-new["b"] = torch.lerp(p["b"], p["b"], 0.3)
-
-## twice blocks
-leaves, others = fzero.tree.leaves(s["m"]), fzero.tree.leaves(s["ema"])
-fresh = torch._foreach_lerp([*leaves, *others], [*others, *leaves], 0.3)
-out["m"] = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh[: len(leaves)])
-out["ema"] = fzero.tree.unflatten(fzero.tree.flatten(p)[1], fresh[len(leaves) :])
-
-fresh = torch._foreach_mul([s["mean"], s["mean"]], [0.5, 0.25])
-out["mean"], out["var"] = fresh[0], fresh[1] + fresh[0]
-
-## scan
-(out["mean"], out["var"]), _ = fzero.scan(lambda c, _: ((c[0] * 0.5 + c[1], c[1] * 0.9), None), (s["mean"],) * 2, length=2)
-(out["mean"], _), _ = fzero.scan(lambda c, _: ((c[1] * 0.5, c[0] * 0.9), None), (s["mean"], s["mean"] * 1), length=3)
-(out["ema"], _), _ = fzero.scan(lambda c, _: ((c[1], fzero.tree.map(lambda a: a * 0.5, c[0])), None), (new, new), length=2)
-
-## accumulate blocks
-sums = lambda p, b: ((b[0].double() @ p["w"].double()).square().sum(), torch.tensor(float(len(b[0]))))
-results["sums"], more = fzero.accumulate(sums, len(x))(p, (x, t))
-new = fzero.tree.map(lambda a, b: a - 0.01 * b, new, more)
-
-sums = lambda p, b: ((b[0].double() * p["b"].double()).sum() + len(b[0]) * p["b"].double().sum(), torch.tensor(float(len(b[0]))))
-results["sums"], more = fzero.accumulate(sums, 1, sync="once")(p, (x, t))
-new = fzero.tree.map(lambda a, b: a - 0.01 * b, new, more)
-
 ## larger-of-two
 out["mean"] = torch.max(s["mean"], s["var"])
 new["w"] = torch.max(p["w"], p["v"].to(p["w"].dtype))
@@ -316,7 +286,7 @@ new = fzero.tree.map(lambda a: a / (1 + 0.1 * a.norm()), new)
 new = fzero.tree.map(lambda a: a - 0.1 * a.mean(), new)
 new = fzero.tree.map(lambda a: a.clamp(-0.5, 0.5), new)
 new = fzero.tree.map(lambda a: torch.where(pmean(loss) < 100, a, a * 0.5), new)
-""")
+""") + repeats.STATE
 """New state beside the optimizer's."""
 
 METRICS = rules("""

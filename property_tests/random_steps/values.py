@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from property_tests.random_steps import repeats
 from property_tests.random_steps.grammar import rules
 
 UNIFORM = rules("""
@@ -76,21 +77,6 @@ torch.complex(<B>, <B>).abs()
 torch.addmm(<W>, <W>, <W>)
 <B>.repeat(2)[:<D>]
 <W>.movedim(0, 1).contiguous()
-
-## twice
-torch._foreach_add([<W>, <W>], [<W>, <W>])[1]
-torch.stack([<W>] * 2).mean(0)
-torch.addcmul(<B>, <B>, <B>, value=0.1)
-
-## scan blocks
-<N> = <W>
-(<N>, _), _ = fzero.scan(lambda c, _: ((c[0] * 0.5 + <B>, c[1] + c[0]), None), (<N>, <N>), length=2)
-
-<N> = <W> * 0.5
-(_, <N>), _ = fzero.scan(lambda c, _: ((c[1], c[0] @ <W>), None), (<N>, <N>), length=3)
-
-## tiled 0.5
-fzero.tiled(lambda w, h: torch.tanh(h @ w), <D>)(<W>, <W>)
 
 ## factory
 torch.zeros_like(<W>) + <B>
@@ -187,7 +173,7 @@ for i, leaf in enumerate((<L>, <L>)):
 
 <N> = <W> * 1
 <N> += <B>
-""")
+""") + repeats.UNIFORM
 """Values of leaves, the same on every rank."""
 
 ROWS = rules("""
@@ -314,87 +300,6 @@ fzero.remat(lambda h: (h * 1).mul_(<B>).tanh())(<R>)
 fzero.remat(lambda h: fzero.remat(torch.tanh)(h @ <W>) + h)(<R>)
 fzero.remat(lambda h: h * <W>.norm() / (1 + <S>.square()))(<R>)
 
-## twice
-torch.stack([<M>] * 2).mean(0)
-torch.addcmul(<M>, <M>, <M>, value=0.1)
-
-## twice 2 blocks
-<N> = torch._foreach_mul([<R>, <R>], 0.5)
-<N> = torch._foreach_add(<N>, <N>[::-1])[0]
-
-<N> = torch._foreach_mul([<R>, <R>, <R>], 0.5)
-<N> = torch._foreach_lerp(<N>, [<N>[1]] * 3, 0.3)[2]
-
-## scan 3 blocks
-<N> = <R>
-(<N>, _), _ = fzero.scan(lambda c, _: ((c[0] + <B>, c[1] * 0.5 + c[0]), None), (<N>, <N>), length=2)
-
-<N> = <R>
-(_, <N>), _ = fzero.scan(lambda c, _: ((c[0] + <B>, c[1] * 0.5 + c[0]), None), (<N>, <N> * 2), length=2)
-
-<N> = <R> * 0.5
-<N>, _ = fzero.scan(lambda c, _: ((c[1], c[0] * <S>, c[1].tanh()), None), (<N>, <N>, <N>), length=3)
-<N> = <N>[0] + <N>[1] * <N>[2]
-
-<N>, ys = fzero.scan(lambda c, _: (torch.tanh(c @ <W>), (c, c)), <R>, length=2)
-<N> = <N> + ys[0].mean(0) * ys[1][0]
-
-<N>, _ = fzero.scan(lambda c, w: ((c[1] @ w, c[0]), None), (<R>, <R>), torch.stack([<W>, <W>]))
-<N> = <N>[0] * 0.5 + <N>[1]
-
-<N>, _ = fzero.scan(lambda c, _: (fzero.remat(lambda h: torch.tanh(h @ <W> + <B>))(c) + c, None), <R>, length=2)
-
-<N> = fzero.remat(lambda h: fzero.scan(lambda c, _: (torch.tanh(c @ <W>), None), h, length=2)[0] * h)(<R>)
-
-<N>, _ = fzero.scan(lambda c, _: (fzero.scan(lambda e, _: (e * <B>, None), c, length=2)[0] + c, None), <R>, length=2)
-
-## scan 4 blocks
-<N> = <R>
-(<N>, _), _ = fzero.scan(
-    lambda c, _, l: ((c[0] + l["b"].double(), c[1] * 0.5 + c[0] @ l["w"].double()), None), (<N>, <N>), layers=p["layers"]
-)
-
-<N> = <R>
-(_, <N>), _ = fzero.scan(
-    lambda c, _, l: ((c[0] + l["b"].double(), c[1] * 0.5 + c[0].tanh()), None), (<N>, <N>), layers=p["layers"]
-)
-
-<N>, _ = fzero.scan(
-    lambda c, _, l: (fzero.remat(lambda h, l: torch.tanh(h @ l["w"].double() + l["b"]))(c, l), None), <R>, layers=p["layers"]
-)
-
-<N>, ys = fzero.scan(
-    lambda c, w, l: (torch.tanh(c @ l["w"].double()) * w, (c, w)), <R>, torch.stack([<B>] * len(p["layers"])), layers=p["layers"]
-)
-<N> = <N> + ys[0][0] * ys[1][-1]
-
-<N>, _ = fzero.scan(
-    lambda c, _, l: (fzero.tiled(lambda l, h: torch.tanh(h @ l["w"].double()), min(2, len(c)))(l, c), None), <R>, layers=p["layers"]
-)
-
-## tiled 2
-fzero.tiled(lambda w, h: torch.tanh(h @ w), min(2, len(x)))(<W>, <R>)
-fzero.tiled(lambda w, h, g: torch.tanh(h @ w[0] + g * w[1]), min(2, len(x)))((<W>, <B>), <R>, <R>)
-fzero.tiled(lambda w, h: torch.tanh(h @ w[0] @ w[1]), <D>, 1)((<B>[:1], <B>[None, :1]), <R>[:, :, None])[..., 0]
-fzero.tiled(lambda w, h: h + fzero.tiled(lambda w, h: torch.cos(h @ w), min(2, len(h)))(w, h), min(2, len(x)))(<W>, <R>)
-fzero.tiled(lambda w, h: fzero.tiled(torch.mul, min(2, len(h)))(w, h.tanh()) * w, min(2, len(x)))(<B>, <R>)
-fzero.tiled(lambda w, h: fzero.scan(lambda c, _: ((c[1] @ w, c[0]), None), (h, h), length=2)[0][0], min(2, len(x)))(<W>, <R>)
-fzero.scan(lambda c, _: (fzero.tiled(lambda w, h: torch.tanh(h @ w), min(2, len(x)))(<W>, c), None), <R>, length=2)[0]
-fzero.remat(lambda h: fzero.tiled(lambda w, h: torch.tanh(h @ w), min(2, len(x)))(<W>, h) * h)(<R>)
-
-## forward 0.7
-torch.func.jvp(lambda h: torch.tanh(h @ <W>), (<R>,), (<R>,))[1]
-torch.func.jvp(lambda w: torch.tanh(<R> @ w), (<W>,), (<W>,))[1]
-torch.func.jvp(lambda h: fzero.tiled(lambda w, h: torch.cos(h @ w), min(2, len(x)))(<W>, h), (<R>,), (<R>,))[1]
-torch.func.jvp(lambda w: fzero.tiled(lambda w, h: torch.cos(h @ w), min(2, len(x)))(w, <R>), (<W>,), (<W>,))[1]
-torch.func.jvp(lambda h: fzero.tiled(lambda w, h: fzero.tiled(lambda w, h: torch.cos(h @ w), 1)(w, h).sin(), min(2, len(x)))(<W>, h), (<R>,), (<R>,))[1]
-torch.func.jvp(lambda w: fzero.tiled(lambda w, h: fzero.tiled(lambda w, h: torch.cos(h @ w), 1)(w, h).sin(), min(2, len(x)))(w, <R>), (<W>,), (<W>,))[1]
-torch.func.jvp(lambda h: fzero.scan(lambda c, _: ((c[1] @ <W>, c[0]), None), (h, h), length=2)[0][0], (<R>,), (<R>,))[1]
-torch.func.jvp(lambda h: fzero.remat(lambda h: torch.tanh(h @ <W>))(h), (<R>,), (<R>,))[1]
-torch.func.vjp(lambda h: torch.tanh(h @ <W>), <R>)[1](<R>)[0]
-torch.func.vjp(lambda h: fzero.tiled(lambda w, h: torch.cos(h @ w), min(2, len(x)))(<W>, h), <R>)[1](<R>)[0]
-torch.func.vjp(lambda h: fzero.scan(lambda c, _: ((c[1] @ <W>, c[0]), None), (h, h), length=2)[0][0], <R>)[1](<R>)[0]
-
 ## write 0.7 blocks
 <N> = <R> + 0
 <N>.masked_fill_(<R> > 0, 0.5)
@@ -474,5 +379,5 @@ for layer in p["layers"]:
 
 ## batch-norm
 F.batch_norm(<R>, s['mean'], 1 + s['var'].abs(), <B>, <B>, False)
-""")
+""") + repeats.ROWS
 """Values of each example alone, or of means over all ranks."""
