@@ -144,7 +144,8 @@ new = fzero.tree.unflatten(treedef, [a - 0.01 * b for a, b in zip(leaves, powers
 """)
 """New parameters."""
 
-STATE = rules("""
+STATE = (
+    rules("""
 out["count"] = s["count"] + 1
 out["avg"] = 0.9 * s["avg"] + 0.1 * pmean(loss)
 out["avg"] = torch.lerp(s["avg"], pmean(loss), 0.2)
@@ -286,7 +287,9 @@ new = fzero.tree.map(lambda a: a / (1 + 0.1 * a.norm()), new)
 new = fzero.tree.map(lambda a: a - 0.1 * a.mean(), new)
 new = fzero.tree.map(lambda a: a.clamp(-0.5, 0.5), new)
 new = fzero.tree.map(lambda a: torch.where(pmean(loss) < 100, a, a * 0.5), new)
-""") + repeats.STATE
+""")
+    + repeats.STATE
+)
 """New state beside the optimizer's."""
 
 METRICS = rules("""
