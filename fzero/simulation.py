@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
-from fzero.base.ambient import disable_autocast
+from fzero.base.ambient import disable_autocast, leave_inference_mode
 from fzero.base.arguments import check_arguments
 from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
@@ -194,7 +194,8 @@ class Simulation:
         state = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)]
         places = {i: (leaf.form.layout, leaf.index) for i, leaf in state if not isinstance(leaf.local, OnDisk)}
         groups = group_by_layout(places, {i: leaves[i].dtype for i in places})
-        return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
+        with leave_inference_mode():  # in which torch makes no slice of a tensor on disk
+            return [self._place_arguments_of(seat, groups, treedef, leaves) for seat in self._seats]
 
     def _place_arguments_of(self, seat: Seat, groups: Any, treedef: tree.TreeDef, leaves: list[Any]) -> list[Tensor]:
         parts = enumerate(self._select_rank(seat.number, treedef, leaves))

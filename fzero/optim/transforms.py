@@ -187,7 +187,9 @@ def global_norm(updates: Tree) -> Tensor:
 
 def sum_squares(updates: Tree) -> list[Tensor]:
     """The sum of squares of each leaf, 0-d, in the dtype of `global_norm`."""
-    leaves = [leaf.abs() if leaf.dtype.is_complex else leaf for leaf in tree.leaves(updates)]
+    given, _ = tree.flatten(updates, is_leaf=lambda x: isinstance(x, Tensor))  # a quantized leaf is read as one tensor
+    given = [leaf for leaf in given if getattr(leaf, "codes", leaf) is not None]  # whose gradient has no codes
+    leaves = [leaf.abs() if leaf.dtype.is_complex else leaf for leaf in given]
     wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
     return [leaf.to(wide).square().sum() for leaf in leaves]
 

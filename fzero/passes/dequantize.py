@@ -58,10 +58,10 @@ def _copy_chain(program: Program, chain: list[Node], user: Node) -> dict[Node, N
         if node not in chain:
             return node
         if node not in copies:
-            source = copy(node.args[0]) if is_cast(node) else None
+            dtype = node.meta["val"].dtype
+            source = copy(node.args[0]) if is_cast(node) and dtype.is_floating_point else None
             if source is not None and is_call(source, ops.dequantize) and source.args[3] == torch.float32:
                 codes, scales, shape, _, *rest = source.args  # it computes in float32, and rounds once
-                dtype = node.meta["val"].dtype
                 copies[node] = program.emit(ops.dequantize, codes, scales, shape, dtype, *rest)
             else:
                 copies[node] = program.repeat(node, copy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +38,7 @@ def donate(program: Program) -> Program:
 
     * its first operand is a state argument and its result is state of the same leaf,
     * nothing reads the argument after the operation,
-    * the operation reads no other view of the argument.
+    * the operation reads no other view of the argument, and a list operation reads it for its own item alone.
 
     The carry of a loop is updated in place where all of its leaves can be: from turn to turn, and in the memory that
     the loop was given, or in a copy of it where the step uses that memory elsewhere.
@@ -144,8 +143,8 @@ def _replace_columns(program: Program, owners: Owners, call: Node, wanted: dict[
     reads = owners.reads(call)
 
     def may_overwrite(old: Node, new: Node | None) -> bool:
-        is_copy = _find_original(old) is not None and owners.dies_at(old, call) and reads[owners.owner[old]] == 1
-        return is_copy or _replaces(owners, call, reads, old, new, wanted)
+        is_copy = _find_original(old) is not None and owners.dies_at(old, call)
+        return reads[owners.owner[old]] == 1 and (is_copy or _replaces(owners, call, old, new, wanted))
 
     if not all(may_overwrite(old, new) for old, new in news.items()):
         return set()
@@ -211,10 +210,9 @@ def _replace_lists(program: Program, owners: Owners, call: Node, wanted: dict[No
         return set()
     items = {item.args[1]: item for item in call.users}
     olds = list(call.args[0])
-    if len(set(olds)) < len(olds):
+    if not all(_replaces(owners, call, old, items.get(i), wanted) for i, old in enumerate(olds)):
         return set()
-    reads = owners.reads(call)
-    if not all(_replaces(owners, call, reads, old, items.get(i), wanted) for i, old in enumerate(olds)):
+    if not _are_apart(owners, call):
         return set()
     _overwrite(program, owners, call, in_place)
     return set(olds)
@@ -225,7 +223,8 @@ def _replace_one(program: Program, owners: Owners, call: Node, wanted: dict[Node
     in_place, old = _find_in_place(call), call.args[0] if call.args else None
     if in_place is None or not isinstance(old, fx.Node):
         return set()
-    if not _replaces(owners, call, owners.reads(call), old, call, wanted):
+    views = [x for x in call.all_input_nodes if owners.owner[x] == owners.owner[old]]
+    if views != [old] or not _replaces(owners, call, old, call, wanted):  # it may be given twice, as in `p * p`
         return set()
     with program.graph.inserting_after(call):
         program.emit(in_place, *call.args, **call.kwargs)
@@ -249,7 +248,7 @@ def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[No
         new, memory = items.get(i), owners.owner[old]
         if new is not None and storage(new) == storage(old):
             continue  # another pass has made the loop so
-        if new is not None and _replaces(owners, loop, reads, old, new, wanted):
+        if new is not None and reads[memory] == 1 and _replaces(owners, loop, old, new, wanted):
             donated.add(old)
         elif (
             memory in fixed or reads[memory] > 1 or not owners.dies_at(old, loop) or not old.meta["val"].is_contiguous()
@@ -257,6 +256,7 @@ def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[No
             with program.graph.inserting_before(loop):
                 carry[i] = _clone(program, old, argument)
             owners.add(carry[i], loop)
+            reads[memory] -= 1
         if new is not None:
             owners.join(carry[i], new)
             news[new] = carry[i]
@@ -278,17 +278,24 @@ def _clone(program: Program, old: Node, argument: Argument) -> Node:
     return old
 
 
-def _replaces(
-    owners: Owners, call: Node, reads: Counter[Any], old: Node, new: Node | None, wanted: dict[Node, Any]
-) -> bool:
-    """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it."""
+def _replaces(owners: Owners, call: Node, old: Node, new: Node | None, wanted: dict[Node, Any]) -> bool:
+    """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it, and nothing reads
+    the argument later."""
     return (
         new in wanted
         and old.op == "placeholder"
         and _matches(owners, old, wanted[new], new)
         and owners.dies_at(old, call)
-        and reads[owners.owner[old]] == 1
     )
+
+
+def _are_apart(owners: Owners, call: Node) -> bool:
+    """Whether each item of a list operation can overwrite its first operand: no other item reads that memory."""
+    olds, lists = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    columns = [[*zip(column, olds)] if isinstance(column, (list, tuple)) else [(column, None)] for column in lists]
+    beside = [x for column in columns for x, old in column if isinstance(x, fx.Node) and x is not old]
+    written = {owners.owner[old] for old in olds}
+    return len(written) == len(olds) and written.isdisjoint(owners.owner[x] for x in beside)
 
 
 def _reuse_lists(program: Program, owners: Owners) -> None:
@@ -300,9 +307,7 @@ def _reuse_lists(program: Program, owners: Owners) -> None:
         if in_place is None:
             continue
         olds = list(call.args[0])
-        written = [owners.owner[old] for old in olds]
-        beside = [owners.owner[node] for node in call.all_input_nodes if node not in olds]
-        apart = len({*written, *beside}) == len(written) + len(set(beside)) and not given & set(written)
+        apart = _are_apart(owners, call) and given.isdisjoint(owners.owner[old] for old in olds)
         pairs = zip(olds, call.meta["val"])
         fits = all(_has_distinct_elements(old) and old.meta["val"].dtype == new.dtype for old, new in pairs)
         if apart and fits and all(owners.dies_at(old, call) for old in olds):

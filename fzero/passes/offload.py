@@ -156,7 +156,8 @@ def _note_place(node: Node, away: Away) -> None:
     """Note where the value of a node lies whose operands have been looked at.
 
     A node that writes, or views, runs on the host where the memory that it writes into, or views, is elsewhere than on
-    the device. Any other node does where some operand is a slice elsewhere than on the device.
+    the device. Any other node does where some operand is a slice elsewhere than on the device, or where it takes the
+    shape of a number there: that number is not copied.
     """
     if node.op != "call_function" or runs_on_device(node):
         return
@@ -170,7 +171,7 @@ def _note_place(node: Node, away: Away) -> None:
     else:
         source = alias_of(node)
         memory = find_writes(node) or ([] if source is None else [source])
-        takes = any(x in away and is_wide(x) for x in node.all_input_nodes)
+        takes = any(x in away and (is_wide(x) or record(node).takes_shape) for x in node.all_input_nodes)
         place = Host() if (all(x in away for x in memory) if memory else takes) else None
     if place is not None:
         away[node] = place

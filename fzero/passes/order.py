@@ -94,7 +94,8 @@ def _drop_rows_of(call: Node, columns: list[Node]) -> None:
     items = [item for column in columns for item in column.users]
     if not all(is_call(item, operator.getitem) for item in items):
         return
-    count, used = len(call.args[0]), sorted({item.args[1] for item in items if item.users})
+    count = next(len(arg) for arg in call.args if isinstance(arg, (list, tuple)))  # `_foreach_pow` begins with a number
+    used = sorted({item.args[1] for item in items if item.users})
 
     def cut(values: Any) -> Any:
         is_column = isinstance(values, (list, tuple)) and len(values) == count

@@ -10,7 +10,7 @@ from torch import fx
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import alias_of, is_call, record, starts, storage
+from fzero.program.records import alias_of, is_call, list_operands, record, starts, storage
 
 
 class Owners:
@@ -54,8 +54,9 @@ class Owners:
         return self.last_read[self.owner[node]] <= self.position[user]
 
     def reads(self, user: Node) -> Counter[Any]:
-        """How many inputs of `user` lie in each memory. `user` may overwrite an input that lies there alone."""
-        return Counter(self.owner[read] for read in user.all_input_nodes)
+        """How many operands of `user` lie in each memory; an operand that is given twice counts twice. `user` may
+        overwrite an operand that lies there alone."""
+        return Counter(self.owner[read] for read in list_operands(user))
 
     def add(self, node: Node, user: Node) -> None:
         """Note a new node, a copy that `user` reads."""

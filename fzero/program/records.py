@@ -200,6 +200,13 @@ def name_of(node: Node) -> str:
     return record(node.args[1]).name if operation.draws else operation.name
 
 
+def list_operands(node: Node) -> list[Node]:
+    """The operands of a node in order. Unlike `all_input_nodes`, a value that is given twice is there twice."""
+    found = list[Node]()
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
 def shares_memory(node: Node) -> bool:
     """Whether a node's result has the memory of an operand: a view, an item of a list, or an operand written to."""
     return node.op == "call_function" and record(node).shares(node)

@@ -9,6 +9,7 @@ Blocks are counted from the start of a leaf, so codes do not depend on the numbe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -73,6 +74,15 @@ class Coding(NamedTuple):
     def chunk(self) -> int:
         """The elements of the whole blocks in a `CHUNK`, at least one block."""
         return max(CHUNK // self.block, 1) * self.block
+
+
+def is_part(path: str, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether a leaf of this path is the codes or the scales of a quantized value (`Coding.keys`)."""
+    if dtype != torch.uint8:
+        return False
+    name = path.rpartition(".")[2]
+    is_scales = name == "scales" and len(shape) == 2 and shape[1] == 4
+    return is_scales or re.fullmatch(r"codes-\w+-\d+-of-[\dx]*", name) is not None
 
 
 def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from fzero.base.devices import parse_device
 from fzero.values.functions import is_sharded
 from fzero.values.moves import AllReduce, Extreme
 from fzero.values.performer import MovePerformer
+from fzero.values.quantized import read_quantized_leaves
 
 _current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)
 
@@ -106,7 +107,7 @@ def _all_reduce(move: type[torch.autograd.Function], x: tree.Tree, op: str, axis
     if on is None:
         return x
     on.mesh.size(axis)  # raises for an axis that the mesh does not have
-    return tree.map(lambda leaf: _reduce_leaf(move, leaf, on, op, axis), x)
+    return tree.map(lambda leaf: _reduce_leaf(move, leaf, on, op, axis), read_quantized_leaves(x))
 
 
 def _reduce_leaf(move: type[torch.autograd.Function], leaf: Any, on: MovePerformer, op: str, *axes: str) -> Tensor:

@@ -14,6 +14,7 @@ from fzero.base import torch_private, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
+from fzero.values.quantized import read_quantized_leaves
 from fzero.values.regions import keep_turns
 
 Leaves = list[Any]
@@ -101,7 +102,7 @@ def take_turns(
 ) -> tuple[tree.Tree, tree.Tree]:
     """`scan`, with the `sync` of `fzero.accumulate`."""
     start, carry_def = tree.flatten(carry)
-    rows, xs_def = tree.flatten(xs)
+    rows, xs_def = tree.flatten(xs := read_quantized_leaves(xs))
     carry_paths, paths = tree.paths(carry), tree.paths(xs)
     _check_tensors("carry", carry_paths, start)
     _check_tensors("xs", paths, rows)
@@ -118,8 +119,9 @@ def take_turns(
         if new_def != carry_def:
             error = tree.mismatch(carry_def, new_def)
             raise FzeroError(f"scan: carry {error.where}".rstrip(), error.problem, "return a carry like the one given")
-        ys, defs = tree.flatten(result[1])
-        _check_tensors("y", tree.paths(result[1]), ys)
+        made = read_quantized_leaves(result[1])
+        ys, defs = tree.flatten(made)
+        _check_tensors("y", tree.paths(made), ys)
         y_def[:] = [defs]
         return [_check_carry(*row) for row in zip(carry_paths, leaves, news)], ys
 

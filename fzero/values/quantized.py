@@ -118,6 +118,11 @@ def map_quantized_leaves(fn: Callable[[Quantized], Any], values: tree.Tree) -> t
     return tree.unflatten(treedef, [fn(x) if is_quantized(x) else x for x in leaves])
 
 
+def read_quantized_leaves(values: tree.Tree) -> tree.Tree:
+    """A tree with each `Quantized` of it dequantized, for functions that would compute with codes and scales."""
+    return map_quantized_leaves(Quantized.full_tensor, values)
+
+
 def _read_all(given: Any) -> Any:
     """A structure with each `Quantized` of it dequantized. A `Sharded` stays the same object, which remembers that it
     was gathered."""

@@ -86,6 +86,17 @@ METADATA = frozenset(
 )
 """Names of functions that tell what a tensor is and read none of its elements: the value itself answers."""
 
+BYTES = METADATA | frozenset(
+    """
+    clone copy detach contiguous to type cpu cuda byte empty_like zeros_like ones_like full_like where masked_fill
+    _foreach_masked_fill eq ne equal not_equal
+    """.split()
+)
+"""Names of functions that codes of a quantized leaf and their scales have: those that do not compute with elements."""
+
+WHOLE = "take the leaf whole: fzero.tree.flatten(tree, is_leaf=lambda x: isinstance(x, torch.Tensor))"
+"""What to write instead of any other function."""
+
 _WAY_OUT = "differentiate with fzero.value_and_grad(loss)(params), and change gradients between that and the update"
 REFUSED = dict.fromkeys(("grad", "backward", "retain_grad", "register_hook", "requires_grad_"), _WAY_OUT)
 REFUSED["register_post_accumulate_grad_hook"] = _WAY_OUT
@@ -127,6 +138,12 @@ def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name in _WRITERS or (name.endswith("_") and not name.startswith("__"))
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def keeps_bytes(name: str, given: list[Any]) -> bool:
+    """Whether a function of codes or scales of a quantized leaf leaves them as they are."""
+    is_cast = name in ("to", "type") and any(isinstance(x, torch.dtype) and x != torch.uint8 for x in given)
+    return name.removesuffix("_") in BYTES and not is_cast
 
 
 def is_accessor(func: Callable[..., Any]) -> bool:

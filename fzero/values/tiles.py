@@ -14,6 +14,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.values.functions import is_sharded
 from fzero.values.loops import take_turns
+from fzero.values.quantized import read_quantized_leaves
 from fzero.values.regions import remat
 
 TILES = "tiles"
@@ -44,6 +45,7 @@ def tiled(fn: Callable[..., tree.Tree], chunks: int, dim: int = 0) -> Callable[.
     """
 
     def joined(params: tree.Tree, *args: tree.Tree) -> tree.Tree:
+        args = read_quantized_leaves(args)
         leaves, treedef = tree.flatten(args)
         for path, x in zip(tree.paths(args), leaves):
             _check_dim(f"argument {path}", x, dim)
@@ -57,7 +59,7 @@ def tiled(fn: Callable[..., tree.Tree], chunks: int, dim: int = 0) -> Callable[.
 
         def turn(whole: tree.Tree, parts: Sequence[Tensor]) -> tuple[tree.Tree, tree.Tree]:
             given = tree.unflatten(treedef, [x.movedim(0, dim) for x in parts])
-            results = tree.map(gather, remat(fn)(whole, *given))
+            results = tree.map(gather, read_quantized_leaves(remat(fn)(whole, *given)))
             for path, y in zip(tree.paths(results), tree.leaves(results)):
                 _check_dim(f"result {path}", y, dim)
                 if y.shape[dim] != len(parts[0]):

@@ -16,9 +16,9 @@ from property_tests.random_steps.scope import Scope
 DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
 CONTEXTS = ("torch.no_grad()", "torch.inference_mode()", "torch.autocast('cpu', torch.bfloat16)")
 MESHES = {
-    2: [(("fsdp", 2),)],
+    2: [(("fsdp", 2),), (("fsdp", 2),), (("replica", 2), ("fsdp", 1))],
     3: [(("fsdp", 3),)],
-    4: [(("fsdp", 4),), (("fsdp", 4),), (("replica", 2), ("fsdp", 2)), (("fsdp", 2), ("replica", 2))],
+    4: [(("fsdp", 4),), (("replica", 2), ("fsdp", 2)), (("fsdp", 2), ("replica", 2))],
     5: [(("fsdp", 5),)],
 }
 
@@ -52,6 +52,8 @@ def draw_setting(seed: int, draws: random.Random) -> Program:
         layers=pick([0, 0, 1, 2, 3]),
         dtype=pick(["float64", "float32", "bfloat16"]) if is_narrow and draws.random() < 0.3 else "float64",
         gradients="fzero" if draws.random() < 0.8 else "torch",
+        chunk=8 * d * world * pick([1, 1, 2]) if draws.random() < 0.3 else None,
+        memory=pick(["1GiB", "1MiB", "6KiB"]) if draws.random() < 0.12 else None,
     )
 
 
@@ -123,6 +125,8 @@ def draw_metrics(scope: Scope) -> tuple[str, ...]:
 def draw_surroundings(program: Program, scope: Scope) -> Program:
     """What is around the calls, and what leaves there are."""
     draws, steps = scope.random, len(program.rows)
+    place = draws.choice(["", "", "", "", "p", "s", "ps", "p s", "s p", "- ps", "- s"]).replace("-", "")
+    on_host, _, on_disk = place.partition(" ")
     contexts, rows = list(program.contexts), program.rows
     if draws.random() < 0.06 and "context" not in scope.off:
         contexts[draws.randrange(steps)] = draws.choice(CONTEXTS)
@@ -138,5 +142,6 @@ def draw_surroundings(program: Program, scope: Scope) -> Program:
         held=scope.choose(updates.HELD).text if draws.random() < 0.25 else "",
         shapes={name: of for name, of in program.shapes.items() if name in used or draws.random() < spare[name == "h"]},
         layers=program.layers if "layers" in program.text or draws.random() < 0.2 else 0,
-        on_host=draws.choice(["", "", "", "p", "s", "ps"]),
+        on_host=on_host,
+        on_disk=on_disk,
     )

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 import re
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -51,7 +52,8 @@ def judge(program: Program) -> Verdict:
         if any(not _is_moderate(leaf) for call in expected for leaf in tree.leaves(call.values)):
             return Verdict("invalid", "values that are no moderate numbers")
         try:
-            _check(program, expected)
+            with tempfile.TemporaryDirectory() if program.on_disk else contextlib.nullcontext("") as folder:
+                _check(program, expected, folder)
         except Drift as error:
             return Verdict("wrong", _summary(error), str(error))
         except fzero.FzeroError as error:
@@ -111,14 +113,15 @@ def _mean(*values: Any) -> Any:
     return torch.stack([value.double() for value in values]).mean(0).to(values[0].dtype)
 
 
-def _check(program: Program, expected: list[Call]) -> None:
-    """Run the step on virtual ranks, and compare each call."""
+def _check(program: Program, expected: list[Call], folder: str) -> None:
+    """Run the step on virtual ranks, and compare each call. State on a disk lies in the folder."""
     mesh, script = fzero.VirtualMesh(**dict(program.mesh)), program.define()
     plain = script["params"]()
-    places = [fzero.host() if name in program.on_host else None for name in "ps"]
+    host, disk = fzero.host(), fzero.disk(folder) if folder else None
+    places = [host if name in program.on_host else disk if name in program.on_disk else None for name in "ps"]
     p = fzero.partition(plain, mesh, to=places[0])
     s = fzero.partition(script["init"](plain), mesh, like=p, to=places[1])
-    step = fzero.simulate(script["step"], mesh, stage=program.stage, donate=program.donate)
+    step = fzero.simulate(script["step"], mesh, **program.options)
     tolerance = _tolerance(program)
     kept: list[tuple[str, Any, Any]] = _hold(program, p)  # what a user holds: must not change under them
     for number, (rows, context, call) in enumerate(zip(program.rows, program.contexts, expected), start=1):

@@ -75,6 +75,23 @@ class Parts(torch.autograd.Function):
 
 TABLE = torch.linspace(0.5, 1.0, 8, dtype=torch.float64)
 CACHE = {}
+GROUPS = {True: fzero.optim.adamw(0.05, eps=1e-2), False: fzero.optim.sgd(0.1, momentum=0.9)}
+
+
+def cosine(w, h):
+    return torch.cos(h @ w)
+
+
+def dense(w, h):
+    return torch.tanh(h @ w)
+
+
+def nested(w, h):
+    return fzero.tiled(cosine, 1)(w, h).sin()
+
+
+def swapped(w, h):
+    return fzero.scan(lambda c, _: ((c[1] @ w, c[0]), None), (h, h), length=2)[0][0]
 
 
 @functools.lru_cache
@@ -117,6 +134,10 @@ STATE = {
     "ema": "fzero.tree.map(lambda a: a * 0.5, p)",
     "adam": "fzero.optim.adamw(0.05).init(p)",
     "chain": "fzero.optim.chain(fzero.optim.clip_by_global_norm(0.5), fzero.optim.adam(0.05)).init(p)",
+    "finite": "fzero.optim.apply_if_finite(fzero.optim.adamw(0.05), 2).init(p)",
+    "groups": "fzero.optim.multi_transform(GROUPS, lambda path, leaf: leaf.ndim > 1).init(p)",
+    "masked": "fzero.optim.masked(fzero.optim.adamw(0.05), lambda path, leaf: leaf.ndim > 0).init(p)",
+    "total": "fzero.tree.map(torch.zeros_like, p)",
     "count": "torch.tensor(1)",
     "scale": "torch.tensor(1.5, dtype=torch.float64)",
     "avg": "torch.tensor(0.25, dtype=torch.float64)",
@@ -157,11 +178,20 @@ class Program:
     between: str = ""  # a statement between calls
     held: str = ""  # what a user makes of the leaf `w` before the first call
     on_host: str = ""  # which of the trees `p` and `s` lie on the host
+    on_disk: str = ""  # which of them lie on a disk
+    chunk: int | None = None  # bytes
+    memory: str | None = None  # the budget, in the place of the stage
 
     @property
     def world(self) -> int:
         """The number of ranks."""
         return math.prod(ranks for _, ranks in self.mesh)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the step is made."""
+        how = {"stage": self.stage} if self.memory is None else {"memory": self.memory}
+        return {**how, "donate": self.donate, **({} if self.chunk is None else {"chunk": self.chunk})}
 
     @property
     def text(self) -> str:
@@ -182,9 +212,10 @@ class Program:
     def comment(self) -> str:
         """How the script is run, for a human."""
         mesh = ", ".join(f"{name}={ranks}" for name, ranks in self.mesh)
-        call = f"fzero.simulate(step, fzero.VirtualMesh({mesh}), stage={self.stage}, donate={self.donate})"
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        call = f"fzero.simulate(step, fzero.VirtualMesh({mesh}), {options})"
         around = f"contexts {self.contexts}, between {self.between!r}, held {self.held!r}, local {self.is_local}"
-        places = f"on the host {self.on_host or 'nothing'}"
+        places = f"on the host {self.on_host or 'nothing'}, on a disk {self.on_disk or 'nothing'}"
         return f"# {call}, batch(rows * {self.world}) for rows in {self.rows}\n# {around}, {places}\n"
 
     def _describe_state(self) -> str:

@@ -59,7 +59,14 @@ def _changes(program: Program) -> Iterator[Change]:
             yield _drop("loss", statement)
     yield _drop_leaves
     yield lambda now: replace(now, layers=min(now.layers, 1))
-    for changed in ({"on_host": ""}, {"layers": 0}, {"dtype": "float64"}, {"gradients": "fzero"}):
+    for changed in (
+        {"on_host": "", "on_disk": ""},
+        {"chunk": None},
+        {"memory": None},
+        {"layers": 0},
+        {"dtype": "float64"},
+        {"gradients": "fzero"},
+    ):
         yield _set(**changed)
     for leaf in program.shapes:
         yield _widen(leaf)

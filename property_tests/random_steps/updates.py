@@ -6,6 +6,7 @@ function of the gradients and the loss.
 
 from __future__ import annotations
 
+from property_tests.random_steps import repeats
 from property_tests.random_steps.grammar import rules
 
 OPTIMIZERS = rules("""
@@ -66,6 +67,30 @@ optimizer = fzero.optim.adamw(0.05, eps=1e-2, weight_decay=0.1)
 updates, out["adam"] = optimizer.update(g, s["adam"], p)
 new = fzero.optim.apply_updates(p, updates)
 
+optimizer = fzero.optim.apply_if_finite(fzero.optim.adamw(0.05, eps=1e-2), 2)
+updates, out["finite"] = optimizer.update(g, s["finite"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+optimizer = fzero.optim.apply_if_finite(fzero.optim.adamw(0.05, eps=1e-2), 2)
+updates, out["finite"] = optimizer.update(fzero.tree.map(lambda b: b / (s["count"] - 1), g), s["finite"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+optimizer = fzero.optim.multi_transform(GROUPS, lambda path, leaf: leaf.ndim > 1)
+updates, out["groups"] = optimizer.update(g, s["groups"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+optimizer = fzero.optim.masked(fzero.optim.adamw(0.05, eps=1e-2), lambda path, leaf: leaf.ndim > 0)
+updates, out["masked"] = optimizer.update(g, s["masked"], p)
+new = fzero.optim.apply_updates(p, updates)
+
+out["total"] = fzero.tree.map(torch.add, s["total"], g)
+is_last = (s["count"] + 1) % 2 == 0
+updates, stepped = fzero.optim.adamw(0.05, eps=1e-2).update(out["total"], s["adam"], p)
+new = fzero.optim.select(is_last, fzero.optim.apply_updates(p, updates), p)
+out["adam"] = fzero.optim.select(is_last, stepped, s["adam"])
+out["total"] = fzero.tree.map(lambda a: torch.where(is_last, 0, a), out["total"])
+out["count"] = s["count"] + 1
+
 optimizer = fzero.optim.chain(fzero.optim.clip_by_global_norm(0.5), fzero.optim.adam(0.05, eps=1e-2))
 updates, out["chain"] = optimizer.update(g, s["chain"], p)
 new = fzero.optim.apply_updates(p, updates)
@@ -119,7 +144,8 @@ new = fzero.tree.unflatten(treedef, [a - 0.01 * b for a, b in zip(leaves, powers
 """)
 """New parameters."""
 
-STATE = rules("""
+STATE = (
+    rules("""
 out["count"] = s["count"] + 1
 out["avg"] = 0.9 * s["avg"] + 0.1 * pmean(loss)
 out["avg"] = torch.lerp(s["avg"], pmean(loss), 0.2)
@@ -262,6 +288,8 @@ new = fzero.tree.map(lambda a: a - 0.1 * a.mean(), new)
 new = fzero.tree.map(lambda a: a.clamp(-0.5, 0.5), new)
 new = fzero.tree.map(lambda a: torch.where(pmean(loss) < 100, a, a * 0.5), new)
 """)
+    + repeats.STATE
+)
 """New state beside the optimizer's."""
 
 METRICS = rules("""
@@ -313,6 +341,12 @@ p["h"].sum()
 p["h"].var()
 torch.stack(list(torch._foreach_norm([p["h"], p["w"]])))
 fzero.optim.global_norm({"h": p["h"]})
+
+## twice
+[loss, loss]
+(new["b"], new["b"])
+[p["b"], p["b"]]
+(g["b"], g["b"] * 1)
 
 ## meets
 loss / s["scale"]

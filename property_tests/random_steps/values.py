@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from property_tests.random_steps import repeats
 from property_tests.random_steps.grammar import rules
 
-UNIFORM = rules("""
+UNIFORM = (
+    rules("""
 torch.tanh(<U>)
 torch.exp(-<U>.abs())
 <U> * 0.5
@@ -173,9 +175,12 @@ for i, leaf in enumerate((<L>, <L>)):
 <N> = <W> * 1
 <N> += <B>
 """)
+    + repeats.UNIFORM
+)
 """Values of leaves, the same on every rank."""
 
-ROWS = rules("""
+ROWS = (
+    rules("""
 torch.tanh(<R> @ <W> + <B>)
 torch.tanh(F.linear(<R>, <W>, <B>))
 torch.tanh(<R> @ <W>.T)
@@ -379,4 +384,6 @@ for layer in p["layers"]:
 ## batch-norm
 F.batch_norm(<R>, s['mean'], 1 + s['var'].abs(), <B>, <B>, False)
 """)
+    + repeats.ROWS
+)
 """Values of each example alone, or of means over all ranks."""

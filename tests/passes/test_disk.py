@@ -148,3 +148,29 @@ def test_one_slice_in_two_arguments_is_written_for_each_on_its_own(tmp_path: Pat
     step = fzero.simulate(lambda a, b: (tree.map(lambda x: x + 1, a), tree.map(lambda x: 2 * x, b)), mesh)
     new, doubled = fzero.unpartition(step(params, others))
     assert torch.equal(new["a"], whole["a"] + 1) and torch.equal(doubled["a"], 2 * whole["a"])
+
+
+def test_a_step_on_a_disk_runs_in_inference_mode(tmp_path: Path) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    params = fzero.partition({"b": torch.ones(5)}, mesh, to=fzero.disk(tmp_path))
+    step = fzero.simulate(lambda p, x: ({"b": p["b"] * 0.5 + 1}, (p["b"] * x).sum()), mesh)
+    for expected in (1.5, 1.75):
+        with torch.inference_mode():
+            params, _ = step(params, torch.ones(2, 5))
+        assert torch.equal(fzero.unpartition(params)["b"], torch.full((5,), expected))
+
+
+def test_a_loss_that_is_computed_on_the_host_is_differentiated_there(tmp_path: Path) -> None:
+    """The derivative begins with a one that takes the shape of the loss, a number on the host."""
+    mesh, x = VirtualMesh(fsdp=2), torch.linspace(-1, 1, 6).view(6, 1)
+    plain = {"w": torch.full((1, 1), 0.5), "b": torch.full((1,), 0.25)}
+
+    def train(params: tree.Tree, x: Tensor) -> tree.Tree:
+        def loss_of(p: tree.Tree) -> Tensor:
+            return ((p["b"].new_zeros(len(x), 1) + x @ p["w"]) * p["b"]).square().mean()
+
+        return tree.map(lambda p, g: p - 0.1 * g, params, fzero.grad(loss_of)(params))
+
+    for place in (fzero.host(), fzero.disk(tmp_path)):
+        got = fzero.simulate(train, mesh)(fzero.partition(plain, mesh, to=place), x)
+        torch.testing.assert_close(fzero.unpartition(got), train(plain, x))

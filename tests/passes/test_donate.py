@@ -216,6 +216,12 @@ def changed_places(params: tree.Tree, others: tree.Tree, x: Tensor) -> tuple[Any
     return {"layers": [{"w": layer["b"], "b": layer["w"]} for layer in kept["layers"]]}, doubled(others)
 
 
+def crossed(params: tree.Tree, others: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
+    (a, treedef), b = tree.flatten(params), tree.leaves(others)
+    news = torch._foreach_add([*a, *b], [*b, *a], alpha=0.5)
+    return tree.unflatten(treedef, news[: len(a)]), tree.unflatten(treedef, news[len(a) :])
+
+
 DONATED: dict[str, tuple[Case, set[str]]] = {
     "what is returned as it was": (on_params(lambda p, x: (p, doubled(p))), set()),
     "an argument that is returned as another": (on_two_trees(lambda a, b, x: (doubled(a), a)), set()),
@@ -228,6 +234,7 @@ DONATED: dict[str, tuple[Case, set[str]]] = {
     "swapped arguments": (on_two_trees(lambda a, b, x: (b, a)), set()),
     "leaves that change places": (on_two_trees(changed_places), {"1"}),
     "a sum so far": (on_two_trees(lambda p, total, x: tree.map(torch.add, total, fzero.grad(loss)(p, x))), {"1"}),
+    "arguments in two orders": (on_two_trees(crossed), {"0", "1"}),
     "an argument that is added to itself": (
         on_params(lambda p, x: tree.map(lambda leaf: torch.add(leaf, leaf, alpha=0.5), p)),
         {"0"},
@@ -267,12 +274,28 @@ def read_as_a_view(params: tree.Tree, x: Tensor) -> list[Tensor]:
     return torch._foreach_add(doubled, [doubled[0].T])
 
 
+def in_two_orders(params: tree.Tree, x: Tensor) -> list[Tensor]:
+    made = torch._foreach_mul([x + 1, x + 2], 2.0)
+    return torch._foreach_add(made, made[::-1])
+
+
+def one_for_all(params: tree.Tree, x: Tensor) -> list[Tensor]:
+    made = torch._foreach_mul([x + 1, x + 2], 2.0)
+    return torch._foreach_add(made, [made[0]] * 2)
+
+
 CONSTANT = torch.ones(2, 5)
 OVERWRITTEN: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "a list that dies": (lambda p, x: torch._foreach_add([x * 2], [x]), ["_foreach_add_"]),
     "gradients that are returned": (returned_gradients, ["_foreach_mul"]),
     "constants and batches": (lambda p, x: [torch._foreach_mul([y], 2.0) for y in (CONSTANT, x)], ["_foreach_mul"] * 2),
     "one memory twice in a list": (twice_in_a_list, ["_foreach_mul"]),
+    "lists in two orders": (in_two_orders, ["_foreach_mul_", "_foreach_add"]),
+    "one value for all items": (one_for_all, ["_foreach_mul_", "_foreach_add"]),
+    "a list with itself": (
+        lambda p, x: (lambda y: torch._foreach_mul(y, y))([x * 2, x + 1]),
+        ["_foreach_mul_"],
+    ),
     "a list whose result is wider": (lambda p, x: torch._foreach_add([(x * 2).bfloat16()], [x]), ["_foreach_add"]),
     "a list that is read as a view beside": (read_as_a_view, ["_foreach_mul_", "_foreach_add"]),
     "an expanded view": (lambda p, x: torch._foreach_mul([(x * 2)[:1].expand(2, 5)], 2.0), ["_foreach_mul"]),
@@ -479,3 +502,32 @@ def test_temporaries_of_inference_mode_are_overwritten() -> None:
     case = on_rows(step, layers(1))
     program = case.trace()
     assert_same(case.run(apply(program, *defaults(stage=3, in_place=True))), case.run(program))
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_two_carries_that_begin_as_one_value_are_two(donate: bool) -> None:
+    """In the backward pass too, where both cotangents begin as that of a sum."""
+    plain = {"layers": [{"b": torch.full((4,), 0.1 * i, dtype=torch.float64)} for i in range(3)]}
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+
+    def body(carry: Any, _: None, layer: Any) -> Any:
+        u = carry[0] + layer["b"]
+        return (u, carry[1] * 0.5 + u), None
+
+    def train(params: tree.Tree, x: Tensor, scan: Callable[..., Any] = fzero.scan) -> tree.Tree:
+        def loss_of(p: tree.Tree) -> Tensor:
+            (u, v), _ = scan(body, (x, x), layers=p["layers"])
+            return torch.tanh(u + v).mean()
+
+        return tree.map(lambda p, g: p - 0.1 * g, params, fzero.grad(loss_of)(params))
+
+    def turns(body: Any, carry: Any, layers: Any) -> Any:
+        for layer in layers:
+            carry, _ = body(carry, None, layer)
+        return carry, None
+
+    expected = train(plain, x, turns)
+    for stage in (1, 2, 3):
+        got = fzero.simulate(train, MESH, stage=stage, donate=donate)(fzero.partition(plain, MESH), x)
+        for a, b in zip(tree.leaves(fzero.unpartition(got)), tree.leaves(expected)):
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)

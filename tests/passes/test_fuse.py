@@ -417,3 +417,21 @@ def test_state_that_is_not_returned_is_no_reason_to_fail() -> None:
         return training(optim.adamw(0.1))(*args)[0]
 
     fused(trained(optim.adamw(0.1), layers(), MESH)._replace(step=step))
+
+
+def test_a_power_of_a_list_whose_items_nothing_uses_is_dropped() -> None:
+    """Its first operand is a number."""
+    mesh, plain = fzero.VirtualMesh(fsdp=2), {"a": torch.ones(4), "b": torch.full((4,), 2.0)}
+
+    def step(params: Any) -> Any:
+        leaves, treedef = fzero.tree.flatten(params)
+        powers = torch._foreach_pow(2.0, leaves)
+        return fzero.tree.unflatten(treedef, torch._foreach_add(leaves, [powers[0]] * 2))
+
+    def unused(params: Any) -> Any:
+        powers = torch._foreach_pow(2.0, [*params.values()])
+        return {name: p + 0 * powers[0].mean() for name, p in zip(params, torch._foreach_add([*params.values()], 1.0))}
+
+    for each in (step, unused):
+        got = fzero.unpartition(fzero.simulate(each, mesh)(fzero.partition(plain, mesh)))
+        assert all(torch.equal(got[name], each(plain)[name]) for name in plain)

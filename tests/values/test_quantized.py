@@ -160,3 +160,65 @@ def test_a_step_is_given_codes_of_their_own_shape() -> None:
         FzeroError, match=r"has codes of shape \[256\], and \[512\] belong to it; give it .* partitioned"
     ):
         fzero.simulate(lambda q: q.sum(), fzero.VirtualMesh(fsdp=2))(quantized(8, 16, 32))
+
+
+NORMS = {
+    "norm": lambda p: p["w"].norm(),
+    "global_norm": fzero.optim.global_norm,
+    "_foreach_norm": lambda p: torch.stack(torch._foreach_norm([p["w"], p["b"]])),
+    "var": lambda p: p["w"].var(),
+    "max": lambda p: p["w"].max(),
+    "long": lambda p: (p["w"] * 9).long(),
+    "bool": lambda p: p["w"].bool(),
+    "byte": lambda p: p["w"].clamp(0, 200).byte(),
+    "psum": lambda p: fzero.psum(p["w"], "fsdp") * 1,
+    "pmean": lambda p: fzero.pmean(p["w"], "fsdp") * 1,
+    "pmax": lambda p: fzero.pmax(p["w"], "fsdp") * 1,
+    "rows of a scan": lambda p: fzero.scan(lambda c, row: (c + row, None), torch.zeros(32), p["w"])[0],
+    "an operand of tiles": lambda p: fzero.tiled(lambda _, w: w * 2, 2)((), p["w"]),
+}
+"""Functions of a tree with a quantized leaf."""
+
+
+def test_reductions_collectives_and_casts_are_those_of_the_dequantized_value() -> None:
+    mesh, failures = fzero.VirtualMesh(fsdp=2), list[str]()
+    params = {"w": quantized(8, 16, 32), "b": torch.ones(16)}
+    read = {**params, "w": params["w"].full_tensor()}
+    for name, function in NORMS.items():
+        expected = function(read)
+        for where, got in (
+            ("outside", function(fzero.partition(params, mesh))),
+            ("plain", function(params)),
+            ("step", fzero.simulate(function, mesh, donate=False)(fzero.partition(params, mesh))),
+        ):
+            wanted = expected * 2 if (name, where) == ("psum", "step") else expected
+            if got.dtype != wanted.dtype or not torch.allclose(got.double(), wanted.double(), rtol=1e-5):
+                failures.append(f"{name}, {where}: {got} for {wanted}")
+    assert not failures
+
+
+def test_codes_and_scales_are_not_numbers() -> None:
+    """A function of each leaf of a tree would compute with bytes."""
+    mesh, failures = fzero.VirtualMesh(fsdp=2), list[str]()
+    params = fzero.partition({"w": quantized(8, 16, 32)}, mesh)
+    leaves: list[Any] = [
+        lambda x: x.norm(),
+        lambda x: x.double(),
+        lambda x: x.to(torch.float32),
+        lambda x: x * 0.5,
+        lambda x: x.reshape(-1),
+        lambda x: x.sum(),
+    ]
+    for i, function in enumerate(leaves):
+        for run in (lambda p: tree.map(function, p), fzero.simulate(lambda p: tree.map(function, p), mesh)):  # noqa: B023
+            try:
+                run(params)
+                failures.append(f"{i} computes")
+            except FzeroError as error:
+                if "would take its bytes for numbers; take the leaf whole" not in str(error):
+                    failures.append(f"{i}: {error}")
+    assert not failures
+    for kept in (tree.map(torch.clone, params), tree.map(lambda x: x.detach().to("cpu"), params)):
+        assert torch.equal(kept["w"].full_tensor(), params["w"].full_tensor())
+    whole, _ = tree.flatten(params, is_leaf=lambda x: isinstance(x, Tensor))
+    assert torch.equal(whole[0].norm(), params["w"].full_tensor().norm())

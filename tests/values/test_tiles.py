@@ -114,3 +114,37 @@ def test_transforms_of_torch_func_compose() -> None:
 def test_bad_input_is_named(call: Any, message: str) -> None:
     with pytest.raises(fzero.FzeroError, match=message):
         call(params()["mlp"], batch())
+
+
+def test_tiles_in_tiles_are_the_function_under_every_transform() -> None:
+    """With leaves that are streamed."""
+    draw, mesh = torch.Generator().manual_seed(0), fzero.VirtualMesh(fsdp=2)
+    plain = {"w": torch.rand(4, 4, generator=draw, dtype=torch.float64)}
+    x, failures = torch.rand(8, 4, generator=draw, dtype=torch.float64), list[str]()
+
+    def nested(tiled: Any) -> Any:
+        def outer(p: Any, h: Any) -> Any:
+            return tiled(lambda p, h: torch.cos(h @ p["w"]), 2)(p, h).sin()
+
+        return tiled(outer, 2)
+
+    transforms: dict[str, Any] = {
+        "jvp by rows": lambda f, p, x: torch.func.jvp(lambda h: f(p, h), (x,), (x,))[1],
+        "jvp by leaves": lambda f, p, x: torch.func.jvp(lambda q: f(q, x), (p,), (p,))[1],
+        "vjp": lambda f, p, x: torch.func.vjp(lambda h: f(p, h), x)[1](x)[0],
+        "grad": lambda f, p, x: fzero.grad(lambda p: f(p, x).square().mean())(p),
+        "grad of jvp": lambda f, p, x: fzero.grad(
+            lambda p: torch.func.jvp(lambda h: f(p, h), (x,), (x,))[1].square().mean()
+        )(p),
+        "remat": lambda f, p, x: fzero.grad(lambda p: fzero.remat(f)(p, x).square().mean())(p),
+        "scan": lambda f, p, x: fzero.grad(
+            lambda p: fzero.scan(lambda h, _: (f(p, h), None), x, length=2)[0].square().mean()
+        )(p),
+    }
+    for name, transform in transforms.items():
+        expected = transform(nested(lambda fn, chunks: fn), plain, x)
+        step = fzero.simulate(lambda p, x: transform(nested(fzero.tiled), p, x), mesh, chunk=64)  # noqa: B023
+        got = fzero.unpartition(step(fzero.partition(plain, mesh), x))
+        pairs = zip(fzero.tree.leaves(got), fzero.tree.leaves(expected))
+        failures += [name for a, b in pairs if not torch.allclose(a, b, rtol=1e-12)]
+    assert not failures

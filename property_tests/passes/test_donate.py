@@ -1,0 +1,99 @@
+"""A law of updates in place: nobody can tell, however often a step gives one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fzero
+from fzero.base.mesh import VirtualMesh
+from property_tests.laws import slow
+from property_tests.steps import WIDE
+
+COUNT, WIDTH = 3, 4
+LISTS: list[Callable[..., Any]] = [
+    lambda a, b: torch._foreach_add(a, b, alpha=-0.5),
+    lambda a, b: torch._foreach_lerp(a, b, 0.3),
+    lambda a, b: torch._foreach_addcmul(a, b, b, value=0.1),
+    torch._foreach_mul,
+    torch._foreach_maximum,
+]
+PAIRS: list[Callable[..., Any]] = [torch.add, torch.mul, torch.maximum, lambda a, b: torch.lerp(a, b, 0.3)]
+
+
+class Statement(NamedTuple):
+    """Operations on values by number, counted modulo how many there are: on lists of them, on pairs of them, or on the
+    leaves of a carry, whose next values are operations on pairs of the carry."""
+
+    kind: str
+    how: int
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+
+numbers = st.integers(0, 7)
+
+
+@st.composite
+def statements(draw: st.DrawFn) -> Statement:
+    length = draw(st.integers(2, 3))
+    pick = st.lists(numbers, min_size=length, max_size=length).map(tuple)
+    return Statement(draw(st.sampled_from(["list", "pairs", "carry"])), draw(numbers), draw(pick), draw(pick))
+
+
+def turns(body: Callable[..., Any], carry: Any, length: int) -> Any:
+    for _ in range(length):
+        carry, _ = body(carry, None)
+    return carry, None
+
+
+def run(scan: Callable[..., Any], plan: Sequence[Statement], returned: Sequence[int], state: Sequence[Tensor]) -> Any:
+    """New state, and results: values that the statements make, of which one may be there twice."""
+    made = [*state, *(x * 0.5 for x in state)]
+
+    def take(at: Sequence[int], among: Sequence[Any]) -> list[Any]:
+        return [among[number % len(among)] for number in at]
+
+    for kind, how, first, second in plan:
+        pair, given = PAIRS[how % len(PAIRS)], take(first, made)
+        if kind == "list":
+            made += LISTS[how % len(LISTS)](given, take(second, made))
+        elif kind == "pairs":
+            made += map(pair, given, take(second, made))
+        else:
+            body = lambda carry, _, at=second, pair=pair: (list(map(pair, carry, take(at, carry))), None)  # noqa: E731
+            made += scan(body, given, length=2)[0]
+    return take(returned, made)
+
+
+@example([Statement("list", 0, (0, 1, 2), (2, 0, 1))], [-3, -2, -1])  # lists in two orders
+@example([Statement("list", 3, (3, 4, 5), (3, 3, 3))], [-3, -2, -1])  # one value for all items
+@example([Statement("carry", 0, (3, 3, 1), (1, 1, 0))], [-3, -2, -1])  # two carries begin as one value
+@given(
+    st.lists(statements(), min_size=2, max_size=5),
+    st.lists(numbers.map(lambda n: -1 - n), min_size=COUNT, max_size=COUNT),
+)
+@slow
+def test_steps_that_give_one_value_twice_are_equal(plan: list[Statement], returned: list[int]) -> None:
+    mesh, draw = VirtualMesh(fsdp=2), torch.Generator().manual_seed(0)
+    first = [torch.rand(WIDTH, generator=draw, dtype=WIDE) for _ in range(COUNT)]
+    expected, found = first, []
+    for donate in (True, False):
+        like = fzero.partition({"w": first[0]}, mesh)
+        state = fzero.partition([{"w": x.clone()} for x in first], mesh, like=like)
+        step = fzero.simulate(
+            lambda s: [{"w": x} for x in run(fzero.scan, plan, returned, [each["w"] for each in s])],
+            mesh,
+            donate=donate,
+        )
+        found.append([each["w"] for each in fzero.unpartition(step(step(state)))])
+    for _ in range(2):
+        expected = run(turns, plan, returned, expected)
+    for a, b, c in zip(*found, expected):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-12)
