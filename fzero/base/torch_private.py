@@ -391,10 +391,18 @@ def is_profiling() -> bool:
 
 
 def compile_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph of aten operations by inductor. Public replacement: `torch.compile` without its tracing.
+    """Compile a graph of aten operations by inductor: a function of tensors of any strides. Inductor itself relies on
+    those of `inputs`, and a collective may return other ones. Public replacement: `torch.compile` without its tracing.
 
     The import of inductor takes a second, so it waits for the first fragment.
     """
     import torch._inductor
 
-    return torch._inductor.compile(module, inputs)
+    function, strides = torch._inductor.compile(module, inputs), [x.stride() for x in inputs]
+
+    def restride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+        if x.stride() == stride:
+            return x
+        return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+    return lambda *tensors: function(*map(restride, tensors, strides))
