@@ -21,7 +21,7 @@ flex_attention_backward: Any = _flex.flex_attention_backward
 """The operators of FlexAttention. Public replacement: their names in `torch.ops`."""
 
 operators: dict[str, Any] = torch._ops._higher_order_ops
-"""Name -> higher-order operator, of those that are imported by now. Public replacement: `dir(torch.ops.higher_order)`."""
+"""Name -> higher-order operator, of those imported by now. Public replacement: `dir(torch.ops.higher_order)`."""
 
 outside_of_transforms: Callable[[], AbstractContextManager[Any]] = (
     torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack

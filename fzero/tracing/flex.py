@@ -25,9 +25,11 @@ from fzero.program.ops.attention import TENSOR, Flex, read
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.user_line import current_user_line
+from fzero.values.functions import is_sharded
 from fzero.values.sharded import Sharded
 
 _NAME = "flex_attention"
+_full = torch.ops.aten.full.default
 
 
 def attend(
@@ -158,11 +160,23 @@ class _Function:
         """The code of a graph, which nothing but its operands may enter, and which only computes."""
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                _refuse(f"has a {self._name} that makes a tensor of values", "make the tensor outside of it")
+                self._write_number(module, node)
             if node.op == "call_function" and (find_writes(node) or is_random(node)):
                 does = "writes into a tensor" if find_writes(node) else "draws random numbers"
                 _refuse(f"has a {self._name} that {does}, by {name_of(node)}", "compute a new value from its arguments")
+        module.graph.eliminate_dead_code()
         return module.graph.python_code("self").src
+
+    def _write_number(self, module: Any, node: Any) -> None:
+        """Write the number of a tensor that the function made, such as an index, into the graph."""
+        held = getattr(module, node.target)
+        if isinstance(held, FakeTensor) or held.numel() != 1:
+            _refuse(f"has a {self._name} that makes a tensor of values", "make the tensor outside of it")
+        with torch_private.disable_modes():
+            number = held.item()
+        how = {"dtype": held.dtype, "device": held.device, "pin_memory": False}
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(module.graph.call_function(_full, (tuple(held.shape), number), how))
 
 
 class _Swap(TorchFunctionMode):
@@ -178,9 +192,9 @@ class _Swap(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = torch_private.map_pytree(self._swap, (args, kwargs or {}))
+        args, kwargs = torch_private.map_pytree(self._swap, (args, kwargs or {}), is_leaf=is_sharded)
         made = func(*args, **kwargs)
-        self._own |= {id(x): x for x in torch_private.pytree_leaves(made) if isinstance(x, Tensor)}
+        self._own |= {id(x): x for x in torch_private.pytree_leaves(made, is_leaf=is_sharded) if isinstance(x, Tensor)}
         return made
 
     def _swap(self, x: Any) -> Any:

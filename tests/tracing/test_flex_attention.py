@@ -65,7 +65,7 @@ def attend(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
     query, key, value = make_heads(p, batch["x"])
 
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return 2 * torch.tanh(score / 2) + bias[h, i - j + LENGTH]
+        return 2 * torch.tanh(score / 2) + bias[None][0][h, i - j + LENGTH]
 
     out, lse, _ = operator(query, key, value, change, mask, WIDTH**-0.5, dict(OPTIONS))
     return out, lse * math.log(2)
@@ -142,6 +142,7 @@ def test_a_mask_made_outside_of_the_step_is_a_constant() -> None:
 def test_mistakes_are_named() -> None:
     heads = partial(make_heads, PARAMS)
     plain = partial(flex_attention, return_aux=AuxRequest(lse=True))
+    values = torch.tensor
     cases: dict[str, tuple[Any, str]] = {
         "a gradient on CPU": (
             fzero.grad(lambda p, b: flex_attention(*make_heads(whole(p), b["x"])).sum()),
@@ -154,6 +155,10 @@ def test_mistakes_are_named() -> None:
         "a write": (
             lambda p, b: plain(*heads(b["x"]), score_mod=lambda s, b, h, i, j: X[0, 0, 0].add_(1) * s)[0],
             "score_mod that writes into a tensor, by add_",
+        ),
+        "a tensor of values": (
+            lambda p, b: plain(*heads(b["x"]), score_mod=lambda s, b, h, i, j: s + values([0.0, 1.0])[h])[0],
+            "score_mod that makes a tensor of values",
         ),
         "a second derivative": (
             lambda p, b: torch.func.grad(

@@ -177,7 +177,7 @@ def flatten(given: Any) -> Iterator[Any]:
 def _make_kernel(
     call: Callable[..., Any], how: str, template: tuple[Any, ...], used: tuple[int, ...]
 ) -> Callable[..., Any]:
-    """The function that inductor makes of a node whose operands are like `template`, and which returns the `used` results.
+    """The function that inductor makes of a node whose operands are like `template`. It returns the `used` results.
 
     Raises:
         FzeroError: where inductor fails.
