@@ -1,5 +1,5 @@
-"""Private names of torch about higher-order operators, which take functions, each behind a small function, as in
-`torch_private`."""
+"""Private names of torch about higher-order operators, which take functions, and about its compiler, each behind a small
+function, as in `torch_private`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch._functorch.pyfunctorch
 import torch._higher_order_ops.flex_attention
 import torch._ops
-from torch import Tensor
+from torch import Tensor, fx
 
 _flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]  # torch hides it behind the operator of this name
 flex_attention: Any = _flex.flex_attention
@@ -72,3 +72,21 @@ def ignore_compile() -> Iterator[None]:
             _eager.remove(block)
             if not _eager:
                 _stance.close()
+
+
+def compile_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph of aten operations by inductor: a function of tensors of any strides. Inductor itself relies on
+    those of `inputs`, and a collective may return other ones. Public replacement: `torch.compile` without its tracing.
+
+    The import of inductor takes a second, so it waits for the first fragment.
+    """
+    import torch._inductor
+
+    function, strides = torch._inductor.compile(module, inputs), [x.stride() for x in inputs]
+
+    def restride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+        if x.stride() == stride:
+            return x
+        return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+    return lambda *tensors: function(*map(restride, tensors, strides))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import FakeTensorMode, compile_graph
+from fzero.base.torch_private import FakeTensorMode
+from fzero.base.torch_private_operators import compile_graph
 from fzero.execution.outline import Fragment
 
 

@@ -11,6 +11,10 @@ from fzero.tracing.user_line import user_line_of_error
 
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
 _KNOWN = {
+    "must override the setup_context": (
+        "this torch refuses an `apply = F.apply`, kept from before, of an autograd Function whose forward takes ctx",
+        "call F.apply(...), or write forward without ctx and setup_context(ctx, inputs, output)",
+    ),
     "saved tensor hooks": (
         "hooks on saved tensors have no place under torch.func",
         "compute again with fzero.remat(fn)",

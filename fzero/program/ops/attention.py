@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from fzero.base import torch_private_operators as private
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import FakeTensorMode, compile_graph
+from fzero.base.torch_private import FakeTensorMode
 from fzero.program.kinds import Kind
 from fzero.program.memory import Allocator
 from fzero.program.operation import Node, Work, read_and_write, values_of
@@ -186,7 +186,7 @@ def _make_kernel(
     with FakeTensorMode():
         given = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device) for x in inputs]
     try:
-        return compile_graph(module, given)
+        return private.compile_graph(module, given)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         way_out = "use scaled_dot_product_attention, in transformers attn_implementation='sdpa'"
