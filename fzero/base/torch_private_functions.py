@@ -47,8 +47,10 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
             return super(torch.autograd.Function, adapt(function)).apply(*args, **kwargs)
 
     module: Any = torch.autograd.function
-    names = {"custom_function_call": call_or_apply}
-    names["_is_setup_context_defined"] = lambda method: _is_separate(method) or _NotYet()
+    names: dict[str, Any] = {
+        "custom_function_call": call_or_apply,
+        "_is_setup_context_defined": lambda method: _is_separate(method) or _NotYet(),
+    }
     with _blocks_lock:
         _blocks.append(call)
         vars(module).update(names)
@@ -94,7 +96,7 @@ set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd
 """Allow or forbid forward-mode derivatives in a block. Public replacement: `torch.set_grad_enabled` of forward mode."""
 
 
-HigherOrderOperator: type = torch._ops.HigherOrderOperator
+HigherOrderOperator: Any = torch._ops.HigherOrderOperator
 """The class of torch's operations on functions. Public replacement: the same name in `torch.library`."""
 
 

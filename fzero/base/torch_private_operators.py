@@ -1,5 +1,5 @@
-"""Private names of torch about higher-order operators, which take functions, and about its compiler, each behind a small
-function, as in `torch_private`."""
+"""Private names of torch about higher-order operators, which take functions, and about its compiler, each behind a
+small function, as in `torch_private`."""
 
 from __future__ import annotations
 
