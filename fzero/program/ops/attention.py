@@ -224,7 +224,7 @@ def make_graph(
 # what is known of a node
 
 
-def _make_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _make_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     row = query.shape[:3]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     stats = (query.new_empty(row, dtype=dtype) for _ in range(2))
