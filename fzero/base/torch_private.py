@@ -382,19 +382,9 @@ def find_root(graph: fx.Graph) -> Any:
     return graph._root
 
 
-# for execution: the profiler, inductor
+# for execution: the profiler
 
 
 def is_profiling() -> bool:
     """Whether a profile is being taken. Public replacement: a predicate in `torch.profiler`."""
     return torch.autograd.profiler._is_profiler_enabled
-
-
-def compile_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph of aten operations by inductor. Public replacement: `torch.compile` without its tracing.
-
-    The import of inductor takes a second, so it waits for the first fragment.
-    """
-    import torch._inductor
-
-    return torch._inductor.compile(module, inputs)

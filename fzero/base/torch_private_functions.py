@@ -48,7 +48,8 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
     in an operation's kernel for one transform, autograd applies the class `adapt(function)`.
 
     `apply` refuses such a class before it asks any mode, and users keep `apply = F.apply`. So two names that `apply`
-    looks up are replaced, and not the method. The last block of all threads restores them; all blocks are alike.
+    looks up are replaced, and not the method, where torch's `apply` is Python code. The last block of all threads
+    restores them; all blocks are alike.
     Public replacement: none is needed once torch.func takes a Function without `setup_context`.
     """
 
@@ -59,10 +60,15 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
             return super(torch.autograd.Function, adapt(function)).apply(*args, **kwargs)
 
     module: Any = torch.autograd.function
+    names: dict[str, Any] = {
+        "custom_function_call": call_or_apply,
+        "_is_setup_context_defined": lambda method: _is_separate(method) or _NotYet(),
+    }
     with _blocks_lock:
         _blocks.append(call)
-        module.custom_function_call = call_or_apply
-        module._is_setup_context_defined = lambda method: _is_separate(method) or _NotYet()
+        vars(module).update(names)
+        if _APPLIES_IN_C:
+            module.Function.apply = classmethod(_apply)
     try:
         yield
     finally:
@@ -70,6 +76,24 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
             _blocks.pop()
             if not _blocks:
                 module.custom_function_call, module._is_setup_context_defined = custom_function_call, _is_separate
+                if _APPLIES_IN_C:
+                    module.Function.apply = _APPLY
+
+
+_APPLY: Any = vars(torch.autograd.Function)["apply"]
+_APPLIES_IN_C = not isinstance(_APPLY, classmethod)
+"""Whether `Function.apply` is no Python code, as since torch 2.15. Then it looks up no names, and is replaced itself.
+An `apply = F.apply` that a user keeps from before is torch's, which refuses a Function without `setup_context`."""
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply` as Python code, as torch had it until 2.14."""
+    module: Any = torch.autograd.function
+    if not torch._C._are_functorch_transforms_active():
+        return _APPLY.__get__(None, function)(*args, **kwargs)
+    if _is_separate(function.setup_context):
+        args, kwargs = module._bind_default_args(function.forward, args, kwargs)
+    return module.custom_function_call(function, *args, **kwargs)
 
 
 def requires_grad(tensor: Tensor) -> bool:
@@ -85,7 +109,7 @@ set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd
 """Allow or forbid forward-mode derivatives in a block. Public replacement: `torch.set_grad_enabled` of forward mode."""
 
 
-HigherOrderOperator: type = torch._ops.HigherOrderOperator
+HigherOrderOperator: Any = torch._ops.HigherOrderOperator
 """The class of torch's operations on functions. Public replacement: the same name in `torch.library`."""
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import FakeTensorMode, compile_graph
+from fzero.base.torch_private import FakeTensorMode
+from fzero.base.torch_private_operators import compile_graph
 from fzero.execution.outline import Fragment
 
 
@@ -27,23 +28,9 @@ def compile_fragment(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
             torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device) for x in fragment.inputs
         ]
     try:
-        function = compile_graph(module, given)
+        return compile_graph(module, given)
     except Exception as error:
         raise _refuse(fragment, error) from error
-    strides = [x.strides for x in fragment.inputs]
-
-    def call(*tensors: Tensor) -> Sequence[Tensor]:
-        return function(*map(_restride, tensors, strides))
-
-    return call
-
-
-def _restride(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """`x` with these strides, a copy where it has others. Inductor relies on the strides that were traced, and a
-    collective may return other ones."""
-    return (
-        x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-    )
 
 
 def _refuse(fragment: Fragment, error: Exception) -> FzeroError:

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.torch_private import OpOverload
+from fzero.base.torch_private_functions import HigherOrderOperator
 from fzero.passes.move_to_host import LEAST_BYTES, move_to_host
 from fzero.passes.order import erase_dead
 from fzero.program.operation import Node, values_of
 from fzero.program.program import Program
 from fzero.program.records import find_writes, record, storage
 from fzero.values.regions import Region, Turn, get_mark, set_mark
+
+_DETACH = torch.ops.aten.detach.default
 
 
 def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
@@ -143,7 +146,7 @@ def _choose_results(members: list[Node], region: Region) -> tuple[set[Node], set
         elif node.target is operator.getitem:
             chosen.update([node] if node.args[0] in chosen else [])
             on_host.update([node] if node.args[0] in on_host else [])
-        elif _is_asked(target := node.args[1] if record(node).draws else node.target):
+        elif _is_asked(target := node.args[1] if record(node).draws else record(node).stands_for or node.target):
             args = values_of(node.args[2:] if record(node).draws else node.args)
             where = node.stack_trace or node.name
             fate = region.decide(node.name, where, target, args, values_of(node.kwargs), node.meta.get("val"))
@@ -155,9 +158,9 @@ def _choose_results(members: list[Node], region: Region) -> tuple[set[Node], set
 
 def _is_asked(target: Any) -> bool:
     """Whether torch asks a policy about an operation. `detach` is a view, which torch never keeps."""
-    return (
-        isinstance(target, OpOverload) and target.namespace != "fzero" and target is not torch.ops.aten.detach.default
-    )
+    if isinstance(target, HigherOrderOperator):
+        return True
+    return isinstance(target, OpOverload) and target.namespace != "fzero" and target is not _DETACH
 
 
 def _find_dependencies(values: Iterable[Node], lost: set[Node], writers: dict[Any, list[Node]]) -> set[Node]:

@@ -262,11 +262,12 @@ class Allocator:
         return self.away.get(key, "device")
 
     def _place_batch(self, node: Node, value: Any) -> Any:
-        """The location of an argument that is no state. Memory in front of its first element is left out: a rank's part
-        may be a view of all parts, and ranks count alike."""
+        """The location of an argument that is no state. Memory in front of its first element and behind its last one is
+        left out: a rank's part may be a view of all parts, and ranks count alike."""
         at = self._allocate(node, value, None)
         if isinstance(at, Location):
-            self.nbytes[node] -= value.storage_offset() * value.element_size()
+            reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+            self.nbytes[node] = (reach + 1) * value.element_size() if value.numel() else 0
         return at
 
     # for the rules of operations

@@ -117,6 +117,7 @@ class Operation:
     * `source`, `to`: the operation starts to copy the values of its first argument from one place to another. Places
       are the "device", the "host" and the "disk".
     * `arrives`: the operation waits for the copies that its operand started.
+    * `stands_for`: the operator of torch that the operation stands for, which policies of checkpoints are asked about.
     * `is_foreign`: the operation was defined outside of fzero. The walk checks the kinds that its rule gives.
     """
 
@@ -154,4 +155,5 @@ class Operation:
     source: Literal["device", "host", "disk"] | None = None
     to: Literal["device", "host", "disk"] | None = None
     arrives: bool = False
+    stands_for: Any = None
     is_foreign: bool = False

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.base.errors import FzeroError
-from fzero.tracing import custom_ops
+from fzero.base.torch_private_functions import HigherOrderOperator
+from fzero.tracing import custom_ops, higher_order
 from fzero.tracing.checks import Checks, place_of_caller
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.rewrites import REWRITES
@@ -26,6 +27,7 @@ class CallMode(TorchFunctionMode):
     * a tensor is not converted to numpy, which would read memory that a traced tensor does not have;
     * a function with `out=` writes into that;
     * a function of `REWRITES` is what stands there;
+    * a higher-order operator of torch is what `higher_order` says, or is refused;
     * a custom operation has its derivative under torch.func;
     * `checks` knows which function is running.
     """
@@ -49,6 +51,8 @@ class CallMode(TorchFunctionMode):
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if name in REWRITES:
             return REWRITES[name](func, *args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return higher_order.call(self._kinds, func, args, kwargs)
         operation = custom_ops.find_custom_op(func)
         if operation is not None:
             return custom_ops.call(operation, args, kwargs)

@@ -27,7 +27,10 @@ _PASSES = {
 """Who asks -> the truth with which the check passes. Who asks is a function of torch, a backward node of autograd, or
 the place of a `bool(x)` in torch's Python code."""
 
-_HINTS = {"torch.nn.modules.transformer._detect_is_causal_mask"}
+_HINTS = {
+    "torch.nn.modules.transformer._detect_is_causal_mask",
+    "transformers.masking_utils.flex_attention_mask",  # whether a padding mask leaves out nothing
+}
 """Who asks only to choose a faster way where the truth is True."""
 
 _OF_SECOND_ORDER = {

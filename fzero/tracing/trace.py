@@ -20,6 +20,7 @@ from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.state import find_seeds
 from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
+from fzero.base.torch_private_operators import ignore_compile
 from fzero.layout.layout import Layout
 from fzero.layout.owners import Places
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
@@ -222,6 +223,7 @@ class _Trace:
             self.fake_mode,
             NameErrors(self.fn),
             compiling(),
+            ignore_compile(),
             replace_checkpoint(checkpoint),
             leave_inference_mode(),
             take_custom_functions(),

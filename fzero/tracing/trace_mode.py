@@ -17,8 +17,10 @@ from fzero.base.torch_private import (
     has_known_value,
     overload_name,
 )
+from fzero.base.torch_private_functions import HigherOrderOperator
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
+from fzero.tracing.higher_order import refuse
 from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
 
@@ -43,6 +45,8 @@ class TraceMode(TorchDispatchMode):
         FzeroError: for an operation that cannot be in a program.
     """
 
+    supports_higher_order_operators = True  # torch asks this mode about them, and it refuses them
+
     def __init__(self, checks: Checks) -> None:
         super().__init__()
         self._checks = checks
@@ -60,6 +64,8 @@ class TraceMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two calls of three: torch asks where operands lie
             return args[0].device
+        if isinstance(func, HigherOrderOperator):
+            raise refuse(func.__name__)
         line, kwargs = current_user_line(), kwargs or {}
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())

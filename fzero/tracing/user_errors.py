@@ -11,6 +11,10 @@ from fzero.tracing.user_line import user_line_of_error
 
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
 _KNOWN = {
+    "must override the setup_context": (
+        "this torch refuses an `apply = F.apply`, kept from before, of an autograd Function whose forward takes ctx",
+        "call F.apply(...), or write forward without ctx and setup_context(ctx, inputs, output)",
+    ),
     "saved tensor hooks": (
         "hooks on saved tensors have no place under torch.func",
         "compute again with fzero.remat(fn)",
@@ -45,9 +49,9 @@ _KNOWN = {
     "match the broadcast shape": ("torch cannot tell the shape of this while it traces", "write the shapes out"),
     "primals and tangents": ("primals and tangents are of different leaves", "give each leaf its own tangent"),
     "Sharded": ("torch takes no Sharded here", "give leaf.full_tensor()"),
-    "found no compiled frames": (
-        "torch.compile with fullgraph=True compiles a part of a step, but a step is one program",
-        "leave fullgraph out, and compile the step: fzero.shard(step, mesh, compile=True)",
+    "FlexAttention does not support backward": (
+        "torch has no gradient of flex_attention on this device",
+        "train on a GPU, or use scaled_dot_product_attention, in transformers attn_implementation='sdpa'",
     ),
     "functorch": ("torch.func does not support this", "take it out of the loss, or out of the step"),
     "vmap": ("torch.func does not support this", "take it out of the loss, or out of the step"),

@@ -25,7 +25,7 @@ DOTS = frozenset(
     mm bmm addmm addbmm baddbmm mv addmv dot vdot convolution _scaled_mm _grouped_mm _scaled_grouped_mm
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention
     _scaled_dot_product_efficient_attention _scaled_dot_product_fused_attention_overrideable
-    _flash_attention_forward _efficient_attention_forward
+    _flash_attention_forward _efficient_attention_forward flex_attention
     """.split()
 )
 """Names of matrix products and of attention in one operation: the results that take longest to compute again."""

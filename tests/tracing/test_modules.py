@@ -57,12 +57,6 @@ def test_a_compiled_function_is_a_part_of_the_program() -> None:
     assert_trains_as_plain(lambda p, x: compiled(x @ p["w"]).mean(), {"w": draw(5, 3)}, draw(4, 5), stage=3)
 
 
-def test_a_compiled_function_that_must_be_one_graph_is_refused() -> None:
-    compiled = torch.compile(lambda x: x.sin(), backend="eager", fullgraph=True)
-    with pytest.raises(FzeroError, match=r"fullgraph=True compiles a part of a step.*compile=True"):
-        fzero.simulate(lambda x: compiled(x), MESH)(torch.ones(2))
-
-
 def test_a_branch_on_a_random_draw_is_refused_with_the_option_behind_it() -> None:
     def drop(x: Tensor) -> Tensor:
         return x if torch.rand([]) < 0.1 else 2 * x

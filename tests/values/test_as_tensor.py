@@ -158,7 +158,7 @@ def save_on_cpu(p: Any, x: Tensor, ids: Tensor) -> Tensor:
         (save_on_cpu, "hooks on saved tensors have no place under torch.func.*fzero.remat"),
         (
             lambda p, x, ids: torch.cond(torch.tensor(True), torch.sin, torch.cos, (x @ p["w"],)),
-            "no derivative of this higher-order operation.*torch.where",
+            "does not have torch's higher-order operator cond.*torch.where",
         ),
         (lambda p, x, ids: Scaled()(x) @ p["w"].T, "is replaced inside of a gradient.*outside of the step"),
         (lambda p, x, ids: F.embedding(ids, p["square"], sparse=True), "makes a torch.sparse_coo tensor.*dense"),

@@ -9,6 +9,7 @@ from fzero.layout.buffers import blocks_of as pack_leaves
 from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Slice
 from fzero.program.operation import NO_WORK, Operation, Work
+from fzero.program.ops.attention import flex_attention, flex_attention_backward
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
@@ -52,6 +53,8 @@ __all__ = [
     "define",
     "dequantize",
     "draw",
+    "flex_attention",
+    "flex_attention_backward",
     "from_owners",
     "gather",
     "is_call",
