@@ -18,7 +18,8 @@ from types import CodeType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 _VALUES = (bool, int, float, complex, str, bytes)
-_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
+_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
+_STATEFUL = frozenset({itertools.count, random.Random, GeneratorType, *_ITERATORS})
 _COUNTS = frozenset({"COPY", "DUP_TOP", "DUP_TOP_TWO", "SWAP", "ROT_TWO", "ROT_THREE", "LOAD_CONST", "LOAD_SMALL_INT"})
 _COUNTS |= {"BINARY_OP", "INPLACE_ADD", "BINARY_ADD", "BINARY_SUBSCR", "PRECALL", "CACHE"}
 """Instructions between the load and the store of `x += 1` and `x["k"] += 1`."""
@@ -37,7 +38,7 @@ class Content(NamedTuple):
     @classmethod
     def of(cls, items: Iterable[tuple[Any, Any]], is_sequence: bool = False) -> Content:
         held = dict(items)
-        return cls(held, is_sequence, {key: text for key, x in held.items() if (text := _describe_state(x))})
+        return cls(held, is_sequence, {key: _describe_state(x) for key, x in held.items() if type(x) in _STATEFUL})
 
 
 def take_content(value: Any) -> Content | None:
@@ -58,9 +59,11 @@ def find_changes(owner: Any, before: Content, after: Content) -> Iterator[tuple[
         yield None, f"from {len(before.items)} to {len(after.items)} entries"
     for key, new in after.items.items():
         value = before.items[key] if key in before.items else _find_default(owner, key)
-        if key in before.states and new is value and after.states.get(key) != before.states[key]:
-            yield key, f"from {before.states[key]:.60} to {after.states.get(key, ''):.60}"
-        if new is value or not isinstance(value, _VALUES) or not isinstance(new, _VALUES):
+        if new is value:
+            if key in before.states and after.states[key] != before.states[key]:
+                yield key, f"from {before.states[key]:.60} to {after.states[key]:.60}"
+            continue
+        if not isinstance(value, _VALUES) or not isinstance(new, _VALUES):
             continue
         is_set = value is False and new is True  # once: a flag
         if not is_set and (type(new) is not type(value) or new != value) and (new == new or value == value):
@@ -73,7 +76,7 @@ def _find_default(owner: Any, key: Any) -> Any:
 
 
 def _describe_state(value: Any) -> str:
-    """What an object will give next, as far as it can be told without asking it; "" for other objects."""
+    """What an object of `_STATEFUL` will give next, as far as it can be told without asking it."""
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, random.Random):
@@ -82,9 +85,7 @@ def _describe_state(value: Any) -> str:
         frame = value.gi_frame
         held = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, _VALUES)}
         return f"{value.__name__} at {None if frame is None else frame.f_lasti} with {held}"
-    if isinstance(value, _ITERATORS):
-        return f"{operator.length_hint(value)} entries left"
-    return ""
+    return f"{operator.length_hint(value)} entries left"
 
 
 def is_read(place: str, functions: Iterable[FunctionType]) -> bool:

@@ -54,10 +54,10 @@ def walk(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
     yield from _walk(name, root, list_children, limit, _is_empty)
 
 
-def walk_held(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
+def walk_inside(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
     """`walk` through what objects hold themselves: without globals that functions name, and without classes. Empty
     containers, which may be filled later, are visited."""
-    yield from _walk(name, root, list_held, limit, _is_of_no_one)
+    yield from _walk(name, root, list_contents, limit, _is_of_no_one)
 
 
 def _walk(
@@ -100,7 +100,7 @@ def list_children(name: str, value: Any) -> Iterator[_Named]:
     """`(name, object)` of what an object keeps alive, with its class, and the globals that a function names."""
     if isinstance(value, weakref.ref):
         return
-    yield from list_held(name, value)
+    yield from list_contents(name, value)
     if isinstance(value, FunctionType):
         yield from list_globals(value)
     elif isinstance(value, type):
@@ -112,7 +112,7 @@ def list_children(name: str, value: Any) -> Iterator[_Named]:
 _FUNCTIONS = (MethodType, functools.partial, staticmethod, classmethod, functools._lru_cache_wrapper)
 
 
-def list_held(name: str, value: Any) -> Iterator[_Named]:
+def list_contents(name: str, value: Any) -> Iterator[_Named]:
     """`(name, object)` of what an object holds itself."""
     if isinstance(value, FunctionType):
         yield from _list_closure(name, value)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fzero.base.changes import Content, find_changes, is_read
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import list_children, list_held, walk
+from fzero.base.reachable import list_children, list_contents, walk
 
 
 class SideEffects:
@@ -47,7 +47,7 @@ class SideEffects:
 
 def _take(name: str, value: Any) -> Content:
     """What an object holds that may count: by the names that a user would write."""
-    held = list_children if isinstance(value, (type, FunctionType)) else list_held
+    held = list_children if isinstance(value, (type, FunctionType)) else list_contents
     return Content.of(held(name, value), isinstance(value, (list, deque)))
 
 

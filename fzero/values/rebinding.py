@@ -2,7 +2,7 @@
 
 `copy.deepcopy` copies objects, and takes functions as they are. The copy of a module whose `forward` was replaced by a
 closure over its own forward, or that has a hook which closes over another submodule, would call the original. So
-`copy_bound` makes new functions of those that hold a part of the module: with new cells, which hold copies.
+`copy_and_bind` makes new functions of those that hold a part of the module: with new cells, which hold copies.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import list_globals, list_held, walk_held
+from fzero.base.reachable import list_contents, list_globals, walk_inside
 
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
 _MOST = 1000  # objects below a global that are looked at
 _WAY_OUT = "hold the module in a closure, an argument of functools.partial or an attribute, or give that to lower too"
 
 
-def copy_bound(module: nn.Module, memo: dict[int, Any], stale: Iterable[Tensor]) -> nn.Module:
+def copy_and_bind(module: nn.Module, memo: dict[int, Any], stale: Iterable[Tensor]) -> nn.Module:
     """A deep copy of a module that holds no part of the module itself, and none of the tensors `stale`, which depend
     on its parameters. `memo` has the copies of tensors, by id.
 
@@ -33,7 +33,7 @@ def copy_bound(module: nn.Module, memo: dict[int, Any], stale: Iterable[Tensor])
             be changed: a global, a class, a cache.
     """
     parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers(), *stale)}
-    held = {id(value): value for _, value in walk_held("", module)}
+    held = {id(value): value for _, value in walk_inside("", module)}
     holding = _find_holders(held, parts)
     bind = _Binder(memo, holding | parts)
     for each in holding:
@@ -54,7 +54,7 @@ def _find_holders(held: dict[int, Any], parts: set[int]) -> set[int]:
     """The ids of the objects among `held` through which a part of the module can be reached."""
     holders: dict[int, set[int]] = {}
     for key, value in held.items():
-        for _, child in list_held("", value):
+        for _, child in list_contents("", value):
             holders.setdefault(id(child), set()).add(key)
     found, waiting = set[int](), list(parts)
     while waiting:
@@ -131,7 +131,7 @@ def _find_parts(made: nn.Module, parts: set[int]) -> Iterator[tuple[str, str]]:
                     yield _join(path, key), f"is a function that uses the original by the global {variable!r}"
         for key, value in ((key, x) for cls in type(child).__mro__ for key, x in vars(cls).items()):
             is_closure = isinstance(value, FunctionType) and value.__closure__
-            if is_closure and any(id(x) in parts for _, x in walk_held("", value, _MOST)):
+            if is_closure and any(id(x) in parts for _, x in walk_inside("", value, _MOST)):
                 yield _join(path, key), f"is a function of the class {type(child).__name__} that holds the original"
 
 
@@ -144,14 +144,14 @@ def _walk_to_modules(value: Any) -> Iterator[Any]:
             seen.add(id(each))
             yield each
             if not isinstance(each, (nn.Module, Tensor)):
-                waiting += [child for _, child in list_held("", each)]
+                waiting += [child for _, child in list_contents("", each)]
 
 
 def _find_in_globals(function: FunctionType, parts: set[int]) -> Iterator[str]:
     """The globals of a function that are a part of the module, or hold one as functions and containers do."""
     for variable, value in list_globals(function):
         is_holder = isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, list, tuple, dict))
-        if is_holder and any(id(x) in parts for _, x in walk_held(variable, value, _MOST)):
+        if is_holder and any(id(x) in parts for _, x in walk_inside(variable, value, _MOST)):
             yield variable
 
 

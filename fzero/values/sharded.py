@@ -150,7 +150,7 @@ class Sharded(Tensor):
         return self.form.device  # type: ignore[return-value]
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self.local.requires_grad
 
     @requires_grad.setter
@@ -158,7 +158,7 @@ class Sharded(Tensor):
         raise self._refuse_autograd("requires_grad")
 
     @property
-    def grad(self) -> None:  # type: ignore[override]
+    def grad(self) -> None:
         """None: gradients are what `fzero.value_and_grad` returns."""
 
     @grad.setter

@@ -7,6 +7,7 @@ stand-in that raises an error when it is used. So does a place with a tensor tha
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +21,15 @@ from torch.func import functional_call
 from fzero.base import torch_private
 from fzero.base.changes import Content, find_changes, is_read, take_content
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import walk, walk_held
+from fzero.base.reachable import walk, walk_inside
 from fzero.values import rules
-from fzero.values.rebinding import copy_bound
+from fzero.values.rebinding import copy_and_bind
 
 Place = tuple[str, Callable[[Tensor], None], Tensor]
 """The name of a parameter or buffer, a function that puts a tensor there, and the stand-in that is there."""
+
+
+_NOTHING = Content.of(())
 
 
 class Skeleton:
@@ -37,9 +41,9 @@ class Skeleton:
         slots = list(_iter_slots(self._modules))
         first = {id(tensor): slot for slot, tensor in reversed(slots)}
         self._slots = {slot: first[id(tensor)] for slot, tensor in slots}  # -> the first slot of its tensor
-        known = {id(value) for _, value in walk_held("", module)}
-        known |= {id(table) for child in self._modules.values() for table in _list_copied(child)}
-        held = [(name, value) for name, value in walk_held("", self._module) if id(value) not in known]
+        known = {id(value) for _, value in walk_inside("", module)}
+        known |= {id(table) for child in self._modules.values() for table in _list_tables(child)}
+        held = [(name, value) for name, value in walk_inside("", self._module) if id(value) not in known]
         self._places = [place for _, value in held for place in _iter_places(value, first)]
         contents = [(name.lstrip("."), value, take_content(value)) for name, value in held if _is_container(value)]
         self._containers = [(name, value) for name, value, content in contents if content is not None]
@@ -86,15 +90,15 @@ class Skeleton:
             (name, child, Content.of(torch_private.copy_attributes(child).items()))
             for name, child in self._modules.items()
         ]
-        contents = [(name, value, take_content(value)) for name, value in self._containers]
+        contents = [(name, value, take_content(value) or _NOTHING) for name, value in self._containers]
         try:
             yield
             for name, value, content in (*before, *contents):
                 self._refuse_changes(name, value, content)
         finally:
-            for _, child, attributes in before:
-                vars(child).clear()
-                vars(child).update(attributes.items)
+            for _, child, content in before:
+                child.__dict__.clear()
+                child.__dict__.update(content.items)
             for _, value, content in contents:
                 _reset(value, content)
 
@@ -109,7 +113,7 @@ class Skeleton:
                 raise FzeroError(place, problem, way_out)
 
 
-def _list_copied(module: nn.Module) -> list[Any]:
+def _list_tables(module: nn.Module) -> list[Any]:
     """The dicts of a module that `copy_attributes` copies."""
     attributes = vars(module)
     return [
@@ -125,7 +129,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _reset(value: Any, before: Content) -> None:
-    now = take_content(value)
+    now = take_content(value) or _NOTHING
     is_same = len(now.items) == len(before.items) and all(now.items.get(k, now) is v for k, v in before.items.items())
     if is_same:
         return
@@ -146,11 +150,13 @@ def _copy_to_meta(module: nn.Module) -> nn.Module:
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     memories = {torch_private.storage_key(x): path for path, x in own.items() if _has_storage(x)}
     parts = {id(x) for x in own.values()}
-    held = [(name.lstrip("."), x) for name, x in walk_held("", module) if isinstance(x, Tensor) and id(x) not in parts]
+    held = [
+        (name.lstrip("."), x) for name, x in walk_inside("", module) if isinstance(x, Tensor) and id(x) not in parts
+    ]
     memo: dict[int, Any] = {id(value): _share(name, value, memories) for name, value in held}
     memo |= {id(value): _stand_in(path, value) for path, value in own.items()}
     stale = [value for _, value in held if isinstance(memo[id(value)], _StandIn)]
-    skeleton = copy_bound(module, memo, stale)
+    skeleton = copy_and_bind(module, memo, stale)
     for child in skeleton.modules():
         if isinstance(child, nn.RNNBase):
             child.register_forward_pre_hook(_refresh_weights)
@@ -177,14 +183,14 @@ def _has_storage(value: Tensor) -> bool:
 class _StandIn(nn.Parameter):
     """A tensor that no function may use: it stands where a tensor of a module would be out of date."""
 
-    where: str
+    place: str
     problem: str
 
     @classmethod
     def of(cls, value: Tensor, where: str, problem: str) -> _StandIn:
         requires_grad = isinstance(value, nn.Parameter) and value.requires_grad
         made = cls(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad)
-        made.where, made.problem = where, problem
+        made.place, made.problem = where, problem
         return made
 
     @classmethod
@@ -195,7 +201,7 @@ class _StandIn(nn.Parameter):
         given = torch_private.pytree_leaves((args, kwargs))
         this = next(x for x in given if isinstance(x, cls))
         problem = f"{this.problem}, and the forward uses it: apply(params, ...) would compute with old values"
-        raise FzeroError(this.where, problem, "empty it, or make the module anew, before lower")
+        raise FzeroError(this.place, problem, "empty it, or make the module anew, before lower")
 
 
 def _stand_in(path: str, value: Tensor) -> Tensor:
@@ -224,10 +230,10 @@ def _iter_places(value: Any, first: Mapping[int, str]) -> Iterator[Place]:
             except ValueError:  # a variable that is not assigned yet
                 continue
             if id(content) in first:
-                yield first[id(content)], lambda x, cell=cell: setattr(cell, "cell_contents", x), content
+                yield first[id(content)], functools.partial(setattr, cell, "cell_contents"), content
         return
     content = None if isinstance(value, Tensor) else take_content(value)
     table: Any = value if isinstance(value, (dict, list, deque)) else getattr(value, "__dict__", None)
     for key, item in content.items.items() if content is not None else ():
         if id(item) in first:
-            yield first[id(item)], lambda x, table=table, key=key: table.__setitem__(key, x), item
+            yield first[id(item)], functools.partial(table.__setitem__, key), item

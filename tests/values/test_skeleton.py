@@ -1,4 +1,4 @@
-"""Modules that hold themselves: replaced forwards, hooks, weights in lists. Each trains as torch does, or is refused."""
+"""Modules that hold themselves: replaced forwards, hooks, weights in lists: trained as by torch, or refused by name."""
 
 from __future__ import annotations
 
