@@ -29,7 +29,7 @@ from fzero.base.errors import FzeroError
 from fzero.optim import operations
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.optim.quantized import BLOCK
-from fzero.values import blockwise, rules
+from fzero.values import rules
 from fzero.values.calls import follow_call, hash_call, perform_call
 from fzero.values.moves import Beside, Parts, copy_alias
 from fzero.values.origin import Origin, describe_state
@@ -51,7 +51,7 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             return func(*args, **kwargs)
     if name in rules.REFUSED:
         raise FzeroError(_find_path((args, kwargs)), f"{name} is no function of a Sharded", rules.REFUSED[name])
-    _check_bytes(name, args, kwargs)
+    rules.check_bytes(name, args, kwargs)
     if rules.is_in_place(func, kwargs):
         written = kwargs.get("out", args[0] if args else next(iter(kwargs.values()), None))  # nn.init has names only
         return _write(func, name, written, args, kwargs)
@@ -77,14 +77,6 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if result is not None:
             return result
     return _apply_in_full(func, name, args, kwargs)
-
-
-def _check_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a function that would take the codes or scales of a quantized leaf for numbers."""
-    given = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    path = next((x.path for x in given if is_sharded(x) and blockwise.is_part(x.path, x.dtype, x.shape)), None)
-    if path is not None and not rules.keeps_bytes(name, given):
-        raise FzeroError(path, f"is a part of a quantized leaf: {name} would take its bytes for numbers", rules.WHOLE)
 
 
 def _apply_in_full(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,15 +5,17 @@ One name covers `torch.add`, `Tensor.add` and `Tensor.__add__`. The reflected `T
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.base.dtypes import accumulator
+from fzero.base.errors import FzeroError
 from fzero.layout.layout import Leaf
 from fzero.optim import operations
+from fzero.values.blockwise import is_part
 from fzero.values.moves import Peak, Total
 from fzero.values.performer import MovePerformer
 
@@ -140,10 +142,14 @@ def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
-def keeps_bytes(name: str, given: list[Any]) -> bool:
-    """Whether a function of codes or scales of a quantized leaf leaves them as they are."""
+def check_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a function that would take the codes or scales of a quantized leaf for numbers."""
+    given = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    sharded: Iterator[Any] = (x for x in given if isinstance(x, Tensor) and hasattr(x, "form"))
+    path = next((x.path for x in sharded if is_part(x.path, x.dtype, x.shape)), None)
     is_cast = name in ("to", "type") and any(isinstance(x, torch.dtype) and x != torch.uint8 for x in given)
-    return name.removesuffix("_") in BYTES and not is_cast
+    if path is not None and (is_cast or name.removesuffix("_") not in BYTES):
+        raise FzeroError(path, f"is a part of a quantized leaf: {name} would take its bytes for numbers", WHOLE)
 
 
 def is_accessor(func: Callable[..., Any]) -> bool:
