@@ -3,6 +3,7 @@ as in `torch_private`."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -120,6 +121,18 @@ def policy_of(context: Any) -> Callable[..., Any] | None:
     """
     is_selective = isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode)
     return context.policy_fn if is_selective else None
+
+
+_TELLS_OUTPUT = "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext).parameters
+
+
+def make_policy_context(result: Any) -> Any:
+    """The context that a policy is asked with. It has the result of the operation since torch 2.13.
+
+    Public replacement: a constructor of `SelectiveCheckpointContext` that stays.
+    """
+    known = {"op_output": result} if _TELLS_OUTPUT else {}
+    return torch.utils.checkpoint.SelectiveCheckpointContext(is_recompute=False, **known)
 
 
 def list_targets(graph: fx.Graph) -> list[Any]:

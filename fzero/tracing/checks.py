@@ -33,6 +33,9 @@ _HINTS = {
 }
 """Who asks only to choose a faster way where the truth is True."""
 
+_HELPERS = {"_all_true_or_runtime_assert"}
+"""Functions of torch that ask for others, since torch 2.15."""
+
 _OF_SECOND_ORDER = {
     ("ScatterReduceBackward", "any"),
     ("IndexReduceBackward", "any"),
@@ -87,4 +90,6 @@ class Checks:
 def place_of_caller(above: int) -> str:
     """The module and function of a frame so many above the caller's: `torch.distributions.constraints.check`."""
     frame: Any = sys._getframe(above + 1)
+    while frame.f_code.co_name in _HELPERS and frame.f_back is not None:
+        frame = frame.f_back
     return f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"

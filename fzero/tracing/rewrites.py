@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.torch_private import assert_later, depth
+from fzero.base.torch_private_functions import requires_grad
 from fzero.tracing.checks import place_of_caller
 from fzero.tracing.ctc import ctc_loss
 from fzero.values.sharded import Sharded
@@ -149,8 +150,14 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention`. A GPU has fused kernels for most shapes. On the meta device torch has none, and
-    would make matrices of all pairs of positions: a plan has the kernel of a GPU in their place."""
+    would make matrices of all pairs of positions: a plan has the kernel of a GPU in their place.
+
+    torch's kernel for CPU has no derivative by a mask, and torch does not take it for a mask that requires one. Of a
+    mask that an outer transform of torch.func differentiates torch does not know."""
     query, key, value, attn_mask = map(_gather, (query, key, value, attn_mask))
+    if attn_mask is not None and query.device.type == "cpu" and requires_grad(attn_mask):
+        how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **how)[0]
     is_known = query.device.type == "meta" and query.ndim == key.ndim == value.ndim == 4
     if is_known and attn_mask is None and query.shape[-1] == value.shape[-1]:
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]

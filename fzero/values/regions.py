@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fzero.base import torch_private
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private_functions import HigherOrderOperator
+from fzero.base.torch_private_functions import HigherOrderOperator, make_policy_context
 
 Policy = Callable[..., CheckpointPolicy | bool]
 """`policy(context, operation, *args, **kwargs)`, a policy of torch's `create_selective_checkpoint_contexts`. Tensors
@@ -148,7 +148,7 @@ class Region:
         """
         if name in self._answers:
             return self._answers[name]
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+        context = make_policy_context(result)
         said = self._policy(context, operation, *args, **kwargs)
         if not isinstance(said, (bool, CheckpointPolicy)) or said not in _FATES:
             problem = f"the policy of a checkpoint returns {said!r} for {operation}"

@@ -377,3 +377,27 @@ def test_a_transform_on_live_ranks(on_ranks: dict[str, list[Outcome]], name: str
         got = [sum(got) / len(got)]
     for result in got:
         torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_attention_whose_mask_an_outer_gradient_differentiates() -> None:
+    """torch's kernel for CPU has no derivative by a mask."""
+    leaves = {"w": torch.eye(WIDTH) / 2, "bias": torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)}
+    x = rows(MESH, width=WIDTH)
+
+    def attend(w: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        heads = (x[:, None, None] * torch.linspace(1, 2, WIDTH)[:, None]) @ w
+        mask = bias.expand(len(x), 1, WIDTH, WIDTH)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).square().sum()
+
+    def step(p: Params, x: Tensor) -> Any:
+        def penalized(p: Params) -> Tensor:
+            full = tree.map(lambda leaf: leaf.full_tensor(), p)
+            return fzero.grad(lambda w: attend(w, full["bias"], x))(full["w"]).square().sum()
+
+        return fzero.grad(penalized)(p)
+
+    got = fzero.unpartition(fzero.simulate(step, MESH)(fzero.partition(leaves, MESH), torch.cat([x, x])))
+    w, bias = (leaves[name].clone().requires_grad_() for name in ("w", "bias"))
+    (inner,) = torch.autograd.grad(attend(w, bias, x), w, create_graph=True)
+    expected = torch.autograd.grad(inner.square().sum(), (w, bias))
+    torch.testing.assert_close((got["w"], got["bias"]), expected, rtol=1e-4, atol=1e-5)
