@@ -20,6 +20,7 @@ from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.budget.fit import Budget, fit
 from fzero.files import duplicate
+from fzero.general import General, check_general, find_changes
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
@@ -35,7 +36,7 @@ from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
-from fzero.tracing.signatures import describe_change, describe_changes, sign_leaf
+from fzero.tracing.signatures import Signature, describe_change, describe_changes, sign_leaf
 from fzero.tracing.trace import trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.origin import UNKNOWN, Origin
@@ -45,6 +46,8 @@ Performer = Live | Virtual
 """Where a step runs: on this rank of a live mesh, or on all ranks of a virtual mesh."""
 
 T = TypeVar("T")
+MAX_GENERALS = 4
+"""How often a step is traced with open sizes at most."""
 MAX_PROGRAMS = 16
 """How many programs a step keeps, unless the user says otherwise."""
 _log = logging.getLogger("fzero")
@@ -77,9 +80,10 @@ def choose_rewrite(
 class _Traced(NamedTuple):
     """A program as `finish` returned it, its signature, and the values that it took from the step's surroundings."""
 
-    signature: Any
+    signature: Signature
     watches: list[Watch]
     finished: Any
+    program: Program | None  # None where no trace of its own made it
 
 
 class Pipeline(Generic[T]):
@@ -105,6 +109,8 @@ class Pipeline(Generic[T]):
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
         self._cache: list[_Traced] = []  # used last first
+        self._generals: list[General] = []  # used last first
+        self._tries = MAX_GENERALS
         self._has_warned = False
         self._measured: Rates | None = None
 
@@ -116,20 +122,26 @@ class Pipeline(Generic[T]):
         """
         self._check(*tree.flatten(args))
         with pause_garbage_collection():
-            with forget_casts():
-                traced = replace(dequantize(trace(self.fn, args, self.on.mesh)), measured=self._measured)
-                rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
-            check_seeds(rolled)
-            check_mistakes(rolled, self.fn, warn=not self._cache)
+            traced, rolled = self._trace(args)
             with disable_autocast():
                 if isinstance(self.passes, Budget):
                     return fit(traced, self.passes)
                 return run_passes(resolve(rolled), self.passes)
 
+    def _trace(self, args: tuple[Any, ...], *opened: Any) -> tuple[Program, Program]:
+        """The program of a trace, and with its loops rolled."""
+        with forget_casts():
+            traced = replace(dequantize(trace(self.fn, args, self.on.mesh, *opened)), measured=self._measured)
+            rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
+        check_seeds(rolled)
+        check_mistakes(rolled, self.fn, warn=not self._cache)
+        return traced, rolled
+
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
         self._measured = measured
         self._cache.clear()
+        self._generals.clear()
 
     def prepare(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
         """The finished program for these arguments, from the cache where their signature is known. Raises as `program`.
@@ -148,15 +160,54 @@ class Pipeline(Generic[T]):
                 self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
-        if self._cache:
+        filled = self._fill(signature) or self._generalize(signature, leaves)
+        if filled is None and self._cache:
             self._report(signature)
-        program = self.program(tree.unflatten(treedef, leaves))
-        watches = find_watches(self.fn)  # after the trace, which may count itself
+        program = filled[0] if filled else self.program(tree.unflatten(treedef, leaves))
+        watches = filled[1] if filled else self._watch(program)
         with disable_autocast():
             finished = self.finish(program)
-        self._cache.insert(0, _Traced(signature, watches + watch_elements(program, watches), finished))
+        self._cache.insert(0, _Traced(signature, watches, finished, None if filled else program))
         del self._cache[self.limit :]
         return finished
+
+    def _watch(self, program: Program) -> list[Watch]:
+        """Watches of what a program depends on, after its trace, which may count itself."""
+        watches = find_watches(self.fn)
+        return watches + watch_elements(program, watches)
+
+    def _fill(self, signature: Signature) -> tuple[Program, list[Watch]] | None:
+        """A program for this signature without a trace, where a general one fits."""
+        self._generals = [x for x in self._generals if all(value.is_unchanged for value in x.watches)]
+        for i, general in enumerate(self._generals):
+            sizes = general.find_sizes(signature)
+            if not isinstance(sizes, str):
+                self._generals.insert(0, self._generals.pop(i))
+                return general.fill(sizes), general.watches
+            _log.debug("%s is traced again: %s", getattr(self.fn, "__qualname__", self.fn), sizes)
+        return None
+
+    def _generalize(self, signature: Signature, leaves: list[Any]) -> tuple[Program, list[Watch]] | None:
+        """The same, after a trace with open sizes, where a known program of other sizes has no general one yet."""
+        if isinstance(self.passes, Budget) or self._tries == 0:
+            return None
+        for known in self._cache:
+            changes = find_changes(known.signature, signature) if known.program is not None else None
+            if not changes or any(not isinstance(x.find_sizes(known.signature), str) for x in self._generals):
+                continue
+            self._tries -= 1
+            args = tree.unflatten(signature[1], leaves)
+            try:
+                with pause_garbage_collection(), disable_autocast():
+                    general = General(lambda *how: resolve(self._trace(args, *how)[1]), self.passes, signature, changes)
+                    check_general(general, known.signature, known.program)
+            except Exception as error:  # whatever torch cannot do with open sizes; the trace of given sizes says more
+                _log.debug("%s is traced for each shape: %s", getattr(self.fn, "__qualname__", self.fn), error)
+                return None
+            general.watches = self._watch(general.early)
+            self._generals.insert(0, general)
+            return self._fill(signature)
+        return None
 
     def _sign(self, leaf: Any) -> Any:
         """The properties of a leaf on which the program depends. Where a budget decides where state lies, it does not
