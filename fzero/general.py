@@ -1,10 +1,11 @@
 """General programs: one trace for all sizes of a batch.
 
-A step that is called with a second shape is traced with open sizes (`fzero.base.symbols`). Further shapes that fulfil
+A step that is called with a third shape is traced with open sizes (`fzero.base.symbols`). Further shapes that fulfil
 the conditions of that trace need no trace of their own: numbers take the place of open sizes. The conditions are those
-of forward, backward and update, and those of the passes.
+of forward, backward and update, and those of the passes. Many steps have two shapes, of which one is the last batch:
+these are traced as they are.
 
-A general program is used only where it equals, node by node, the program that was traced at the first shape.
+A general program is used only where it equals, node by node, a program that was traced at another shape.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ from fzero.tracing.signatures import Signature
 from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
 
+MAX_GENERALS = 4
+"""How often a step is traced with open sizes at most."""
 _log = logging.getLogger("fzero")
 _BY_COSTS = "split"
 """The first of the default passes that looks at costs, which depend on sizes."""
+Trace = Callable[[Symbols, Mapping[int, Sequence[Any]]], Program]
+"""From symbols, and shapes with open sizes by the positions of leaves, to an open program."""
 Place = tuple[int, int]
 """A dimension: the position of a leaf among the arguments, and of the dimension in its shape."""
 
@@ -58,10 +63,10 @@ def _is_dense(described: Any) -> bool:
 
 
 class General:
-    """A program with open sizes: those in which a signature differs from that of a known program. Sizes that are equal
-    in both are one size.
+    """A program with open sizes: those in which a signature differs from `known` ones. Sizes that are equal in each of
+    these are one size.
 
-    `trace(symbols, shapes)` traces with open sizes. `passes` make a program of the trace.
+    `passes` make a program of what `trace` returns.
 
     Raises:
         FzeroError: where there is no such program.
@@ -69,22 +74,24 @@ class General:
 
     def __init__(
         self,
-        trace: Callable[[Symbols, Mapping[int, Sequence[Any]]], Program],
+        trace: Trace,
         passes: Sequence[Pass],
         signature: Signature,
-        changes: Mapping[Place, tuple[int, int]],
+        known: Sequence[Signature],
     ) -> None:
         self._signature, self.watches = signature, list[Watch]()
         self._symbols = Symbols(current_user_line)
-        self._places: dict[tuple[int, int], list[Place]] = {}
-        for place, pair in changes.items():
-            self._places.setdefault(pair, []).append(place)
-        opened = {place: self._symbols.open(pair[1]) for pair, places in self._places.items() for place in places[:1]}
-        for places in self._places.values():
-            opened |= dict.fromkeys(places, opened[places[0]])
+        self._places: dict[tuple[int, ...], list[Place]] = {}
+        changed = {place: None for each in known for place in find_changes(each, signature) or ()}
+        for place in changed:
+            sizes = tuple(_find_size(each, place) for each in (signature, *known))
+            self._places.setdefault(sizes, []).append(place)
+        opened: dict[Place, Any] = {}
+        for sizes, places in self._places.items():
+            opened |= dict.fromkeys(places, self._symbols.open(sizes[0]))
         shapes = {
             i: [opened.get((i, dim), size) for dim, size in enumerate(signature[2][i][0])]
-            for i in dict.fromkeys(i for i, _ in changes)
+            for i in dict.fromkeys(i for i, _ in changed)
         }
         names = [name_of_pass(rewrite) for rewrite in passes]
         if any(map(is_foreign, passes)) or _BY_COSTS not in names:
@@ -101,14 +108,14 @@ class General:
         changes = find_changes(self._signature, signature)
         if changes is None:
             return "other arguments than sizes of batches differ"
-        of = {place: changes.get(place, (self._size(place),) * 2)[1] for pair in self._places.values() for place in pair}
-        if changes.keys() - of.keys():
+        if changes.keys() - {place for places in self._places.values() for place in places}:
             return "another size changes"
         sizes = []
         for places in self._places.values():
-            if len({of[place] for place in places}) > 1:
-                return f"sizes that were equal differ: {sorted({of[place] for place in places})}"
-            sizes.append(of[places[0]])
+            found = {_find_size(signature, place) for place in places}
+            if len(found) > 1:
+                return f"sizes that were equal differ: {sorted(found)}"
+            sizes += found
         return self._symbols.find_broken(sizes) or sizes
 
     def fill(self, sizes: Sequence[int]) -> Program:
@@ -122,17 +129,75 @@ class General:
                 self._templates[bits] = Template(run_passes(early, self._late))
         return self._templates[bits].fill(sizes)
 
-    def _size(self, place: Place) -> int:
-        return self._signature[2][place[0]][0][place[1]]
+
+def _find_size(signature: Signature, place: Place) -> int:
+    return signature[2][place[0]][0][place[1]]
 
 
-def check_general(general: General, signature: Signature, program: Program) -> None:
-    """Compare a general program with the program that was traced at another signature.
+def check_general(general: General, known: Sequence[tuple[Signature, Program]]) -> None:
+    """Compare a general program with programs that were traced at other signatures, as far as it fits these.
 
     Raises:
-        FzeroError: where they differ, or the general program does not fit the signature.
+        FzeroError: where they differ, and where it fits none.
     """
-    sizes = general.find_sizes(signature)
-    difference = sizes if isinstance(sizes, str) else find_difference(general.fill(sizes), program)
-    if difference is not None:
-        raise FzeroError(program.name, f"has another program at another shape: {difference}", "each shape is traced")
+    problem = "no shape that was traced"
+    for signature, program in known:
+        sizes = general.find_sizes(signature)
+        if isinstance(sizes, str):
+            problem = sizes
+        elif (difference := find_difference(general.fill(sizes), program)) is not None:
+            raise FzeroError(program.name, f"has another program at another shape: {difference}", "each is traced")
+        else:
+            return
+    raise FzeroError("the step", f"has another program at another shape: {problem}", "each is traced")
+
+
+class Generals:
+    """The general programs of the step `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._found: list[General] = []  # used last first
+        self._tries = MAX_GENERALS
+
+    def find(
+        self,
+        signature: Signature,
+        known: Sequence[tuple[Signature, Program]],
+        trace: Trace,
+        passes: Sequence[Pass],
+        watch: Callable[[Program], list[Watch]],
+    ) -> tuple[Program, list[Watch]] | None:
+        """The program of a signature, and what it depends on, where a general program fits. None where none does.
+
+        `known` are programs that were traced at other signatures. Where two of them differ in sizes only, and no
+        general program fits them, a new one is traced: `watch` returns what that depends on.
+        """
+        filled = self._fill(signature)
+        like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
+        if filled is not None or len(like) < 2 or self._tries == 0:
+            return filled
+        self._tries -= 1
+        try:
+            general = General(trace, passes, signature, [each for each, _ in like])
+            check_general(general, like)
+        except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
+            _log.debug("%s is traced for each shape: %s", self.name, error)
+            return None
+        general.watches = watch(general.early)
+        self._found.insert(0, general)
+        return self._fill(signature)
+
+    def _is_apart(self, signature: Signature) -> bool:
+        """Whether no general program fits a signature."""
+        return all(isinstance(general.find_sizes(signature), str) for general in self._found)
+
+    def _fill(self, signature: Signature) -> tuple[Program, list[Watch]] | None:
+        self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
+        for i, general in enumerate(self._found):
+            sizes = general.find_sizes(signature)
+            if not isinstance(sizes, str):
+                self._found.insert(0, self._found.pop(i))
+                return general.fill(sizes), general.watches
+            _log.debug("%s is traced again: %s", self.name, sizes)
+        return None

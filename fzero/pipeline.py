@@ -18,9 +18,10 @@ from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
 from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
+from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, fit
 from fzero.files import duplicate
-from fzero.general import General, check_general, find_changes
+from fzero.general import Generals
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
@@ -46,8 +47,6 @@ Performer = Live | Virtual
 """Where a step runs: on this rank of a live mesh, or on all ranks of a virtual mesh."""
 
 T = TypeVar("T")
-MAX_GENERALS = 4
-"""How often a step is traced with open sizes at most."""
 MAX_PROGRAMS = 16
 """How many programs a step keeps, unless the user says otherwise."""
 _log = logging.getLogger("fzero")
@@ -109,8 +108,7 @@ class Pipeline(Generic[T]):
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
         self._cache: list[_Traced] = []  # used last first
-        self._generals: list[General] = []  # used last first
-        self._tries = MAX_GENERALS
+        self._generals = Generals(getattr(fn, "__qualname__", repr(fn)))
         self._has_warned = False
         self._measured: Rates | None = None
 
@@ -134,14 +132,15 @@ class Pipeline(Generic[T]):
             traced = replace(dequantize(trace(self.fn, args, self.on.mesh, *opened)), measured=self._measured)
             rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
         check_seeds(rolled)
-        check_mistakes(rolled, self.fn, warn=not self._cache)
+        if not opened:  # which has been traced at another shape
+            check_mistakes(rolled, self.fn, warn=not self._cache)
         return traced, rolled
 
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
         self._measured = measured
         self._cache.clear()
-        self._generals.clear()
+        self._generals = Generals(self._generals.name)
 
     def prepare(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
         """The finished program for these arguments, from the cache where their signature is known. Raises as `program`.
@@ -160,7 +159,7 @@ class Pipeline(Generic[T]):
                 self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
-        filled = self._fill(signature) or self._generalize(signature, leaves)
+        filled = self._generalize(signature, leaves)
         if filled is None and self._cache:
             self._report(signature)
         program = filled[0] if filled else self.program(tree.unflatten(treedef, leaves))
@@ -176,38 +175,17 @@ class Pipeline(Generic[T]):
         watches = find_watches(self.fn)
         return watches + watch_elements(program, watches)
 
-    def _fill(self, signature: Signature) -> tuple[Program, list[Watch]] | None:
-        """A program for this signature without a trace, where a general one fits."""
-        self._generals = [x for x in self._generals if all(value.is_unchanged for value in x.watches)]
-        for i, general in enumerate(self._generals):
-            sizes = general.find_sizes(signature)
-            if not isinstance(sizes, str):
-                self._generals.insert(0, self._generals.pop(i))
-                return general.fill(sizes), general.watches
-            _log.debug("%s is traced again: %s", getattr(self.fn, "__qualname__", self.fn), sizes)
-        return None
-
     def _generalize(self, signature: Signature, leaves: list[Any]) -> tuple[Program, list[Watch]] | None:
-        """The same, after a trace with open sizes, where a known program of other sizes has no general one yet."""
-        if isinstance(self.passes, Budget) or self._tries == 0:
+        """A program for this signature that needs no trace of its own, with what it depends on. None without one."""
+        if isinstance(self.passes, Budget):
             return None
-        for known in self._cache:
-            changes = find_changes(known.signature, signature) if known.program is not None else None
-            if not changes or any(not isinstance(x.find_sizes(known.signature), str) for x in self._generals):
-                continue
-            self._tries -= 1
-            args = tree.unflatten(signature[1], leaves)
-            try:
-                with pause_garbage_collection(), disable_autocast():
-                    general = General(lambda *how: resolve(self._trace(args, *how)[1]), self.passes, signature, changes)
-                    check_general(general, known.signature, known.program)
-            except Exception as error:  # whatever torch cannot do with open sizes; the trace of given sizes says more
-                _log.debug("%s is traced for each shape: %s", getattr(self.fn, "__qualname__", self.fn), error)
-                return None
-            general.watches = self._watch(general.early)
-            self._generals.insert(0, general)
-            return self._fill(signature)
-        return None
+        known = [(x.signature, x.program) for x in self._cache if x.program is not None]
+        trace_open = partial(self._trace_open, tree.unflatten(signature[1], leaves))
+        with pause_garbage_collection(), disable_autocast():
+            return self._generals.find(signature, known, trace_open, self.passes, self._watch)
+
+    def _trace_open(self, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, Sequence[Any]]) -> Program:
+        return resolve(self._trace(args, symbols, shapes)[1])
 
     def _sign(self, leaf: Any) -> Any:
         """The properties of a leaf on which the program depends. Where a budget decides where state lies, it does not

@@ -150,7 +150,7 @@ def _map_leaves(given: Any, change: Callable[[Any], Any]) -> Any:
 
 def find_difference(a: Program, b: Program) -> str | None:
     """The first difference of two programs: of arguments, results, nodes and the forms of their values. None where they
-    are equal."""
+    are equal. It does not matter where in its memory a batch lies: that differs between ranks, which decide alike."""
     for name in ("arguments", "out_tree", "layouts", "mesh", "pass_state", "noted", "remarks"):
         if getattr(a, name) != getattr(b, name):
             return f"{name}: {getattr(a, name)} and {getattr(b, name)}"
@@ -162,12 +162,19 @@ def find_difference(a: Program, b: Program) -> str | None:
     if constants:
         return f"constants {sorted(constants)}"
     ours, theirs = list(a.graph.nodes), list(b.graph.nodes)
-    memory: tuple[dict[int, int], dict[int, int]] = {}, {}
+    memory = [_list_batches(program) for program in (a, b)]
     for left, right in zip(ours, theirs):
         mine, other = (_describe_node(node, seen) for node, seen in zip((left, right), memory))
         if mine != other:
             return f"{mine} and {other}"
     return None if len(ours) == len(theirs) else f"{len(ours)} and {len(theirs)} nodes"
+
+
+def _list_batches(program: Program) -> dict[int, int]:
+    """The keys of the memory of batches, each with a number below 0."""
+    given = zip(program.arguments, program.placeholders)
+    batches = [storage_key(node.meta["val"]) for argument, node in given if argument.bucket is None]
+    return {key: -1 - i for i, key in enumerate(dict.fromkeys(batches))}
 
 
 def _describe_node(node: Node, memory: dict[int, int]) -> Any:
@@ -182,5 +189,5 @@ def _describe_value(value: Any, memory: dict[int, int]) -> Any:
     if not isinstance(value, Tensor):
         return value
     place = memory.setdefault(storage_key(value), len(memory))
-    nbytes = value.untyped_storage().nbytes()
-    return list(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device, nbytes, place
+    where = () if place < 0 else (value.storage_offset(), value.untyped_storage().nbytes())
+    return list(value.shape), value.stride(), value.dtype, value.device, place, *where

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.symbols import is_open
 from fzero.base.torch_private import assert_later, depth
 from fzero.tracing.checks import place_of_caller
 from fzero.tracing.ctc import ctc_loss
@@ -154,6 +155,17 @@ def _attend(
     return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def _linear(func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`. In front of its kernel torch asks for the values of open sizes of three dimensions, with a bias."""
+    if x.ndim != 3 or bias is None or not any(map(is_open, x.shape)):
+        return func(x, weight, bias)
+    x, weight, bias = map(_gather, (x, weight, bias))
+    if not x.is_contiguous():
+        return (x @ weight.t()).add_(bias)
+    flat = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+    return torch.addmm(bias, flat, weight.t()).view(x.shape[0], x.shape[1], weight.shape[0])
+
+
 def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
@@ -167,6 +179,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "resize_as_": _resize_as_,
     "ctc_loss": ctc_loss,
     "linalg_lstsq": _lstsq,
+    "linear": _linear,
     "requires_grad_": _requires_grad_,
     "scaled_dot_product_attention": _attend,
 }
