@@ -28,7 +28,7 @@ from fzero.tracing.signatures import Signature
 from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
 
-MAX_GENERALS = 4
+MAX_GENERALS = 3
 """How often a step is traced with open sizes at most."""
 _log = logging.getLogger("fzero")
 _BY_COSTS = "split"
@@ -99,7 +99,7 @@ class General:
         at = names.index(_BY_COSTS)
         self._late = passes[at:]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Raw SymInt value")  # fx has them as nodes
+            warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")  # fx has them as nodes
             self.early = run_passes(trace(self._symbols, shapes), passes[:at])
         self._templates: dict[int, Template] = {}
 
@@ -110,7 +110,7 @@ class General:
             return "other arguments than sizes of batches differ"
         if changes.keys() - {place for places in self._places.values() for place in places}:
             return "another size changes"
-        sizes = []
+        sizes: list[int] = []
         for places in self._places.values():
             found = {_find_size(signature, place) for place in places}
             if len(found) > 1:
@@ -125,7 +125,7 @@ class General:
         if bits not in self._templates:
             early = replace(self.early, open=Open(self._symbols, tuple(sizes)))
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Raw SymInt value")
+                warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
                 self._templates[bits] = Template(run_passes(early, self._late))
         return self._templates[bits].fill(sizes)
 
@@ -145,10 +145,11 @@ def check_general(general: General, known: Sequence[tuple[Signature, Program]]) 
         sizes = general.find_sizes(signature)
         if isinstance(sizes, str):
             problem = sizes
-        elif (difference := find_difference(general.fill(sizes), program)) is not None:
+            continue
+        difference = find_difference(general.fill(sizes), program)
+        if difference is not None:
             raise FzeroError(program.name, f"has another program at another shape: {difference}", "each is traced")
-        else:
-            return
+        return
     raise FzeroError("the step", f"has another program at another shape: {problem}", "each is traced")
 
 
@@ -196,8 +197,10 @@ class Generals:
         self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
         for i, general in enumerate(self._found):
             sizes = general.find_sizes(signature)
-            if not isinstance(sizes, str):
+            filled = None if isinstance(sizes, str) else general.fill(sizes)
+            sizes = general.find_sizes(signature)  # again: passes that schedule for these sizes may ask, too
+            if filled is not None and not isinstance(sizes, str):
                 self._found.insert(0, self._found.pop(i))
-                return general.fill(sizes), general.watches
+                return filled, general.watches
             _log.debug("%s is traced again: %s", self.name, sizes)
         return None

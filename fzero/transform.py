@@ -137,7 +137,8 @@ class _Lines:
 
     def __init__(self, program: Program, lines: Sequence[str]) -> None:
         self._program = program
-        self._lines, self._digest = [*lines, *program.lines()], digest([*lines, *program.lines()])
+        self._lines = [*lines, *program.lines()]
+        self._digest = digest(self._lines)
         self._versions: list[int] | None = None
         self._constant_lines: list[str] = []
         self._state = [(i, given.path) for i, given in enumerate(program.arguments) if given.bucket is not None]

@@ -47,7 +47,8 @@ class Symbols:
         self.env = _make_environment(self._lines, find_line)
         self.examples: list[int] = []
         self._symbols: list[Any] = []
-        self._count, self._check = -1, lambda values: []
+        self._count = -1
+        self._check: Callable[[Sequence[int]], Sequence[Any]] = lambda values: []
 
     def open(self, example: int) -> torch.SymInt:
         """A new symbol with this example, from `LEAST` on."""
@@ -70,13 +71,20 @@ class Symbols:
             self._count = len(self.env.guards)
             self._check = compile_expressions(self._symbols, [guard.expr for guard in self.env.guards])
         for guard, line, holds in zip(self.env.guards, self._lines, self._check(values)):
-            if not holds:
+            if not holds or adds_floats(guard.expr):
                 return f"{guard.expr} for {dict(zip(map(str, self._symbols), values))}, asked by {line or 'torch'}"
         return None
 
     def evaluator(self, numbers: Iterable[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
         """A function of sizes that returns the values of numbers that are computed from these symbols."""
         return compile_expressions(self._symbols, [x.node.expr for x in numbers])
+
+
+def adds_floats(expression: Any) -> bool:
+    """Whether an expression has sums or products of floats. torch's symbols put constants of these together, and Python
+    rounds after each."""
+    is_float = (expression.is_Add or expression.is_Mul) and not expression.is_integer
+    return is_float or any(map(adds_floats, expression.args))
 
 
 def key_of(number: Any) -> Any:

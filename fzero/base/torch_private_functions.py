@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch._dispatch.python
@@ -138,7 +138,7 @@ def list_vectors(module: nn.Module) -> list[str]:
     return [f"{name}_{vector}" for name in names for vector in "uv"]
 
 
-def has_plain_form(x: Any) -> bool:
+def has_plain_form(x: Any) -> TypeGuard[FakeTensor]:
     """Whether a value is a fake tensor that is no more than its form: `make_fake` makes another one like it."""
     if not isinstance(x, FakeTensor) or x.layout is not torch.strided or x.constant is not None:
         return False
@@ -183,7 +183,7 @@ def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> C
     printer = torch.utils._sympy.printers.PythonPrinter()
     names = ", ".join(map(str, symbols))
     code = ", ".join(f"({printer.doprint(expression)})" for expression in expressions)
-    return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})  # noqa: S307
+    return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})
 
 
 dispatch_in_python: Callable[[], AbstractContextManager[Any]] = torch._dispatch.python.enable_python_dispatcher

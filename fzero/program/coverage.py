@@ -6,7 +6,7 @@ its elements, as circular padding does.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,7 +66,8 @@ class Unset:
     def _find_box(self, view: Tensor) -> Box | None:
         """The box that a view of the tensor is. None for a view that is no box, such as one with a step."""
         left = [dim for dim in map(_Dim, view.stride(), view.shape) if dim.size > 1 and dim.stride]
-        offset, box = view.storage_offset(), list[_Span]()
+        offset: Any = view.storage_offset()
+        box = list[_Span]()
         if view.numel() == 0:
             return tuple(_Span(0, 0) for _ in self._dims)
         if view.numel() == view.untyped_storage().nbytes() // view.element_size() and 0 not in view.stride():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.base.symbols import Symbols, is_open, key_of
+from fzero.base.symbols import Symbols, adds_floats, is_open, key_of
 from fzero.base.torch_private import storage_key
 from fzero.base.torch_private_functions import copy_graph, has_plain_form, make_fake
 from fzero.program.operation import Node
@@ -50,7 +50,8 @@ class Template:
     """An open program, prepared to be filled with sizes.
 
     Raises:
-        FzeroError: for a program with loops, or with an open value that is more than its form.
+        FzeroError: for a program with loops, with an open value that is more than its form, or with a number that is
+            computed from several floats.
     """
 
     def __init__(self, program: Program) -> None:
@@ -92,6 +93,8 @@ class Template:
         return replace(self.program, graph=graph, results=results, open=None)
 
     def _number(self, x: Any) -> _Number:
+        if adds_floats(x.node.expr):
+            raise FzeroError(self.program.name, f"computes {x.node.expr}, which rounds", "it is traced again")
         position, _ = self._numbers.setdefault(key_of(x), (_Number(len(self._numbers)), x))
         return position
 

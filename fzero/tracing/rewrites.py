@@ -160,10 +160,11 @@ def _linear(func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | 
     if x.ndim != 3 or bias is None or not any(map(is_open, x.shape)):
         return func(x, weight, bias)
     x, weight, bias = map(_gather, (x, weight, bias))
-    if not x.is_contiguous():
-        return (x @ weight.t()).add_(bias)
+    is_flat, turned = x.is_contiguous(), weight.t()  # in the order of torch, so that nodes are those of other traces
+    if not is_flat:
+        return (x @ turned).add_(bias)
     flat = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-    return torch.addmm(bias, flat, weight.t()).view(x.shape[0], x.shape[1], weight.shape[0])
+    return torch.addmm(bias, flat, turned).view(x.shape[0], x.shape[1], weight.shape[0])
 
 
 def _gather(x: Any) -> Any:
