@@ -59,7 +59,7 @@ def _is_dense(described: Any) -> bool:
     if not isinstance(described, tuple) or not isinstance(described[0], torch.Size):
         return False
     shape, stride = described[0], described[3]
-    return all(size == 1 or step == prod(shape[dim + 1 :]) for dim, (size, step) in enumerate(zip(shape, stride)))
+    return all(step == prod(shape[dim + 1 :]) for dim, step in enumerate(stride))
 
 
 class General:

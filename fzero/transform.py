@@ -104,7 +104,8 @@ def shard(
 
     The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
     shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
-    reads from its surroundings (docs/functional.md).
+    reads from its surroundings. From the third shape of a batch on one trace serves all sizes that it can
+    (docs/functional.md).
 
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for "graph" where no graph is
