@@ -118,7 +118,7 @@ SHAPES: tuple[Shape, ...] = ((4, 7), (4, 9), (4, 18), (4, 5), (4, 31), (4, 12))
 def test_a_program_of_open_sizes_is_the_program_that_is_traced_at_each_size(stage: int = 3) -> None:
     params, state, fn = make()
     step = fzero.simulate(fn, MESH, stage=stage)
-    shapes = [(4, 7), (6, 9), (10, 13), (4, 18), (6, 31), (4, 32), (8, 3)]
+    shapes = [(4, 7), (6, 9), (10, 13), (4, 18), (6, 31), (8, 3)]
     wrong, seen = [], set[int]()
     for shape in shapes:
         got = program_of(step, params, state, tokens(shape))
@@ -182,7 +182,7 @@ def test_sizes_that_meet_a_constant_of_the_model() -> None:
 def test_draws_have_the_numbers_that_they_have_in_a_trace_of_their_length() -> None:
     params, state, fn = make(dropout=0.5)
     step, losses = fzero.simulate(fn, MESH, donate=False), list[list[Tensor]]()
-    for shape in SHAPES[:5]:
+    for shape in SHAPES[:4]:
         for each in (step, fzero.simulate(fn.fn, MESH, donate=False)):
             torch.manual_seed(3)
             losses.append(full(each(params, state, tokens(shape))))

@@ -120,7 +120,9 @@ def _make_value(form: Any, find: Callable[[Any], Any], memory: dict[int, torch.U
     """The fake value of a form. Values of one memory lie in one memory again."""
     if not isinstance(form, _Form):
         return type(form)(_make_value(x, find, memory) for x in form) if isinstance(form, (list, tuple)) else form
-    if form.memory not in memory:
+    if type(form.nbytes) is not _Number:  # a view of memory of a fixed size, in which other values may lie
+        memory[form.memory] = form.like.untyped_storage()
+    elif form.memory not in memory:
         memory[form.memory] = torch.UntypedStorage(find(form.nbytes), device="meta")
     shape, stride = [find(x) for x in form.shape], [find(x) for x in form.stride]
     return make_fake(form.like, shape, stride, find(form.start), memory[form.memory])

@@ -167,6 +167,19 @@ def _linear(func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | 
     return torch.addmm(bias, flat, turned).view(x.shape[0], x.shape[1], weight.shape[0])
 
 
+def _dropout(
+    func: Callable[..., Any], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """`dropout`. On a CPU torch asks for the number of elements of open sizes in front of its kernel."""
+    is_open_here = not isinstance(x, Sharded) and any(map(is_open, x.shape)) and x.device.type == "cpu"
+    if not is_open_here or not training or inplace or not 0 < p < 1:
+        return func(x, p, training, inplace)
+    if depth() == 0:
+        return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    new = _aten.empty.memory_format([], dtype=x.dtype, layout=x.layout, device=x.device)  # as torch in a transform
+    return x * _aten.div_.Scalar(torch.bernoulli(new.expand(x.shape), 1 - p), 1 - p)
+
+
 def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
@@ -179,6 +192,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "index_fill_": _index_fill_,
     "resize_as_": _resize_as_,
     "ctc_loss": ctc_loss,
+    "dropout": _dropout,
     "linalg_lstsq": _lstsq,
     "linear": _linear,
     "requires_grad_": _requires_grad_,
