@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fzero
 
-VOCABULARY, ROWS, SHORTEST, LONGEST, RATE = 512, 4, 32, 512, 1e-3
+VOCABULARY, ROWS, SHORTEST, LONGEST, RATE = 512, 4, 32, 512, 1e-4
 Step = Callable[[Tensor], Any]
 
 

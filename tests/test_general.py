@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -243,6 +244,29 @@ def run_lengths(name: str) -> Iterator[str]:
         for what, a, b in zip(("state", "gradient", "loss"), got, (w - 0.5 * grad, grad, loss)):
             if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-9, atol=1e-12):
                 yield f"{name} at {rows} x {length}: {what}"
+
+
+def train_on_ranks(mesh: Any) -> tuple[list[float], int]:
+    """The losses of a step on rows of this rank, which lie in one batch of all ranks, and how often it was traced."""
+    torch.manual_seed(0)
+    params, fn = lm_step(Model())
+    params, fn = fzero.partition(params, mesh), Traced(fn)
+    step, state, losses = fzero.shard(fn, mesh), SGD.init(params), list[float]()
+    for shape in SHAPES:
+        params, state, loss = step(params, state, tokens(shape).chunk(2)[mesh.get_rank()])
+        losses.append(loss.item())
+    return losses, fn.count
+
+
+def test_ranks_bind_the_same_sizes() -> None:
+    (first, count), (second, other) = run(2, train_on_ranks)
+    params, state, fn = make()
+    step, expected = fzero.simulate(fn.fn, MESH, max_programs=1), list[float]()
+    for shape in SHAPES:
+        params, state, loss = step(params, state, tokens(shape))
+        expected.append(loss.item())
+    assert count == other == 3
+    assert first == second == pytest.approx(expected, rel=1e-6)
 
 
 FEW = (
