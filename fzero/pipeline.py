@@ -18,8 +18,10 @@ from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
 from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
+from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, fit
 from fzero.files import duplicate
+from fzero.general import Generals
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
@@ -35,7 +37,7 @@ from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
-from fzero.tracing.signatures import describe_change, describe_changes, sign_leaf
+from fzero.tracing.signatures import Signature, describe_change, describe_changes, sign_leaf
 from fzero.tracing.trace import trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.origin import UNKNOWN, Origin, number_values, tell_apart
@@ -77,9 +79,10 @@ def choose_rewrite(
 class _Traced(NamedTuple):
     """A program as `finish` returned it, its signature, and the values that it took from the step's surroundings."""
 
-    signature: Any
+    signature: Signature
     watches: list[Watch]
     finished: Any
+    program: Program | None  # None where no trace of its own made it
 
 
 class Pipeline(Generic[T]):
@@ -105,6 +108,7 @@ class Pipeline(Generic[T]):
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
         self._cache: list[_Traced] = []  # used last first
+        self._generals = Generals(getattr(fn, "__qualname__", repr(fn)))
         self._has_warned = False
         self._measured: Rates | None = None
 
@@ -116,20 +120,27 @@ class Pipeline(Generic[T]):
         """
         self._check(*tree.flatten(args))
         with pause_garbage_collection():
-            with forget_casts():
-                traced = replace(dequantize(trace(self.fn, args, self.on.mesh)), measured=self._measured)
-                rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
-            check_seeds(rolled)
-            check_mistakes(rolled, self.fn, warn=not self._cache)
+            traced, rolled = self._trace(args)
             with disable_autocast():
                 if isinstance(self.passes, Budget):
                     return fit(traced, self.passes)
                 return run_passes(resolve(rolled), self.passes)
 
+    def _trace(self, args: tuple[Any, ...], *opened: Any) -> tuple[Program, Program]:
+        """The program of a trace, and with its loops rolled."""
+        with forget_casts():
+            traced = replace(dequantize(trace(self.fn, args, self.on.mesh, *opened)), measured=self._measured)
+            rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
+        check_seeds(rolled)
+        if not opened:  # which has been traced at another shape
+            check_mistakes(rolled, self.fn, warn=not self._cache)
+        return traced, rolled
+
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
         self._measured = measured
         self._cache.clear()
+        self._generals = Generals(self._generals.name)
 
     def prepare(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
         """The finished program for these arguments, from the cache where their signature is known. Raises as `program`.
@@ -148,15 +159,33 @@ class Pipeline(Generic[T]):
                 self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
-        if self._cache:
+        filled = self._generalize(signature, leaves)
+        if filled is None and self._cache:
             self._report(signature)
-        program = self.program(tree.unflatten(treedef, leaves))
-        watches = find_watches(self.fn)  # after the trace, which may count itself
+        program = filled[0] if filled else self.program(tree.unflatten(treedef, leaves))
+        watches = filled[1] if filled else self._watch(program)
         with disable_autocast():
             finished = self.finish(program)
-        self._cache.insert(0, _Traced(signature, watches + watch_elements(program, watches), finished))
+        self._cache.insert(0, _Traced(signature, watches, finished, None if filled else program))
         del self._cache[self.limit :]
         return finished
+
+    def _watch(self, program: Program) -> list[Watch]:
+        """Watches of what a program depends on, after its trace, which may count itself."""
+        watches = find_watches(self.fn)
+        return watches + watch_elements(program, watches)
+
+    def _generalize(self, signature: Signature, leaves: list[Any]) -> tuple[Program, list[Watch]] | None:
+        """A program for this signature that needs no trace of its own, with what it depends on. None without one."""
+        if isinstance(self.passes, Budget):
+            return None
+        known = [(x.signature, x.program) for x in self._cache if x.program is not None]
+        trace_open = partial(self._trace_open, tree.unflatten(signature[1], leaves))
+        with pause_garbage_collection(), disable_autocast():
+            return self._generals.find(signature, known, trace_open, self.passes, self._watch)
+
+    def _trace_open(self, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, Sequence[Any]]) -> Program:
+        return resolve(self._trace(args, symbols, shapes)[1])
 
     def _sign(self, leaf: Any) -> Any:
         """The properties of a leaf on which the program depends. Where a budget decides where state lies, it does not

@@ -106,7 +106,8 @@ def shard(
 
     The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
     shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
-    reads from its surroundings (docs/functional.md).
+    reads from its surroundings. From the third shape of a batch on one trace serves all sizes that it can
+    (docs/functional.md).
 
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for options that exclude each other,
@@ -149,7 +150,8 @@ class _Lines:
 
     def __init__(self, program: Program, lines: Sequence[str]) -> None:
         self._program = program
-        self._lines, self._digest = [*lines, *program.lines()], digest([*lines, *program.lines()])
+        self._lines = [*lines, *program.lines()]
+        self._digest = digest(self._lines)
         self._versions: list[int] | None = None
         self._constant_lines: list[str] = []
         self._state = [(i, given.path) for i, given in enumerate(program.arguments) if given.bucket is not None]

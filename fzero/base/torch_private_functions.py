@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch._dispatch.python
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
@@ -147,9 +149,12 @@ def list_targets(graph: fx.Graph) -> list[Any]:
     ]
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph, fill: Callable[[fx.Node, Any], Any] = lambda node, given: given) -> fx.Graph:
     """A copy of a graph, with the names of nodes and with copies of their `meta`. torch's own copy looks for symbolic
     numbers in all arguments, and takes twice as long for the 2,168 nodes of a step of 80 layers.
+
+    `fill(node, (args, kwargs, meta))`, where it is given, returns these of the copy, before nodes are replaced by
+    copies.
 
     Public replacement: `Graph.graph_copy`.
     """
@@ -157,9 +162,10 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     names, known, find = copy._graph_namespace, copy._find_nodes_lookup_table, copies.__getitem__
     names._base_count |= graph._graph_namespace._base_count
     for node in graph.nodes:
-        args, kwargs = fx.map_arg(node.args, find), fx.map_arg(node.kwargs, find)
+        args, kwargs, meta = fill(node, (node.args, node.kwargs, node.meta))
+        args, kwargs = fx.map_arg(args, find), fx.map_arg(kwargs, find)
         copied = copies[node] = fx.Node(copy, node.name, node.op, node.target, args, kwargs, node.type)
-        copied.meta = dict(node.meta)
+        copied.meta = dict(meta)
         names._used_names.add(node.name)
         names.associate_name_with_obj(node.name, copied)
         copy._insert(copied)
@@ -182,6 +188,13 @@ def list_vectors(module: nn.Module) -> list[str]:
     return [f"{name}_{vector}" for name in names for vector in "uv"]
 
 
+def has_plain_form(x: Any) -> TypeGuard[FakeTensor]:
+    """Whether a value is a fake tensor that is no more than its form: `make_fake` makes another one like it."""
+    if not isinstance(x, FakeTensor) or x.layout is not torch.strided or x.constant is not None:
+        return False
+    return not (x.is_inference() or x.requires_grad or x.is_conj() or x.is_neg())
+
+
 def make_fake(
     like: Tensor,
     shape: Sequence[int],
@@ -195,9 +208,7 @@ def make_fake(
 
     Public replacement: `torch.empty_strided` and `Tensor.set_` under the mode of fake tensors.
     """
-    if not isinstance(like, FakeTensor) or like.layout is not torch.strided or like.constant is not None:
-        return None
-    if like.is_inference() or like.requires_grad or like.is_conj() or like.is_neg():
+    if not has_plain_form(like):
         return None
     with no_dispatch():
         if storage is None:
@@ -205,3 +216,26 @@ def make_fake(
         else:
             made = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, start, shape, stride)
         return FakeTensor(like.fake_mode, made, like.device)
+
+
+def make_source(name: str) -> Any:
+    """A name for a symbol of a `ShapeEnv`. Public replacement: `ShapeEnv.create_symbol` that takes a text."""
+    import torch._dynamo.source  # which make_fx imports at its first trace
+
+    return torch._dynamo.source.ConstantSource(name)
+
+
+def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
+    """A function of the values of sympy symbols that returns those of expressions of a `ShapeEnv`, as Python computes
+    them. Public replacement: `sympy.lambdify` that knows the functions of torch's symbolic sizes."""
+    import torch.utils._sympy.printers  # and with it sympy, which takes half a second
+
+    printer = torch.utils._sympy.printers.PythonPrinter()
+    names = ", ".join(map(str, symbols))
+    code = ", ".join(f"({printer.doprint(expression)})" for expression in expressions)
+    return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})
+
+
+dispatch_in_python: Callable[[], AbstractContextManager[Any]] = torch._dispatch.python.enable_python_dispatcher
+"""In a block, operations without a kernel for symbolic sizes run torch's Python code for them. Public replacement:
+make_fx's `tracing_mode="symbolic"`, once it takes fake tensors of a given mode."""

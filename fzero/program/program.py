@@ -28,6 +28,7 @@ from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
+from fzero.program.open import Open, Template
 from fzero.program.operation import Node
 from fzero.program.rates import Rates, guess_rates
 from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
@@ -112,6 +113,7 @@ class Program:
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     * `remarks` are lines about the program, for its listing and its report.
     * `is_body` says that the program is what a loop runs once for each turn, and no step of its own.
+    * `open` says which sizes are open, and None for a program of given sizes (`fzero.program.open`).
     * `is_spare`: nothing else holds the graph, which the pass that was given the program may change (`take`).
     """
 
@@ -131,6 +133,7 @@ class Program:
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     is_body: bool = False
+    open: Open | None = None
     is_spare: bool = False
 
     def copy(self) -> Program:
@@ -236,7 +239,11 @@ class Program:
 
     def costs(self) -> Costs:
         """The seconds of each node, and of the collectives that it starts, by `rates`."""
-        return cost_nodes(self, self.rates)
+        if self.open is None:
+            return cost_nodes(self, self.rates)
+        filled = Template(self).fill(self.open.reference)
+        costs = cost_nodes(filled, self.rates)
+        return {node: costs[same] for node, same in zip(self.graph.nodes, filled.graph.nodes)}
 
     def timeline(self, rates: Rates | None = None) -> Timeline:
         """When a step computes and communicates, simulated before anything runs, by `rates` or else `self.rates`."""

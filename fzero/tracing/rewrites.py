@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.symbols import is_open
 from fzero.base.torch_private import assert_later, depth
 from fzero.base.torch_private_functions import requires_grad
 from fzero.tracing.checks import place_of_caller
@@ -170,6 +171,31 @@ def _attend(
     return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def _linear(func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`. In front of its kernel torch asks for the values of open sizes of three dimensions, with a bias."""
+    if x.ndim != 3 or bias is None or not any(map(is_open, x.shape)):
+        return func(x, weight, bias)
+    x, weight, bias = map(_gather, (x, weight, bias))
+    is_flat, turned = x.is_contiguous(), weight.t()  # in the order of torch, so that nodes are those of other traces
+    if not is_flat:
+        return (x @ turned).add_(bias)
+    flat = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+    return torch.addmm(bias, flat, turned).view(x.shape[0], x.shape[1], weight.shape[0])
+
+
+def _dropout(
+    func: Callable[..., Any], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """`dropout`. On a CPU torch asks for the number of elements of open sizes in front of its kernel."""
+    is_open_here = not isinstance(x, Sharded) and any(map(is_open, x.shape)) and x.device.type == "cpu"
+    if not is_open_here or not training or inplace or not 0 < p < 1:
+        return func(x, p, training, inplace)
+    if depth() == 0:
+        return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    new = _aten.empty.memory_format([], dtype=x.dtype, layout=x.layout, device=x.device)  # as torch in a transform
+    return x * _aten.div_.Scalar(torch.bernoulli(new.expand(x.shape), 1 - p), 1 - p)
+
+
 def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
@@ -182,7 +208,9 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "index_fill_": _index_fill_,
     "resize_as_": _resize_as_,
     "ctc_loss": ctc_loss,
+    "dropout": _dropout,
     "linalg_lstsq": _lstsq,
+    "linear": _linear,
     "requires_grad_": _requires_grad_,
     "tensor": _tensor,
     "as_tensor": _tensor,

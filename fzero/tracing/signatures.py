@@ -16,6 +16,7 @@ from fzero.base.frozen import is_frozen
 from fzero.tracing.watches import describe_value
 from fzero.values.sharded import Form, Sharded
 
+Signature = tuple[Any, tree.TreeDef, list[Any]]
 SHOWN = 3  # shapes or values that a message shows
 
 

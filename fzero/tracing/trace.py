@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from fzero.base.flags import Flag, find_flags
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.state import find_seeds
+from fzero.base.symbols import Symbols
 from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.base.torch_private_operators import ignore_compile
 from fzero.layout.layout import Layout
@@ -26,6 +27,7 @@ from fzero.layout.owners import Places
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.program import ops
 from fzero.program.aten import find_functional
+from fzero.program.open import Open
 from fzero.program.operation import Node
 from fzero.program.ops.owners import orthogonalize_on_owners
 from fzero.program.places import place_results
@@ -38,6 +40,7 @@ from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
+from fzero.tracing.numbers import inline_numbers
 from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
@@ -130,23 +133,33 @@ class Tracer:
         return do()
 
 
-def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> Program:
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: VirtualMesh,
+    symbols: Symbols | None = None,
+    shapes: Mapping[int, Sequence[Any]] | None = None,
+) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
     `Sharded` leaves of `args` are state. Tensors are this rank's batch. Any other leaf is a constant of the program.
 
+    With `symbols` the program is open: `shapes` has, by the position of a leaf, a shape with open sizes.
+
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
-    this = _Trace(fn, args, mesh)
+    this, shapes = _Trace(fn, args, mesh, symbols), shapes or {}
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
-    fakes = [_make_fake(leaf, this.fake_mode) for leaf in this.leaves if _is_tensor(leaf)]
+    given = [(shapes.get(i), leaf) for i, leaf in enumerate(this.leaves) if _is_tensor(leaf)]
+    fakes = [_make_fake(leaf, this.fake_mode, shape) for shape, leaf in given]
     with this.surround():
         traced = make_fx(this.run, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake
-    captured = {node: getattr(traced, node.target) for node in traced.graph.find_nodes(op="get_attr")}
+    graph = traced.graph if symbols is None else inline_numbers(traced.graph)
+    captured = {node: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
         node.meta["val"] = this.fake_mode.from_tensor(tensor, static_shapes=True)
-    program = place_results(this.describe(traced.graph, {node.target: tensor for node, tensor in captured.items()}))
+    program = place_results(this.describe(graph, {node.target: tensor for node, tensor in captured.items()}))
     _number_draws(program)
     constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))
     check_escapes(program, fn, constants)
@@ -158,8 +171,13 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> P
 class _Trace:
     """The trace of a function, and what it finds."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh) -> None:
-        self.fn, self.tracer, self.fake_mode = fn, Tracer(mesh), FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh, symbols: Symbols | None
+    ) -> None:
+        self.fn, self.tracer = fn, Tracer(mesh)
+        self.open = None if symbols is None else Open(symbols, tuple(symbols.examples))
+        environment = None if symbols is None else symbols.env
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self.leaves, self.treedef = tree.flatten(args)
         self.paths = [tree.dotted(key) for key in tree.keys(self.treedef)]
         self.recorder = TurnRecorder(lambda: self.tracer.kinds, self.tracer.note_write, self.tracer.name)
@@ -189,6 +207,7 @@ class _Trace:
             read=tuple(self._read),
             reduce_dtypes=self.tracer.reduce_dtypes,
             noted=tuple(map(type, self._noted)),
+            open=self.open,
         )
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
@@ -243,8 +262,11 @@ def _wrap(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
     return Sharded(value, leaf.form.layout, leaf.index, tracer) if isinstance(leaf, Sharded) else value
 
 
-def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode) -> Tensor:
-    """A tensor without data, of the shape that rank `RANK` holds of a leaf."""
+def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode, shape: Sequence[Any] | None = None) -> Tensor:
+    """A tensor without data, of the shape that rank `RANK` holds of a leaf, or of a batch's open `shape`."""
+    if shape is not None:
+        with fake_mode:
+            return freeze(torch.empty(shape, dtype=leaf.dtype, device=leaf.device), leaf)
     if not isinstance(leaf, Sharded):
         return freeze(fake_mode.from_tensor(leaf.detach(), static_shapes=True), leaf)
     layout = leaf.form.layout

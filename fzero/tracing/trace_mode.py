@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from fzero.base.torch_private import (
     has_known_value,
     overload_name,
 )
-from fzero.base.torch_private_functions import HigherOrderOperator
+from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_python
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
@@ -28,6 +29,8 @@ _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 """Operations that return a Python value."""
+_WITHOUT_SYMBOLS = frozenset({_aten.constant_pad_nd.default})
+"""Operations whose kernel asks for the values of symbolic sizes. torch's Python code for them does not."""
 
 
 class TraceMode(TorchDispatchMode):
@@ -76,8 +79,10 @@ class TraceMode(TorchDispatchMode):
             args = tuple(_forget_constant(arg) for arg in args)
         if func is _aten._efficientzerotensor.default:
             func = _aten.zeros.default  # forward mode makes these lazy zeros; a trace turns them into meta tensors
+        in_python = dispatch_in_python() if func in _WITHOUT_SYMBOLS and args[0].fake_mode.shape_env else nullcontext()
         try:
-            result = func(*args, **kwargs)
+            with in_python:
+                result = func(*args, **kwargs)
         except DataDependentOutputException:
             result = self._checks.answer(func, args, kwargs)
             if result is None:

@@ -1,0 +1,92 @@
+"""Symbols: sizes that a trace leaves open, and the conditions that the trace asked of them.
+
+A symbol stands for a size, such as the length of a batch. It computes like the number that it was made with, its
+example. Where Python or torch decides by it, the decision goes as for the example, and becomes a condition: a program
+with open sizes is right for the numbers that fulfil all conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base.torch_private_functions import compile_expressions, make_source
+
+LEAST, MOST = 2, 2**30
+"""The range of an open size. torch broadcasts a size of 1, and 0 leaves nothing: each has programs of its own."""
+Symbol = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_open(x: Any) -> bool:
+    """Whether a number is computed from symbols."""
+    return isinstance(x, Symbol)
+
+
+def _make_environment(lines: list[str], find_line: Callable[[], str]) -> Any:
+    """An environment of torch for symbols. It adds the user's line of each condition to `lines`."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # and with it sympy, which takes half a second
+
+    class Environment(ShapeEnv):
+        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().evaluate_expr(*args, **kwargs)
+            lines.extend([find_line()] * (len(self.guards) - len(lines)))
+            return result
+
+    # Equal examples are equal by chance, and what depends on elements has a size that no symbol says.
+    return Environment(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+class Symbols:
+    """The open sizes of a trace, in the order in which they were opened. `find_line` returns the user's line that is
+    running."""
+
+    def __init__(self, find_line: Callable[[], str] = lambda: "") -> None:
+        self._lines: list[str] = []
+        self.env = _make_environment(self._lines, find_line)
+        self.examples: list[int] = []
+        self._symbols: list[Any] = []
+        self._count = -1
+        self._check: Callable[[Sequence[int]], Sequence[Any]] = lambda values: []
+
+    def open(self, example: int) -> torch.SymInt:
+        """A new symbol with this example, from `LEAST` on."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, constrain_range
+
+        source = make_source(f"size {len(self._symbols)}")
+        symbol = self.env.create_symbol(example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        size: Any = self.env.create_symintnode(symbol, hint=example, source=source)
+        constrain_range(size, min=LEAST, max=MOST)
+        self._symbols.append(symbol)
+        self.examples.append(example)
+        return size
+
+    def find_broken(self, values: Sequence[int]) -> str | None:
+        """The first condition that these sizes do not fulfil, with the user's line that asked. None where they fulfil
+        all of them."""
+        if any(not LEAST <= value <= MOST for value in values):
+            return f"a size of {min(values)} has a program of its own"
+        if self._count != len(self.env.guards):  # a pass may ask, too
+            self._count = len(self.env.guards)
+            self._check = compile_expressions(self._symbols, [guard.expr for guard in self.env.guards])
+        for guard, line, holds in zip(self.env.guards, self._lines, self._check(values)):
+            if not holds or adds_floats(guard.expr):
+                return f"{guard.expr} for {dict(zip(map(str, self._symbols), values))}, asked by {line or 'torch'}"
+        return None
+
+    def evaluator(self, numbers: Iterable[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
+        """A function of sizes that returns the values of numbers that are computed from these symbols."""
+        return compile_expressions(self._symbols, [x.node.expr for x in numbers])
+
+
+def adds_floats(expression: Any) -> bool:
+    """Whether an expression has sums or products of floats. torch's symbols put constants of these together, and Python
+    rounds after each."""
+    is_float = (expression.is_Add or expression.is_Mul) and not expression.is_integer
+    return is_float or any(map(adds_floats, expression.args))
+
+
+def key_of(number: Any) -> Any:
+    """What is equal for numbers that are computed alike."""
+    return type(number), number.node.expr

@@ -1,0 +1,205 @@
+"""General programs: one trace for all sizes of a batch.
+
+A step that is called with a third shape is traced with open sizes (`fzero.base.symbols`). Further shapes that fulfil
+the conditions of that trace need no trace of their own: numbers take the place of open sizes. The conditions are those
+of forward, backward and update, and those of the passes. Many steps have two shapes, of which one is the last batch:
+these are traced as they are.
+
+A general program is used only where it equals, node by node, a program that was traced at another shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from fzero.base.errors import FzeroError
+from fzero.base.symbols import LEAST, Symbols
+from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
+from fzero.program.open import Open, Template, find_difference
+from fzero.program.program import Program
+from fzero.tracing.signatures import Signature
+from fzero.tracing.user_line import current_user_line
+from fzero.tracing.watches import Watch
+
+MAX_GENERALS = 3
+"""How often a step is traced with open sizes at most."""
+_log = logging.getLogger("fzero")
+_BY_COSTS = "split"
+"""The first of the default passes that looks at costs, which depend on sizes."""
+Trace = Callable[[Symbols, Mapping[int, Sequence[Any]]], Program]
+"""From symbols, and shapes with open sizes by the positions of leaves, to an open program."""
+Place = tuple[int, int]
+"""A dimension: the position of a leaf among the arguments, and of the dimension in its shape."""
+
+
+def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int]] | None:
+    """The dimensions of batches in which two signatures differ -> both sizes. None where anything else differs, where a
+    batch is not contiguous, and where a size is below `LEAST`."""
+    if known[:2] != new[:2]:
+        return None
+    found: dict[Place, tuple[int, int]] = {}
+    for i, (a, b) in enumerate(zip(known[2], new[2])):
+        if a == b:
+            continue
+        if not (_is_dense(a) and _is_dense(b)) or a[1:3] != b[1:3] or a[4:] != b[4:] or len(a[0]) != len(b[0]):
+            return None
+        found |= {(i, dim): pair for dim, pair in enumerate(zip(a[0], b[0])) if pair[0] != pair[1]}
+    return found if min(map(min, found.values()), default=LEAST) >= LEAST else None
+
+
+def _is_dense(described: Any) -> bool:
+    """Whether this is the description of a contiguous tensor."""
+    if not isinstance(described, tuple) or not isinstance(described[0], torch.Size):
+        return False
+    shape, stride = described[0], described[3]
+    return all(step == prod(shape[dim + 1 :]) for dim, step in enumerate(stride))
+
+
+class General:
+    """A program with open sizes: those in which a signature differs from `known` ones. Sizes that are equal in each of
+    these are one size.
+
+    `passes`, those of a stage, make a program of what `trace` returns.
+
+    Raises:
+        FzeroError: where there is no such program.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        passes: Sequence[Pass],
+        signature: Signature,
+        known: Sequence[Signature],
+    ) -> None:
+        self._signature, self.watches = signature, list[Watch]()
+        self._symbols = Symbols(current_user_line)
+        self._places: dict[tuple[int, ...], list[Place]] = {}
+        changed = {place: None for each in known for place in find_changes(each, signature) or ()}
+        for place in changed:
+            sizes = tuple(_find_size(each, place) for each in (signature, *known))
+            self._places.setdefault(sizes, []).append(place)
+        opened: dict[Place, Any] = {}
+        for sizes, places in self._places.items():
+            opened |= dict.fromkeys(places, self._symbols.open(sizes[0]))
+        shapes = {
+            i: [opened.get((i, dim), size) for dim, size in enumerate(signature[2][i][0])]
+            for i in dict.fromkeys(i for i, _ in changed)
+        }
+        at = list(map(name_of_pass, passes)).index(_BY_COSTS)
+        self._late = passes[at:]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")  # fx has them as nodes
+            self.early = run_passes(trace(self._symbols, shapes), passes[:at])
+        self._templates: dict[int, Template] = {}
+
+    def find_sizes(self, signature: Signature) -> list[int] | str:
+        """The open sizes of a call. Where the program does not fit the call, the reason."""
+        changes = find_changes(self._signature, signature)
+        if changes is None:
+            return "other arguments than sizes of batches differ"
+        if changes.keys() - {place for places in self._places.values() for place in places}:
+            return "another size changes"
+        sizes: list[int] = []
+        for places in self._places.values():
+            found = {_find_size(signature, place) for place in places}
+            if len(found) > 1:
+                return f"sizes that were equal differ: {sorted(found)}"
+            sizes += found
+        return self._symbols.find_broken(sizes) or sizes
+
+    def fill(self, sizes: Sequence[int]) -> Program:
+        """The program of these sizes. Programs whose numbers of elements have the same number of bits have the schedule
+        of the first of them."""
+        bits = prod(sizes).bit_length()
+        if bits not in self._templates:
+            early = replace(self.early, open=Open(self._symbols, tuple(sizes)))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
+                self._templates[bits] = Template(run_passes(early, self._late))
+        return self._templates[bits].fill(sizes)
+
+
+def _find_size(signature: Signature, place: Place) -> int:
+    return signature[2][place[0]][0][place[1]]
+
+
+def check_general(general: General, known: Sequence[tuple[Signature, Program]]) -> None:
+    """Compare a general program with programs that were traced at other signatures, as far as it fits these.
+
+    Raises:
+        FzeroError: where they differ, and where it fits none.
+    """
+    problem = "no shape that was traced"
+    for signature, program in known:
+        sizes = general.find_sizes(signature)
+        if isinstance(sizes, str):
+            problem = sizes
+            continue
+        difference = find_difference(general.fill(sizes), program)
+        if difference is not None:
+            raise FzeroError(program.name, f"has another program at another shape: {difference}", "each is traced")
+        return
+    raise FzeroError("the step", f"has another program at another shape: {problem}", "each is traced")
+
+
+class Generals:
+    """The general programs of the step `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._found: list[General] = []  # used last first
+        self._tries = MAX_GENERALS
+
+    def find(
+        self,
+        signature: Signature,
+        known: Sequence[tuple[Signature, Program]],
+        trace: Trace,
+        passes: Sequence[Pass],
+        watch: Callable[[Program], list[Watch]],
+    ) -> tuple[Program, list[Watch]] | None:
+        """The program of a signature, and what it depends on, where a general program fits. None where none does.
+
+        `known` are programs that were traced at other signatures. Where two of them differ in sizes only, and no
+        general program fits them, a new one is traced: `watch` returns what that depends on.
+        """
+        if any(map(is_foreign, passes)) or _BY_COSTS not in map(name_of_pass, passes):
+            return None  # passes of others may do anything with sizes
+        filled = self._fill(signature)
+        like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
+        if filled is not None or len(like) < 2 or self._tries == 0:
+            return filled
+        self._tries -= 1
+        try:
+            general = General(trace, passes, signature, [each for each, _ in like])
+            check_general(general, like)
+        except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
+            _log.debug("%s is traced for each shape: %s", self.name, error)
+            return None
+        general.watches = watch(general.early)
+        self._found.insert(0, general)
+        return self._fill(signature)
+
+    def _is_apart(self, signature: Signature) -> bool:
+        """Whether no general program fits a signature."""
+        return all(isinstance(general.find_sizes(signature), str) for general in self._found)
+
+    def _fill(self, signature: Signature) -> tuple[Program, list[Watch]] | None:
+        self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
+        for i, general in enumerate(self._found):
+            sizes = general.find_sizes(signature)
+            filled = None if isinstance(sizes, str) else general.fill(sizes)
+            sizes = general.find_sizes(signature)  # again: passes that schedule for these sizes may ask, too
+            if filled is not None and not isinstance(sizes, str):
+                self._found.insert(0, self._found.pop(i))
+                return filled, general.watches
+            _log.debug("%s is traced again: %s", self.name, sizes)
+        return None

@@ -1,0 +1,198 @@
+"""Open programs: programs with open sizes (`fzero.base.symbols`), and the programs of given sizes that they stand for.
+
+In an open program numbers among the arguments of nodes, and sizes of fake values, are computed from symbols. Costs are
+those of the sizes in `Open.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fzero.base.errors import FzeroError
+from fzero.base.symbols import Symbols, adds_floats, is_open, key_of
+from fzero.base.torch_private import storage_key
+from fzero.base.torch_private_functions import copy_graph, has_plain_form, make_fake
+from fzero.program.operation import Node
+from fzero.program.records import find_loops
+
+if TYPE_CHECKING:
+    from fzero.program.program import Program
+
+
+class Open(NamedTuple):
+    """The symbols of an open program, and the sizes by whose costs passes schedule it."""
+
+    symbols: Symbols
+    reference: tuple[int, ...]
+
+
+class _Number(int):
+    """The position of a number that is computed from symbols."""
+
+
+class _Form(NamedTuple):
+    """A fake value whose sizes or whose memory are open. `like` has its dtype and its device."""
+
+    like: Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    memory: int  # the key of its storage
+    nbytes: int
+
+
+class Template:
+    """An open program, prepared to be filled with sizes.
+
+    Raises:
+        FzeroError: for a program with loops, with an open value that is more than its form, or with a number that is
+            computed from several floats.
+    """
+
+    def __init__(self, program: Program) -> None:
+        assert program.open is not None
+        self.program, self._numbers = program, dict[Any, tuple[_Number, Any]]()
+        if find_loops(program.graph):
+            raise FzeroError(program.name, "has loops, whose bodies have sizes of their own", "it is traced again")
+        self._arguments: dict[Node, Any] = {}
+        self._values: dict[Node, Any] = {}
+        for node in program.graph.nodes:
+            given, value = (node.args, node.kwargs), node.meta.get("val")
+            numbered = _map_numbers(given, self._number)
+            if numbered is not given:
+                self._arguments[node] = numbered
+            form = self._find_form(value)
+            if form is not value:
+                self._values[node] = form
+        self._results = _map_numbers(tuple(result.constant for result in program.results), self._number)
+        self._evaluate = program.open.symbols.evaluator([number for _, number in self._numbers.values()])
+
+    def fill(self, sizes: Sequence[int]) -> Program:
+        """The program of these sizes, which fulfil the conditions of the symbols."""
+        numbers, memory = self._evaluate(sizes), dict[int, torch.UntypedStorage]()
+
+        def find(number: Any) -> Any:
+            return numbers[number] if type(number) is _Number else number
+
+        def fill_node(node: Node, given: Any) -> Any:
+            args, kwargs, meta = given
+            if node in self._arguments:
+                args, kwargs = _map_leaves(self._arguments[node], find)
+            if node in self._values:
+                meta = {**meta, "val": _make_value(self._values[node], find, memory)}
+            return args, kwargs, meta
+
+        graph = copy_graph(self.program.graph, fill_node)
+        constants = _map_leaves(self._results, find)
+        results = tuple(replace(x, constant=constant) for x, constant in zip(self.program.results, constants))
+        return replace(self.program, graph=graph, results=results, open=None)
+
+    def _number(self, x: Any) -> _Number:
+        if adds_floats(x.node.expr):
+            raise FzeroError(self.program.name, f"computes {x.node.expr}, which rounds", "it is traced again")
+        position, _ = self._numbers.setdefault(key_of(x), (_Number(len(self._numbers)), x))
+        return position
+
+    def _find_form(self, value: Any) -> Any:
+        """The form of a fake value, or of each of a list. The value itself where nothing of it is open."""
+        if isinstance(value, (list, tuple)):
+            forms = [self._find_form(x) for x in value]
+            return value if all(a is b for a, b in zip(forms, value)) else type(value)(forms)
+        if not isinstance(value, Tensor):
+            return value
+        nbytes = value.untyped_storage().nbytes()
+        parts = tuple(value.shape), value.stride(), value.storage_offset(), nbytes
+        numbered = _map_numbers(parts, self._number)
+        if numbered is parts:
+            return value
+        if not has_plain_form(value):
+            raise FzeroError(self.program.name, "has an open value that is more than its form", "it is traced again")
+        shape, stride, start, size = numbered
+        return _Form(value, shape, stride, start, storage_key(value), size)
+
+
+def _make_value(form: Any, find: Callable[[Any], Any], memory: dict[int, torch.UntypedStorage]) -> Any:
+    """The fake value of a form. Values of one memory lie in one memory again."""
+    if not isinstance(form, _Form):
+        return type(form)(_make_value(x, find, memory) for x in form) if isinstance(form, (list, tuple)) else form
+    if type(form.nbytes) is not _Number:  # a view of memory of a fixed size, in which other values may lie
+        memory[form.memory] = form.like.untyped_storage()
+    elif form.memory not in memory:
+        memory[form.memory] = torch.UntypedStorage(find(form.nbytes), device="meta")
+    shape, stride = [find(x) for x in form.shape], [find(x) for x in form.stride]
+    return make_fake(form.like, shape, stride, find(form.start), memory[form.memory])
+
+
+def _map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
+    """`given` with each open number in it replaced; `given` itself where it has none."""
+    found = False
+
+    def map_leaf(x: Any) -> Any:
+        nonlocal found
+        found = found or is_open(x)
+        return number(x) if is_open(x) else x
+
+    mapped = _map_leaves(given, map_leaf)
+    return mapped if found else given
+
+
+def _map_leaves(given: Any, change: Callable[[Any], Any]) -> Any:
+    """`given` with each leaf of its tuples, lists, dicts and slices changed."""
+    if isinstance(given, (tuple, list)):
+        items = [_map_leaves(x, change) for x in given]
+        return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
+    if isinstance(given, dict):
+        return type(given)((key, _map_leaves(x, change)) for key, x in given.items())
+    if isinstance(given, slice):
+        return slice(*(_map_leaves(x, change) for x in (given.start, given.stop, given.step)))
+    return change(given)
+
+
+def find_difference(a: Program, b: Program) -> str | None:
+    """The first difference of two programs: of arguments, results, nodes and the forms of their values. None where they
+    are equal. It does not matter where in its memory a batch lies: that differs between ranks, which decide alike."""
+    for name in ("arguments", "out_tree", "layouts", "mesh", "pass_state", "noted", "remarks"):
+        if getattr(a, name) != getattr(b, name):
+            return f"{name}: {getattr(a, name)} and {getattr(b, name)}"
+    if repr(a.results) != repr(b.results):
+        return "results"
+    constants = (a.constants.keys() ^ b.constants.keys()) or [
+        name for name, x in a.constants.items() if x is not b.constants[name] and not torch.equal(x, b.constants[name])
+    ]
+    if constants:
+        return f"constants {sorted(constants)}"
+    ours, theirs = list(a.graph.nodes), list(b.graph.nodes)
+    memory = [_list_batches(program) for program in (a, b)]
+    for left, right in zip(ours, theirs):
+        mine, other = (_describe_node(node, seen) for node, seen in zip((left, right), memory))
+        if mine != other:
+            return f"{mine} and {other}"
+    return None if len(ours) == len(theirs) else f"{len(ours)} and {len(theirs)} nodes"
+
+
+def _list_batches(program: Program) -> dict[int, int]:
+    """The keys of the memory of batches, each with a number below 0."""
+    given = zip(program.arguments, program.placeholders)
+    batches = [storage_key(node.meta["val"]) for argument, node in given if argument.bucket is None]
+    return {key: -1 - i for i, key in enumerate(dict.fromkeys(batches))}
+
+
+def _describe_node(node: Node, memory: dict[int, int]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: f"%{x.name}")
+    target = node.target if isinstance(node.target, str) else id(node.target)
+    return node.name, node.op, target, repr(args), repr(kwargs), _describe_value(node.meta.get("val"), memory)
+
+
+def _describe_value(value: Any, memory: dict[int, int]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_describe_value(x, memory) for x in value]
+    if not isinstance(value, Tensor):
+        return value
+    place = memory.setdefault(storage_key(value), len(memory))
+    where = () if place < 0 else (value.storage_offset(), value.untyped_storage().nbytes())
+    return list(value.shape), value.stride(), value.dtype, value.device, place, *where

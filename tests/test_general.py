@@ -1,0 +1,291 @@
+"""General programs: one trace for all lengths, and the program of each length is the one that is traced there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fzero
+from fzero.base import tree
+from fzero.general import General
+from fzero.passes import defaults, resolve, run_passes
+from fzero.passes.run import name_of_pass
+from fzero.program.open import Open, Template, find_difference
+from fzero.program.program import Program
+from fzero.tracing.trace import trace
+
+WIDTH, VOCABULARY, MESH = 12, 32, fzero.VirtualMesh(fsdp=2)
+SGD = fzero.optim.sgd(0.1, momentum=0.9)
+Shape = tuple[int, ...]
+
+
+class Block(nn.Module):
+    """Attention with a window, as every second layer of some models has it, and an MLP."""
+
+    def __init__(self, window: int | None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.window, self.dropout = window, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (y.view(rows, length, 3, 4).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        place = torch.arange(length)
+        mask = place[:, None] >= place
+        if self.window is not None and length > self.window:  # another program behind the window
+            mask = mask & (place[:, None] - place < self.window)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.dropout(self.out(y.transpose(1, 2).reshape(rows, length, WIDTH)))
+
+
+class Model(nn.Module):
+    def __init__(self, window: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(None, dropout), Block(window, dropout)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, :-1, :])
+
+
+def lm_step(model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    """`(params, step)` of a language model: next tokens, a mean over all of them."""
+    params, apply = fzero.lower(model)
+
+    def loss_of(params: Any, ids: Tensor) -> Tensor:
+        logits = apply(params, ids)
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / ids[:, 1:].numel()
+
+    def step(params: Any, state: Any, ids: Tensor) -> Any:
+        loss, grads = fzero.value_and_grad(loss_of)(params, ids)
+        updates, state = SGD.update(grads, state, params)
+        return fzero.optim.apply_updates(params, updates), state, loss
+
+    return params, step
+
+
+class Traced:
+    """A function that counts its traces."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn, self.count = fn, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return self.fn(*args)
+
+
+def make(seed: int = 0, **how: Any) -> tuple[Any, Any, Traced]:
+    torch.manual_seed(seed)
+    params, step = lm_step(Model(**how))
+    params = fzero.partition(params, MESH)
+    return params, SGD.init(params), Traced(step)
+
+
+def tokens(shape: Shape) -> Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def program_of(step: Any, *args: Any) -> Program:
+    """The program that a call runs."""
+    return step._prepare(*reversed(tree.flatten(args)))
+
+
+def find_general(step: Any) -> General:
+    (general,) = step._pipeline._generals._found
+    return general
+
+
+def full(value: Any) -> list[Tensor]:
+    return [x.detach() for x in tree.leaves(fzero.unpartition(value))]
+
+
+SHAPES: tuple[Shape, ...] = ((4, 7), (4, 9), (4, 18), (4, 5), (4, 31), (4, 12))
+
+
+def test_a_program_of_open_sizes_is_the_program_that_is_traced_at_each_size(stage: int = 3) -> None:
+    params, state, fn = make()
+    step = fzero.simulate(fn, MESH, stage=stage)
+    shapes = [(4, 7), (6, 9), (10, 13), (4, 18), (6, 31), (8, 3)]
+    wrong, seen = [], set[int]()
+    for shape in shapes:
+        got = program_of(step, params, state, tokens(shape))
+        if shape in shapes[:2]:
+            continue
+        general = find_general(step)
+        sizes, late = (
+            [shape[0] // 2, shape[1]],
+            defaults(stage=stage)[len(defaults(stage=stage)) - len(general._late) :],
+        )
+        assert name_of_pass(late[0]) == "split"
+        traced = resolve(trace(fn, (params, state, tokens(shape).chunk(2)[0]), MESH))
+        early = run_passes(traced, defaults(stage=stage)[: -len(late)])
+        filled = Template(replace(general.early, open=Open(general._symbols, tuple(sizes)))).fill(sizes)
+        wrong += [f"{shape}: {difference}" for difference in [find_difference(filled, early)] if difference]
+        bits = (sizes[0] * sizes[1]).bit_length()
+        if bits not in seen:  # the schedule is that of these sizes
+            flat = step.trace(params, state, tokens(shape))
+            wrong += [f"{shape}: {difference}" for difference in [find_difference(got, flat)] if difference]
+            wrong += [] if got.memory() == flat.memory() and str(got) == str(flat) else [f"{shape}: memory, listing"]
+            wrong += [] if got.comm() == flat.comm() and str(got.timeline()) == str(flat.timeline()) else [str(shape)]
+        seen.add(bits)
+    assert not wrong
+
+
+def test_results_are_those_of_a_step_that_is_traced_at_each_length_and_it_is_traced_three_times() -> None:
+    params, state, fn = make()
+    step = fzero.simulate(fn, MESH, donate=False)
+    for shape in SHAPES:
+        alone = fzero.simulate(fn.fn, MESH, donate=False)
+        expected, got = alone(params, state, tokens(shape)), step(params, state, tokens(shape))
+        assert all(map(torch.equal, full(got), full(expected))), shape
+    assert fn.count == 3
+
+
+def test_a_branch_by_length_is_a_condition(caplog: pytest.LogCaptureFixture) -> None:
+    params, state, fn = make(window=10)
+    step = fzero.simulate(fn, MESH, donate=False)
+    plain = fzero.unpartition(params)
+    with caplog.at_level(logging.DEBUG, "fzero"):
+        for shape in (*SHAPES, *((4, length) for length in (10, 11, 24, 8))):
+            expected = fn.fn(plain, SGD.init(plain), tokens(shape))
+            got = step(params, state, tokens(shape))
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(full(got), tree.leaves(expected))), shape
+    asked = [record.message for record in caplog.records if "asked by" in record.message]
+    assert any("if self.window is not None and length > self.window" in each for each in asked)
+    assert fn.count <= 7  # two of each side, and with open sizes
+
+
+def test_sizes_that_meet_a_constant_of_the_model() -> None:
+    """Lengths of 1 and 2, of the width of the model, of the number of rows; rows of one example."""
+    params, state, fn = make()
+    step, plain = fzero.simulate(fn, MESH, donate=False), fzero.unpartition(params)
+    shapes = [(4, WIDTH), (4, 4), (4, 2), (2, 3), (4, 3), (8, 8), (24, 24), (2, 12), (6, 6)]
+    for shape in shapes:
+        expected = fn.fn(plain, SGD.init(plain), tokens(shape))
+        got = step(params, state, tokens(shape))
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(full(got), tree.leaves(expected))), shape
+
+
+def test_draws_have_the_numbers_that_they_have_in_a_trace_of_their_length() -> None:
+    params, state, fn = make(dropout=0.5)
+    step, losses = fzero.simulate(fn, MESH, donate=False), list[list[Tensor]]()
+    for shape in SHAPES[:4]:
+        for each in (step, fzero.simulate(fn.fn, MESH, donate=False)):
+            torch.manual_seed(3)
+            losses.append(full(each(params, state, tokens(shape))))
+    assert all(torch.equal(a, b) for ours, theirs in zip(losses[::2], losses[1::2]) for a, b in zip(ours, theirs))
+    assert fn.count == 3
+
+
+STEPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "divides by a length": lambda w, x: (x @ w).sum() / x.shape[1],
+    "a power of a length": lambda w, x: (x @ w).sum() * x.shape[1] ** -0.5,
+    "a number in a list": lambda w, x: (x @ w).sum() + torch.tensor([x.shape[1], 2.0]).sum(),
+    "an even length": lambda w, x: (x @ w).sum() * (2 if x.shape[1] % 2 == 0 else 3),
+    "a length as text": lambda w, x: (x @ w).sum() * len(str(x.shape[1])),
+    "a set of lengths": lambda w, x: (x @ w).sum() * (2 if x.shape[1] in {5, 9} else 3),
+    "a loop": lambda w, x: sum(((x[:, i] @ w).sum() * i for i in range(x.shape[1])), torch.zeros(())),
+    "a rounded length": lambda w, x: F.pad(x, (0, 0, 0, -x.shape[1] % 4)).unflatten(1, (-1, 4)).amax(1).matmul(w).sum(),
+    "the longer one": lambda w, x: (x.new_ones(max(x.shape[1], 8), WIDTH) @ w).sum() * x.sum(),
+    "two parts": lambda w, x: (x[:, : x.shape[1] // 2] @ w).sum() - (x[:, x.shape[1] // 2 :] @ w).prod(),
+    "split": lambda w, x: sum((part.amax() * i for i, part in enumerate((x @ w).split(4, 1))), torch.zeros(())),
+    "circular": lambda w, x: (F.pad(x.transpose(1, 2), (2, 1), mode="circular").transpose(1, 2) @ w).prod(-1).sum(),
+    "unset": lambda w, x: (x.new_empty(x.shape).copy_(x)[:, 1:] @ w).prod(-1).mean(),
+    "convolution": lambda w, x: F.conv1d(x.mT, w.unsqueeze(-1).expand(-1, -1, 3), stride=2).square().mean(),
+    "two floats": lambda w, x: (x @ w).sum() * (x.shape[1] * 0.1 * 0.3 + 0.7),
+    "interpolation": lambda w, x: F.interpolate(x.transpose(1, 2), scale_factor=1.5).transpose(1, 2).matmul(w).mean(),
+    "eye": lambda w, x: (torch.eye(x.shape[1], dtype=x.dtype) @ x @ w).square().mean(),
+    "masked": lambda w, x: (x @ w).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu()[0, :, None] > 0, 2.0).mean(),
+    "sorted": lambda w, x: ((x @ w).sort(1).values[:, x.shape[1] // 3]).sum(),
+    "top": lambda w, x: (x @ w).topk(2, 1).values.mean(),
+    "cumulative": lambda w, x: (x @ w).cumsum(1).square().mean(),
+    "einsum": lambda w, x: torch.einsum("btc,bsc->bts", x @ w, x).softmax(-1).amax(-1).mean(),
+    "a batch norm": lambda w, x: F.batch_norm((x @ w).flatten(0, 1), None, None, training=True).square().sum(),
+    "same as the rows": lambda w, x: (x @ w).sum() * (2 if x.shape[1] == x.shape[0] else 3),
+}  # fmt: skip
+
+
+def run_lengths(name: str) -> Iterator[str]:
+    """Differences of a step of `STEPS` from plain torch, over many shapes: forward, gradients and an update."""
+    loss_of = STEPS[name]
+
+    def plain(w: Tensor, x: Tensor) -> Any:
+        return w, *torch.func.grad_and_value(loss_of)(w, x)
+
+    def step(w: Any, x: Tensor) -> Any:
+        loss, grad = fzero.value_and_grad(loss_of)(w, x)
+        return fzero.optim.apply_updates(w, -0.5 * grad), grad, loss
+
+    on_one = fzero.VirtualMesh(fsdp=1)
+    w = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sharded, ours = fzero.simulate(step, on_one, donate=False), fzero.partition({"w": w}, on_one)["w"]
+    for rows, length in ((3, 5), (3, 9), (3, 8), (3, 16), (4, 6), (5, 5), (3, 3), (4, 11)):
+        x = torch.randn(rows, length, WIDTH, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+        _, grad, loss = plain(w, x)
+        try:
+            new, our_grad, our_loss = sharded(ours, x)
+        except fzero.FzeroError:
+            continue
+        got = [*full(new), *full(our_grad), our_loss.reshape(())]
+        for what, a, b in zip(("state", "gradient", "loss"), got, (w - 0.5 * grad, grad, loss)):
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-9, atol=1e-12):
+                yield f"{name} at {rows} x {length}: {what}"
+
+
+def train_on_ranks(mesh: Any) -> tuple[list[float], int]:
+    """The losses of a step on rows of this rank, which lie in one batch of all ranks, and how often it was traced."""
+    torch.manual_seed(0)
+    params, fn = lm_step(Model())
+    params, fn = fzero.partition(params, mesh), Traced(fn)
+    step, state, losses = fzero.shard(fn, mesh), SGD.init(params), list[float]()
+    for shape in SHAPES:
+        params, state, loss = step(params, state, tokens(shape).chunk(2)[mesh.get_rank()])
+        losses.append(loss.item())
+    return losses, fn.count
+
+
+def test_ranks_bind_the_same_sizes() -> None:
+    (first, count), (second, other) = run(2, train_on_ranks)
+    params, state, fn = make()
+    step, expected = fzero.simulate(fn.fn, MESH, max_programs=1), list[float]()
+    for shape in SHAPES:
+        params, state, loss = step(params, state, tokens(shape))
+        expected.append(loss.item())
+    assert count == other == 3
+    assert first == second == pytest.approx(expected, rel=1e-6)
+
+
+FEW = (
+    "a power of a length",
+    "an even length",
+    "a rounded length",
+    "two parts",
+    "circular",
+    "same as the rows",
+    "unset",
+)
+"""The steps of the suite. `python tests/test_general.py` runs all of them."""
+
+
+def test_steps_that_compute_with_lengths_are_those_of_plain_torch() -> None:
+    assert not [wrong for name in FEW for wrong in run_lengths(name)]
+
+
+if __name__ == "__main__":
+    found = {name: list(run_lengths(name)) for name in STEPS}
+    print(*(f"{name}: {', '.join(wrong) or 'equal'}" for name, wrong in found.items()), sep="\n")
+    sys.exit(any(found.values()))
