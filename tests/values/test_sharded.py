@@ -181,6 +181,7 @@ ELEMENTWISE: dict[str, Function] = {
     "0-d leaf with python numbers": lambda v: 2 ** v["s"] + (1 - v["s"]) / 3,
     "empty leaf": lambda v: v["empty"].exp() * 2 + v["empty"] * v["s"],
     "detached factor": lambda v: v["w"].detach() * v["v"],
+    "data of a factor": lambda v: v["w"].data * v["v"],
     "type_as": lambda v: v["w"].mul(v["v"]).type_as(v["half"]),
     "type": lambda v: v["w"].type(torch.float64),
     **each("add sub mul div maximum minimum pow".split(), "list {}", listed, ["w", "s"], ["far", "s"]),
