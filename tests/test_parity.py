@@ -426,7 +426,8 @@ def sharded(mesh: DeviceMesh, case: tuple[str, int]) -> Trained:
     """The job on one rank, at a stage."""
     name, stage = case
     job = JOBS[name]()
-    step = fzero.shard(job.train_step, mesh, stage=stage, **job.options)
+    how = job.options if "passes" in job.options else {"stage": stage} | job.options
+    step = fzero.shard(job.train_step, mesh, **how)
     return train(job, fzero.partition(job.params, mesh), step, mesh.get_rank(), mesh.size())
 
 
