@@ -175,7 +175,7 @@ class Generals:
             return None  # passes of others may do anything with sizes
         filled = self._fill(signature)
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
-        if filled is not None or len(like) < 2 or self._tries == 0:
+        if filled is not None or len(like) < 2 or self._tries <= 0:
             return filled
         self._tries -= 1
         try:
@@ -183,6 +183,7 @@ class Generals:
             check_general(general, like)
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
             _log.debug("%s is traced for each shape: %s", self.name, error)
+            self._tries -= 1  # such a trace takes as long as three others, and most steps that fail fail again
             return None
         general.watches = watch(general.early)
         self._found.insert(0, general)
