@@ -99,14 +99,13 @@ class Programs(NamedTuple):
 
 def compile_programs(functions: Functions, settings: Settings, mesh: Any) -> Functions:
     """The functions of an engine as programs for a mesh."""
-    passes = choose_passes(settings)
-    how: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
-    how = how if passes is None else {"passes": passes}
+    default: dict[str, Any] = {"stage": settings.stage, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
     found = {}
     for name, function in functions._asdict().items():
         donate = name not in ("begin", "forward")  # `pull` needs the buffers that these were given
-        title = f"engine: {name}"
-        found[name] = compile_function(function, mesh, title=title, compile=settings.compile, donate=donate, **how)
+        passes = choose_passes(settings, in_place=donate)
+        how = default | {"donate": donate} if passes is None else {"passes": passes}
+        found[name] = compile_function(function, mesh, title=f"engine: {name}", compile=settings.compile, **how)
     return Functions(**found)
 
 

@@ -19,13 +19,14 @@ BLOCK = 256
 """The elements that share a scale."""
 
 
-def choose_passes(settings: Settings) -> tuple[Pass, ...] | None:
-    """The passes of an engine's programs; None for the default ones. The program of an update gathers no weights, that
+def choose_passes(settings: Settings, *, in_place: bool) -> tuple[Pass, ...] | None:
+    """The passes of an engine's program; None for the default ones. With `in_place` it donates its state. The program of an update gathers no weights, that
     of an evaluation scatters no gradients."""
     added = [int8_gather] * settings.quantizes_weights + [int8_mean] * settings.quantizes_gradients
     if not added:
         return None
-    chosen = passes.defaults(stage=settings.stage, reduce_dtype=settings.reduce_dtype, chunk=settings.chunk)
+    how: dict[str, Any] = {"reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
+    chosen = passes.defaults(stage=settings.stage, in_place=in_place, **how)
     for each in added:
         chosen = passes.insert(chosen, partial(each, strict=False), before="prefetch")
     return chosen

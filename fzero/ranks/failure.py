@@ -31,8 +31,8 @@ READABLE = (
     "kernel.yama.ptrace_scope as they are during a run, and start all ranks again"
 )
 LEFT = "left "  # the first word of a rank that leaves the others by an error of its own
-OF_CONNECTIONS = ("gloo", "nccl", "socket", "connection", "timed out", "timeout", "peer")
-"""Words in torch's errors of a collective that other ranks did not take part in."""
+OF_CONNECTIONS = ("gloo", "nccl", "socket", "connection", "timed out", "timeout", "peer", "of the group")
+"""Words in the errors, of torch and of transports, of a collective that other ranks did not take part in."""
 WORD = 256  # bytes of a rank's answer in a roll call
 
 

@@ -36,7 +36,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
 from fzero.base.torch_private_functions import list_vectors
 from fzero.base.tree import Tree, TreeDef
-from fzero.values.skeleton import Skeleton
+from fzero.values.skeleton import Skeleton, has_storage
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of a normalization layer of torch."""
@@ -198,12 +198,13 @@ class _Function:
         self.name = type(module).__name__
         self._skeleton = Skeleton(module)
         self._buffers = {path for path, _ in module.named_buffers()}
-        self._lowered = {path: weakref.ref(param) for path, param in module.named_parameters()}
+        # of modules: torch does not swap the values of a parameter that has a weak reference
+        self._modules = [(path, weakref.ref(each)) for path, each in module.named_modules()]
 
     def find_lowered(self) -> dict[int, str]:
-        alive = {path: ref() for path, ref in self._lowered.items()}
-        plain = {path: x for path, x in alive.items() if x is not None and not torch_private.is_wrapper(x)}
-        return {torch_private.storage_key(param): path for path, param in plain.items()}
+        alive = ((path, ref()) for path, ref in self._modules)
+        own = [pair for path, each in alive if each for pair in each.named_parameters(path, recurse=False)]
+        return {torch_private.storage_key(x): path for path, x in own if has_storage(x)}
 
     def call(
         self, given: dict[str, Tensor], mutable: Container[str], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -148,7 +148,7 @@ def _reset(value: Any, before: Content) -> None:
 def _copy_to_meta(module: nn.Module) -> nn.Module:
     """A copy of a module with stand-ins for its parameters and buffers. No data is copied; ties stay ties."""
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    memories = {torch_private.storage_key(x): path for path, x in own.items() if _has_storage(x)}
+    memories = {torch_private.storage_key(x): path for path, x in own.items() if has_storage(x)}
     parts = {id(x) for x in own.values()}
     held = [
         (name.lstrip("."), x) for name, x in walk_inside("", module) if isinstance(x, Tensor) and id(x) not in parts
@@ -170,14 +170,16 @@ def _share(name: str, value: Tensor, memories: Mapping[int, str]) -> Tensor:
         return value  # which the trace warns of
     if value.grad_fn is not None:
         return _StandIn.of(value, name, "holds a tensor that an earlier forward computed from parameters")
-    if _has_storage(value) and torch_private.storage_key(value) in memories:
+    if has_storage(value) and torch_private.storage_key(value) in memories:
         path = memories[torch_private.storage_key(value)]
         return _StandIn.of(value, name, f"holds a tensor in the memory of {path}")
     return value.detach()
 
 
-def _has_storage(value: Tensor) -> bool:
-    return value.layout is torch.strided and not torch_private.is_wrapper(value) and not value.is_meta
+def has_storage(value: Tensor) -> bool:
+    """Whether a tensor lies in memory that it can tell from other memory."""
+    is_plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch_private.is_wrapper(value)
+    return is_plain and value.layout is torch.strided and not value.is_meta
 
 
 class _StandIn(nn.Parameter):
