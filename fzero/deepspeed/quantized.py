@@ -20,8 +20,8 @@ BLOCK = 256
 
 
 def choose_passes(settings: Settings, *, in_place: bool) -> tuple[Pass, ...] | None:
-    """The passes of an engine's program; None for the default ones. With `in_place` it donates its state. The program of an update gathers no weights, that
-    of an evaluation scatters no gradients."""
+    """The passes of an engine's program; None for the default ones. With `in_place` the program donates its state. The
+    program of an update gathers no weights, that of an evaluation scatters no gradients."""
     added = [int8_gather] * settings.quantizes_weights + [int8_mean] * settings.quantizes_gradients
     if not added:
         return None

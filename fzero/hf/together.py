@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.data_loader import DataLoaderDispatcher
 
+from fzero.base.arguments import check_arguments
 from fzero.hf.alike import (
     describe_batches,
     list_arguments,
@@ -138,6 +139,7 @@ class Together(transformers.Trainer):
         self._meet("trainer.train, for an epoch", list_lines)
         super()._run_epoch(*args, **named)
 
+    @check_arguments
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """As transformers' `get_batch_samples`: the batches of an update, and the items of all ranks in them."""
         call = "trainer.train, for the batches of an update"
