@@ -29,7 +29,7 @@ from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
 
 MAX_GENERALS = 3
-"""How often a step is traced with open sizes at most."""
+"""How often a step is traced with open sizes at most. A trace that fails counts twice."""
 _log = logging.getLogger("fzero")
 _BY_COSTS = "split"
 """The first of the default passes that looks at costs, which depend on sizes."""
