@@ -25,7 +25,8 @@ from gpt import GPT, GPTConfig
 from measure import growth
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
 import fzero
 import fzero.checkpoint
@@ -184,6 +185,47 @@ def dequantizes(mesh: DeviceMesh) -> Found:
     return found
 
 
+def changes_length(mesh: DeviceMesh) -> Found:
+    """Steps of batches of other rows and lengths: from the third on a program with open sizes is filled."""
+    how, draws = Training(), torch.Generator().manual_seed(1)
+    sizes = [(4, 17), (6, 13), (4, 11), (8, 15), (5, 9), (12, 17)]
+    given = [torch.randint(CONFIG.vocab, size, generator=draws) for size in sizes]
+    params, optimizer, train_step = how.begin()
+    state, expected = optimizer.init(params), []
+    for tokens in given:
+        params, state, loss = train_step(params, state, tokens)
+        expected.append(loss.item())
+    params, state, step = place(mesh, how)
+    losses = []
+    for tokens in given:
+        params, state, loss = step(params, state, tokens.to(mesh.device_type))
+        losses.append(loss.item())
+    return require(losses, expected, FP32)
+
+
+def attends(mesh: DeviceMesh) -> Found:
+    """FlexAttention with a causal mask: the loss and the norm of its gradient are those of torch's attention."""
+    if mesh.device_type == "cpu":
+        raise LeftOutError("torch has no gradient of FlexAttention on a CPU")
+    size, heads = 256, 4
+    x = torch.randn(2, size, 64, generator=torch.Generator().manual_seed(0))
+    params = {"w": torch.randn(64, 3 * 64, generator=torch.Generator().manual_seed(1)) / 8}
+    causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, size, size, device=mesh.device_type)
+
+    def differentiate(attend: Callable[..., Tensor], params: Any, x: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            split = (x @ params["w"]).view(2, size, 3, heads, 16).permute(2, 0, 3, 1, 4)
+            return attend(*split.unbind(0)).square().mean()
+
+        value, grads = fzero.value_and_grad(loss)(params)
+        return value, grads["w"].square().sum().sqrt()
+
+    step = fzero.shard(partial(differentiate, partial(flex_attention, block_mask=causal)), mesh)
+    got = step(fzero.partition(params, mesh), x.to(mesh.device_type))
+    expected = differentiate(partial(scaled_dot_product_attention, is_causal=True), params, x)
+    return require([value.item() for value in got], [value.item() for value in expected], 1e-3)  # TF32 may be on
+
+
 def calibrates(mesh: DeviceMesh) -> Found:
     params, state, step = place(mesh, Training())
     tokens = next(batches()).to(mesh.device_type)
@@ -268,6 +310,8 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "budget and host": partial(fits, to=fzero.host()),
     "streamed": partial(equals_cpu, Training(), FP32, chunk="64KiB"),
     "quantized": dequantizes,
+    "lengths": changes_length,
+    "FlexAttention": attends,
     "calibrate": calibrates,
     "save and load": saves,
     "checkpoint meanwhile": saves_meanwhile,
