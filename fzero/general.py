@@ -29,7 +29,7 @@ from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
 
 MAX_GENERALS = 3
-"""How often a step is traced with open sizes at most. A trace that fails counts twice."""
+"""How often a step is traced with open sizes at most."""
 _log = logging.getLogger("fzero")
 _BY_COSTS = "split"
 """The first of the default passes that looks at costs, which depend on sizes."""
@@ -183,7 +183,6 @@ class Generals:
             check_general(general, like)
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
             _log.debug("%s is traced for each shape: %s", self.name, error)
-            self._tries -= 1  # such a trace takes as long as three others, and most steps that fail fail again
             return None
         general.watches = watch(general.early)
         self._found.insert(0, general)

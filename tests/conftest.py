@@ -38,7 +38,7 @@ LONGEST = [
 
 
 LEFT: dict[str, list[int]] = {}
-"""How many tests of this run are quick, launch processes, and are further cases of quick functions."""
+"""How many tests are quick, launch processes or are slow, and are further cases of quick functions."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,6 +80,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         quick, launching, further = LEFT["left"]
         total = quick + launching + further
         terminalreporter.write_line(
-            f"{quick:,} of {total:,} tests are quick. Left out: {launching:,} that launch processes and {further:,}"
+            f"{quick:,} of {total:,} tests are quick. Left out: {launching:,} that launch processes or are slow and {further:,}"
             " further cases of functions; `make test-rest` runs them"
         )

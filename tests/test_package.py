@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from conftest import LONGEST
+from tiers import SLOW
 
 import fzero
 
@@ -418,3 +419,10 @@ def test_the_files_that_begin_first_exist() -> None:
     root = Path(__file__).parents[1]
     found = {path.name for folder in ("tests", "property_tests") for path in (root / folder).rglob("test_*.py")}
     assert set(LONGEST) <= found
+
+
+def test_the_slow_functions_exist() -> None:
+    root = Path(__file__).parents[1]
+    files = [path for folder in ("tests", "property_tests") for path in (root / folder).rglob("test_*.py")]
+    functions = {name for path in files for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)}
+    assert functions >= SLOW

@@ -1,11 +1,11 @@
 """The tests that `make test` runs, and those that it leaves to `make test-rest`.
 
-    pytest tests property_tests --tier=quick    what a newcomer runs: minutes, no process but those of SMOKE
+    pytest tests property_tests --tier=quick    what a newcomer runs: five minutes, no process but those of SMOKE
     pytest tests property_tests --tier=rest     what that left out
     pytest tests property_tests                 all
 
-A test is quick if it launches no process and is one of the first `CASES` of its function, in the order of a hash of
-their names: other cases of one function take other ways through the same code.
+A test is quick if it launches no process, is none of `SLOW`, and is one of the first `CASES` of its function, in the
+order of a hash of their names: other cases of one function take other ways through the same code.
 """
 
 from __future__ import annotations
@@ -25,21 +25,31 @@ import pytest
 CASES = 2
 SMOKE = frozenset({"test_smoke.py"})
 """Files that are quick although they launch ranks."""
+SLOW = frozenset(
+    """
+    test_a_compiled_step_is_the_interpreted_one_up_to_rounding test_a_compiled_optimizer_is_the_plain_one
+    test_each_pass_preserves_meaning test_ranks_agree_on_what_is_uniform_in_a_step_that_is_accepted
+    test_a_step_is_refused_or_all_that_it_leaves_has_data test_derivatives_are_those_of_plain_torch
+    test_metrics_are_of_the_tokens_that_transformers_generates test_predicted_memory_bounds_that_of_each_rank
+    test_predicted_comm_is_what_each_rank_exchanges
+    """.split()
+)
+"""Functions of which a case takes more than five seconds."""
 LAUNCHERS = frozenset({subprocess, processes.run, processes.run_cases, hosts.two_hosts})
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "property_tests")
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """Whether a test launches no process, or is of a file of `SMOKE`."""
-    if item.path.name in SMOKE:
-        return True
+    """Whether a test launches no process and is not slow, or is of a file of `SMOKE`."""
+    if item.path.name in SMOKE or getattr(item, "originalname", "") in SLOW:
+        return item.path.name in SMOKE
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     functions = [getattr(item, "obj", None), *(each.func for found in fixtures for each in found)]
     return not any(map(launches, functions))
 
 
 def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item], list[pytest.Item]]:
-    """The quick items, those that launch processes, and further cases of functions that have quick ones."""
+    """The quick items, those that launch processes or are slow, and further cases of quick functions."""
     quick, launching, further = [], [], []
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = list(group)
