@@ -80,6 +80,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         quick, launching, further = LEFT["left"]
         total = quick + launching + further
         terminalreporter.write_line(
-            f"{quick:,} of {total:,} tests are quick. Left out: {launching:,} that launch processes or are slow and {further:,}"
-            " further cases of functions; `make test-rest` runs them"
+            f"{quick:,} of {total:,} tests are quick. Left out: {launching:,} that launch processes or are slow, and"
+            f" {further:,} further cases of functions; `make test-rest` runs them"
         )
