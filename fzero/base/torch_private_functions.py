@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,13 @@ from typing import Any, TypeGuard
 
 import torch
 import torch._dispatch.python
+import torch.fx._lazy_graph_module
+import torch.fx.experimental.proxy_tensor
+import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fzero.base.torch_private import FakeTensor, no_dispatch
+from fzero.base.torch_private import FakeTensor, no_dispatch, unwrap
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
 """Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
@@ -211,11 +215,114 @@ def make_fake(
     if not has_plain_form(like):
         return None
     with no_dispatch():
-        if storage is None:
-            made = torch.empty_strided(shape, stride, dtype=like.dtype, device="meta")
+        return FakeTensor(like.fake_mode, _make_meta(like.dtype, shape, stride, start, storage), like.device)
+
+
+def make_pair(
+    like: FakeTensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    start: int | torch.SymInt,
+    storage: torch.UntypedStorage | None,
+) -> tuple[FakeTensor, FakeTensor]:
+    """Two fake tensors of one memory, as `make_fake` makes one. `like` has their device and their mode: a plain fake
+    tensor about which nothing was asked. Public replacement: as of `make_fake`."""
+    with no_dispatch():
+        meta = _make_meta(dtype, shape, stride, start, storage)
+        return _copy_fake(like, meta), _copy_fake(like, meta)
+
+
+def _make_meta(
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    start: int | torch.SymInt,
+    storage: torch.UntypedStorage | None,
+) -> Tensor:
+    if storage is None:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, shape, stride)
+
+
+def _copy_fake(like: FakeTensor, meta: Tensor) -> FakeTensor:
+    """`FakeTensor(like.fake_mode, meta, like.device)`, in a quarter of the time."""
+    made: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=like.fake_device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(vars(like))
+    return made
+
+
+without_proxies = torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing
+"""In a block, make_fx does not record how open sizes are computed. Public replacement: none."""
+
+
+def without_code() -> AbstractContextManager[Any]:
+    """In a block, make_fx generates no code for what it traces until that is called. Public replacement: an option of
+    make_fx to return the graph."""
+    return torch.fx._lazy_graph_module._use_lazy_graph_module(True)
+
+
+class TraceGraph:
+    """The graph that make_fx is recording. Make it inside of the function that make_fx traces.
+
+    Public replacement: a function of `torch.fx.experimental.proxy_tensor` from a traced tensor to its node.
+    """
+
+    def __init__(self) -> None:
+        mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
+        assert mode is not None  # inside of make_fx
+        self._tracer = mode.tracer
+        self.graph: fx.Graph = self._tracer.graph
+
+    def node_of(self, x: Tensor) -> Any:
+        """The node of a traced tensor, which transforms of torch.func may have wrapped; None where it has no node."""
+        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(unwrap(x), self._tracer, None)
+        return None if slot is None else slot.proxy.node
+
+    def find_last(self) -> Any:
+        """The last node, None where there is no node."""
+        last = self.graph._root.prev
+        return None if last is self.graph._root else last
+
+    def nodes_after(self, node: Any) -> Iterator[Any]:
+        """The nodes behind a node, in order; all of them for None."""
+        following = self.graph._root.next if node is None else node.next
+        while following is not self.graph._root:
+            yield following
+            following = following.next
+
+    def slot_of(self, x: Tensor) -> Any:
+        """What the trace knows of a tensor that no transform wraps: `proxy.node`, and `constant`, which is its value
+        where torch remembers that. None for a tensor that the trace has not seen."""
+        return self._tracer.tensor_tracker.get(x)
+
+    def emit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
+        """A new node that calls an operation of torch, with its fake value, as make_fx records one."""
+        name = self.graph._target_to_str(operation.overloadpacket.__name__)
+        return self._create(operation, args, kwargs, name, value)
+
+    def emit_item(self, items: Any, i: int, value: Any) -> Any:
+        """A new node that takes an item of the value of another one."""
+        return self._create(operator.getitem, (items, i), {}, None, value)
+
+    def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, value: Any) -> Any:
+        node, here = (
+            self.graph.create_node("call_function", target, args, kwargs, name),
+            torch.fx.traceback.current_meta,
+        )
+        node.meta |= {"val": value, "stack_trace": here["stack_trace"]}
+        if "custom" in here:
+            node.meta["custom"] = dict(here["custom"])
+        return node
+
+    def track(self, x: Tensor, node: Any, is_open: bool) -> None:
+        """Let a node be that of a tensor. A tensor that `is_open` has sizes that later nodes may compute with."""
+        proxy_tensor, proxy = torch.fx.experimental.proxy_tensor, self._tracer.proxy(node)
+        if is_open:
+            proxy_tensor.track_tensor(x, proxy, constant=None, tracer=self._tracer)
         else:
-            made = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, start, shape, stride)
-        return FakeTensor(like.fake_mode, made, like.device)
+            proxy_tensor.set_proxy_slot(x, self._tracer, proxy_tensor._ProxyTensor(proxy, None))
 
 
 def make_source(name: str) -> Any:

@@ -21,7 +21,7 @@ from fzero.program.operation import Node
 from fzero.program.records import find_loops
 
 if TYPE_CHECKING:
-    from fzero.program.program import Program
+    from fzero.program.program import Program, Result
 
 
 class Open(NamedTuple):
@@ -47,7 +47,8 @@ class _Form(NamedTuple):
 
 
 class Template:
-    """An open program, prepared to be filled with sizes.
+    """An open program, prepared to be filled with sizes. `arguments` has those of each node with open numbers among
+    them, and positions in the places of these. `evaluate(sizes)` returns the numbers by position.
 
     Raises:
         FzeroError: for a program with loops, with an open value that is more than its form, or with a number that is
@@ -59,38 +60,46 @@ class Template:
         self.program, self._numbers = program, dict[Any, tuple[_Number, Any]]()
         if find_loops(program.graph):
             raise FzeroError(program.name, "has loops, whose bodies have sizes of their own", "it is traced again")
-        self._arguments: dict[Node, Any] = {}
+        self.arguments: dict[Node, Any] = {}
         self._values: dict[Node, Any] = {}
         for node in program.graph.nodes:
             given, value = (node.args, node.kwargs), node.meta.get("val")
             numbered = _map_numbers(given, self._number)
             if numbered is not given:
-                self._arguments[node] = numbered
+                self.arguments[node] = numbered
             form = self._find_form(value)
             if form is not value:
                 self._values[node] = form
         self._results = _map_numbers(tuple(result.constant for result in program.results), self._number)
-        self._evaluate = program.open.symbols.evaluator([number for _, number in self._numbers.values()])
+        self.evaluate = program.open.symbols.evaluator([number for _, number in self._numbers.values()])
+
+    def is_open(self, node: Node) -> bool:
+        """Whether a node's arguments or value, or an operand's value, have open sizes."""
+        return node in self.arguments or any(x in self._values for x in (node, *node.all_input_nodes))
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes, which fulfil the conditions of the symbols."""
-        numbers, memory = self._evaluate(sizes), dict[int, torch.UntypedStorage]()
+        numbers, memory = self.evaluate(sizes), dict[int, torch.UntypedStorage]()
 
-        def find(number: Any) -> Any:
-            return numbers[number] if type(number) is _Number else number
+        def find(number: int) -> Any:
+            return numbers[number]
 
         def fill_node(node: Node, given: Any) -> Any:
             args, kwargs, meta = given
-            if node in self._arguments:
-                args, kwargs = _map_leaves(self._arguments[node], find)
+            if node in self.arguments:
+                args, kwargs = fill_numbers(self.arguments[node], find)
             if node in self._values:
                 meta = {**meta, "val": _make_value(self._values[node], find, memory)}
             return args, kwargs, meta
 
         graph = copy_graph(self.program.graph, fill_node)
-        constants = _map_leaves(self._results, find)
-        results = tuple(replace(x, constant=constant) for x, constant in zip(self.program.results, constants))
-        return replace(self.program, graph=graph, results=results, open=None)
+        return replace(self.program, graph=graph, results=self.fill_results(sizes), open=None)
+
+    def fill_results(self, sizes: Sequence[int]) -> tuple[Result, ...]:
+        """The results of the program of these sizes, whose constants may be computed from sizes."""
+        numbers = self.evaluate(sizes)
+        constants = fill_numbers(self._results, numbers.__getitem__)
+        return tuple(replace(x, constant=constant) for x, constant in zip(self.program.results, constants))
 
     def _number(self, x: Any) -> _Number:
         if adds_floats(x.node.expr):
@@ -116,7 +125,12 @@ class Template:
         return _Form(value, shape, stride, start, storage_key(value), size)
 
 
-def _make_value(form: Any, find: Callable[[Any], Any], memory: dict[int, torch.UntypedStorage]) -> Any:
+def fill_numbers(given: Any, find: Callable[[int], Any]) -> Any:
+    """Arguments of a template with the number at each position in its place."""
+    return _map_leaves(given, lambda x: find(x) if type(x) is _Number else x)
+
+
+def _make_value(form: Any, find: Callable[[int], Any], memory: dict[int, torch.UntypedStorage]) -> Any:
     """The fake value of a form. Values of one memory lie in one memory again."""
     if not isinstance(form, _Form):
         return type(form)(_make_value(x, find, memory) for x in form) if isinstance(form, (list, tuple)) else form
@@ -124,8 +138,8 @@ def _make_value(form: Any, find: Callable[[Any], Any], memory: dict[int, torch.U
         memory[form.memory] = form.like.untyped_storage()
     elif form.memory not in memory:
         memory[form.memory] = torch.UntypedStorage(find(form.nbytes), device="meta")
-    shape, stride = [find(x) for x in form.shape], [find(x) for x in form.stride]
-    return make_fake(form.like, shape, stride, find(form.start), memory[form.memory])
+    shape, stride, start = fill_numbers((form.shape, form.stride, form.start), find)
+    return make_fake(form.like, shape, stride, start, memory[form.memory])
 
 
 def _map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
