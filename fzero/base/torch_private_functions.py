@@ -21,7 +21,7 @@ import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fzero.base.torch_private import FakeTensor, no_dispatch, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, unwrap
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
 """Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
@@ -216,6 +216,12 @@ def make_fake(
         return None
     with no_dispatch():
         return FakeTensor(like.fake_mode, _make_meta(like.dtype, shape, stride, start, storage), like.device)
+
+
+def make_empty(mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """A fake tensor of a device, without elements, that no trace records. Public replacement: as of `make_fake`."""
+    with no_dispatch():
+        return FakeTensor(mode, torch.empty(0, device="meta"), device)
 
 
 def make_pair(

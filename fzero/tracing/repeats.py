@@ -11,14 +11,14 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.base.symbols import is_open, key_of
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key
-from fzero.base.torch_private_functions import TraceGraph, make_pair, without_proxies
+from fzero.base.torch_private_functions import TraceGraph, make_empty, make_pair, without_proxies
 from fzero.program.operation import Node
 from fzero.program.records import record
 
@@ -195,8 +195,7 @@ class Repeats:
     def _find_plain(self, device: torch.device) -> FakeTensor:
         """A fake tensor of a device, about which nothing was asked."""
         if device not in self._plain:
-            with self._mode:
-                self._plain[device] = cast(FakeTensor, torch.empty(0, device=device))
+            self._plain[device] = make_empty(self._mode, device)
         return self._plain[device]
 
 
