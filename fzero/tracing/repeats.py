@@ -156,9 +156,9 @@ class Repeats:
         # nodes that compute open numbers may stand between
         nodes = [x for x in self._traced.nodes_after(last) if isinstance(x.meta.get("val"), (Tensor, list, tuple))]
         following = iter(nodes[1:])
-        if not nodes or nodes[0].target is not call.operation or not _is_recorded(result, nodes[0], following):
+        if not nodes or not _is_recorded(result, nodes[0], following) or next(following, None) is not None:
             return None
-        if next(following, None) is not None:
+        if nodes[0].target is not call.operation or not _has_form(nodes[0], call):  # torch leaves out default values
             return None
         memory, own = [storage_key(x) for x in call.tensors], set[int]()
         return self._find_form(result, call.tensors, memory, own)
@@ -212,6 +212,11 @@ def _is_recorded(result: Any, node: Node, following: Iterator[Node]) -> bool:
         if not _is_recorded(item, taken, following):
             return False
     return True
+
+
+def _has_form(node: Node, call: Call) -> bool:
+    """Whether a node has as many arguments as a call, and by the same names."""
+    return len(node.args) == len(call.args) and node.kwargs.keys() == call.kwargs.keys()
 
 
 @cache
