@@ -309,7 +309,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     run = link(outlined, on, compile)
     trial = _Trial(functools.partial(link, outlined, on, compile, is_held=True)) if has_foreign(program) else None
     runner = Captured(program, run, settle=on.settle) if mode == "graph" else run
-    return _Compiled(program, lambda: program, runner, Returned(program, on), _list_donated(program), lines, trial)
+    return _Compiled(program, lambda: program, runner, Returned(program, on), _find_updates(program), lines, trial)
 
 
 def _link_open(on: Live, mode: Mode, template: Template) -> Callable[[Sequence[int]], _Compiled] | None:
@@ -318,7 +318,7 @@ def _link_open(on: Live, mode: Mode, template: Template) -> Callable[[Sequence[i
         return None
     assert template.program.open is not None
     like = template.fill(template.program.open.reference)
-    run_at, returned, donated = link_open(template, on), Returned(like, on), _list_donated(like)
+    run_at, returned, donated = link_open(template, on), Returned(like, on), _find_updates(like)
     lines = _Lines(like, _list_settings(mode))
 
     def link_at(sizes: Sequence[int]) -> _Compiled:
@@ -333,7 +333,8 @@ def _list_settings(mode: Mode) -> list[str]:
     return [f"compile: {mode}", *find_ambient().lines()]
 
 
-def _list_donated(program: Program) -> tuple[int, ...]:
+def _find_updates(program: Program) -> tuple[int, ...]:
+    """The positions of donated arguments, which a program writes over."""
     return tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
 
 

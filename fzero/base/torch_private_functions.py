@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 import torch
@@ -278,8 +279,14 @@ class TraceGraph:
     def __init__(self) -> None:
         mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
         assert mode is not None  # inside of make_fx
-        self._tracer = mode.tracer
+        self._mode, self._tracer = mode, mode.tracer
         self.graph: fx.Graph = self._tracer.graph
+
+    def inline_numbers(self) -> None:
+        """Record nothing of how numbers are computed from open sizes. Where such a number is an operand, it has a node
+        that calls `int`, and is the value of that node."""
+        self._tracer.symnode_tracker = _Numbers(self._tracer)
+        self._mode.__sym_dispatch__ = lambda function, types, args, kwargs: function(*args, **kwargs)
 
     def node_of(self, x: Tensor) -> Any:
         """The node of a traced tensor, which transforms of torch.func may have wrapped; None where it has no node."""
@@ -322,13 +329,28 @@ class TraceGraph:
             node.meta["custom"] = dict(here["custom"])
         return node
 
-    def track(self, x: Tensor, node: Any, is_open: bool) -> None:
-        """Let a node be that of a tensor. A tensor that `is_open` has sizes that later nodes may compute with."""
-        proxy_tensor, proxy = torch.fx.experimental.proxy_tensor, self._tracer.proxy(node)
-        if is_open:
-            proxy_tensor.track_tensor(x, proxy, constant=None, tracer=self._tracer)
-        else:
-            proxy_tensor.set_proxy_slot(x, self._tracer, proxy_tensor._ProxyTensor(proxy, None))
+    def track(self, x: Tensor, node: Any) -> None:
+        """Let a node be that of a tensor."""
+        slot = torch.fx.experimental.proxy_tensor._ProxyTensor(self._tracer.proxy(node), None)
+        torch.fx.experimental.proxy_tensor.set_proxy_slot(x, self._tracer, slot)
+
+
+class _Numbers:
+    """A table, in the place of make_fx's own, that knows every number which is computed from open sizes."""
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def __contains__(self, number: Any) -> bool:
+        return True
+
+    def get(self, number: Any, default: Any = None) -> Any:
+        return SimpleNamespace(force=lambda: self._emit(number))
+
+    def _emit(self, number: Any) -> Any:
+        node = self._tracer.graph.create_node("call_function", int, (0,), {}, "number")
+        node.meta["val"] = number
+        return self._tracer.proxy(node)
 
 
 def make_source(name: str) -> Any:

@@ -135,7 +135,7 @@ class Repeats:
     def _track(self, made: Any, value: Any, node: Node) -> None:
         """Let a node be that of a result. Items of a list have nodes of their own."""
         if isinstance(made, Tensor):
-            return self._traced.track(made, node, self._is_open)
+            return self._traced.track(made, node)
         for i, (item, value_of_item) in enumerate(zip(made, value)):
             self._track(item, value_of_item, self._traced.emit_item(node, i, value_of_item))
 

@@ -217,6 +217,8 @@ class _Trace:
         values, leaves, tracer = iter(tensors), self.leaves, self.tracer
         given = tree.unflatten(self.treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
+        if self.open is not None:
+            traced.inline_numbers()
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
         with TraceMode(checks, Repeats(traced, self.fake_mode)) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
