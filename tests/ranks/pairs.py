@@ -109,7 +109,8 @@ def prepare(mesh: DeviceMesh, folder: Path, with_engine: bool) -> Given:
 
 
 def loop(given: Given) -> None:
-    next(iter(fzero.data.loader([torch.zeros(2)] * 8, 4, given.mesh)))
+    rows = 2 * given.mesh.size()
+    next(iter(fzero.data.loader([torch.zeros(2)] * 2 * rows, rows, given.mesh)))
 
 
 def gather_deferred(given: Given) -> None:
