@@ -22,7 +22,7 @@ import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, no_dispatch, unwrap
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
 """Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
@@ -369,6 +369,31 @@ def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> C
     names = ", ".join(map(str, symbols))
     code = ", ".join(f"({printer.doprint(expression)})" for expression in expressions)
     return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})
+
+
+class _Calls(TorchDispatchMode):
+    """Lists the aten operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [func] * (func.namespace == "aten")
+        return func(*args, **(kwargs or {}))
+
+
+def _find_last_operation(function: Callable[..., Tensor], *tensors: Tensor) -> Any:
+    with _Calls() as calls:
+        function(*tensors)
+    return calls.seen[-1]
+
+
+unflatten_linear: Callable[[Tensor, Sequence[Any]], Tensor] = _find_last_operation(
+    nn.functional.linear, *(torch.zeros(shape, device="cpu") for shape in ((1, 1, 1), (1, 1), (1,)))
+)
+"""The operation with which `linear` gives three dimensions to its product: `aten._unsafe_view` in torch 2.15,
+`aten.view` in 2.13. Public replacement: none is needed once `linear` takes sizes that a trace leaves open."""
 
 
 dispatch_in_python: Callable[[], AbstractContextManager[Any]] = torch._dispatch.python.enable_python_dispatcher

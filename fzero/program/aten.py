@@ -76,15 +76,27 @@ _OF_SOME = frozenset({"amax", "amin", "aminmax", "argmax", "argmin", "max", "med
 """Reductions that fail on a tensor without elements, which the slice of some rank may be."""
 _OF_SOME_ROWS = frozenset({"embedding", "index", "index_select", "gather", "slice", "select"})
 """Operations that read only the elements of their first operand that they return."""
+
+
+def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, *_repeat_heads(query, key, value))
+
+
+def _count_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, *_repeat_heads(query, key, value))
+
+
+def _repeat_heads(query: Any, *others: Any) -> list[Sequence[int]]:
+    """The shapes of keys and values with as many heads as the query. torch counts with fewer since 2.13 only."""
+    return [(x.shape[0], query.shape[1], *x.shape[2:]) for x in others]
+
+
 _FLOPS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
-        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-    ),
+    getattr(_aten, f"_scaled_dot_product_{kernel}{backward}"): count
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for backward, count in {"": _count_attention, "_backward": _count_attention_backward}.items()
 }
-"""Operation -> a function of its operands that counts its flops, for operations that torch's table lacks."""
+"""Operation -> a function of its operands that counts its flops, where torch's table lacks it, or lacks fewer heads."""
 
 
 def describe(target: Any) -> Operation:
