@@ -36,6 +36,7 @@ LIMIT = 50_000
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
+_LIBRARIES |= {"_pytest", "huggingface_hub"}  # what functions of tests with an `assert`, and of transformers, name
 """Packages whose functions and classes hold nothing of the user's."""
 
 _OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"})
