@@ -94,7 +94,7 @@ def _repeat_heads(query: Any, *others: Any) -> list[Sequence[int]]:
 _FLOPS: dict[Any, Callable[..., int]] = {
     getattr(_aten, f"_scaled_dot_product_{kernel}{backward}"): count
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    for backward, count in {"": _count_attention, "_backward": _count_attention_backward}.items()
+    for backward, count in (("", _count_attention), ("_backward", _count_attention_backward))
 }
 """Operation -> a function of its operands that counts its flops, where torch's table lacks it, or lacks fewer heads."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.torch_private import storage_key
-from fzero.base.torch_private_functions import make_fake
+from fzero.base.torch_private_traces import make_fake
 from fzero.program.operation import Node
 
 

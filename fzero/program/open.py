@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.base.symbols import Symbols, adds_floats, is_open, key_of
 from fzero.base.torch_private import storage_key
-from fzero.base.torch_private_functions import copy_graph, has_plain_form, make_fake
+from fzero.base.torch_private_functions import copy_graph
+from fzero.base.torch_private_traces import has_plain_form, make_fake
 from fzero.program.operation import Node
 from fzero.program.records import find_loops
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.base.symbols import is_open, key_of
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key
-from fzero.base.torch_private_functions import TraceGraph, make_empty, make_pair, without_proxies
+from fzero.base.torch_private_traces import TraceGraph, make_empty, make_pair, without_proxies
 from fzero.program.operation import Node
 from fzero.program.records import record
 

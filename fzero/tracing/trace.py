@@ -21,8 +21,8 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.state import find_seeds
 from fzero.base.symbols import Symbols
 from fzero.base.torch_private import FakeTensorMode, compiling, replace_checkpoint, schema_of, unwrap
-from fzero.base.torch_private_functions import TraceGraph, without_code
 from fzero.base.torch_private_operators import ignore_compile
+from fzero.base.torch_private_traces import TraceGraph, without_code
 from fzero.layout.layout import Layout
 from fzero.layout.owners import Places
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
