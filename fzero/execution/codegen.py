@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -50,17 +50,31 @@ def link_open(template: Template, on: Live) -> Callable[[Sequence[int]], Runner]
     sizes: it takes the numbers that are computed from them. Operations that are bound to a node with open sizes are
     bound for each size."""
     linked = _generate(template.program, on, is_held=False, template=template)
-    late = [name for name, node in linked.bound.items() if template.is_open(node)]
 
     def at(sizes: Sequence[int]) -> Runner:
-        calls = dict(linked.calls)
-        if late:
-            program = template.fill(sizes)
-            nodes = {node.name: node for node in program.graph.nodes}
-            calls |= {name: bind(program, nodes[linked.bound[name].name], on) for name in late}
-        return _with_seed(template.program, _make_run(linked._replace(calls=calls), on, {}, template.evaluate(sizes)))
+        find_program = cache(lambda: template.fill(sizes))
+        return _with_seed(template.program, _run_open(linked, template, on, template.evaluate(sizes), find_program))
 
     return at
+
+
+def _run_open(
+    linked: _Linked, template: Template, on: Live, numbers: Sequence[Any], find_program: Callable[[], Program]
+) -> Callable[[int | None, list[Tensor]], list[Tensor]]:
+    """`_make_run` for a template that is filled with numbers: with them it is what `find_program` returns."""
+
+    def find_node(node: Node) -> Node:
+        return next(each for each in find_program().graph.nodes if each.name == node.name)
+
+    calls = dict(linked.calls)
+    for name, node in linked.bound.items():
+        if template.is_open(node):
+            calls[name] = bind(find_program(), find_node(node), on)
+    for name, (node, inside) in linked.loops.items():
+        find_body = partial(lambda node: cast(Program, body_of(find_node(node))), node)
+        run = _run_open(inside, template.bodies[node], on, numbers, find_body)
+        calls[name] = Call(_link_turns(node, run, inside.begun), name, False, False)
+    return _make_run(linked._replace(calls=calls), on, {}, numbers)
 
 
 def _with_seed(program: Program, run_once: Callable[..., list[Tensor]]) -> Runner:
@@ -75,12 +89,13 @@ def _with_seed(program: Program, run_once: Callable[..., list[Tensor]]) -> Runne
 
 
 class _Linked(NamedTuple):
-    """The code of a program, and what it calls. `bound` has the node of each call that `bind` made, `variables` the
-    variable of each node."""
+    """The code of a program, and what it calls. `bound` has the node of each call that `bind` made, `loops` the node
+    and the body of each loop of a template, and `variables` the variable of each node."""
 
     forward: Callable[..., Any]
     calls: dict[str, Call]
     bound: dict[str, Node]
+    loops: dict[str, tuple[Node, _Linked]]
     fragments: dict[Fragment, str]
     variables: dict[Node, str]
     begun: list[Early]
@@ -115,6 +130,7 @@ def _generate(
     receiver, seed, numbers = map(graph.placeholder, ("calls", "seed", "numbers"))
     calls: dict[str, Call] = {}
     bound: dict[str, Node] = {}
+    loops: dict[str, tuple[Node, _Linked]] = {}
     fragments: dict[Fragment, str] = {}
     number_at = cache(lambda i: graph.call_function(operator.getitem, (numbers, i)))
     for node in program.graph.nodes:
@@ -129,15 +145,18 @@ def _generate(
             name = fragments.setdefault(node.target, f"fragment_{len(fragments)}")
             values[node] = graph.call_method(name, (receiver, *args))
         elif (body := body_of(node)) is not None:
-            name = f"loop_{len(calls)}"
-            calls[name] = Call(
-                _link_turns(node, *_link(body, on, compile, is_held, early_of(node))), name, False, False
-            )
+            name = f"loop_{len(calls) + len(loops)}"
+            if template is not None:
+                inside = template.bodies[node]
+                loops[name] = node, _generate(inside.program, on, False, early=early_of(node), template=inside)
+            else:
+                run = _link_turns(node, *_link(body, on, compile, is_held, early_of(node)))
+                calls[name] = Call(run, name, False, False)
             values[node] = graph.call_method(name, (receiver, seed, *operands(args)))
         elif not (is_open or (kinds and is_foreign(node))) and (span := _find_span(program, node, on)) is not None:
             values[node] = _take_view(graph, args[0], span, node)
         elif node.op == "call_function" and (record(node).perform is not None or (kinds and is_foreign(node))):
-            name = f"{record(node).name}_{len(calls)}"
+            name = f"{record(node).name}_{len(calls) + len(loops)}"
             calls[name], bound[name] = bind(program, node, on, kinds), node
             if early and node in early:
                 wait = next((bind(program, user, on, kinds).run for user in node.users if record(user).arrives), None)
@@ -151,7 +170,7 @@ def _generate(
             values[node] = graph.node_copy(node, values.__getitem__)
     forward = fx.GraphModule(program.constants, graph, class_name=program.name).forward
     variables = {old: new.name for old, new in values.items()}
-    return _Linked(forward, calls, bound, fragments, variables, begun)
+    return _Linked(forward, calls, bound, loops, fragments, variables, begun)
 
 
 def _make_run(
