@@ -121,7 +121,8 @@ class Pipeline(Generic[T]):
             with disable_autocast():
                 if isinstance(self.passes, Budget):
                     return fit(traced, self.passes)
-                return run_passes(resolve(rolled), self.passes)
+                resolved = resolve(replace(rolled, is_spare=True))
+                return run_passes(replace(resolved, is_spare=True), self.passes)
 
     def _trace(self, args: tuple[Any, ...], *opened: Any) -> tuple[Program, Program]:
         """The program of a trace, and with its loops rolled."""

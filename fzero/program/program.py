@@ -23,7 +23,7 @@ from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
 from fzero.program.copies import count_copies
-from fzero.program.fakes import repeat_value
+from fzero.program.fakes import move_view, pair_memory, repeat_value
 from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.listing import list_program
@@ -307,7 +307,7 @@ class Program:
         """Replace `old` by `new` in all its users, and erase `old`. Views of `old` become views of `new`."""
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
-        self.refresh([new])
+        self.refresh([new], pair_memory({old: new}))
 
     def substitute_all(self, news: Mapping[Node, Node]) -> None:
         """`substitute` each key by its value, all at once: one by one would rewrite a list of n operands n times."""
@@ -315,12 +315,12 @@ class Program:
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: news.get(node, node))
         for old in news:
             self.graph.erase_node(old)
-        self.refresh(news.values())
+        self.refresh(news.values(), pair_memory(news))
 
-    def refresh(self, nodes: Iterable[Node]) -> None:
+    def refresh(self, nodes: Iterable[Node], memory: Mapping[int, torch.UntypedStorage] | None = None) -> None:
         """Compute the fake values of all views of these nodes again, so that a view has the memory of its operand.
 
-        Fake values carry memory: `storage` and `verify` compare it. Call this where nodes took the place of others.
+        `storage` and `verify` compare memory. Call this where nodes took the place of others, with their `pair_memory`.
         """
         found, views = list(nodes), set[Node]()
         for node in found:  # the list grows while it is read
@@ -328,7 +328,8 @@ class Program:
             views.update(new)
             found += new
         for view in sorted(views):  # operands first
-            view.meta["val"] = self._fake(view.target, view.args, view.kwargs)
+            value = move_view(view, memory or {})
+            view.meta["val"] = self._fake(view.target, view.args, view.kwargs) if value is None else value
 
     def refresh_with(self, nodes: Iterable[Node]) -> None:
         """`refresh`, of nodes whose arguments have changed and whose own fake values are therefore stale too."""
