@@ -108,7 +108,7 @@ def shard(
 
     The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
     shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
-    reads from its surroundings. From the third shape of a batch on one trace serves all sizes that it can
+    reads from its surroundings. From the second shape of a batch on one trace serves all sizes that it can
     (docs/functional.md).
 
     Raises:
