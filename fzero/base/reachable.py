@@ -53,11 +53,11 @@ _Named = tuple[str, Any]
 
 def walk(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
     """`(name, object)` of `root` and of all that can be reached from it, each object once, breadth first."""
-    for place, value, _ in walk_held(name, root, limit):
+    for place, value, _ in walk_with_contents(name, root, limit):
         yield place, value
 
 
-def walk_held(name: str, root: Any, limit: int = LIMIT) -> Iterator[tuple[str, Any, list[_Named]]]:
+def walk_with_contents(name: str, root: Any, limit: int = LIMIT) -> Iterator[tuple[str, Any, list[_Named]]]:
     """As `walk`, each object with what `list_children` finds in it, or past the limit with an empty list."""
     yield from _walk(name, root, list_children, limit, _is_empty)
 

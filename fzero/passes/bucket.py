@@ -13,7 +13,7 @@ from fzero.passes.order import (
     count_depths,
     find_changes,
     find_dependences,
-    find_held,
+    find_mutable,
     is_cast,
     restore_order,
     sink_gathers,
@@ -40,10 +40,10 @@ def bucket(program: Program) -> Program:
     """
     program = program.take()
     _merge_repeats(program)
-    behind = find_dependences(find_held(program.graph))
+    behind = find_dependences(find_mutable(program.graph))
     for members in _group_moves(program, ops.gather, behind):
         _move_together(program, members, ops.all_gather, ops.whole, behind)
-    held = find_held(program.graph)
+    held = find_mutable(program.graph)
     restore_order(program.graph, held)  # an all-gather stands behind its last operand, and so maybe behind a leaf's use
     behind = find_dependences(held)
     for members in _group_moves(program, ops.scatter, behind):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from fzero.passes.order import count_depths, find_dependences, find_held, restore_order
+from fzero.passes.order import count_depths, find_dependences, find_mutable, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -22,7 +22,7 @@ def coalesce(program: Program) -> Program:
         return program
     program = program.take()
     reductions = program.graph.find_nodes(op="call_function", target=ops.all_reduce)
-    held = find_held(program.graph)
+    held = find_mutable(program.graph)
     depth = count_depths(program.graph, set(reductions), find_dependences(held))
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node in reductions:

@@ -2,7 +2,7 @@
 
 A node stands behind its inputs. Where a node writes into memory, the reads and writes of the memory also keep the order
 in which they were traced: `find_dependences` lists these pairs of nodes, `reorder` keeps them, and `erase_dead` keeps
-what they need. All of them look at the values in such memory alone, which `find_held` finds.
+what they need. All of them look at the values in such memory alone, which `find_mutable` finds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fzero.program.refusals import PASS_BUG
 # memory
 
 
-def _list_written(graph: fx.Graph) -> list[Node]:
+def _list_targets_of_writes(graph: fx.Graph) -> list[Node]:
     """The operands that nodes of a graph write into."""
     calls = find_calls(graph, lambda known: known.writes is not no_operands)
     return [written for node in calls for written in find_writes(node)]
@@ -37,7 +37,7 @@ def _list_written(graph: fx.Graph) -> list[Node]:
 
 def find_changes(graph: fx.Graph) -> set[Any]:
     """The memory that some node writes into. Nothing reads it earlier or later than the trace does."""
-    return {storage(written) for written in _list_written(graph)}
+    return {storage(written) for written in _list_targets_of_writes(graph)}
 
 
 def find_accesses(node: Node) -> list[Node]:
@@ -54,13 +54,13 @@ Held = Mapping[Node, Any]
 """Node -> the memory of its value, where some node writes into that memory. Stays right while nodes move and go."""
 
 
-def find_held(graph: fx.Graph) -> Held:
+def find_mutable(graph: fx.Graph) -> Held:
     """The values of a graph in memory that some node writes into. Empty where nothing writes.
 
     A value has memory of its own, of an operand or of the step's surroundings. So those in one memory are found from
     operand to user and from user to operand, without a walk over all nodes.
     """
-    waiting = _list_written(graph)
+    waiting = _list_targets_of_writes(graph)
     changed = {storage(written) for written in waiting}
     held: dict[Node, Any] = {}
     seen = set[Node]()
@@ -190,7 +190,7 @@ def _has_effect(node: Node, held: Held, read: set[Any]) -> bool:
 def erase_dead(graph: fx.Graph, held: Held | None = None) -> None:
     """Erase the nodes whose value no result needs, and which write into no memory that a later node reads or the caller
     holds."""
-    held = find_held(graph) if held is None else held
+    held = find_mutable(graph) if held is None else held
     needed: set[Node] = set()
     read = {memory for node, memory in held.items() if node.op in ("placeholder", "get_attr")}
     for node in reversed(list(graph.nodes)):
@@ -212,7 +212,7 @@ def reorder(graph: fx.Graph, wanted: Iterable[Node], held: Held | None = None) -
     wanted = list(wanted)
     if wanted == list(graph.nodes):
         return
-    dependences = find_dependences(find_held(graph) if held is None else held)
+    dependences = find_dependences(find_mutable(graph) if held is None else held)
     _rearrange(graph, sort(wanted, dependences) if dependences else wanted)
 
 
@@ -221,7 +221,7 @@ def restore_order(graph: fx.Graph, held: Held | None = None) -> None:
 
     Nodes that stand behind their inputs keep their order.
     """
-    held = find_held(graph) if held is None else held
+    held = find_mutable(graph) if held is None else held
     _rearrange(graph, sort(graph.nodes, find_dependences(held)))
     erase_dead(graph, held)
 
@@ -314,7 +314,7 @@ def list_uses(program: Program, origin: Mapping[Node, Node]) -> Iterator[tuple[N
 
 def sink_gathers(graph: fx.Graph) -> None:
     """Move each all-gather, and the nodes derived from its buffer, to the first use. Erases nodes without a use."""
-    held = find_held(graph)
+    held = find_mutable(graph)
     restore_order(graph, held)
     lazy = find_origins(graph, "gathered")
     order: dict[Node, None] = {}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import Access, find_accesses, find_held, list_accesses, pair_accesses
+from fzero.passes.order import Access, find_accesses, find_mutable, list_accesses, pair_accesses
 from fzero.passes.verify import verify
 from fzero.program import ops
 from fzero.program.listing import format_size
@@ -39,12 +39,12 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     program, is_own = replace(program, is_spare=False), program.is_spare and not foreign
     result = program
-    accesses = list_accesses(find_held(result.graph))
+    accesses = list_accesses(find_mutable(result.graph))
     for number, rewrite in enumerate(passes, start=1):
         is_placed = "offload" not in map(name_of_pass, passes[number:])  # offload brings operands to one place
         new = _rewrite(rewrite, result, accesses, is_placed, is_own)
         is_own = not is_foreign(rewrite) and (is_own or new.graph is not result.graph)
-        accesses = accesses if new is result else list_accesses(find_held(new.graph))
+        accesses = accesses if new is result else list_accesses(find_mutable(new.graph))
         result = new
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
@@ -59,7 +59,7 @@ def _rewrite(
     With `is_own` a pass of fzero made the program, and another one may change its graph."""
 
     def rewrite_body(body: Program) -> Program:
-        return _rewrite(rewrite, body, list_accesses(find_held(body.graph)), is_placed)
+        return _rewrite(rewrite, body, list_accesses(find_mutable(body.graph)), is_placed)
 
     given = ops.map_bodies(program, rewrite_body)
     if is_foreign(rewrite):

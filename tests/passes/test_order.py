@@ -15,7 +15,7 @@ from fzero.passes import bucket, defaults
 from fzero.passes.order import (
     count_depths,
     find_dependences,
-    find_held,
+    find_mutable,
     find_origins,
     reorder,
     restore_order,
@@ -216,6 +216,6 @@ def test_depths_count_along_memory() -> None:
 
     program = on_rows(step).trace()
     copies = {node for node in program.graph.nodes if name_of(node) == "copy_"}
-    depth = count_depths(program.graph, copies, find_dependences(find_held(program.graph)))
+    depth = count_depths(program.graph, copies, find_dependences(find_mutable(program.graph)))
     assert [depth[node] for node in calls(program, torch.ops.aten.cos.default)] == [1, 2]
     assert [depth[node] for node in calls(program, torch.ops.aten.exp.default)] == [0]
