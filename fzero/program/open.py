@@ -218,4 +218,5 @@ def _describe_value(value: Any, memory: dict[int, int]) -> Any:
         return value
     place = memory.setdefault(storage_key(value), len(memory))
     where = () if place < 0 else (value.storage_offset(), value.untyped_storage().nbytes())
-    return list(value.shape), value.stride(), value.dtype, value.device, place, *where
+    steps = [step for size, step in zip(value.shape, value.stride()) if size != 1]  # a step of one place leads nowhere
+    return list(value.shape), steps, value.dtype, value.device, place, *where
