@@ -35,16 +35,20 @@ def draw(seed: int, attempt: int = 0, waiting: frozenset[str] = frozenset(WAITIN
 def draw_setting(seed: int, draws: random.Random) -> Program:
     """Mesh, shapes and dtypes: a program without statements."""
     pick, steps, d = draws.choice, draws.choice([1, 2, 2, 3]), draws.choice([1, 2, 3, 3, 4, 5])
+    changes = random.Random(f"{seed} rows")  # apart from the others, which draw the same steps with it and without it
     is_narrow, world = draws.random() < 0.25, draws.choice([2, 2, 3, 3, 4, 5])
     shapes = {"w": (d, d), "v": (d, d), "b": (d,), "a": (d,), "c": (1,), "s": (), "e": (5, d)}
     leaves = {name: (shape, pick(DTYPES) if is_narrow else "float64", 0.5) for name, shape in shapes.items()}
     leaves["h"] = ((d, 3), "float16", 300.0)  # its squares overflow
+    is_local, mesh, rows = draws.random() < 0.3, pick(MESHES[world]), (pick([1, 1, 2, 3]),) * steps
+    if changes.random() < 0.35:  # from the second shape on one trace serves all
+        rows = tuple(changes.choices(range(1, 7), k=4))
     return Program(
         seed=seed,
-        is_local=draws.random() < 0.3,
-        mesh=pick(MESHES[world]),
-        rows=(pick([1, 1, 2, 3]),) * steps,
-        contexts=("",) * steps,
+        is_local=is_local,
+        mesh=mesh,
+        rows=rows,
+        contexts=("",) * len(rows),
         stage=pick([1, 2, 3]),
         donate=draws.random() < 0.7,
         width=d,
