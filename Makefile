@@ -11,10 +11,13 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel steps prove conformance mutate check format clean
+.PHONY: train test test-rest test-all wheel versions steps prove conformance mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
+
+# Python keeps what it compiles: runs of tests start a hundred processes, each of which would compile fzero anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 # A worker has one thread, as a rank has: with more, threads of one worker would spin on the core of another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests property_tests
@@ -34,6 +37,10 @@ test-all: $(READY)
 # The sdist and the wheel, and the wheel's life in an environment with the declared dependencies alone.
 wheel: $(READY)
 	$(BIN)/python tools/try_wheel.py $(ARGS)
+
+# `make test` with the oldest and the newest torch and others of Python, in environments of gigabytes: see tools/versions.py.
+versions:
+	$(PYTHON) tools/versions.py $(ARGS)
 
 # MINUTES of random train steps against plain torch, other ones each time. `make steps ARGS="--seed 12"` shows one.
 steps: $(READY)

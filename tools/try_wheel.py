@@ -1,7 +1,6 @@
 """Try wheel: builds the sdist, and the wheel from the sdist, and tries the wheel as users have it. `make wheel`.
 
-    python tools/try_wheel.py          # build, install, train, save, load, export, README
-    python tools/try_wheel.py --types  # mypy too, of a script that uses the wheel: a minute
+It trains, saves, loads and exports, the README's first code runs, and `mypy --strict` reads a user's script.
 
 The wheel is installed into a new environment. That has the run-time dependencies that the wheel declares, and theirs,
 and nothing else: they are links to the packages of this environment, because an installation of torch takes minutes. So
@@ -10,7 +9,6 @@ an import of what is not declared fails, as for users.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -66,13 +64,50 @@ for one, other in zip(*(fzero.tree.leaves(fzero.unpartition(x)) for x in (found[
 dist.barrier()
 dist.destroy_process_group()
 """
-TYPED = "import fzero\nreveal_type(fzero.partition)\nreveal_type(fzero.__version__)\nfzero.shard(stage=3)\n"
+TYPED = """
+import fzero
+import torch
+from fzero import initializers, tree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+whole, apply = fzero.lower(nn.Linear(8, 1))
+optimizer = fzero.optim.adamw(0.01)
+
+
+def rule(path: str, leaf: Tensor) -> initializers.Initializer:
+    return initializers.normal(0.02)
+
+
+def loss_of(params: tree.Tree, x: Tensor) -> Tensor:
+    out: Tensor = apply(params, x)
+    return out.square().mean()
+
+
+def train_step(params: tree.Tree, opt_state: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree, Tensor]:
+    loss, grads = fzero.value_and_grad(loss_of)(params, x)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+
+born = fzero.init(whole, mesh, rule, seed=1)
+params = fzero.partition(whole, mesh, persist=0)
+step = fzero.shard(train_step, mesh, stage=3, memory="1 GiB")
+params, opt_state, loss = step(params, optimizer.init(params), torch.randn(4, 8))
+"""
+MISTAKES = (
+    ("stage=3", 'stage="3"', "arg-type"),
+    ("stage=3", "stages=3", "call-arg"),
+    ("persist=0", "persist=None", "arg-type"),
+    ("lower(nn.Linear(8, 1))", "lower(nn.Linear)", "arg-type"),
+    ("adamw(0.01)", "adamw(nn.Linear)", "arg-type"),
+    ("seed=1", 'seed="1"', "arg-type"),
+)
+"""What a line of `TYPED` has, what it has then, and the code of mypy's error in that line."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--types", action="store_true")
-    types = parser.parse_args().types
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         wheel = build(folder)
@@ -83,10 +118,8 @@ def main() -> None:
         (folder / "train.py").write_text(first_code((ROOT / "README.md").read_text()))
         run(python, "train.py", at=folder)
         run(python, *TORCHRUN, "train.py", at=folder)
-        if types:
-            (folder / "typed.py").write_text(TYPED)
-            run(sys.executable, "-m", "mypy", "--python-executable", str(python), "typed.py", at=folder, fails=True)
-    print(f"{wheel.name}: trains, saves, loads and exports on two ranks, and the README's first code runs")
+        try_types(folder, python)
+    print(f"{wheel.name}: trains, saves, loads and exports on two ranks, has types, and the README's first code runs")
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -147,6 +180,21 @@ def list_entries(of: metadata.Distribution) -> dict[str, Path]:
     return {name: Path(str(of.locate_file(name))) for name in names}
 
 
+def try_types(folder: Path, python: Path) -> None:
+    """`mypy --strict` accepts `TYPED` with the wheel, and finds each of `MISTAKES`."""
+    texts, expected = {"typed.py": TYPED}, set[tuple[str, ...]]()
+    for number, (right, wrong, code) in enumerate(MISTAKES):
+        assert TYPED.count(right) == 1, right
+        texts[f"mistake{number}.py"] = TYPED.replace(right, wrong)
+        expected.add((f"mistake{number}.py", str(TYPED[: TYPED.index(right)].count("\n") + 1), code))
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python))
+    said = run(*check, *texts, at=folder, fails=True)
+    if (found := set(re.findall(r"^(.*):(\d+): error: .*\[(.*)\]$", said, re.MULTILINE))) != expected:
+        sys.exit(f"mypy should say {sorted(expected - found)}, and not {sorted(found - expected)}: {said}")
+
+
 def first_code(text: str) -> str:
     """The first code block of a page."""
     found = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -154,14 +202,15 @@ def first_code(text: str) -> str:
     return found[1]
 
 
-def run(*command: str | Path, at: Path | None = None, fails: bool = False) -> None:
-    """Run a command without this process's own packages in sight. The output of one that fails is shown."""
+def run(*command: str | Path, at: Path | None = None, fails: bool = False) -> str:
+    """What a command prints without this process's own packages in sight. The output of one that fails is shown, unless
+    it is to fail."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), cwd=at, env=clean, capture_output=True, text=True)
-    if fails or done.returncode:
+    if fails != bool(done.returncode):
         print(done.stdout, done.stderr)
-    if done.returncode and not fails:
-        sys.exit(f"failed: {' '.join(map(str, command))[:200]}")
+        sys.exit(f"{'did not fail' if fails else 'failed'}: {' '.join(map(str, command))[:200]}")
+    return done.stdout
 
 
 if __name__ == "__main__":

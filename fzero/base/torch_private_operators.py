@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._functorch.pyfunctorch
 import torch._higher_order_ops.flex_attention
+import torch._higher_order_ops.invoke_subgraph
 import torch._ops
 from torch import Tensor, fx
 
@@ -48,6 +49,24 @@ def differentiate_score(
         return _flex.create_fw_bw_graph(score, tuple(given), tuple(captured))[1]
 
 
+_regions: Any = sys.modules["torch._higher_order_ops.invoke_subgraph"]
+_COMPILES_REGIONS = "is_compiling" in _regions.invoke_subgraph_placeholder.__code__.co_names
+"""Whether `nested_compile_region` calls the compiler wherever `is_compiling()` is true, as in torch 2.11. With a
+compiler that does nothing it would call itself for ever."""
+
+
+@contextmanager
+def _call_regions() -> Iterator[None]:
+    """In a block `nested_compile_region` calls its function."""
+    placeholder = _regions.invoke_subgraph_placeholder
+    if _COMPILES_REGIONS:
+        _regions.invoke_subgraph_placeholder = lambda function, *args, **kwargs: function(*args, **kwargs)
+    try:
+        yield
+    finally:
+        _regions.invoke_subgraph_placeholder = placeholder
+
+
 _lock = threading.Lock()
 _eager, _stance = list[object](), ExitStack()  # the blocks that run now, and the stance that the first of them took
 
@@ -64,6 +83,7 @@ def ignore_compile() -> Iterator[None]:
     with _lock:
         if not _eager:
             _stance.enter_context(torch.compiler.set_stance("force_eager"))
+            _stance.enter_context(_call_regions())
         _eager.append(block)
     try:
         yield

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fzero.base.symbols import is_open
 from fzero.base.torch_private import assert_later, depth
-from fzero.base.torch_private_functions import requires_grad
+from fzero.base.torch_private_functions import requires_grad, unflatten_linear
 from fzero.tracing.checks import place_of_caller
 from fzero.tracing.ctc import ctc_loss
 from fzero.values.sharded import Sharded
@@ -180,7 +180,7 @@ def _linear(func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | 
     if not is_flat:
         return (x @ turned).add_(bias)
     flat = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
-    return torch.addmm(bias, flat, turned).view(x.shape[0], x.shape[1], weight.shape[0])
+    return unflatten_linear(torch.addmm(bias, flat, turned), [x.shape[0], x.shape[1], weight.shape[0]])
 
 
 def _dropout(

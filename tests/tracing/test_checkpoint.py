@@ -138,6 +138,13 @@ CONTEXTS: dict[str, Callable[..., Any]] = {
 }
 
 
+REFUSED_BEFORE = {
+    "by result": "shows no results to a policy",
+    "with a state": "asks a policy again while it computes again, and wants the same answers",
+}
+"""Names of `CONTEXTS` -> why plain torch has no such policies before 2.13."""
+
+
 def block(w: Tensor, x: Tensor) -> Tensor:
     """Four products and functions of [8, 8] matrices, views, and an operation with two results.
 
@@ -174,6 +181,8 @@ def run_in_torch(context_fn: Callable[..., Any], w: Tensor, x: Tensor) -> tuple[
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_selective_checkpoint_keeps_what_torch_keeps(name: str) -> None:
+    if name in REFUSED_BEFORE and torch.__version__ < "2.13":
+        pytest.skip(f"torch 2.11 {REFUSED_BEFORE[name]}")
     w, x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0)) / 4
     expected, gradient = run_in_torch(CONTEXTS[name], w, x)
     params, rows = fzero.partition({"w": w}, MESH), torch.cat([x, x])  # the same on both ranks

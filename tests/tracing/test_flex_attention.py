@@ -189,6 +189,8 @@ def find(program: Any, target: Any) -> fx.Node:
 
 
 def test_flops_are_those_of_torch() -> None:
+    if operator not in flop_registry:
+        pytest.skip("torch 2.11 does not count the flops of flex_attention")
     step = fzero.simulate(fzero.grad(lambda p, b: loss_of(attend, p, b)), MESH)
     program = step.trace(fzero.partition(PARAMS, MESH), BATCH)
     for target, theirs in (ops.flex_attention, operator), (ops.flex_attention_backward, flex_attention_backward):
