@@ -187,7 +187,7 @@ def _items(name: str, value: Any) -> Iterator[_Named]:
 def _attributes(name: str, value: Any) -> Iterator[_Named]:
     """The attributes that an instance holds. Attributes of fzero's own objects add nothing to a name: the module in
     what `fzero.lower` returned goes by the name of `apply`."""
-    is_own = _is_of_fzero(type(value))
+    is_own = is_of_fzero(type(value))
     for key, item in (*_list_dict(value), *_list_slots(value)):
         yield (name if is_own else f"{name}.{key}"), item
 
@@ -203,7 +203,7 @@ def _list_dict(value: Any) -> Iterator[_Named]:
 
 def _list_slots(value: Any) -> Iterator[_Named]:
     for cls in type(value).__mro__:
-        if _is_of_library(cls.__module__) and not _is_of_fzero(cls):
+        if _is_of_library(cls.__module__) and not is_of_fzero(cls):
             continue
         for key, slot in vars(cls).items():
             if isinstance(slot, MemberDescriptorType):
@@ -217,5 +217,6 @@ def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
-def _is_of_fzero(cls: type) -> bool:
-    return cls.__module__.startswith("fzero.")
+def is_of_fzero(cls: type) -> bool:
+    """Whether a class is one of fzero's. The module of Cython's class of classes is no string."""
+    return str(cls.__module__).startswith("fzero.")

@@ -15,7 +15,7 @@ from typing import Any
 
 from fzero.base.changes import Content, find_changes, is_read
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import list_children, list_contents, walk
+from fzero.base.reachable import is_of_fzero, list_children, list_contents, walk
 
 
 class SideEffects:
@@ -23,7 +23,7 @@ class SideEffects:
 
     def __init__(self, name: str, fn: Any) -> None:
         self._name = name
-        self._reached = [each for each in walk(name, fn) if not type(each[1]).__module__.startswith("fzero.")]
+        self._reached = [each for each in walk(name, fn) if not is_of_fzero(type(each[1]))]
         self._before = [_take(name, value) for name, value in self._reached]
         self._draws = dict(_describe_draws())
 
