@@ -16,6 +16,9 @@ SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
 
+# Python keeps what it compiles: runs of tests start a hundred processes, each of which would compile fzero anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A worker has one thread, as a rank has: with more, threads of one worker would spin on the core of another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests property_tests
 

@@ -1,9 +1,8 @@
 """General programs: one trace for all sizes of a batch.
 
-A step that is called with a third shape is traced with open sizes (`fzero.base.symbols`). Further shapes that fulfil
-the conditions of that trace need no trace of their own: numbers take the place of open sizes. The conditions are those
-of forward, backward and update, and those of the passes. Many steps have two shapes, of which one is the last batch:
-these are traced as they are.
+A step that is called with a second shape is traced with open sizes (`fzero.base.symbols`). Further shapes that fulfil
+the conditions of that trace need no trace of their own: numbers take the place of open sizes, and code that was
+generated once takes them. The conditions are those of forward, backward and update, and those of the passes.
 
 A general program is used only where it equals, node by node, a program that was traced at another shape.
 """
@@ -35,6 +34,8 @@ _BY_COSTS = "split"
 """The first of the default passes that looks at costs, which depend on sizes."""
 Trace = Callable[[Symbols, Mapping[int, Sequence[Any]]], Program]
 """From symbols, and shapes with open sizes by the positions of leaves, to an open program."""
+Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
+"""From a template to a function of sizes: what `fzero.pipeline.Pipeline` makes of the program of these."""
 Place = tuple[int, int]
 """A dimension: the position of a leaf among the arguments, and of the dimension in its shape."""
 
@@ -66,7 +67,8 @@ class General:
     """A program with open sizes: those in which a signature differs from `known` ones. Sizes that are equal in each of
     these are one size.
 
-    `passes`, those of a stage, make a program of what `trace` returns.
+    `passes`, those of a stage, make a program of what `trace` returns. Programs whose numbers of elements are alike, up
+    to a factor of four, have one schedule, and one template.
 
     Raises:
         FzeroError: where there is no such program.
@@ -76,10 +78,11 @@ class General:
         self,
         trace: Trace,
         passes: Sequence[Pass],
+        finish: Finish,
         signature: Signature,
         known: Sequence[Signature],
     ) -> None:
-        self._signature, self.watches = signature, list[Watch]()
+        self._signature, self.watches, self._finish = signature, list[Watch](), finish
         self._symbols = Symbols(current_user_line)
         self._places: dict[tuple[int, ...], list[Place]] = {}
         changed = {place: None for each in known for place in find_changes(each, signature) or ()}
@@ -98,7 +101,7 @@ class General:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")  # fx has them as nodes
             self.early = run_passes(trace(self._symbols, shapes), passes[:at])
-        self._templates: dict[int, Template] = {}
+        self._templates: dict[int, tuple[Template, Callable[[Sequence[int]], Any]]] = {}
 
     def find_sizes(self, signature: Signature) -> list[int] | str:
         """The open sizes of a call. Where the program does not fit the call, the reason."""
@@ -116,15 +119,22 @@ class General:
         return self._symbols.find_broken(sizes) or sizes
 
     def fill(self, sizes: Sequence[int]) -> Program:
-        """The program of these sizes. Programs whose numbers of elements have the same number of bits have the schedule
-        of the first of them."""
-        bits = prod(sizes).bit_length()
-        if bits not in self._templates:
+        """The program of these sizes."""
+        return self._find_template(sizes)[0].fill(sizes)
+
+    def finish(self, sizes: Sequence[int]) -> Any:
+        """What `Finish` makes of the program of these sizes."""
+        return self._find_template(sizes)[1](sizes)
+
+    def _find_template(self, sizes: Sequence[int]) -> tuple[Template, Callable[[Sequence[int]], Any]]:
+        key = prod(sizes).bit_length() // 2
+        if key not in self._templates:
             early = replace(self.early, open=Open(self._symbols, tuple(sizes)))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
-                self._templates[bits] = Template(run_passes(early, self._late))
-        return self._templates[bits].fill(sizes)
+                template = Template(run_passes(early, self._late))
+                self._templates[key] = template, self._finish(template)
+        return self._templates[key]
 
 
 def _find_size(signature: Signature, place: Place) -> int:
@@ -164,42 +174,44 @@ class Generals:
         known: Sequence[tuple[Signature, Program]],
         trace: Trace,
         passes: Sequence[Pass],
+        finish: Finish,
         watch: Callable[[Program], list[Watch]],
-    ) -> tuple[Program, list[Watch]] | None:
-        """The program of a signature, and what it depends on, where a general program fits. None where none does.
+    ) -> tuple[Any, list[Watch]] | None:
+        """What `finish` makes of the program of a signature, and what it depends on, where a general program fits. None
+        where none does.
 
-        `known` are programs that were traced at other signatures. Where two of them differ in sizes only, and no
-        general program fits them, a new one is traced: `watch` returns what that depends on.
+        `known` are programs that were traced at other signatures. Where one of them differs in sizes only, and no
+        general program fits it, a new one is traced: `watch` returns what that depends on.
         """
         if any(map(is_foreign, passes)) or _BY_COSTS not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes
-        filled = self._fill(signature)
+        finished = self._finish(signature)
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
-        if filled is not None or len(like) < 2 or self._tries <= 0:
-            return filled
+        if finished is not None or not like or self._tries <= 0:
+            return finished
         self._tries -= 1
         try:
-            general = General(trace, passes, signature, [each for each, _ in like])
+            general = General(trace, passes, finish, signature, [each for each, _ in like])
             check_general(general, like)
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
             _log.debug("%s is traced for each shape: %s", self.name, error)
             return None
         general.watches = watch(general.early)
         self._found.insert(0, general)
-        return self._fill(signature)
+        return self._finish(signature)
 
     def _is_apart(self, signature: Signature) -> bool:
         """Whether no general program fits a signature."""
         return all(isinstance(general.find_sizes(signature), str) for general in self._found)
 
-    def _fill(self, signature: Signature) -> tuple[Program, list[Watch]] | None:
+    def _finish(self, signature: Signature) -> tuple[Any, list[Watch]] | None:
         self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
         for i, general in enumerate(self._found):
             sizes = general.find_sizes(signature)
-            filled = None if isinstance(sizes, str) else general.fill(sizes)
+            finished = None if isinstance(sizes, str) else general.finish(sizes)
             sizes = general.find_sizes(signature)  # again: passes that schedule for these sizes may ask, too
-            if filled is not None and not isinstance(sizes, str):
+            if not isinstance(sizes, str):
                 self._found.insert(0, self._found.pop(i))
-                return filled, general.watches
+                return finished, general.watches
             _log.debug("%s is traced again: %s", self.name, sizes)
         return None

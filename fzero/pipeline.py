@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
@@ -20,19 +19,16 @@ from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, fit
-from fzero.files import duplicate
 from fzero.general import Generals
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
 from fzero.passes.run import Pass
 from fzero.program.listing import format_size
-from fzero.program.operation import Node
+from fzero.program.open import Template
 from fzero.program.program import Program
 from fzero.program.rates import Rates
-from fzero.program.records import follow_memory
-from fzero.ranks.live import Live
-from fzero.ranks.virtual import Virtual
+from fzero.returned import Performer
 from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
@@ -40,11 +36,7 @@ from fzero.tracing.seeds import check_seeds
 from fzero.tracing.signatures import Signature, describe_change, describe_changes, sign_leaf
 from fzero.tracing.trace import trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
-from fzero.values.origin import UNKNOWN, Origin, number_values, tell_apart
 from fzero.values.sharded import Form, Sharded
-
-Performer = Live | Virtual
-"""Where a step runs: on this rank of a live mesh, or on all ranks of a virtual mesh."""
 
 T = TypeVar("T")
 MAX_PROGRAMS = 16
@@ -94,6 +86,9 @@ class Pipeline(Generic[T]):
 
     The `limit` programs that were used last are kept. All ranks run the same programs in the same order, so all drop
     the same one.
+
+    `finish_open`, of a template, returns a function of sizes that returns what `finish` returns for the program of
+    these. It may return None, and then each of these programs is filled in and finished.
     """
 
     def __init__(
@@ -103,10 +98,12 @@ class Pipeline(Generic[T]):
         passes: Sequence[Pass] | Budget,
         finish: Callable[[Program], T],
         limit: int = MAX_PROGRAMS,
+        finish_open: Callable[[Template], Callable[[Sequence[int]], T] | None] = lambda template: None,
     ) -> None:
         if not isinstance(limit, int) or limit < 1:
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
+        self._finish_open = finish_open
         self._cache: list[_Traced] = []  # used last first
         self._generals = Generals(getattr(fn, "__qualname__", repr(fn)))
         self._has_warned = False
@@ -124,7 +121,8 @@ class Pipeline(Generic[T]):
             with disable_autocast():
                 if isinstance(self.passes, Budget):
                     return fit(traced, self.passes)
-                return run_passes(resolve(rolled), self.passes)
+                resolved = resolve(replace(rolled, is_spare=True))
+                return run_passes(replace(resolved, is_spare=True), self.passes)
 
     def _trace(self, args: tuple[Any, ...], *opened: Any) -> tuple[Program, Program]:
         """The program of a trace, and with its loops rolled."""
@@ -159,30 +157,39 @@ class Pipeline(Generic[T]):
                 self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
-        filled = self._generalize(signature, leaves)
-        if filled is None and self._cache:
-            self._report(signature)
-        program = filled[0] if filled else self.program(tree.unflatten(treedef, leaves))
-        watches = filled[1] if filled else self._watch(program)
-        with disable_autocast():
-            finished = self.finish(program)
-        self._cache.insert(0, _Traced(signature, watches, finished, None if filled else program))
+        found = self._generalize(signature, leaves)
+        made = _Traced(signature, found[1], found[0], None) if found else self._make(signature, leaves)
+        self._cache.insert(0, made)
         del self._cache[self.limit :]
-        return finished
+        return made.finished
+
+    def _make(self, signature: Signature, leaves: list[Any]) -> _Traced:
+        """The program of a trace of its own."""
+        if self._cache:
+            self._report(signature)
+        program = self.program(tree.unflatten(signature[1], leaves))
+        watches = self._watch(program)
+        with disable_autocast():
+            return _Traced(signature, watches, self.finish(program), program)
 
     def _watch(self, program: Program) -> list[Watch]:
         """Watches of what a program depends on, after its trace, which may count itself."""
         watches = find_watches(self.fn)
         return watches + watch_elements(program, watches)
 
-    def _generalize(self, signature: Signature, leaves: list[Any]) -> tuple[Program, list[Watch]] | None:
-        """A program for this signature that needs no trace of its own, with what it depends on. None without one."""
+    def _generalize(self, signature: Signature, leaves: list[Any]) -> tuple[T, list[Watch]] | None:
+        """A finished program for this signature that needs no trace of its own, with what it depends on. None without
+        one."""
         if isinstance(self.passes, Budget):
             return None
         known = [(x.signature, x.program) for x in self._cache if x.program is not None]
         trace_open = partial(self._trace_open, tree.unflatten(signature[1], leaves))
         with pause_garbage_collection(), disable_autocast():
-            return self._generals.find(signature, known, trace_open, self.passes, self._watch)
+            return self._generals.find(signature, known, trace_open, self.passes, self._finish_template, self._watch)
+
+    def _finish_template(self, template: Template) -> Callable[[Sequence[int]], T]:
+        """A function of sizes that returns the finished program of these."""
+        return self._finish_open(template) or (lambda sizes: self.finish(template.fill(sizes)))
 
     def _trace_open(self, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, Sequence[Any]]) -> Program:
         return resolve(self._trace(args, symbols, shapes)[1])
@@ -213,104 +220,6 @@ class Pipeline(Generic[T]):
                     raise _refuse_mesh(leaf, self.on)
             else:
                 check_argument(f"argument {tree.dotted(key)}", leaf)
-
-
-class Returned:
-    """The value that a step returns, from the tensors that its program returns: the tree of results. Where passes added
-    state, a pair of these and the new state by path.
-
-    The next step may write over state. So every result that is state has memory of its own: a result that is an
-    argument is the very `Sharded` that was given, equal results are one `Sharded`, and any other result in memory of
-    state, of a batch or of a constant is a copy. Other results share memory with batches and constants as they do in
-    plain torch.
-    """
-
-    def __init__(self, program: Program, on: Performer) -> None:
-        self._out_tree = program.out_tree
-        self._constants = [(i, result.constant) for i, result in enumerate(program.results) if result.is_constant]
-        values = [node.meta["val"] for node in program.output.args[0]]
-        self._state = [
-            (i, Form(program.layouts[result.bucket], result.leaf, on, value.dtype, value.device, result.place))
-            for i, (result, value) in enumerate(zip(program.tensor_results, values))
-            if result.bucket is not None
-        ]
-        self._numbers = number_values(len(self._state))
-        self._added = [state.path for state in program.pass_state]
-        self._noted, self._last = program.noted, len(values) - len(program.pass_state)
-        self._given, self._equal, self._copied = _find_aliases(program)
-
-    def list_noted(self, outputs: Sequence[Tensor]) -> list[Flag]:
-        """The flags that the step returns beside its results."""
-        first = self._last - len(self._noted)
-        return [flag(value) for flag, value in zip(self._noted, outputs[first : self._last])]
-
-    def __call__(self, outputs: Sequence[Tensor], given: Sequence[Any] = (), origin: Origin = UNKNOWN) -> Any:
-        """The value of a step that was called with the tensors and the state `given`. Each new value has an origin
-        of its own, made of the `origin` of the call."""
-        leaves: list[Any] = list(outputs)
-        for i in self._copied:
-            leaves[i] = duplicate(leaves[i])
-        for (i, form), own in zip(self._state, tell_apart(origin, self._numbers)):
-            leaves[i] = Sharded.of_form(leaves[i], form, own)
-        for i, argument in self._given.items() if given else ():
-            leaves[i] = given[argument]
-        for i, first in self._equal.items():
-            leaves[i] = leaves[first]
-        added, leaves = leaves[self._last :], leaves[: self._last - len(self._noted)]
-        for i, constant in self._constants:
-            leaves.insert(i, constant)
-        result = tree.unflatten(self._out_tree, leaves)
-        return (result, dict(zip(self._added, added))) if self._added else result
-
-
-def _find_aliases(program: Program) -> tuple[dict[int, int], dict[int, int], list[int]]:
-    """The results that share memory: result -> the argument that it is, result -> the earlier result that it is, and
-    the results to copy. Results and arguments by position among the tensors."""
-    given: dict[int, int] = {}
-    equal: dict[int, int] = {}
-    copied: list[int] = []
-    arguments = {node: (i, argument) for i, (node, argument) in enumerate(zip(program.placeholders, program.arguments))}
-    state = {node for node, (_, argument) in arguments.items() if argument.bucket is not None}  # nodes of its memory
-    kept = {node for node, (_, argument) in arguments.items() if not argument.donated}
-    first: dict[Any, int] = {}
-    returned = list(enumerate(zip(program.tensor_results, program.output.args[0])))
-    for i, (result, node) in returned:
-        if result.bucket is None:
-            continue
-        *views, owner = follow_memory(node)
-        position, argument = arguments.get(owner, (0, result))
-        is_owners = (
-            owner in state and owner in kept and (argument.bucket, argument.leaf) == (result.bucket, result.leaf)
-        )
-        key = node, result.bucket, result.leaf
-        if key in first:
-            equal[i] = first[key]
-        elif is_owners and all(_is_same_tensor(view, owner) for view in views):
-            given[i] = position
-        elif owner in kept or owner in first or owner.op == "get_attr" or not all(map(_has_distinct_elements, views)):
-            copied.append(i)
-        first.setdefault(key, i)
-        first.setdefault(owner, i)
-    for i, (result, node) in returned:
-        if result.bucket is None and any(x in state or x in first for x in follow_memory(node)):
-            copied.append(i)
-    return given, equal, copied
-
-
-def _is_same_tensor(node: Node, owner: Node) -> bool:
-    """Whether a node's value, in memory of `owner`, has the owner's elements in the same places."""
-    a, b = ([x.dtype, x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()] for x in _values(node, owner))
-    return a == b
-
-
-def _has_distinct_elements(node: Node) -> bool:
-    """Whether no two elements of a node's value share memory, as those of an expanded tensor do."""
-    value = node.meta["val"]
-    return 0 not in [stride for size, stride in zip(value.shape, value.stride()) if size > 1]
-
-
-def _values(*nodes: Node) -> list[Any]:
-    return [node.meta["val"] for node in nodes]
 
 
 def place_state(program: Program, values: Sequence[Any], settle: Callable[[], None] = lambda: None) -> list[Any]:

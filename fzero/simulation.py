@@ -28,7 +28,6 @@ from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
     Pipeline,
-    Returned,
     choose_rewrite,
     create_pass_state,
     list_flags,
@@ -38,6 +37,7 @@ from fzero.pipeline import (
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
 from fzero.report import Report, report_step
+from fzero.returned import Returned
 from fzero.state.fill import copy_slices
 from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from fzero.base.torch_private import version_of
 from fzero.budget.fit import Budget
 from fzero.execution.calibration import calibrate
 from fzero.execution.claims import has_foreign
-from fzero.execution.codegen import Compile, Runner, link
+from fzero.execution.codegen import Compile, Runner, link, link_open
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment
 from fzero.execution.outline import outline
@@ -29,19 +30,20 @@ from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
     Pipeline,
-    Returned,
     choose_rewrite,
     create_pass_state,
     list_flags,
     order_pass_state,
     place_state,
 )
+from fzero.program.open import Template
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
 from fzero.report import Report, report_step
+from fzero.returned import Returned
 from fzero.values.origin import MASK, Origin, describe_state, follow
 from fzero.values.sharded import Sharded
 
@@ -124,9 +126,11 @@ def shard(
 
 
 class _Compiled(NamedTuple):
-    """A linked program, and the lines that ranks compare before each call."""
+    """A linked program, and the lines that ranks compare before each call. The sizes of `program` may be others than
+    those of `find_program()`."""
 
     program: Program
+    find_program: Callable[[], Program]
     run: Runner
     returned: Returned
     donated: tuple[int, ...]  # positions among the tensor arguments
@@ -148,13 +152,19 @@ class _Lines:
     A constant is a tensor of the user, who may write to it between two steps. So its line has its present contents.
     """
 
-    def __init__(self, program: Program, lines: Sequence[str]) -> None:
-        self._program = program
-        self._lines = [*lines, *program.lines()]
-        self._digest = digest(self._lines)
+    def __init__(self, program: Program, settings: Sequence[str]) -> None:
+        self._program, self._settings, self._find_program = program, settings, lambda: program
+        self._digest = digest([*settings, *program.lines()])
         self._versions: list[int] | None = None
         self._constant_lines: list[str] = []
         self._state = [(i, given.path) for i, given in enumerate(program.arguments) if given.bucket is not None]
+
+    def at(self, sizes: Sequence[int], find_program: Callable[[], Program]) -> _Lines:
+        """The same for a program that differs in sizes only."""
+        other = copy.copy(self)
+        other._find_program, other._versions = find_program, None
+        other._digest = digest([str(self._digest), *map(str, sizes)])
+        return other
 
     def agree(
         self, members: Members, values: Sequence[Any], vote: bool = False, call: Sequence[str] = ()
@@ -171,7 +181,8 @@ class _Lines:
         number = self._number ^ digest(call) if call else self._number
 
         def lines() -> list[str]:
-            return [*call, *self._lines, *self._constant_lines, *_list_origins(self._state, origins)]
+            program = [*self._settings, *self._find_program().lines()]
+            return [*call, *program, *self._constant_lines, *_list_origins(self._state, origins)]
 
         return bool(agree(members, (number ^ made) & MASK, lines, vote=vote)), made
 
@@ -192,7 +203,8 @@ class Step:
             check_mesh(on)
         self._on, self._flags = on, FlagReader()
         compile_once = functools.lru_cache(MAX_FRAGMENTS)(compile_fragment)
-        self._pipeline = Pipeline(fn, on, passes, functools.partial(_link, on, compile, compile_once), max_programs)
+        finish = functools.partial(_link, on, compile, compile_once)
+        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, functools.partial(_link_open, on, compile))
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
@@ -204,7 +216,7 @@ class Step:
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
         data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
-        return report_step(self._pipeline.prepare(*tree.flatten(args)).program, args, self._on.rank)
+        return report_step(self._pipeline.prepare(*tree.flatten(args)).find_program(), args, self._on.rank)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
@@ -254,7 +266,7 @@ class Step:
             raise FzeroError("disk", f"is {disk!r}", "give fzero.disk(path)")
         compiled, values, tensors = self._prepare(args, pass_state)
         compiled.lines.agree(self._on.members, values, call=["call of step.calibrate"])
-        rates = calibrate(self._on, compiled.program, tensors, disk)
+        rates = calibrate(self._on, compiled.find_program(), tensors, disk)
         self._pipeline.reschedule(rates)
         return rates
 
@@ -292,13 +304,38 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     """
     if mode == "graph":
         check_program(program, on.device.type)
-    lines = _Lines(program, [f"compile: {mode}", *find_ambient().lines()])
+    lines = _Lines(program, _list_settings(mode))
     outlined = outline(program) if mode else program
     run = link(outlined, on, compile)
     trial = _Trial(functools.partial(link, outlined, on, compile, is_held=True)) if has_foreign(program) else None
-    donated = tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
     runner = Captured(program, run, settle=on.settle) if mode == "graph" else run
-    return _Compiled(program, runner, Returned(program, on), donated, lines, trial)
+    return _Compiled(program, lambda: program, runner, Returned(program, on), _find_updates(program), lines, trial)
+
+
+def _link_open(on: Live, mode: Mode, template: Template) -> Callable[[Sequence[int]], _Compiled] | None:
+    """A function of sizes that returns the linked program of these. None where each has to be linked by itself."""
+    if mode or has_foreign(template.program):
+        return None
+    assert template.program.open is not None
+    like = template.fill(template.program.open.reference)
+    run_at, returned, donated = link_open(template, on), Returned(like, on), _find_updates(like)
+    lines = _Lines(like, _list_settings(mode))
+
+    def link_at(sizes: Sequence[int]) -> _Compiled:
+        find = functools.cache(lambda: template.fill(sizes))
+        results = returned.with_results(template.fill_results(sizes))
+        return _Compiled(like, find, run_at(sizes), results, donated, lines.at(sizes, find), None)
+
+    return link_at
+
+
+def _list_settings(mode: Mode) -> list[str]:
+    return [f"compile: {mode}", *find_ambient().lines()]
+
+
+def _find_updates(program: Program) -> tuple[int, ...]:
+    """The positions of donated arguments, which a program writes over."""
+    return tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
 
 
 def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:

@@ -9,11 +9,13 @@ The longest files begin first. A worker takes whole files: with a long one last,
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 import tiers
+import traces
 
 LONGEST = [
     "test_elastic.py",  # waits for a host, and leaves its core to others
@@ -42,8 +44,17 @@ LONGEST = [
 """The files that take more than 10 seconds each, the longest first. Any other order is right too, and slower."""
 
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank that compiles starts processes of its own
+
 LEFT: dict[str, list[int]] = {}
 """How many tests are quick, launch processes or are slow, and are further cases of quick functions."""
+
+
+@pytest.fixture(scope="module")
+def shared_traces() -> Generator[list[int], None, None]:
+    """The tests of a file that asks for this trace equal steps once."""
+    with traces.share_traces() as counts:
+        yield counts
 
 
 @pytest.hookimpl(wrapper=True)

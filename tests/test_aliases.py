@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,7 +32,14 @@ def update(params: Any) -> Any:
 
 @functools.cache
 def updating(mesh: DeviceMesh) -> Any:
-    return fzero.shard(update, mesh)
+    return fzero.shard(lambda params: (update(params),), mesh)  # on a disk a path stays itself, or nothing is donated
+
+
+def settings() -> Iterator[dict[str, Any]]:
+    """Where leaves lie, and which of them are whole on every rank: options of `partition`."""
+    for place in (None, fzero.host(), fzero.disk(tempfile.gettempdir())):  # where files have no names
+        for persist in (0, SOME):
+            yield {"to": place, "persist": persist}
 
 
 def whole(x: Any) -> Tensor:
@@ -67,8 +75,8 @@ TAKEN: dict[str, Callable[[Any], Any]] = {
 def find_changed(mesh: DeviceMesh, take: Callable[[Any], Any]) -> list[str]:
     """The leaves of which a taken value changes, without an error, when a step updates them."""
     changed = []
-    for persist in (0, SOME):
-        params = fzero.partition(GIVEN, mesh, persist=persist)
+    for setting in settings():
+        params = fzero.partition(GIVEN, mesh, **setting)
         taken = tree.map(take, params)
         before = tree.map(whole, taken)
         updating(mesh)(params)
@@ -121,8 +129,8 @@ RETURNED: dict[str, Callable[..., Any]] = {
 def find_moved(mesh: DeviceMesh, step: Callable[..., Any], donate: bool) -> list[Any]:
     """What is not as in plain torch after a step and, leaf by leaf, an update of all the state that it returned."""
     found: list[Any] = []
-    for persist in (0, SOME):
-        params, x = fzero.partition(GIVEN, mesh, persist=persist), torch.arange(6.0).view(3, 2)
+    for setting in settings():
+        params, x = fzero.partition(GIVEN, mesh, **setting), torch.arange(6.0).view(3, 2)
         constant = CONSTANT.clone()
         expected = tree.leaves(step(GIVEN, x))
         result = tree.leaves(fzero.shard(step, mesh, donate=donate)(params, x))

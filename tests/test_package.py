@@ -246,7 +246,7 @@ def test_names_are_found_in_code_and_not_in_docstrings() -> None:
 
 # private names of torch
 
-PRIVATE_HOMES = {"base.torch_private", "base.torch_private_functions", "base.torch_private_operators"}
+PRIVATE_HOMES = {f"base.torch_private{part}" for part in ("", "_functions", "_operators", "_traces")}
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:

@@ -15,9 +15,10 @@ import fzero
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.pipeline import Pipeline, Returned
+from fzero.pipeline import Pipeline
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
+from fzero.returned import Returned
 from fzero.values.sharded import Sharded
 
 MESH = VirtualMesh(fsdp=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -36,6 +37,7 @@ LIMIT = 50_000
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
+_LIBRARIES |= {"_pytest", "huggingface_hub"}  # what functions of tests with an `assert`, and of transformers, name
 """Packages whose functions and classes hold nothing of the user's."""
 
 _OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"})
@@ -51,13 +53,20 @@ _Named = tuple[str, Any]
 
 def walk(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
     """`(name, object)` of `root` and of all that can be reached from it, each object once, breadth first."""
+    for place, value, _ in walk_held(name, root, limit):
+        yield place, value
+
+
+def walk_held(name: str, root: Any, limit: int = LIMIT) -> Iterator[tuple[str, Any, list[_Named]]]:
+    """As `walk`, each object with what `list_children` finds in it, or past the limit with an empty list."""
     yield from _walk(name, root, list_children, limit, _is_empty)
 
 
 def walk_inside(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
     """`walk` through what objects hold themselves: without globals that functions name, and without classes. Empty
     containers, which may be filled later, are visited."""
-    yield from _walk(name, root, list_contents, limit, _is_of_no_one)
+    for place, value, _ in _walk(name, root, list_contents, limit, _is_of_no_one):
+        yield place, value
 
 
 def _walk(
@@ -66,12 +75,13 @@ def _walk(
     children: Callable[[str, Any], Iterator[_Named]],
     limit: int,
     is_skipped: Callable[[Any], bool],
-) -> Iterator[_Named]:
+) -> Iterator[tuple[str, Any, list[_Named]]]:
     waiting, seen = deque([(name, root)]), {id(root): root}  # values keep objects alive, so that each id is of one
     while waiting:
         name, value = waiting.popleft()
-        yield name, value
-        for child_name, child in children(name, value) if len(seen) < limit else ():
+        held = list(children(name, value)) if len(seen) < limit else []
+        yield name, value, held
+        for child_name, child in held:
             if id(child) not in seen and not is_skipped(child):
                 seen[id(child)] = child
                 waiting.append((child_name, child))
@@ -91,9 +101,14 @@ def _is_of_no_one(value: Any) -> bool:
     """Whether an object is of a class whose objects hold nothing of the user's."""
     if isinstance(value, type):
         return _is_of_library(value.__module__)
-    if isinstance(value, weakref.ref):
+    return _is_class_of_no_one(type(value))  # type: ignore[arg-type]  # classes are hashable
+
+
+@functools.lru_cache(1 << 12)
+def _is_class_of_no_one(cls: type) -> bool:
+    if issubclass(cls, weakref.ref):
         return False
-    return isinstance(value, _ATOMS) or type(value).__module__.partition(".")[0] in _OF_NO_ONE
+    return issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _OF_NO_ONE
 
 
 def list_children(name: str, value: Any) -> Iterator[_Named]:
@@ -159,20 +174,21 @@ def list_globals(function: FunctionType) -> Iterator[_Named]:
     """`(name, object)` of the globals that the code of a function names. None for a function of a library."""
     if _is_of_library(function.__module__):
         return
-    used = set(_names_of(function.__code__))
-    for variable in sorted(used & function.__globals__.keys()):
-        value = function.__globals__[variable]
+    used, known = _names_of(function.__code__), function.__globals__
+    for variable in used:
+        if variable not in known:
+            continue
+        value = known[variable]
         yield variable, value
         if isinstance(value, ModuleType) and not _is_of_library(value.__name__):
-            yield from ((f"{variable}.{key}", vars(value)[key]) for key in sorted(used & vars(value).keys()))
+            yield from ((f"{variable}.{key}", vars(value)[key]) for key in used if key in vars(value))
 
 
-def _names_of(code: CodeType) -> Iterator[str]:
-    """The globals and attributes that a code and the functions inside it name."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of(constant)
+@functools.lru_cache(1 << 14)
+def _names_of(code: CodeType) -> list[str]:
+    """The globals and attributes that a code and the functions inside it name, sorted."""
+    inner = (_names_of(x) for x in code.co_consts if isinstance(x, CodeType))
+    return sorted({*code.co_names, *itertools.chain.from_iterable(inner)})
 
 
 def _items(name: str, value: Any) -> Iterator[_Named]:
@@ -201,17 +217,21 @@ def _list_dict(value: Any) -> Iterator[_Named]:
 
 
 def _list_slots(value: Any) -> Iterator[_Named]:
-    for cls in type(value).__mro__:
-        if _is_of_library(cls.__module__) and not _is_of_fzero(cls):
+    for cls, key, slot in _find_slots(type(value)):  # type: ignore[arg-type]  # as above
+        try:
+            yield key, slot.__get__(value, cls)
+        except AttributeError:  # a slot without a value
             continue
-        for key, slot in vars(cls).items():
-            if isinstance(slot, MemberDescriptorType):
-                try:
-                    yield key, slot.__get__(value, cls)
-                except AttributeError:  # a slot without a value
-                    continue
 
 
+@functools.lru_cache(1 << 12)
+def _find_slots(cls: type) -> list[tuple[type, str, MemberDescriptorType]]:
+    """The slots of a class that are no library's."""
+    classes = [x for x in cls.__mro__ if _is_of_fzero(x) or not _is_of_library(x.__module__)]
+    return [(x, key, slot) for x in classes for key, slot in vars(x).items() if isinstance(slot, MemberDescriptorType)]
+
+
+@functools.lru_cache(1 << 12)
 def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 

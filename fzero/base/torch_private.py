@@ -155,6 +155,14 @@ def is_called_by_functorch() -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").startswith("torch._functorch.")
 
 
+def is_called_by_torch() -> bool:
+    """Whether code of torch, or of fzero, called the function that called the caller, a method of a tensor.
+
+    Public replacement: none is needed once torch says of a tensor subclass that its memory is read-only.
+    """
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(("torch.", "fzero."))
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass. Public replacement: a predicate in `torch.autograd`."""
     return torch._C._current_autograd_node() is not None
@@ -228,36 +236,6 @@ DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeEx
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """The base class of modes that see each aten operation. Public replacement: the same name in `torch.overrides`."""
-
-
-class TraceGraph:
-    """The graph that make_fx is recording. Make it inside of the function that make_fx traces.
-
-    Public replacement: a function of `torch.fx.experimental.proxy_tensor` from a traced tensor to its node.
-    """
-
-    def __init__(self) -> None:
-        mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
-        assert mode is not None  # inside of make_fx
-        self._tracer = mode.tracer
-        self.graph: fx.Graph = self._tracer.graph
-
-    def node_of(self, x: Tensor) -> Any:
-        """The node of a traced tensor, which transforms of torch.func may have wrapped; None where it has no node."""
-        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(unwrap(x), self._tracer, None)
-        return None if slot is None else slot.proxy.node
-
-    def find_last(self) -> Any:
-        """The last node, None where there is no node."""
-        last = self.graph._root.prev
-        return None if last is self.graph._root else last
-
-    def nodes_after(self, node: Any) -> Iterator[Any]:
-        """The nodes behind a node, in order; all of them for None."""
-        following = self.graph._root.next if node is None else node.next
-        while following is not self.graph._root:
-            yield following
-            following = following.next
 
 
 @contextmanager

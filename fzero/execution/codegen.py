@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +22,7 @@ from fzero.execution.loops import Early, Rows, operands, run_turns
 from fzero.execution.outline import Fragment
 from fzero.execution.profiling import name_calls
 from fzero.program.inference import infer
+from fzero.program.open import Template, fill_numbers
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import body_of, early_of, find_writes, record
@@ -39,7 +42,43 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
     `compile(fragment)` returns the function that runs for a `Fragment`; it is called once for equal fragments.
     With `is_held` operations from outside of fzero are held to their records (`fzero.execution.claims`).
     """
-    (run_once, _), draws, seeds = _link(program, on, compile, is_held), program.draws, program.seeds
+    return _with_seed(program, _link(program, on, compile, is_held)[0])
+
+
+def link_open(template: Template, on: Live) -> Callable[[Sequence[int]], Runner]:
+    """A function of sizes that returns what `link` returns for the program of these sizes. The code is the same for all
+    sizes: it takes the numbers that are computed from them. Operations that are bound to a node with open sizes are
+    bound for each size."""
+    linked = _generate(template.program, on, is_held=False, template=template)
+
+    def at(sizes: Sequence[int]) -> Runner:
+        find_program = cache(lambda: template.fill(sizes))
+        return _with_seed(template.program, _run_open(linked, template, on, template.evaluate(sizes), find_program))
+
+    return at
+
+
+def _run_open(
+    linked: _Linked, template: Template, on: Live, numbers: Sequence[Any], find_program: Callable[[], Program]
+) -> Callable[[int | None, list[Tensor]], list[Tensor]]:
+    """`_make_run` for a template that is filled with numbers: with them it is what `find_program` returns."""
+
+    def find_node(node: Node) -> Node:
+        return next(each for each in find_program().graph.nodes if each.name == node.name)
+
+    calls = dict(linked.calls)
+    for name, node in linked.bound.items():
+        if template.is_open(node):
+            calls[name] = bind(find_program(), find_node(node), on)
+    for name, (node, inside) in linked.loops.items():
+        find_body = partial(lambda node: cast(Program, body_of(find_node(node))), node)
+        run = _run_open(inside, template.bodies[node], on, numbers, find_body)
+        calls[name] = Call(_link_turns(node, run, inside.begun), name, False, False)
+    return _make_run(linked._replace(calls=calls), on, {}, numbers)
+
+
+def _with_seed(program: Program, run_once: Callable[..., list[Tensor]]) -> Runner:
+    draws, seeds = program.draws, program.seeds
 
     @torch.no_grad()
     def run(tensors: list[Tensor]) -> list[Tensor]:
@@ -47,6 +86,19 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
             return run_once(seed, tensors)
 
     return run
+
+
+class _Linked(NamedTuple):
+    """The code of a program, and what it calls. `bound` has the node of each call that `bind` made, `loops` the node
+    and the body of each loop of a template, and `variables` the variable of each node."""
+
+    forward: Callable[..., Any]
+    calls: dict[str, Call]
+    bound: dict[str, Node]
+    loops: dict[str, tuple[Node, _Linked]]
+    fragments: dict[Fragment, str]
+    variables: dict[Node, str]
+    begun: list[Early]
 
 
 def _link(
@@ -57,58 +109,89 @@ def _link(
     early: Mapping[Node, int] | None = None,
 ) -> tuple[Callable[[int | None, list[Tensor]], list[Tensor]], list[Early]]:
     """A function of a seed and the program's arguments, and what its nodes `early` call."""
+    linked = _generate(program, on, is_held, compile, early)
+    compiled = {name: compile(fragment) for fragment, name in linked.fragments.items()}
+    return _make_run(linked, on, compiled), linked.begun
+
+
+def _generate(
+    program: Program,
+    on: Live,
+    is_held: bool,
+    compile: Compile = lambda fragment: fragment,
+    early: Mapping[Node, int] | None = None,
+    template: Template | None = None,
+) -> _Linked:
+    """The code of a program. That of a `template` takes the numbers that are computed from sizes."""
     begun: list[Early] = []
     kinds = infer(program) if is_held and has_foreign(program) else None
     graph = fx.Graph()
     values: dict[Node, Node] = {}
-    receiver, seed = map(graph.placeholder, ("calls", "seed"))
+    receiver, seed, numbers = map(graph.placeholder, ("calls", "seed", "numbers"))
     calls: dict[str, Call] = {}
+    bound: dict[str, Node] = {}
+    loops: dict[str, tuple[Node, _Linked]] = {}
     fragments: dict[Fragment, str] = {}
+    number_at = cache(lambda i: graph.call_function(operator.getitem, (numbers, i)))
     for node in program.graph.nodes:
         if node.op == "output" or find_writes(node):  # other ranks may still read memory that this rank has sent
             graph.call_method("settle", (receiver,))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        given = (node.args, node.kwargs)
+        is_open = template is not None and template.is_open(node)
+        if template is not None and node in template.arguments:
+            given = fill_numbers(template.arguments[node], number_at)
+        args, kwargs = fx.map_arg(given, lambda x: values.get(x, x))
         if isinstance(node.target, Fragment):
             name = fragments.setdefault(node.target, f"fragment_{len(fragments)}")
             values[node] = graph.call_method(name, (receiver, *args))
         elif (body := body_of(node)) is not None:
-            name = f"loop_{len(calls)}"
-            calls[name] = Call(
-                _link_turns(node, *_link(body, on, compile, is_held, early_of(node))), name, False, False
-            )
+            name = f"loop_{len(calls) + len(loops)}"
+            if template is not None:
+                inside = template.bodies[node]
+                loops[name] = node, _generate(inside.program, on, False, early=early_of(node), template=inside)
+            else:
+                run = _link_turns(node, *_link(body, on, compile, is_held, early_of(node)))
+                calls[name] = Call(run, name, False, False)
             values[node] = graph.call_method(name, (receiver, seed, *operands(args)))
-        elif not (kinds and is_foreign(node)) and (span := _find_span(program, node, on)) is not None:
+        elif not (is_open or (kinds and is_foreign(node))) and (span := _find_span(program, node, on)) is not None:
             values[node] = _take_view(graph, args[0], span, node)
         elif node.op == "call_function" and (record(node).perform is not None or (kinds and is_foreign(node))):
-            name = f"{record(node).name}_{len(calls)}"
-            calls[name] = bind(program, node, on, kinds)
+            name = f"{record(node).name}_{len(calls) + len(loops)}"
+            calls[name], bound[name] = bind(program, node, on, kinds), node
             if early and node in early:
                 wait = next((bind(program, user, on, kinds).run for user in node.users if record(user).arrives), None)
                 begun.append(Early(node, early[node], calls[name].run, begun, wait))
                 calls[name] = calls[name]._replace(run=begun[-1])
             how = {**kwargs, "seed": seed} if record(node).draws else kwargs
             values[node] = graph.call_method(name, (receiver, *args), how)
+        elif node.op == "call_function":
+            values[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
     forward = fx.GraphModule(program.constants, graph, class_name=program.name).forward
-    compiled = {name: compile(fragment) for fragment, name in fragments.items()}
-    # Methods of a receiver, not globals of the generated code: one forward serves both sets of calls.
-    plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in calls.items()})
-    named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(calls))
-
     variables = {old: new.name for old, new in values.items()}
-    made_by = {name: node for node, name in variables.items()}
+    return _Linked(forward, calls, bound, loops, fragments, variables, begun)
+
+
+def _make_run(
+    linked: _Linked, on: Live, compiled: Mapping[str, Callable[..., Any]], numbers: Sequence[Any] = ()
+) -> Callable[[int | None, list[Tensor]], list[Tensor]]:
+    """A function of a seed and a program's arguments that runs its code with its fragments `compiled`."""
+    # Methods of a receiver, not globals of the generated code: one forward serves both sets of calls.
+    plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in linked.calls.items()})
+    named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(linked.calls))
+    forward, made_by = linked.forward, {name: node for node, name in linked.variables.items()}
 
     def run(seed: int | None, tensors: list[Tensor]) -> list[Tensor]:
         try:
-            return forward(named if is_profiling() else plain, seed, *tensors)
+            return forward(named if is_profiling() else plain, seed, numbers, *tensors)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            named_error = name_failure_of_line(error, forward.__code__, made_by, on.number, variables)
+            named_error = name_failure_of_line(error, forward.__code__, made_by, on.number, linked.variables)
             if named_error is error:
                 raise
             raise named_error from error
 
-    return run, begun
+    return run
 
 
 def _link_turns(

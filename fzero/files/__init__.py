@@ -5,6 +5,28 @@ into memory, and `write` from memory into files. `Started.wait` returns the copi
 with the process, also where it is killed.
 """
 
-from fzero.files.on_disk import OnDisk, Started, address_of, allocate, check_writes, duplicate, load, read, write
+from fzero.files.on_disk import (
+    OnDisk,
+    Started,
+    address_of,
+    allocate,
+    check_writes,
+    duplicate,
+    is_alias,
+    load,
+    read,
+    write,
+)
 
-__all__ = ["OnDisk", "Started", "address_of", "allocate", "check_writes", "duplicate", "load", "read", "write"]
+__all__ = [
+    "OnDisk",
+    "Started",
+    "address_of",
+    "allocate",
+    "check_writes",
+    "duplicate",
+    "is_alias",
+    "load",
+    "read",
+    "write",
+]

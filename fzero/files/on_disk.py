@@ -154,6 +154,14 @@ def duplicate(x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(x) if isinstance(x, OnDisk) else x.clone()
 
 
+def is_alias(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage, or in one extent of a file; False for tensors that a transform of
+    torch.func wraps."""
+    if isinstance(a, OnDisk) and isinstance(b, OnDisk):
+        return a.extent is b.extent
+    return not isinstance(a, OnDisk) and not isinstance(b, OnDisk) and torch_private.is_alias(a, b)
+
+
 def address_of(x: Tensor) -> tuple[str, int]:
     """The place of a tensor's first byte: a file, "" for memory, and a number of bytes from its start."""
     return (str(x.extent.file.path), x.extent.start + x.start) if isinstance(x, OnDisk) else ("", x.data_ptr())

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from fzero.layout.layout import wire
-from fzero.passes.order import count_depths, find_changes, find_dependences, is_cast, restore_order, sink_gathers
+from fzero.passes.order import (
+    count_depths,
+    find_changes,
+    find_dependences,
+    find_held,
+    is_cast,
+    restore_order,
+    sink_gathers,
+)
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -32,12 +40,13 @@ def bucket(program: Program) -> Program:
     """
     program = program.take()
     _merge_repeats(program)
-    behind = find_dependences(program.graph)
-    for members in _group_moves(program, ops.gather):
+    behind = find_dependences(find_held(program.graph))
+    for members in _group_moves(program, ops.gather, behind):
         _move_together(program, members, ops.all_gather, ops.whole, behind)
-    restore_order(program.graph)  # an all-gather stands behind its last operand, and so maybe behind the use of a leaf
-    behind = find_dependences(program.graph)
-    for members in _group_moves(program, ops.scatter):
+    held = find_held(program.graph)
+    restore_order(program.graph, held)  # an all-gather stands behind its last operand, and so maybe behind a leaf's use
+    behind = find_dependences(held)
+    for members in _group_moves(program, ops.scatter, behind):
         _move_together(program, members, ops.reduce_scatter, ops.part, behind)
     _cast_blocks(program)
     sink_gathers(program.graph)
@@ -53,15 +62,16 @@ def _merge_repeats(program: Program) -> None:
             program.substitute(node, kept)
 
 
-def _group_moves(program: Program, target: Any) -> list[list[Node]]:
+def _group_moves(program: Program, target: Any, behind: Mapping[Node, list[Node]]) -> list[list[Node]]:
     """The nodes that call `target`, in groups that may become one collective.
 
     The nodes of a group have one bucket, dtype and tree of state, do not depend on each other, and name each leaf once.
     """
-    depth = count_depths(program.graph, lambda node: is_call(node, target))
+    moves = program.graph.find_nodes(op="call_function", target=target)
+    depth = count_depths(program.graph, set(moves), behind)
     path = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     groups: dict[tuple[object, ...], dict[int, Node]] = {}
-    for node in program.graph.find_nodes(op="call_function", target=target):
+    for node in moves:
         how = tuple(node.kwargs.items())
         key = (node.args[1], node.meta["val"].dtype, depth[node], _find_tree(program, node, path), how)
         repeats = (groups.setdefault((*key, repeat), {}) for repeat in count())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import operator
 
-from fzero.passes.order import count_depths, find_changes, restore_order
+from fzero.passes.order import count_depths, find_dependences, find_held, restore_order
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call, storage
 
 
 def coalesce(program: Program) -> Program:
@@ -21,13 +20,14 @@ def coalesce(program: Program) -> Program:
     """
     if len(program.graph.find_nodes(op="call_function", target=ops.all_reduce)) < 2:
         return program
-    program = program.copy()
-    depth = count_depths(program.graph, lambda node: is_call(node, ops.all_reduce))
+    program = program.take()
+    reductions = program.graph.find_nodes(op="call_function", target=ops.all_reduce)
+    held = find_held(program.graph)
+    depth = count_depths(program.graph, set(reductions), find_dependences(held))
     groups: dict[tuple[object, ...], list[Node]] = {}
-    changed = find_changes(program.graph)
-    for node in program.graph.find_nodes(op="call_function", target=ops.all_reduce):
+    for node in reductions:
         value = node.meta["val"]
-        if storage(node.args[0]) not in changed:
+        if node.args[0] not in held:
             groups.setdefault((*node.args[1:], value.dtype, value.device, depth[node]), []).append(node)
     for (op, axis, *_), members in groups.items():
         if len(members) > 1:

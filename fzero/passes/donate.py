@@ -18,7 +18,7 @@ from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import OVERWRITING, copy_of
 from fzero.program.places import where_of
 from fzero.program.program import Argument, Program
-from fzero.program.records import body_of, find_writes, is_call, name_of, record, storage
+from fzero.program.records import body_of, find_calls, find_writes, is_call, name_of, record, storage
 
 _TIMES_A_NUMBER = (
     torch.ops.aten.mul.Scalar,
@@ -302,8 +302,8 @@ def _reuse_lists(program: Program, owners: Owners) -> None:
     """Turn list operations into their in-place forms where the operands are temporaries in memory of their own that
     nothing reads later."""
     given = {owners.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
-    for call in list(program.graph.nodes):
-        in_place = _find_in_place(call) if name_of(call).startswith("_foreach_") else None
+    for call in find_calls(program.graph, lambda known: known.name.startswith("_foreach_")):
+        in_place = _find_in_place(call)
         if in_place is None:
             continue
         olds = list(call.args[0])

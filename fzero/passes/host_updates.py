@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
-from fzero.passes.order import find_dependences, sort
+from fzero.passes.order import find_dependences, find_held, sort
 from fzero.program.operation import Node
 from fzero.program.ops.transfers import is_of_saved_value
 from fzero.program.places import find_places, is_placed
@@ -35,8 +35,9 @@ def order_updates(program: Program, costs: Costs) -> list[Node]:
     """
     if not is_placed(program):
         return list(program.graph.nodes)
+    # pieces may need what the device computes of other pieces
     wanted = _Schedule(*_find_pieces(program), costs).run(program.graph.nodes)
-    return sort(wanted, find_dependences(program.graph))  # pieces may need what the device computes of other pieces
+    return sort(wanted, find_dependences(find_held(program.graph)))
 
 
 class _Piece:

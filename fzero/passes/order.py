@@ -2,7 +2,7 @@
 
 A node stands behind its inputs. Where a node writes into memory, the reads and writes of the memory also keep the order
 in which they were traced: `find_dependences` lists these pairs of nodes, `reorder` keeps them, and `erase_dead` keeps
-what they need.
+what they need. All of them look at the values in such memory alone, which `find_held` finds.
 """
 
 from __future__ import annotations
@@ -10,30 +10,34 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import find_root
+from fzero.base.torch_private import find_root, storage_key
 from fzero.base.torch_private_functions import list_targets
 from fzero.layout.layout import layer_of
 from fzero.optim.operations import STAGES
 from fzero.program.operation import Node, no_operands
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, name_of, record, storage
+from fzero.program.records import find_calls, find_writes, is_call, name_of, record, starts, storage
 from fzero.program.refusals import PASS_BUG
 
 # memory
 
 
+def _list_written(graph: fx.Graph) -> list[Node]:
+    """The operands that nodes of a graph write into."""
+    calls = find_calls(graph, lambda known: known.writes is not no_operands)
+    return [written for node in calls for written in find_writes(node)]
+
+
 def find_changes(graph: fx.Graph) -> set[Any]:
     """The memory that some node writes into. Nothing reads it earlier or later than the trace does."""
-    writing = [target for target in list_targets(graph) if record(target).writes is not no_operands]
-    calls = (node for target in writing for node in graph.find_nodes(op="call_function", target=target, sort=False))
-    return {storage(written) for node in calls for written in find_writes(node)}
+    return {storage(written) for written in _list_written(graph)}
 
 
 def find_accesses(node: Node) -> list[Node]:
@@ -46,29 +50,90 @@ def find_accesses(node: Node) -> list[Node]:
     return [*node.all_input_nodes, *(node.args[0].all_input_nodes if operation.waits else ())]
 
 
-def find_dependences(graph: fx.Graph, touched: Callable[[Node], list[Node]] = find_accesses) -> dict[Node, list[Node]]:
+Held = Mapping[Node, Any]
+"""Node -> the memory of its value, where some node writes into that memory. Stays right while nodes move and go."""
+
+
+def find_held(graph: fx.Graph) -> Held:
+    """The values of a graph in memory that some node writes into. Empty where nothing writes.
+
+    A value has memory of its own, of an operand or of the step's surroundings. So those in one memory are found from
+    operand to user and from user to operand, without a walk over all nodes.
+    """
+    waiting = _list_written(graph)
+    changed = {storage(written) for written in waiting}
+    held: dict[Node, Any] = {}
+    seen = set[Node]()
+    if changed:
+        waiting += graph.find_nodes(op="placeholder") + graph.find_nodes(op="get_attr")
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        memory = storage(node)
+        if memory in changed:
+            held[node] = memory
+        if memory in changed or _lists_any(node.meta.get("val"), changed):
+            waiting += [*node.all_input_nodes, *node.users]
+    return held
+
+
+def _lists_any(value: Any, changed: set[Any]) -> bool:
+    """Whether a list has a tensor in memory that changes."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return any(storage_key(x) in changed if isinstance(x, Tensor) else _lists_any(x, changed) for x in value)
+
+
+class Access(NamedTuple):
+    """What a node does with memory that some node writes into."""
+
+    node: Node
+    name: str
+    target: Any
+    memory: dict[str, Any]  # by the names of the operands there that the node reads or writes
+    written: set[str]  # the names of those that it writes into
+
+
+def list_accesses(held: Held) -> list[Access]:
+    """What nodes do with memory that some node writes into, in the order of the nodes."""
+    users = {user for node in held for user in node.users}
+    users |= {wait for user in users if starts(user) for wait in user.users}  # which reads what its collective sent
+    accesses = (_describe_access(node, held) for node in sorted(users))
+    return [access for access in accesses if access.memory]
+
+
+def _describe_access(node: Node, held: Held) -> Access:
+    memory = {x.name: held[x] for x in find_accesses(node) if x in held}
+    return Access(node, node.name, node.target, memory, {x.name for x in find_writes(node) if x.name in memory})
+
+
+def find_dependences(held: Held) -> dict[Node, list[Node]]:
     """Node -> the nodes that it must stay behind without using their values: one of both writes into memory that the
     other reads or writes. Empty where nothing writes.
 
     The list has the last write of each memory that the node touches and, where the node writes, the reads since then.
     """
-    changed = find_changes(graph)
-    dependences: dict[Node, list[Node]] = {}
-    last_write: dict[Any, Node] = {}
-    reads_since: dict[Any, list[Node]] = {}
-    for node in graph.nodes if changed else ():
-        used = touched(node)
-        written = {storage(x) for x in find_writes(node) if x in used}
-        for memory in {storage(x) for x in used} & changed:
-            before = [last_write[memory]] if memory in last_write else []
+    return {access.node: [earlier.node for earlier in before] for access, before in pair_accesses(list_accesses(held))}
+
+
+def pair_accesses(accesses: Iterable[Access]) -> Iterator[tuple[Access, list[Access]]]:
+    """Each access with those that it must stay behind, where there are any."""
+    last_write: dict[Any, Access] = {}
+    reads_since: dict[Any, list[Access]] = {}
+    for access in accesses:
+        before: list[Access] = []
+        written = {access.memory[name] for name in access.written}
+        for memory in dict.fromkeys(access.memory.values()):
+            before += [last_write[memory]] if memory in last_write else []
             if memory in written:
                 before += reads_since.pop(memory, [])
-                last_write[memory] = node
+                last_write[memory] = access
             else:
-                reads_since.setdefault(memory, []).append(node)
-            if before:
-                dependences.setdefault(node, []).extend(before)
-    return dependences
+                reads_since.setdefault(memory, []).append(access)
+        if before:
+            yield access, before
 
 
 def is_cast(node: Node) -> bool:
@@ -81,12 +146,11 @@ def is_cast(node: Node) -> bool:
 
 def drop_dead_rows(graph: fx.Graph) -> None:
     """Drop the rows of list operations whose results nothing uses, and the rows in front that only these use."""
-    for call in reversed(list(graph.nodes)):
-        name = name_of(call) if call.op == "call_function" else ""
-        if name.startswith("_foreach_") and not find_writes(call):
-            _drop_rows_of(call, [call])
-        elif name in STAGES:
+    for call in reversed(find_calls(graph, lambda known: known.name.startswith("_foreach_") or known.name in STAGES)):
+        if name_of(call) in STAGES:
             _drop_rows_of(call, list(call.users))
+        elif not find_writes(call):
+            _drop_rows_of(call, [call])
 
 
 def _drop_rows_of(call: Node, columns: list[Node]) -> None:
@@ -117,23 +181,24 @@ def _drop_rows_of(call: Node, columns: list[Node]) -> None:
             call.graph.erase_node(node)
 
 
-def _has_effect(node: Node, read: set[Any]) -> bool:
+def _has_effect(node: Node, held: Held, read: set[Any]) -> bool:
     """Whether a node does more than to compute its value: it writes into memory that is read later, or is no call."""
     written = find_writes(node)
-    return any(storage(x) in read for x in written) if written else bool(node.is_impure(impure_random=False))
+    return any(held[x] in read for x in written) if written else bool(node.is_impure(impure_random=False))
 
 
-def erase_dead(graph: fx.Graph) -> None:
+def erase_dead(graph: fx.Graph, held: Held | None = None) -> None:
     """Erase the nodes whose value no result needs, and which write into no memory that a later node reads or the caller
     holds."""
-    changed = find_changes(graph)
+    held = find_held(graph) if held is None else held
     needed: set[Node] = set()
-    read = {storage(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")} & changed
+    read = {memory for node, memory in held.items() if node.op in ("placeholder", "get_attr")}
     for node in reversed(list(graph.nodes)):
-        if node in needed or _has_effect(node, read):
-            needed.update(node.all_input_nodes)
-            if changed:
-                read.update(storage(x) for x in node.all_input_nodes)
+        if node in needed or _has_effect(node, held, read):
+            inputs = node.all_input_nodes
+            needed.update(inputs)
+            if held:
+                read.update([held[x] for x in inputs if x in held])
         else:
             graph.erase_node(node)
 
@@ -141,62 +206,67 @@ def erase_dead(graph: fx.Graph) -> None:
 # order
 
 
-def reorder(graph: fx.Graph, wanted: Iterable[Node]) -> None:
+def reorder(graph: fx.Graph, wanted: Iterable[Node], held: Held | None = None) -> None:
     """Put the nodes into the order `wanted`, in which each stands behind its inputs. A node that would pass a read or
-    write of memory that it depends on waits for it. The output stays last."""
-    dependences = find_dependences(graph)
+    write of memory that it depends on waits for it. The output stays last. `held` is that of the graph, if known."""
+    wanted = list(wanted)
+    if wanted == list(graph.nodes):
+        return
+    dependences = find_dependences(find_held(graph) if held is None else held)
     _rearrange(graph, sort(wanted, dependences) if dependences else wanted)
 
 
-def restore_order(graph: fx.Graph) -> None:
+def restore_order(graph: fx.Graph, held: Held | None = None) -> None:
     """Move each node that stands before one of its inputs behind the last of them. Erases nodes without a use.
 
     Nodes that stand behind their inputs keep their order.
     """
-    _rearrange(graph, sort(graph.nodes, find_dependences(graph)))
-    erase_dead(graph)
+    held = find_held(graph) if held is None else held
+    _rearrange(graph, sort(graph.nodes, find_dependences(held)))
+    erase_dead(graph, held)
 
 
 def sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list[Node]:
     """The nodes behind their inputs and dependences. Among the nodes that are ready, the first of `wanted` is next."""
-    position = {node: index for index, node in enumerate(wanted)}
-    followers: dict[Node, list[Node]] = {}
-    missing = {node: len(node.all_input_nodes) + len(dependences.get(node, ())) for node in position}
-    for node, before in dependences.items():
-        for each in before:
-            followers.setdefault(each, []).append(node)
-    ready = [(index, node) for node, index in position.items() if not missing[node]]
-    order: list[Node] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for user in (*node.users, *followers.get(node, ())):
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (position[user], user))
-    if len(order) < len(position):
-        stuck = next(node for node in position if missing[node])
+    order: dict[Node, None] = {}
+    waiting: dict[Node, list[tuple[int, Node]]] = {}  # node that is not in order yet -> nodes that wait for it
+    for place in enumerate(wanted):
+        ready = [place]
+        while ready:
+            index, node = heapq.heappop(ready)
+            for x in (*node.all_input_nodes, *dependences.get(node, ())):
+                if x not in order:
+                    waiting.setdefault(x, []).append((index, node))
+                    break
+            else:
+                order[node] = None
+                for each in waiting.pop(node, ()):
+                    heapq.heappush(ready, each)
+    if waiting:
+        _, stuck = min(each for nodes in waiting.values() for each in nodes)
         raise FzeroError(stuck.name, "depends on itself, through a value or through memory", PASS_BUG)
-    return order
+    return list(order)
 
 
 def _rearrange(graph: fx.Graph, order: Iterable[Node]) -> None:
     anchor = find_root(graph)
     for node in list(order):
-        anchor.append(node)
+        if anchor.next is not node:
+            anchor.append(node)
         anchor = node
 
 
-def count_depths(graph: fx.Graph, counted: Callable[[Node], bool]) -> dict[Node, int]:
+def count_depths(graph: fx.Graph, counted: Container[Node], dependences: Mapping[Node, list[Node]]) -> dict[Node, int]:
     """Node -> the largest number of counted nodes on a path that ends in the node, through values and through memory.
 
     Two counted nodes of equal depth do not depend on each other.
     """
     depth: dict[Node, int] = {}
-    dependences = find_dependences(graph)
     for node in graph.nodes:
-        before = (*node.all_input_nodes, *dependences.get(node, ()))
-        depth[node] = max((depth[n] for n in before), default=0) + bool(counted(node))
+        before = node.all_input_nodes
+        if node in dependences:
+            before += dependences[node]
+        depth[node] = max([depth[x] for x in before], default=0) + (node in counted)
     return depth
 
 
@@ -215,19 +285,21 @@ def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
     origin: dict[Node, Node] = {}
     changed = find_changes(graph) if starting else set()
     for node in graph.nodes if starting else ():
-        if id(node.target) in starting:
+        target = id(node.target)
+        if target in starting:
             origin[node] = node
-        elif id(node.target) in derived and storage(node) not in changed:
+        elif target in derived:
             sources = {origin.get(source) for source in node.all_input_nodes}
-            if len(sources) == 1 and None not in sources:
+            if len(sources) == 1 and None not in sources and storage(node) not in changed:
                 (origin[node],) = sources
     return origin
 
 
-def list_uses(program: Program) -> Iterator[tuple[Node, dict[Node, int]]]:
-    """Each node that uses gathered leaves, with the all-gathers that these come from, and for each the number of the
-    run of uses of its layer. A run ends where a node uses other layers only. A layer has a bucket for each dtype."""
-    origin, position = find_origins(program.graph, "gathered"), 0
+def list_uses(program: Program, origin: Mapping[Node, Node]) -> Iterator[tuple[Node, dict[Node, int]]]:
+    """Each node that uses gathered leaves, with the all-gathers that these come from (`find_origins`), and for each the
+    number of the run of uses of its layer. A run ends where a node uses other layers only. A layer has a bucket for
+    each dtype."""
+    position = 0
     last, runs = dict[str, int](), Counter[str]()  # of a layer: the position of its last use, and its runs so far
     for node in program.graph.nodes:
         used = {origin[source] for source in node.all_input_nodes if source in origin}
@@ -242,7 +314,8 @@ def list_uses(program: Program) -> Iterator[tuple[Node, dict[Node, int]]]:
 
 def sink_gathers(graph: fx.Graph) -> None:
     """Move each all-gather, and the nodes derived from its buffer, to the first use. Erases nodes without a use."""
-    restore_order(graph)
+    held = find_held(graph)
+    restore_order(graph, held)
     lazy = find_origins(graph, "gathered")
     order: dict[Node, None] = {}
     for root in graph.nodes:
@@ -253,4 +326,4 @@ def sink_gathers(graph: fx.Graph) -> None:
                 stack.extend(waiting)
             else:
                 order.setdefault(stack.pop())
-    reorder(graph, order)
+    reorder(graph, order, held)

@@ -10,7 +10,7 @@ from torch import fx
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import alias_of, is_call, list_operands, record, starts, storage
+from fzero.program.records import alias_of, find_calls, is_call, list_operands, record, storage
 
 
 class Owners:
@@ -22,6 +22,7 @@ class Owners:
         self.owner: dict[Node, Any] = {}
         self.nodes: dict[Any, list[Node]] = {}  # of an owner
         self.last_read: dict[Any, int] = {}
+        self._sending = set(find_calls(program.graph, lambda known: known.starts is not None or known.to is not None))
         for node in program.graph.nodes:
             self.owner[node] = self._find_owner(node)
             self.nodes.setdefault(self.owner[node], []).append(node)
@@ -45,7 +46,7 @@ class Owners:
     def _read(self, node: Node, at: int) -> None:
         """Note that `node` is read here, later than anywhere so far. A collective reads its operands until its wait."""
         self.last_read[self.owner[node]] = at
-        if starts(node) or (node.op == "call_function" and record(node).to is not None):
+        if node in self._sending:
             for sent in node.all_input_nodes:
                 self._read(sent, at)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_dependences, find_origins, list_uses, reorder, sink_gathers
+from fzero.passes.order import find_dependences, find_held, find_origins, list_uses, reorder, sink_gathers
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import starts
@@ -62,7 +62,7 @@ def _regather(program: Program, keep: Collection[str]) -> None:
     that there is."""
     origin = find_origins(program.graph, "gathered")
     spans: dict[Node, dict[int, list[Node]]] = {}
-    for user, runs in list_uses(program):
+    for user, runs in list_uses(program, origin):
         for bucket, run in runs.items():
             spans.setdefault(bucket, {}).setdefault(run, []).append(user)
     for bucket, of_runs in spans.items():
@@ -93,7 +93,7 @@ def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dic
 
 def _scatter_last(program: Program) -> None:
     """Move every reduce-scatter, and the nodes that depend on one through values or memory, behind all other nodes."""
-    late, dependences = set[Node](), find_dependences(program.graph)
+    late, dependences = set[Node](), find_dependences(find_held(program.graph))
     for node in program.graph.nodes:
         before = (*node.all_input_nodes, *dependences.get(node, ()))
         if starts(node) == "scattered" or any(n in late for n in before):

@@ -16,7 +16,7 @@ from fzero.program.inference import infer
 from fzero.program.kinds import Kind, axes_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, name_of, record, storage
+from fzero.program.records import find_calls, find_writes, is_call, name_of, record, storage
 
 _STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
 """Operations that count elements from the start of their operand's memory."""
@@ -40,7 +40,7 @@ def resolve(program: Program) -> Program:
             arguments, or looks at a fixed place of a batch's memory, with the leaf and the user's line.
     """
     given, program = program, ops.map_bodies(program, resolve)
-    program = program.copy() if program is given else program
+    program = program.take() if program is given else program
     check_writes(program)
     kinds = infer(program)
     check_results(program, kinds)
@@ -50,7 +50,7 @@ def resolve(program: Program) -> Program:
     if changed:
         _copy_overwritten(program)
     _copy_for_strides(program)
-    for node in list(program.graph.nodes):
+    for node in find_calls(program.graph, lambda known: known.target in (ops.beside, ops.all_reduce)):
         is_identity = is_call(node, ops.beside) or _is_needless_mean(node, kinds)
         if is_identity and storage(node.args[0]) not in changed:  # else it is a copy of what lies there by then
             program.substitute(node, node.args[0])
@@ -78,7 +78,7 @@ def _copy_for_strides(program: Program) -> None:
     Raises:
         FzeroError: for a storage offset into the memory of a batch: only the caller knows where a batch lies.
     """
-    strided = [node for node in program.graph.nodes if node.op == "call_function" and name_of(node) in _STRIDED]
+    strided = find_calls(program.graph, lambda known: known.name in _STRIDED)
     if not strided:
         return
     roots: dict[object, Node] = {}

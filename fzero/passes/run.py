@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import find_accesses, find_changes, find_dependences
+from fzero.passes.order import Access, find_accesses, find_held, list_accesses, pair_accesses
 from fzero.passes.verify import verify
 from fzero.program import ops
 from fzero.program.listing import format_size
@@ -36,55 +36,68 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
         FzeroError: naming the pass, where a pass returns no `Program` or a program that `verify` refuses, and where a
             pass moves a read or write of memory past a write.
     """
-    result, is_own = replace(program, is_spare=False), program.is_spare
+    foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
+    program, is_own = replace(program, is_spare=False), program.is_spare and not foreign
+    result = program
+    accesses = list_accesses(find_held(result.graph))
     for number, rewrite in enumerate(passes, start=1):
         is_placed = "offload" not in map(name_of_pass, passes[number:])  # offload brings operands to one place
-        new = _rewrite(rewrite, result, is_placed, is_own)
-        result, is_own = new, not is_foreign(rewrite) and (is_own or new.graph is not result.graph)
-    foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
+        new = _rewrite(rewrite, result, accesses, is_placed, is_own)
+        is_own = not is_foreign(rewrite) and (is_own or new.graph is not result.graph)
+        accesses = accesses if new is result else list_accesses(find_held(new.graph))
+        result = new
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
         _warn_of_peak(result, run_passes(program, own), foreign)
     return result
 
 
-def _rewrite(rewrite: Pass, program: Program, is_placed: bool, is_own: bool = False) -> Program:
-    """The program rewritten by one pass, the bodies of its loops first. With `is_own` a pass of fzero made the program,
-    and another one may change its graph, as long as no order of reads and writes is to be compared."""
-    given = ops.map_bodies(program, functools.partial(_rewrite, rewrite, is_placed=is_placed))
+def _rewrite(
+    rewrite: Pass, program: Program, accesses: Sequence[Access], is_placed: bool, is_own: bool = False
+) -> Program:
+    """The program rewritten by one pass, the bodies of its loops first. `accesses` are those of the program's nodes.
+    With `is_own` a pass of fzero made the program, and another one may change its graph."""
+
+    def rewrite_body(body: Program) -> Program:
+        return _rewrite(rewrite, body, list_accesses(find_held(body.graph)), is_placed)
+
+    given = ops.map_bodies(program, rewrite_body)
     if is_foreign(rewrite):
         result = _run(rewrite, given, is_placed)
         _warn_of_loops(name_of_pass(rewrite), program, given, result)
-    elif is_own and not find_changes(given.graph):
-        return replace(rewrite(replace(given, is_spare=True)), is_spare=False)
     else:
-        result = rewrite(given)
-    check_moves(name_of_pass(rewrite), given.graph, result.graph)
+        spare = replace(given, is_spare=is_own)
+        result = rewrite(spare)
+        result = given if result is spare else replace(result, is_spare=False)
+    if result is not given:
+        check_moves(name_of_pass(rewrite), accesses, result.graph)
     return result
 
 
-def check_moves(name: str, before: fx.Graph, after: fx.Graph) -> None:
-    """Refuse the result of the pass `name` where nodes that it only moved read and write memory in another order.
+def check_moves(name: str, before: Sequence[Access], after: fx.Graph) -> None:
+    """Refuse the result of the pass `name` where nodes that it only moved read and write memory in another order than
+    `before`.
 
     A node is the same in both graphs where it has the same name and calls the same operation. The operands that it has
     in both graphs count: a pass that gives a node another operand replaces what the node reads.
     """
-    if after is before or not find_changes(before):
+    if not before:
         return
-    moved = {node.name: node for node in after.nodes}
-    position = {name: index for index, name in enumerate(moved)}
+    names = {access.name for access in before}
+    moved = {node.name: (index, node) for index, node in enumerate(after.nodes) if node.name in names}
 
-    def find_kept(node: Node) -> list[Node]:
-        other = moved.get(node.name)
-        if other is None or other.target != node.target:
-            return []
-        kept = {x.name for x in find_accesses(other)}
-        return [x for x in find_accesses(node) if x.name in kept]
+    def keep(access: Access) -> Access:
+        _, node = moved.get(access.name, (0, None))
+        is_kept = node is not None and node.target == access.target
+        kept = {x.name for x in find_accesses(node)} if is_kept else set[str]()
+        memory = {x: each for x, each in access.memory.items() if x in kept}
+        return access._replace(memory=memory, written=access.written & memory.keys())
 
-    for node, earlier in find_dependences(before, find_kept).items():
+    for access, earlier in pair_accesses(map(keep, before)):
+        index, node = moved[access.name]
         for first in earlier:
-            if position[first.name] > position[node.name]:
-                problem = f"moves {node.name} in front of {first.name}, and one of both writes what the other touches"
+            if moved[first.name][0] > index:
+                problem = f"moves {access.name} in front of {first.name}, and one of both writes what the other touches"
                 way_out = "move nodes so that reads and writes of the same memory keep their order"
                 raise FzeroError(f"pass {name!r}", problem + line_of(node), way_out)
 

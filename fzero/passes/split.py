@@ -5,7 +5,7 @@ from __future__ import annotations
 from fzero.passes.cut_rows import cut_rows
 from fzero.passes.order import find_origins
 from fzero.program.program import Program
-from fzero.program.records import record
+from fzero.program.records import find_calls, record
 from fzero.program.timeline import Lanes
 
 
@@ -16,7 +16,7 @@ def split(program: Program) -> Program:
     Same results, bit for bit. `program.rates` says when gradients arrive. An update that needs all gradients before it
     begins, as with clipping by the global norm, is not cut.
     """
-    if all(node.op != "call_function" or record(node).gradients is None for node in program.graph.nodes):
+    if not find_calls(program.graph, lambda known: known.gradients is not None):
         return program
     program = program.take()
     origin, lanes = find_origins(program.graph, "scattered"), Lanes(program.costs())

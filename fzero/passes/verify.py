@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fzero.base.errors import FzeroError
-from fzero.passes.order import list_uses
+from fzero.passes.order import find_origins, list_uses
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, kind_of_state
@@ -137,7 +137,7 @@ def _check_releases(program: Program, keep: Collection[str]) -> None:
     """Refuse a gathered buffer, but of the buckets to keep, that is used before and after a node that uses other layers
     only."""
     last: dict[Node, tuple[int, Node]] = {}
-    for node, runs in list_uses(program):
+    for node, runs in list_uses(program, find_origins(program.graph, "gathered")):
         for start, run in runs.items():
             if start in last and last[start][0] != run and start.args[1] not in keep:
                 raise refuse_node(

@@ -91,12 +91,13 @@ def _repeat_heads(query: Any, *others: Any) -> list[Sequence[int]]:
     return [(x.shape[0], query.shape[1], *x.shape[2:]) for x in others]
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {
+_FLOPS: dict[Any, Callable[..., int]] = {_aten.mm: lambda a, b, **_: 2 * a.shape[0] * a.shape[1] * b.shape[1]} | {
     getattr(_aten, f"_scaled_dot_product_{kernel}{backward}"): count
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    for backward, count in {"": _count_attention, "_backward": _count_attention_backward}.items()
+    for backward, count in (("", _count_attention), ("_backward", _count_attention_backward))
 }
-"""Operation -> a function of its operands that counts its flops, where torch's table lacks it, or lacks fewer heads."""
+"""Operation -> a function of its operands that counts its flops, where torch's table lacks it, or lacks fewer heads, and
+for `mm`, where torch's function takes ten times as long."""
 
 
 def describe(target: Any) -> Operation:
@@ -111,13 +112,13 @@ def describe(target: Any) -> Operation:
         name=name,
         target=target,
         fake=target,
-        kind=infer_item if target is operator.getitem else infer,
+        kind=_choose_rule(target, name),
         shares=(lambda node: True) if views else (lambda node: False),
         writes=partial(_find_writes, name) if writes else no_operands,
         overwrites=partial(_find_overwritten, overwritten) if overwritten else no_operands,
         work=(lambda node: NO_WORK)
         if name in _UNSET or (views and not writes)
-        else partial(_estimate_work, name, views, writes),
+        else partial(_estimate_work, name, views, writes, _find_flops(target)),
         is_quiet=name in _QUIET or target is operator.getitem,
         is_derived=_is_aten(target) and name in _VIEWS | _CHEAP_COPIES,
         is_pointwise=_is_pointwise(target, name),
@@ -207,26 +208,26 @@ def find_functional(target: Any) -> Any:
     return functional if is_pure and len(functional._schema.returns) == 1 else None
 
 
-def _estimate_work(name: str, views: bool, writes: bool, node: Node) -> Work:
-    """The flops and bytes of a node whose operation has this name, returns an operand or not, and writes into operands
-    or not.
+def _estimate_work(name: str, views: bool, writes: bool, count: Callable[..., int] | None, node: Node) -> Work:
+    """The flops and bytes of a node whose operation has this name, returns an operand or not, writes into operands or
+    not, and whose flops a function of its operands and its result counts, if it has any.
 
     Flops are those of `torch.utils.flop_counter`: matrix products, convolutions, and attention, where causal attention
     counts in full. Every operation reads its operands and writes its result once. Views do no work.
     """
     written = values_of(_find_writes(name, node)) if writes else []
     made = None if views else node.meta.get("val")
-    return Work(_count_flops(node), _count_bytes_read(node, name) + nbytes(made) + nbytes(written))
+    flops = 0
+    if count is not None:
+        args, kwargs = values_of((node.args, node.kwargs))
+        flops = count(*args, **kwargs, out_val=node.meta["val"])
+    return Work(flops, _count_bytes_read(node, name) + nbytes(made) + nbytes(written))
 
 
-def _count_flops(node: Node) -> int:
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet not in _FLOPS and packet not in flop_registry:
-        return 0
-    args, kwargs = values_of((node.args, node.kwargs))
-    if packet in _FLOPS:
-        return _FLOPS[packet](*args, **kwargs)
-    return flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])
+def _find_flops(target: Any) -> Callable[..., int] | None:
+    """The function that counts the flops of an operation, None where it has none."""
+    packet = getattr(target, "overloadpacket", None)
+    return _FLOPS.get(packet) or flop_registry.get(packet)
 
 
 def _count_bytes_read(node: Node, name: str) -> int:
@@ -239,6 +240,17 @@ def _count_bytes_read(node: Node, name: str) -> int:
 # the kind of the result
 
 
+def _choose_rule(target: Any, name: str) -> Callable[[Walk, Node], Kind]:
+    """The rule for the kinds of an operation's results."""
+    if target is operator.getitem:
+        return infer_item
+    if "c10d" in getattr(target, "namespace", ""):
+        return lambda walk, node: walk.per_rank  # nothing is known of the collectives of torch itself
+    if name in _SET or name in _UNSET:
+        return _infer_new
+    return infer_lists if name.startswith("_foreach_") else infer
+
+
 def infer(walk: Walk, node: Node) -> Kind:
     """The kind of the result of an aten operation.
 
@@ -246,24 +258,20 @@ def infer(walk: Walk, node: Node) -> Kind:
         FzeroError: where a slice meets a value that differs between ranks, a slice of another leaf or a full tensor;
             where the operation gives another result for slices than for their leaf, as a mean does.
     """
-    name, given = walk.name_of(node), node.all_input_nodes
-    if walk.record(node).is_random(node) or "c10d" in getattr(node.target, "namespace", ""):
-        return walk.per_rank  # nothing is known of the collectives of torch itself
-    if name in _SET or name in _UNSET:
-        return _infer_new(walk, node, name)
-    if name.startswith("_foreach_"):
-        return infer_lists(walk, node)
-    if walk.record(node).shares(node) and not walk.record(node).writes(node) and given:
+    operation, given = walk.record(node), node.all_input_nodes
+    name = operation.name
+    if operation.is_random(node):
+        return walk.per_rank
+    if given and operation.shares(node) and not operation.writes(node):
         kind = walk.of_memory(given[0])
         if isinstance(kind, frozenset):
             return kind  # what lies in the memory counts where it is read
     if name in _LOCAL_SIZE and any(isinstance(walk.of(x), Slice) for x in given):
         raise walk.refuse(node, f"{name} divides by the size of a slice", "sum, and divide by the leaf's numel")
-    is_pointwise = walk.record(node).is_pointwise
-    if name in _OF_SOME and not is_pointwise and _may_be_empty(walk, node.args[0]):
+    if name in _OF_SOME and not operation.is_pointwise and _may_be_empty(walk, node.args[0]):
         raise walk.refuse(node, f"{name} fails where a slice is empty", "join an element to it first")
-    lost = walk.record(node).overwrites(node)
-    return _infer_write(walk, node, lost) if lost else walk.join(node, given, is_pointwise)
+    lost = operation.overwrites(node)
+    return _infer_write(walk, node, lost) if lost else walk.join(node, given, operation.is_pointwise)
 
 
 def _infer_write(walk: Walk, node: Node, lost: Sequence[Node]) -> Kind:
@@ -279,8 +287,9 @@ def _infer_write(walk: Walk, node: Node, lost: Sequence[Node]) -> Kind:
     return kind.union(*map(walk.of_memory, beside))
 
 
-def _infer_new(walk: Walk, node: Node, name: str) -> Kind:
+def _infer_new(walk: Walk, node: Node) -> Kind:
     """The kind of a new tensor, which takes only shape and dtype from its operand."""
+    name = walk.name_of(node)
     like = walk.of(node.args[0]) if name.endswith("_like") else UNIFORM
     if isinstance(like, Slice):
         return like

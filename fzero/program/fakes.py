@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.torch_private import storage_key
-from fzero.base.torch_private_functions import make_fake
+from fzero.base.torch_private_traces import make_fake
 from fzero.program.operation import Node
 
 
@@ -51,6 +51,25 @@ def repeat_value(node: Node, repeated: Node) -> Any:
         if memory.setdefault(storage_key(old), new.untyped_storage())._cdata != storage_key(new):
             return None
     return _place(node.meta.get("val"), memory)
+
+
+def pair_memory(news: Mapping[Node, Node]) -> dict[int, torch.UntypedStorage]:
+    """Memory of old values -> that of the new values in their places, where all of these have the old forms."""
+    memory: dict[int, torch.UntypedStorage] = {}
+    unlike = set[int]()
+    for old, new in ((old.meta.get("val"), new.meta.get("val")) for old, new in news.items()):
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            key, storage = storage_key(old), new.untyped_storage()
+            if _describe(old) != _describe(new) or memory.setdefault(key, storage)._cdata != storage._cdata:
+                unlike.add(key)
+    return {key: storage for key, storage in memory.items() if key not in unlike}
+
+
+def move_view(view: Node, memory: Mapping[int, torch.UntypedStorage]) -> Tensor | None:
+    """The value of a view in the memory that has the place of the former one's. None where nothing has its place."""
+    value = view.meta.get("val")
+    storage = memory.get(storage_key(value)) if memory and isinstance(value, Tensor) else None
+    return None if storage is None else make_fake(value, value.shape, value.stride(), value.storage_offset(), storage)
 
 
 def _describe(value: Tensor) -> tuple[Any, ...]:

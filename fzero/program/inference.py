@@ -18,7 +18,7 @@ from fzero.program.coverage import Unset
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Kind, Slice, axes_of, kind_of_state
 from fzero.program.operation import Node, Operation
 from fzero.program.program import RANK, Program
-from fzero.program.records import find_writes, name_of, record, storage
+from fzero.program.records import name_of, record, storage
 from fzero.program.refusals import PASS_BUG, describe_kind, path_of, refuse_drift, refuse_node
 
 
@@ -38,6 +38,9 @@ class Walk:
         """Memory of a new tensor -> its elements that no node has set."""
         self._slices: dict[Any, Slice] = {}
         """Memory -> the slice that lies in it."""
+        self._buffers = set[Node]()
+        self._memory: dict[Node, Any] = {}
+        """Node -> the memory of its value, where that was asked for."""
 
     def run(self) -> dict[Node, Kind]:
         """The kind of each node."""
@@ -57,8 +60,9 @@ class Walk:
         if node.op == "get_attr":
             self.note(node, UNIFORM)
         elif node.op == "call_function":
-            self.note(node, self._infer(node))
-            self._write(node)
+            operation = record(node)
+            self.note(node, self._infer(node, operation))
+            self._write(node, operation)
 
     def of(self, given: Any) -> Kind:
         """The kind of an argument of a node, including the values that nodes have written into its memory by now, and
@@ -67,12 +71,15 @@ class Walk:
         if not isinstance(given, fx.Node):
             return UNIFORM
         kind = self.of_memory(given)
-        unset = self._unset.get(storage(given)) if self._unset and isinstance(kind, frozenset) else None
+        unset = self._unset.get(self._find_memory(given)) if self._unset and isinstance(kind, frozenset) else None
         return kind | self.per_rank if unset is not None and unset.reaches(given.meta["val"]) else kind
 
     def of_memory(self, given: Node) -> Kind:
         """The kind of the values that nodes have written into the memory of a node's value."""
-        kind, written = self._kinds[given], self._written.get(storage(given), UNIFORM)
+        kind = self._kinds[given]
+        written = self._written.get(self._find_memory(given)) if self._written else None
+        if not written:
+            return kind
         if isinstance(kind, Slice):
             over = written - {self.program.mesh.shard_axis}
             return replace(kind, over=kind.over | over) if over else kind
@@ -88,18 +95,21 @@ class Walk:
         """Note that a node makes a tensor whose elements are whatever is in the memory, until nodes set them."""
         self._unset[storage(node)] = Unset(node.meta["val"])
 
-    def _infer(self, node: Node) -> Kind:
-        operation = record(node)
+    def _find_memory(self, node: Node) -> Any:
+        if node not in self._memory:
+            self._memory[node] = storage(node)
+        return self._memory[node]
+
+    def _infer(self, node: Node, operation: Operation) -> Kind:
         if not operation.waits and operation.names != "position":  # these take a buffer, and check it in their rules
             self._refuse_buffers(node)
         kind = operation.kind(self, node)
         return self._check(node, operation, kind) if operation.is_foreign else kind
 
     def _refuse_buffers(self, node: Node) -> None:
-        for kind in map(self.of, node.all_input_nodes):
-            if isinstance(kind, Buffer):
-                problem = f"reads the padding of {describe_kind(self.program, kind)}"
-                raise self.refuse(node, problem, "take leaves of it")
+        for read in self._buffers.intersection(node.all_input_nodes):
+            problem = f"reads the padding of {describe_kind(self.program, self.of(read))}"
+            raise self.refuse(node, problem, "take leaves of it")
 
     def _check(self, node: Node, operation: Operation, kind: Any) -> Kind:
         """Refuse a result of a wrong rule: an object that is no kind, an unknown axis or leaf, a slice of another size
@@ -134,23 +144,27 @@ class Walk:
 
     def note(self, node: Node, kind: Kind) -> None:
         """Give a node its kind."""
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not value.ndim and isinstance(kind, frozenset):
-            kind -= {RAGGED}  # a 0-d value has the same shape on all ranks, also the sum of a slice
-        if isinstance(kind, Slice):
+        if isinstance(kind, frozenset):
+            value = node.meta.get("val") if RAGGED in kind else None
+            if isinstance(value, Tensor) and not value.ndim:
+                kind -= {RAGGED}  # a 0-d value has the same shape on all ranks, also the sum of a slice
+        elif isinstance(kind, Slice):
             self._slices[storage(node)] = kind
+        elif isinstance(kind, Buffer):
+            self._buffers.add(node)
         self._kinds[node] = kind
 
-    def _write(self, node: Node) -> None:
+    def _write(self, node: Node, operation: Operation) -> None:
         """Note that the memory that a node writes to differs, from here on, along the axes along which the written
         value differs. Every view of that memory differs with it."""
         kind = self._kinds[node]
-        for position, written in enumerate(find_writes(node)):
+        for position, written in enumerate(operation.writes(node)):
             new, memory = kind[position % len(kind)] if isinstance(kind, list) else kind, storage(written)
             if isinstance(new, frozenset) and new and memory in self._slices:
                 raise refuse_drift(self.program, node, new, self._slices[memory])
-            self._written[memory] = self._written.get(memory, UNIFORM) | axes_of(self.program, new)
-        for overwritten in record(node).overwrites(node) if self._unset else ():
+            if axes := axes_of(self.program, new):
+                self._written[memory] = self._written.get(memory, UNIFORM) | axes
+        for overwritten in operation.overwrites(node) if self._unset else ():
             if storage(overwritten) in self._unset:
                 unset, source = self._unset[storage(overwritten)], self.find_source_within(node)
                 if source is None:
@@ -180,8 +194,10 @@ class Walk:
         """
         kinds = [kind for x in (*given, *beside) for kind in _flatten(self.of(x))]
         slices = {kind for kind in kinds if isinstance(kind, Slice)}
-        varies = UNIFORM.union(*(kind for kind in kinds if isinstance(kind, frozenset)))
-        if not (slices and pointwise):
+        varies = UNIFORM.union(*[kind for kind in kinds if isinstance(kind, frozenset)])
+        if not slices:
+            return varies
+        if not pointwise:
             return varies.union(*(self.of_slices | kind.over for kind in slices))
         if varies:
             raise refuse_drift(self.program, node, varies, next(kind for kind in kinds if isinstance(kind, Slice)))

@@ -16,12 +16,13 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.base.symbols import Symbols, adds_floats, is_open, key_of
 from fzero.base.torch_private import storage_key
-from fzero.base.torch_private_functions import copy_graph, has_plain_form, make_fake
+from fzero.base.torch_private_functions import copy_graph
+from fzero.base.torch_private_traces import has_plain_form, make_fake
 from fzero.program.operation import Node
-from fzero.program.records import find_loops
+from fzero.program.records import body_of, find_loops
 
 if TYPE_CHECKING:
-    from fzero.program.program import Program
+    from fzero.program.program import Program, Result
 
 
 class Open(NamedTuple):
@@ -47,50 +48,63 @@ class _Form(NamedTuple):
 
 
 class Template:
-    """An open program, prepared to be filled with sizes.
+    """An open program, prepared to be filled with sizes. `arguments` has those of each node with open numbers among
+    them, and positions in the places of these. `evaluate(sizes)` returns the numbers by position. `bodies` has the
+    template of each loop's body, with the numbers of the whole program.
 
     Raises:
-        FzeroError: for a program with loops, with an open value that is more than its form, or with a number that is
-            computed from several floats.
+        FzeroError: for an open value that is more than its form, or for a number that is computed from several floats.
     """
 
-    def __init__(self, program: Program) -> None:
-        assert program.open is not None
-        self.program, self._numbers = program, dict[Any, tuple[_Number, Any]]()
-        if find_loops(program.graph):
-            raise FzeroError(program.name, "has loops, whose bodies have sizes of their own", "it is traced again")
-        self._arguments: dict[Node, Any] = {}
+    def __init__(self, program: Program, numbers: dict[Any, tuple[_Number, Any]] | None = None) -> None:
+        self.program, self._numbers = program, {} if numbers is None else numbers
+        self.arguments: dict[Node, Any] = {}
         self._values: dict[Node, Any] = {}
+        self.bodies = {node: Template(body, self._numbers) for node, body in find_loops(program.graph).items()}
         for node in program.graph.nodes:
             given, value = (node.args, node.kwargs), node.meta.get("val")
             numbered = _map_numbers(given, self._number)
             if numbered is not given:
-                self._arguments[node] = numbered
+                self.arguments[node] = numbered
             form = self._find_form(value)
             if form is not value:
                 self._values[node] = form
         self._results = _map_numbers(tuple(result.constant for result in program.results), self._number)
-        self._evaluate = program.open.symbols.evaluator([number for _, number in self._numbers.values()])
+        if numbers is None:
+            assert program.open is not None
+            self.evaluate = program.open.symbols.evaluator([number for _, number in self._numbers.values()])
+
+    def is_open(self, node: Node) -> bool:
+        """Whether a node's arguments or value, or an operand's value, have open sizes."""
+        return node in self.arguments or any(x in self._values for x in (node, *node.all_input_nodes))
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes, which fulfil the conditions of the symbols."""
-        numbers, memory = self._evaluate(sizes), dict[int, torch.UntypedStorage]()
+        return self._fill(self.evaluate(sizes), {})
 
-        def find(number: Any) -> Any:
-            return numbers[number] if type(number) is _Number else number
+    def _fill(self, numbers: Sequence[Any], memory: dict[int, torch.UntypedStorage]) -> Program:
+        find = numbers.__getitem__
 
         def fill_node(node: Node, given: Any) -> Any:
             args, kwargs, meta = given
-            if node in self._arguments:
-                args, kwargs = _map_leaves(self._arguments[node], find)
+            if node in self.arguments:
+                args, kwargs = fill_numbers(self.arguments[node], find)
+            if node in self.bodies:
+                args = (self.bodies[node]._fill(numbers, memory), *args[1:])
             if node in self._values:
                 meta = {**meta, "val": _make_value(self._values[node], find, memory)}
             return args, kwargs, meta
 
         graph = copy_graph(self.program.graph, fill_node)
-        constants = _map_leaves(self._results, find)
-        results = tuple(replace(x, constant=constant) for x, constant in zip(self.program.results, constants))
-        return replace(self.program, graph=graph, results=results, open=None)
+        return replace(self.program, graph=graph, results=self._fill_results(numbers), open=None)
+
+    def fill_results(self, sizes: Sequence[int]) -> tuple[Result, ...]:
+        """The results of the program of these sizes, whose constants may be computed from sizes."""
+        return self._fill_results(self.evaluate(sizes))
+
+    def _fill_results(self, numbers: Sequence[Any]) -> tuple[Result, ...]:
+        constants = fill_numbers(self._results, numbers.__getitem__)
+        return tuple(replace(x, constant=constant) for x, constant in zip(self.program.results, constants))
 
     def _number(self, x: Any) -> _Number:
         if adds_floats(x.node.expr):
@@ -116,7 +130,12 @@ class Template:
         return _Form(value, shape, stride, start, storage_key(value), size)
 
 
-def _make_value(form: Any, find: Callable[[Any], Any], memory: dict[int, torch.UntypedStorage]) -> Any:
+def fill_numbers(given: Any, find: Callable[[int], Any]) -> Any:
+    """Arguments of a template with the number at each position in its place."""
+    return _map_leaves(given, lambda x: find(x) if type(x) is _Number else x)
+
+
+def _make_value(form: Any, find: Callable[[int], Any], memory: dict[int, torch.UntypedStorage]) -> Any:
     """The fake value of a form. Values of one memory lie in one memory again."""
     if not isinstance(form, _Form):
         return type(form)(_make_value(x, find, memory) for x in form) if isinstance(form, (list, tuple)) else form
@@ -124,8 +143,8 @@ def _make_value(form: Any, find: Callable[[Any], Any], memory: dict[int, torch.U
         memory[form.memory] = form.like.untyped_storage()
     elif form.memory not in memory:
         memory[form.memory] = torch.UntypedStorage(find(form.nbytes), device="meta")
-    shape, stride = [find(x) for x in form.shape], [find(x) for x in form.stride]
-    return make_fake(form.like, shape, stride, find(form.start), memory[form.memory])
+    shape, stride, start = fill_numbers((form.shape, form.stride, form.start), find)
+    return make_fake(form.like, shape, stride, start, memory[form.memory])
 
 
 def _map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
@@ -184,6 +203,10 @@ def _list_batches(program: Program) -> dict[int, int]:
 
 def _describe_node(node: Node, memory: dict[int, int]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: f"%{x.name}")
+    body = body_of(node)
+    if body is not None:
+        inside = [_describe_node(each, memory) for each in body.graph.nodes]
+        args = (inside, body.arguments, repr(body.results), *args[1:])
     target = node.target if isinstance(node.target, str) else id(node.target)
     return node.name, node.op, target, repr(args), repr(kwargs), _describe_value(node.meta.get("val"), memory)
 

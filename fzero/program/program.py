@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
 from fzero.program.copies import count_copies
-from fzero.program.fakes import repeat_value
+from fzero.program.fakes import move_view, pair_memory, repeat_value
 from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.listing import list_program
@@ -243,7 +243,7 @@ class Program:
             return cost_nodes(self, self.rates)
         filled = Template(self).fill(self.open.reference)
         costs = cost_nodes(filled, self.rates)
-        return {node: costs[same] for node, same in zip(self.graph.nodes, filled.graph.nodes)}
+        return {node: costs[same] for node, same in _pair_nodes(self, filled)}
 
     def timeline(self, rates: Rates | None = None) -> Timeline:
         """When a step computes and communicates, simulated before anything runs, by `rates` or else `self.rates`."""
@@ -307,7 +307,7 @@ class Program:
         """Replace `old` by `new` in all its users, and erase `old`. Views of `old` become views of `new`."""
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
-        self.refresh([new])
+        self.refresh([new], pair_memory({old: new}))
 
     def substitute_all(self, news: Mapping[Node, Node]) -> None:
         """`substitute` each key by its value, all at once: one by one would rewrite a list of n operands n times."""
@@ -315,12 +315,12 @@ class Program:
             user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: news.get(node, node))
         for old in news:
             self.graph.erase_node(old)
-        self.refresh(news.values())
+        self.refresh(news.values(), pair_memory(news))
 
-    def refresh(self, nodes: Iterable[Node]) -> None:
+    def refresh(self, nodes: Iterable[Node], memory: Mapping[int, torch.UntypedStorage] | None = None) -> None:
         """Compute the fake values of all views of these nodes again, so that a view has the memory of its operand.
 
-        Fake values carry memory: `storage` and `verify` compare it. Call this where nodes took the place of others.
+        `storage` and `verify` compare memory. Call this where nodes took the place of others, with their `pair_memory`.
         """
         found, views = list(nodes), set[Node]()
         for node in found:  # the list grows while it is read
@@ -328,7 +328,8 @@ class Program:
             views.update(new)
             found += new
         for view in sorted(views):  # operands first
-            view.meta["val"] = self._fake(view.target, view.args, view.kwargs)
+            value = move_view(view, memory or {})
+            view.meta["val"] = self._fake(view.target, view.args, view.kwargs) if value is None else value
 
     def refresh_with(self, nodes: Iterable[Node]) -> None:
         """`refresh`, of nodes whose arguments have changed and whose own fake values are therefore stale too."""
@@ -375,6 +376,15 @@ class Program:
         # Outside of inference mode torch refuses writes into what was made in it, and passes write there.
         with self.fake_mode, mute_fakes(), torch.inference_mode() if is_inference else nullcontext():
             return record(target).fake(*args, **kwargs)
+
+
+def _pair_nodes(a: Program, b: Program) -> Iterator[tuple[Node, Node]]:
+    """The nodes of two programs that differ in sizes, and those of their loops' bodies."""
+    for node, same in zip(a.graph.nodes, b.graph.nodes):
+        yield node, same
+        body, body_of_same = body_of(node), body_of(same)
+        if body is not None and body_of_same is not None:
+            yield from _pair_nodes(body, body_of_same)
 
 
 def _format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:

@@ -7,6 +7,7 @@ define("name", ...)     a new operation, which every walk can read from then on
 from __future__ import annotations
 
 import functools
+import itertools
 import keyword
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -265,10 +266,16 @@ def early_of(loop: Node) -> Mapping[Node, int]:
     return {} if early is None else early(loop)
 
 
+def find_calls(graph: fx.Graph, is_wanted: Callable[[Operation], bool]) -> list[Node]:
+    """The nodes of a graph that call an operation whose record is wanted, in order, without a walk over all nodes."""
+    targets = [target for target in list_targets(graph) if is_wanted(record(target))]
+    nodes = (graph.find_nodes(op="call_function", target=target, sort=False) for target in targets)
+    return sorted(itertools.chain.from_iterable(nodes))
+
+
 def find_loops(graph: fx.Graph) -> dict[Node, Program]:
     """The loops of a graph, in order -> their bodies."""
-    targets = [target for target in list_targets(graph) if record(target).body is not None]
-    nodes = sorted(node for target in targets for node in graph.find_nodes(op="call_function", target=target))
+    nodes = find_calls(graph, lambda known: known.body is not None)
     return {node: body for node in nodes if (body := body_of(node)) is not None}
 
 

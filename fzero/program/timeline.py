@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fzero.program.comm import Comm, comm_of
+from fzero.program.comm import Comm
 from fzero.program.operation import Node
 from fzero.program.ops.transfers import copy_of, count_bytes
 from fzero.program.places import find_places, is_placed
 from fzero.program.rates import Rates
-from fzero.program.records import body_of, early_of, find_loops, find_writes, name_of, record, starts, turns_of
-from fzero.program.work import work, work_on_host
+from fzero.program.records import early_of, find_loops, find_writes, name_of, record, starts, turns_of
+from fzero.program.work import work_on_host
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
@@ -155,7 +155,7 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
     """Node -> its cost, by these rates, for the nodes of a program and of its loops' bodies. A loop has the seconds
     that all its turns compute, and no collectives: those are its body's."""
 
-    places = find_places(program) if is_placed(program) else {}
+    places, nothing = find_places(program) if is_placed(program) else {}, Cost(0.0, ())
 
     def cost(node: Node) -> Cost:
         operation = record(node) if node.op == "call_function" else None
@@ -165,8 +165,11 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
             return Cost(copy(count_bytes(node)), (), lane)
         if places.get(node, "device") != "device":
             return Cost(rates.compute_on_host(work_on_host(node)), (), HOST)
-        comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in comm_of(program, node))
-        return Cost(rates.compute(work(node)), comms)
+        if operation is None:
+            return nothing
+        moves = () if operation.moves is None else operation.moves(program, node)
+        comms = tuple((comm, rates.communicate(comm, program.mesh)) for comm in moves)
+        return Cost(rates.compute(operation.work(node)), comms)
 
     loops = find_loops(program.graph)
     costs = {node: cost(node) for node in program.graph.nodes if node not in loops}
@@ -213,26 +216,25 @@ class Lanes:
     def run(self, nodes: Iterable[Node]) -> None:
         """Advance the clocks by these nodes, in this order."""
         for node in nodes:
-            body = body_of(node)
-            if body is not None:
-                self._run_turns(node, body)
+            operation, cost = record(node) if node.op == "call_function" else None, self.costs[node]
+            if operation is not None and operation.body is not None:
+                self._run_turns(node, operation.body(node))
                 continue
-            if starts(node):
+            if operation is not None and operation.starts:
                 self._start(node)
                 continue
-            if self.costs[node].lane != COMPUTE:
+            if cost.lane != COMPUTE:
                 self._run_beside(node)
                 continue
             self._compute(node)
-            comms = self.costs[node].comms
-            if node.op == "call_function" and record(node).arrives:
+            if operation is not None and operation.arrives:
                 self._wait(node, self.done_at[node.args[0]])
-            elif node.op == "call_function" and record(node).waits:
+            elif operation is not None and operation.waits:
                 (start,) = node.all_input_nodes
                 self._wait(node, self.done_at[start])
                 self._wait_at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
             else:
-                self._wait_at_once(node, comms)
+                self._wait_at_once(node, cost.comms)
 
     def _run_turns(self, loop: Node, body: Program) -> None:
         early = sorted(early_of(loop).items(), key=lambda item: item[1])

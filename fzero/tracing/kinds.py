@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import TraceGraph, pytree_leaves
+from fzero.base.torch_private import pytree_leaves
+from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.inference import Walk
 from fzero.program.kinds import Kind
 from fzero.program.operation import Node

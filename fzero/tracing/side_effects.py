@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
 from fzero.base.changes import Content, find_changes, is_read
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import list_children, list_contents, walk
+from fzero.base.reachable import list_children, walk_held
 
 
 class SideEffects:
@@ -23,8 +23,10 @@ class SideEffects:
 
     def __init__(self, name: str, fn: Any) -> None:
         self._name = name
-        self._reached = [each for each in walk(name, fn) if not type(each[1]).__module__.startswith("fzero.")]
-        self._before = [_take(name, value) for name, value in self._reached]
+        self._reached: list[tuple[str, Any, Content]] = []
+        for place, value, held in walk_held(name, fn):
+            if not type(value).__module__.startswith("fzero."):
+                self._reached.append((place, value, _describe(value, held)))
         self._draws = dict(_describe_draws())
 
     def check(self) -> None:
@@ -33,10 +35,10 @@ class SideEffects:
         Raises:
             FzeroError: naming the attribute, variable or entry.
         """
-        for (name, value), before in zip(self._reached, self._before):
-            for key, change in find_changes(value, before, _take(name, value)):
+        for name, value, before in self._reached:
+            for key, change in find_changes(value, before, _describe(value, list_children(name, value))):
                 place = name if key is None else key
-                functions = (x for _, x in self._reached if isinstance(x, FunctionType))
+                functions = (x for _, x, _ in self._reached if isinstance(x, FunctionType))
                 if before.states.get(key) or is_read(place, functions):
                     raise _refuse(place, change)
         for library, state in _describe_draws():
@@ -45,10 +47,9 @@ class SideEffects:
                 raise FzeroError(self._name, problem, "draw with torch, or give what was drawn as an argument")
 
 
-def _take(name: str, value: Any) -> Content:
+def _describe(value: Any, held: Iterable[tuple[str, Any]]) -> Content:
     """What an object holds that may count: by the names that a user would write."""
-    held = list_children if isinstance(value, (type, FunctionType)) else list_contents
-    return Content.of(held(name, value), isinstance(value, (list, deque)))
+    return Content.of(held, isinstance(value, (list, deque)))
 
 
 def _refuse(place: str, change: str) -> FzeroError:

@@ -20,8 +20,9 @@ from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.state import find_seeds
 from fzero.base.symbols import Symbols
-from fzero.base.torch_private import FakeTensorMode, TraceGraph, compiling, replace_checkpoint, schema_of, unwrap
+from fzero.base.torch_private import FakeTensorMode, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.base.torch_private_operators import ignore_compile
+from fzero.base.torch_private_traces import TraceGraph, without_code
 from fzero.layout.layout import Layout
 from fzero.layout.owners import Places
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
@@ -41,6 +42,7 @@ from fzero.tracing.kinds import Kinds
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.numbers import inline_numbers
+from fzero.tracing.repeats import Repeats
 from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
@@ -215,9 +217,11 @@ class _Trace:
         values, leaves, tracer = iter(tensors), self.leaves, self.tracer
         given = tree.unflatten(self.treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
         traced = TraceGraph()
+        if self.open is not None:
+            traced.inline_numbers()
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
-        with TraceMode(checks) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
+        with TraceMode(checks, Repeats(traced, self.fake_mode)) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
             returned = self.fn(*given)
             caches.check(self.fn, returned)
             returned = take_state(given, returned, kinds)
@@ -243,6 +247,7 @@ class _Trace:
             NameErrors(self.fn),
             compiling(),
             ignore_compile(),
+            without_code(),
             replace_checkpoint(checkpoint),
             leave_inference_mode(),
             take_custom_functions(),

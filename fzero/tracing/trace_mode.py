@@ -22,6 +22,7 @@ from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
+from fzero.tracing.repeats import Repeats
 from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
 
@@ -50,9 +51,9 @@ class TraceMode(TorchDispatchMode):
 
     supports_higher_order_operators = True  # torch asks this mode about them, and it refuses them
 
-    def __init__(self, checks: Checks) -> None:
+    def __init__(self, checks: Checks, repeats: Repeats) -> None:
         super().__init__()
-        self._checks = checks
+        self._checks, self._repeats = checks, repeats
         self.read: list[Tensor] = []
 
     def __enter__(self) -> TraceMode:
@@ -72,6 +73,9 @@ class TraceMode(TorchDispatchMode):
         line, kwargs = current_user_line(), kwargs or {}
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())
+        call = self._repeats.sign(func, args, kwargs)
+        if call is not None and self._repeats.knows(call):
+            return self._repeats.repeat(call)
         _check_call(line, func, args, kwargs)
         if func in _READS:
             self.read += [x for x in args if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
@@ -79,6 +83,7 @@ class TraceMode(TorchDispatchMode):
             args = tuple(_forget_constant(arg) for arg in args)
         if func is _aten._efficientzerotensor.default:
             func = _aten.zeros.default  # forward mode makes these lazy zeros; a trace turns them into meta tensors
+        last = self._repeats.find_last()
         in_python = dispatch_in_python() if func in _WITHOUT_SYMBOLS and args[0].fake_mode.shape_env else nullcontext()
         try:
             with in_python:
@@ -90,6 +95,8 @@ class TraceMode(TorchDispatchMode):
                 raise
         if isinstance(result, Tensor) and result.layout is not torch.strided:
             raise FzeroError(line, f"makes a {result.layout} tensor, and programs have dense ones", "leave it dense")
+        if call is not None:
+            self._repeats.learn(call, last, result)
         return result
 
 

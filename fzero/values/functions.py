@@ -33,6 +33,7 @@ from fzero.values import rules
 from fzero.values.calls import follow_call, hash_call, perform_call
 from fzero.values.moves import Beside, Parts, copy_alias
 from fzero.values.origin import Origin, describe_state
+from fzero.values.views import apply_to_copies
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded
@@ -52,8 +53,7 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name in rules.REFUSED:
         raise FzeroError(_find_path((args, kwargs)), f"{name} is no function of a Sharded", rules.REFUSED[name])
     rules.check_bytes(name, args, kwargs)
-    if rules.is_in_place(func, kwargs):
-        written = kwargs.get("out", args[0] if args else next(iter(kwargs.values()), None))  # nn.init has names only
+    if (written := rules.find_target(func, args, kwargs)) is not None:
         return _write(func, name, written, args, kwargs)
     if name in rules.LIST_REDUCTIONS:
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
@@ -90,7 +90,7 @@ def _apply_in_full(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
 
 
 def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function of the full tensors."""
+    """The function of the full tensors. Outside of a step a result that is a view of one is a `View`."""
     gathered: list[tuple[Sharded, Tensor]] = []
 
     def gather(x: Any) -> Any:
@@ -100,11 +100,11 @@ def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return gathered[-1][1]
 
     args, kwargs = torch_private.map_pytree(gather, (args, kwargs), is_leaf=is_sharded)
+    if not any(value.on.is_tracing for value, _ in gathered):
+        return apply_to_copies(func, args, kwargs, [(value.path, full) for value, full in gathered])
     result = func(*args, **kwargs)
     for value, full in gathered:
         value.on.note_result(value.local, full, result)
-    if hasattr(result, "flags"):  # an array of numpy
-        result.flags.writeable = False  # in plain torch a write would be one into the leaf
     return result
 
 

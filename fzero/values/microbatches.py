@@ -15,6 +15,7 @@ from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.frozen import is_frozen
+from fzero.base.symbols import is_open
 from fzero.values.collectives import is_in_step, mean_over_data
 from fzero.values.flags import note_flag
 from fzero.values.functions import is_sharded
@@ -131,7 +132,7 @@ def _find_wide(params: tree.Tree) -> tuple[torch.dtype, torch.device]:
 
 def _to_weight(count: Any, like: Tensor) -> Tensor:
     """A weight, as a 0-d tensor."""
-    if isinstance(count, (int, float)):
+    if isinstance(count, (int, float)) or is_open(count):
         if not count >= 0 or (count == 0 and is_in_step()):
             raise FzeroError("accumulate: weight", f"is {count}", "return how many examples the sum has")
         return torch.full_like(like, count)

@@ -37,10 +37,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fzero.base import torch_private
 from fzero.base.ambient import disable_autocast
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
+from fzero.files import duplicate, is_alias
 from fzero.layout.layout import Layout
 from fzero.values.performer import MovePerformer
 
@@ -52,11 +52,12 @@ UNPARTITION_FIRST = (
 
 
 def copy_alias(x: Tensor, on: MovePerformer, operands: Iterable[Any]) -> Tensor:
-    """`x`, copied outside of a trace where it lies in memory of an operand, as `p.detach()` does: a step that updates
-    one of the two in place would change the other. A trace has no memory yet, and `donate` knows its views."""
-    if on.is_tracing or not any(torch_private.is_alias(x, each) for each in operands if isinstance(each, Tensor)):
+    """`x`, copied outside of a trace where it lies in an operand's memory, or in its file, as `p.detach()` does: a step
+    that updates one of the two in place would change the other. A trace has no memory yet, and `donate` knows its
+    views."""
+    if on.is_tracing or not any(is_alias(x, each) for each in operands if isinstance(each, Tensor)):
         return x
-    return x.clone()
+    return duplicate(x)
 
 
 # Linear moves: the class says the forward, `TRANSPOSES` below the backward.

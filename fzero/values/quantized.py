@@ -20,6 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.values import rules
 from fzero.values.blockwise import Coding, dequantize
 from fzero.values.functions import is_sharded
+from fzero.values.views import apply_to_copies
 
 _WAY_OUT = "train other leaves beside it, such as the factors of LoRA, or partition it without fzero.quantize"
 
@@ -80,8 +81,9 @@ class Quantized(Tensor):
                 f"is quantized: {name} would differentiate it or change it in place",
                 _WAY_OUT,
             )
-        args, kwargs = _read_all((args, kwargs))
-        return func(*args, **kwargs)
+        copies: list[tuple[str, Tensor]] = []
+        args, kwargs = _read_all((args, kwargs), copies)
+        return apply_to_copies(func, args, kwargs, copies)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -123,12 +125,20 @@ def read_quantized_leaves(values: tree.Tree) -> tree.Tree:
     return map_quantized_leaves(Quantized.full_tensor, values)
 
 
-def _read_all(given: Any) -> Any:
+def _read_all(given: Any, copies: list[tuple[str, Tensor]] | None = None) -> Any:
     """A structure with each `Quantized` of it dequantized. A `Sharded` stays the same object, which remembers that it
-    was gathered."""
-    return torch_private.map_pytree(
-        lambda x: x.full_tensor() if is_quantized(x) else x, given, is_leaf=lambda x: isinstance(x, Tensor)
-    )
+    was gathered. Adds to `copies` the path and the dequantized value of each that was partitioned, outside of a step.
+    """
+
+    def read(x: Any) -> Any:
+        if not is_quantized(x):
+            return x
+        full = x.full_tensor()
+        if copies is not None and is_sharded(x.codes) and not x.codes.on.is_tracing:
+            copies.append((x.path, full))
+        return full
+
+    return torch_private.map_pytree(read, given, is_leaf=lambda x: isinstance(x, Tensor))
 
 
 def _flatten(value: Quantized) -> tuple[list[Any], Coding]:

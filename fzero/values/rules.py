@@ -102,7 +102,10 @@ WHOLE = "take the leaf whole: fzero.tree.flatten(tree, is_leaf=lambda x: isinsta
 _WAY_OUT = "differentiate with fzero.value_and_grad(loss)(params), and change gradients between that and the update"
 REFUSED = dict.fromkeys(("grad", "backward", "retain_grad", "register_hook", "requires_grad_"), _WAY_OUT)
 REFUSED["register_post_accumulate_grad_hook"] = _WAY_OUT
-REFUSED |= dict.fromkeys(("untyped_storage", "storage", "share_memory_", "dlpack"), "give leaf.full_tensor()")
+MEMORY = frozenset({"untyped_storage", "storage", "share_memory_", "dlpack"})
+"""Names of functions that hand out memory."""
+
+REFUSED |= dict.fromkeys((*MEMORY, "data_ptr"), "give leaf.full_tensor()")
 """Name of a function of autograd, or of memory, -> what to write instead."""
 
 MEMORY_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
@@ -140,6 +143,14 @@ def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name in _WRITERS or (name.endswith("_") and not name.startswith("__"))
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def find_target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operand, or the list of operands, that a call writes into, its target; None where it writes into none."""
+    if not is_in_place(func, kwargs):
+        return None
+    first = args[0] if args else next(iter(kwargs.values()), None)  # functions of nn.init may have names only
+    return first if kwargs.get("out") is None else kwargs["out"]
 
 
 def check_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ slice, so that torch.func differentiates the slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private
+from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement, check_placement
 from fzero.files import OnDisk, allocate
@@ -183,10 +185,12 @@ class Sharded(Tensor):
         if self._full is not None and self._full[1] == self.on.writes:
             return self._full[0]
         on = self.perform_for(what)
-        if self.is_replicated:
-            full = UseReplicated.apply(self.local, on, self.path)
-        else:
-            full = Gather.apply(self.local, on, self.form.layout, self.index)
+        is_mode_left = torch.is_inference_mode_enabled() and not on.is_tracing  # its tensors count no writes
+        with leave_inference_mode() if is_mode_left else nullcontext():
+            if self.is_replicated:
+                full = UseReplicated.apply(self.local, on, self.path)
+            else:
+                full = Gather.apply(self.local, on, self.form.layout, self.index)
         # A gather under no_grad or of an inner transform has no cotangent for later uses: do not share it.
         if self.on.is_tracing and torch.is_grad_enabled() and self._level == torch_private.depth():
             self._full = full, self.on.writes

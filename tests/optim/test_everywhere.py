@@ -20,6 +20,8 @@ from fzero import optim, tree
 from fzero.base.mesh import VirtualMesh
 from fzero.checkpoint import load, save
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 MESH, STEPS, WIDTH, MAX_NORM = VirtualMesh(fsdp=3), 3, 5, 0.2
 SGD_RATE, ADAM_RATE, EPS = 1.0, 0.1, 0.1
 TOLERANCE = 6

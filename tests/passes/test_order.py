@@ -12,7 +12,15 @@ from torch import Tensor, fx
 
 from fzero import FzeroError, tree
 from fzero.passes import bucket, defaults
-from fzero.passes.order import count_depths, find_origins, reorder, restore_order, sink_gathers
+from fzero.passes.order import (
+    count_depths,
+    find_dependences,
+    find_held,
+    find_origins,
+    reorder,
+    restore_order,
+    sink_gathers,
+)
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
@@ -59,7 +67,7 @@ def order(graph: fx.Graph) -> str:
 def test_hops_count_along_the_longest_path() -> None:
     graph, nodes = graph_of(x="", a="x", b="a", far="b", near="x", out="near far a")
     counted = {"a", "far", "near"}
-    depth = count_depths(graph, lambda node: node.name in counted)
+    depth = count_depths(graph, {nodes[name] for name in counted}, {})
     assert {name: depth[node] for name, node in nodes.items()} == {
         "x": 0, "a": 1, "b": 1, "far": 2, "near": 1, "out": 2
     }  # fmt: skip
@@ -207,6 +215,7 @@ def test_depths_count_along_memory() -> None:
         return first + buffer.cos()
 
     program = on_rows(step).trace()
-    depth = count_depths(program.graph, lambda node: name_of(node) == "copy_")
+    copies = {node for node in program.graph.nodes if name_of(node) == "copy_"}
+    depth = count_depths(program.graph, copies, find_dependences(find_held(program.graph)))
     assert [depth[node] for node in calls(program, torch.ops.aten.cos.default)] == [1, 2]
     assert [depth[node] for node in calls(program, torch.ops.aten.exp.default)] == [0]

@@ -73,6 +73,11 @@ def evaluate(params: Any, x: Tensor) -> Tensor:
     return loss_of(params, x)
 
 
+def train(state: fzero.State, x: Tensor) -> Any:
+    loss, grads = fzero.value_and_grad(loss_of)(state.params, x)
+    return state._replace(params=tree.map(lambda p, g: p - 0.1 * g, state.params, grads)), loss
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +105,7 @@ def make_engine(mesh: DeviceMesh) -> Any:
 def prepare(mesh: DeviceMesh, folder: Path, with_engine: bool) -> Given:
     params = fzero.partition(make_plain(), mesh)
     optimizer = optim.adamw(1e-3)
-    steps = {fn.__name__: fzero.shard(fn, mesh, donate=False) for fn in (descend, evaluate)}
+    steps = {fn.__name__: fzero.shard(fn, mesh, donate=False) for fn in (descend, evaluate, train)}
     first, second, _ = steps["descend"](params, params, X)
     steps["evaluate"](first, X)
     fzero.save_safetensors(first, folder / "ready.safetensors")
@@ -108,8 +113,23 @@ def prepare(mesh: DeviceMesh, folder: Path, with_engine: bool) -> Given:
     return Given(mesh, first, second, folder, steps, make_engine(mesh) if with_engine else None, optimizer)
 
 
-def loop(given: Given) -> None:
-    next(iter(fzero.data.loader([torch.zeros(2)] * 8, 4, given.mesh)))
+def make_loader(mesh: DeviceMesh) -> Any:
+    rows = 2 * mesh.size()
+    return fzero.data.loader([torch.zeros(32)] * 2 * rows, rows, mesh)
+
+
+def go_on(given: Given) -> None:
+    state, loader = fzero.State(params=given.first), make_loader(given.mesh)
+    fzero.checkpoint.run(given.steps["train"], state, loader, given.folder / "run", steps=1, every=1)
+
+
+def export(given: Given) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    params = fzero.partition(fzero.lower(model)[0], given.mesh, source_rank=None)
+    fzero.checkpoint.export_hf(given.folder / "hf", params, model)
 
 
 def gather_deferred(given: Given) -> None:
@@ -146,7 +166,8 @@ CALLS: dict[str, Callable[[Given], Any]] = {
     "matmul": lambda g: torch.ones(2, 32) @ g.first["a"],
     "full_tensor": lambda g: g.first["a"].full_tensor(),
     "gradient outside of a step": lambda g: fzero.grad(loss_of)(g.first, X),
-    "loop over a loader": loop,
+    "loop over a loader": lambda g: next(iter(make_loader(g.mesh))),
+    "checkpoint.run": go_on,
 }
 ENGINE: dict[str, Callable[[Given], Any]] = {
     "engine()": lambda g: g.engine(X[:, :8]),
@@ -154,10 +175,11 @@ ENGINE: dict[str, Callable[[Given], Any]] = {
     "engine.load_checkpoint": lambda g: g.engine.load_checkpoint(g.folder / "deepspeed"),
     "engine.module_state_dict": lambda g: g.engine.module_state_dict(),
     "deepspeed.initialize": lambda g: make_engine(g.mesh),
+    "checkpoint.export_hf": export,
     "safe_get_full_fp32_param": lambda g: _states().safe_get_full_fp32_param(_weight(g)),
     "safe_get_full_optimizer_state": lambda g: _states().safe_get_full_optimizer_state(_weight(g), "exp_avg"),
 }
-"""Calls of `fzero.deepspeed`, which take an engine."""
+"""Calls of `fzero.deepspeed`, which take an engine, and of a model of transformers."""
 
 
 def _states() -> Any:

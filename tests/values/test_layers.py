@@ -17,6 +17,8 @@ from fzero import ops, optim, tree
 from fzero.program.ops.loops import Loop
 from fzero.program.records import early_of
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 WIDTH, LAYERS, ROWS = 4, 3, 6
 Scan = Callable[..., Any]
 

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import ops, optim, tree
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 SYNCS = [None, "once", "each"]
 
 

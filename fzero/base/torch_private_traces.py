@@ -1,0 +1,178 @@
+"""Private names of torch about fake tensors and the traces of make_fx, each behind a small function, as in
+`torch_private`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any, TypeGuard
+
+import torch
+import torch.fx._lazy_graph_module
+import torch.fx.experimental.proxy_tensor
+import torch.fx.traceback
+from torch import Tensor, fx
+
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, unwrap
+
+
+def has_plain_form(x: Any) -> TypeGuard[FakeTensor]:
+    """Whether a value is a fake tensor that is no more than its form: `make_fake` makes another one like it."""
+    if not isinstance(x, FakeTensor) or x.layout is not torch.strided or x.constant is not None:
+        return False
+    return not (x.is_inference() or x.requires_grad or x.is_conj() or x.is_neg())
+
+
+def make_fake(
+    like: Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    start: int | torch.SymInt = 0,
+    storage: torch.UntypedStorage | None = None,
+) -> Tensor | None:
+    """A fake tensor of the dtype and the device of another one: a view of a storage from the element `start` on, or
+    without a storage in memory of its own. It takes a fifth of the time of a call of torch. None where the other one is
+    no fake tensor, or more than its form.
+
+    Public replacement: `torch.empty_strided` and `Tensor.set_` under the mode of fake tensors.
+    """
+    if not has_plain_form(like):
+        return None
+    with no_dispatch():
+        return FakeTensor(like.fake_mode, _make_meta(like.dtype, shape, stride, start, storage), like.device)
+
+
+def make_empty(mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """A fake tensor of a device, without elements, that no trace records. Public replacement: as of `make_fake`."""
+    with no_dispatch():
+        return FakeTensor(mode, torch.empty(0, device="meta"), device)
+
+
+def make_pair(
+    like: FakeTensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    start: int | torch.SymInt,
+    storage: torch.UntypedStorage | None,
+) -> tuple[FakeTensor, FakeTensor]:
+    """Two fake tensors of one memory, as `make_fake` makes one. `like` has their device and their mode: a plain fake
+    tensor about which nothing was asked. Public replacement: as of `make_fake`."""
+    with no_dispatch():
+        meta = _make_meta(dtype, shape, stride, start, storage)
+        return _copy_fake(like, meta), _copy_fake(like, meta)
+
+
+def _make_meta(
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    start: int | torch.SymInt,
+    storage: torch.UntypedStorage | None,
+) -> Tensor:
+    if storage is None:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage, start, shape, stride)
+
+
+def _copy_fake(like: FakeTensor, meta: Tensor) -> FakeTensor:
+    """`FakeTensor(like.fake_mode, meta, like.device)`, in a quarter of the time."""
+    made: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=like.fake_device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(vars(like))
+    return made
+
+
+without_proxies = torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing
+"""In a block, make_fx does not record how open sizes are computed. Public replacement: none."""
+
+
+def without_code() -> AbstractContextManager[Any]:
+    """In a block, make_fx generates no code for what it traces until that is called. Public replacement: an option of
+    make_fx to return the graph."""
+    return torch.fx._lazy_graph_module._use_lazy_graph_module(True)
+
+
+class TraceGraph:
+    """The graph that make_fx is recording. Make it inside of the function that make_fx traces.
+
+    Public replacement: a function of `torch.fx.experimental.proxy_tensor` from a traced tensor to its node.
+    """
+
+    def __init__(self) -> None:
+        mode = torch.fx.experimental.proxy_tensor.get_proxy_mode()
+        assert mode is not None  # inside of make_fx
+        self._mode, self._tracer = mode, mode.tracer
+        self.graph: fx.Graph = self._tracer.graph
+
+    def inline_numbers(self) -> None:
+        """Record nothing of how numbers are computed from open sizes. Where such a number is an operand, it has a node
+        that calls `int`, and is the value of that node."""
+        self._tracer.symnode_tracker = _Numbers(self._tracer)
+        self._mode.__sym_dispatch__ = lambda function, types, args, kwargs: function(*args, **kwargs)
+
+    def node_of(self, x: Tensor) -> Any:
+        """The node of a traced tensor, which transforms of torch.func may have wrapped; None where it has no node."""
+        slot = torch.fx.experimental.proxy_tensor.get_proxy_slot(unwrap(x), self._tracer, None)
+        return None if slot is None else slot.proxy.node
+
+    def find_last(self) -> Any:
+        """The last node, None where there is no node."""
+        last = self.graph._root.prev
+        return None if last is self.graph._root else last
+
+    def nodes_after(self, node: Any) -> Iterator[Any]:
+        """The nodes behind a node, in order; all of them for None."""
+        following = self.graph._root.next if node is None else node.next
+        while following is not self.graph._root:
+            yield following
+            following = following.next
+
+    def slot_of(self, x: Tensor) -> Any:
+        """What the trace knows of a tensor that no transform wraps: `proxy.node`, and `constant`, which is its value
+        where torch remembers that. None for a tensor that the trace has not seen."""
+        return self._tracer.tensor_tracker.get(x)
+
+    def emit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
+        """A new node that calls an operation of torch, with its fake value, as make_fx records one."""
+        name = self.graph._target_to_str(operation.overloadpacket.__name__)
+        return self._create(operation, args, kwargs, name, value)
+
+    def emit_item(self, items: Any, i: int, value: Any) -> Any:
+        """A new node that takes an item of the value of another one."""
+        return self._create(operator.getitem, (items, i), {}, None, value)
+
+    def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, value: Any) -> Any:
+        node, here = (
+            self.graph.create_node("call_function", target, args, kwargs, name),
+            torch.fx.traceback.current_meta,
+        )
+        node.meta |= {"val": value, "stack_trace": here["stack_trace"]}
+        if "custom" in here:
+            node.meta["custom"] = dict(here["custom"])
+        return node
+
+    def track(self, x: Tensor, node: Any) -> None:
+        """Let a node be that of a tensor."""
+        slot = torch.fx.experimental.proxy_tensor._ProxyTensor(self._tracer.proxy(node), None)
+        torch.fx.experimental.proxy_tensor.set_proxy_slot(x, self._tracer, slot)
+
+
+class _Numbers:
+    """A table, in the place of make_fx's own, that knows every number which is computed from open sizes."""
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def __contains__(self, number: Any) -> bool:
+        return True
+
+    def get(self, number: Any, default: Any = None) -> Any:
+        return SimpleNamespace(force=lambda: self._emit(number))
+
+    def _emit(self, number: Any) -> Any:
+        node = self._tracer.graph.create_node("call_function", int, (0,), {}, "number")
+        node.meta["val"] = number
+        return self._tracer.proxy(node)

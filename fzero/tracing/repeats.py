@@ -1,0 +1,253 @@
+"""Repeats: what a trace knows of operations that it has seen.
+
+Layers are alike, so most operations of a step have been called before, on other tensors of the same forms. Their nodes
+are recorded at once, in a tenth of the time that torch takes to find the same forms of results again. Python runs for
+each layer as ever: nothing is assumed about that.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.base.symbols import is_open, key_of
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key
+from fzero.base.torch_private_traces import TraceGraph, make_empty, make_pair, without_proxies
+from fzero.program.operation import Node
+from fzero.program.records import record
+
+_PLAIN = frozenset(
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+
+
+class Call(NamedTuple):
+    """A call of an operation on traced tensors. Calls of one key have results of the same forms."""
+
+    operation: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[FakeTensor]  # among the operands, in order
+    nodes: list[Node]
+    key: Any
+
+
+class _Form(NamedTuple):
+    """A tensor among the results of a call. It lies in memory of its own, or in that of the operand at `memory`. With
+    `is_operand` it is that operand."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    start: Any
+    memory: int | None
+    is_operand: bool
+
+
+class _Unknown(Exception):
+    """An operand that is no traced tensor of a plain form, and no plain value."""
+
+
+_FORMS: dict[Any, Any] = {}
+"""The forms of results of torch's operations and of fzero's by `Call.key`: these depend on nothing else. None where a
+call is not recorded as one node."""
+_MOST = 100_000
+
+
+class Repeats:
+    """The forms of the results of the calls that a trace has seen, by the forms of their operands. A trace without open
+    sizes also knows what earlier traces have seen of torch's operations and of fzero's."""
+
+    def __init__(self, traced: TraceGraph, mode: FakeTensorMode) -> None:
+        self._traced, self._mode = traced, mode
+        self._is_open = mode.shape_env is not None
+        self._known: dict[Any, Any] = {}
+        self._plain: dict[torch.device, FakeTensor] = {}
+        self._describe_sizes: Callable[..., Any] = _describe_open if self._is_open else tuple
+        self._aside: Callable[[], AbstractContextManager[Any]] = without_proxies if self._is_open else nullcontext
+
+    def sign(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The call of an operation. None where its results may depend on more than the forms of its operands."""
+        if not isinstance(operation, OpOverload) or torch.Tag.inplace_view in operation.tags:
+            return None
+        tensors, nodes = list[FakeTensor](), list[Node]()
+        given = (args, tuple(kwargs.items()))
+        if _is_own(operation):  # texts name layouts and axes, which have no part in a form
+            given = _forget_names(given)
+        try:
+            described = self._describe(given, tensors, nodes)
+        except _Unknown:
+            return None
+        memory = [storage_key(x) for x in tensors] if len(tensors) > 1 else []
+        shared = tuple(map(memory.index, memory))
+        key = operation, described, shared, torch.get_default_dtype()
+        return Call(operation, args, kwargs, tensors, nodes, key)
+
+    def _describe(self, x: Any, tensors: list[FakeTensor], nodes: list[Node]) -> Any:
+        kind = type(x)
+        if kind is FakeTensor:
+            slot = self._traced.slot_of(x)
+            if slot is None or slot.constant is not None or not _is_plain(x):
+                raise _Unknown
+            tensors.append(x)
+            nodes.append(slot.proxy.node)
+            return self._describe_form(x)
+        if kind in _PLAIN:
+            return kind, x
+        if kind is list or kind is tuple:
+            return kind, tuple([self._describe(item, tensors, nodes) for item in x])
+        if is_open(x):
+            return key_of(x)
+        raise _Unknown
+
+    def _describe_form(self, x: Tensor) -> Any:
+        return x.dtype, x.device, self._describe_sizes((*x.shape, *x.stride(), x.storage_offset()))
+
+    def find_last(self) -> Node | None:
+        """The node that was traced last."""
+        return self._traced.find_last()
+
+    def _forms_of(self, call: Call) -> dict[Any, Any]:
+        """The forms among which those of a call are."""
+        is_known = call.operation.namespace == "aten" or _is_own(call.operation)
+        return _FORMS if is_known and not self._is_open else self._known
+
+    def knows(self, call: Call) -> bool:
+        """Whether the results of a call have known forms."""
+        return self._forms_of(call).get(call.key) is not None
+
+    def repeat(self, call: Call) -> Any:
+        """Record a known call. Returns its results."""
+        forms, nodes = self._forms_of(call)[call.key], iter(call.nodes)
+        args, kwargs = _place(call.args, nodes), _place(call.kwargs, nodes)
+        with self._aside():
+            made, value = self._make(forms, call.tensors)
+        self._track(made, value, self._traced.emit(call.operation, args, kwargs, value))
+        return made
+
+    def _track(self, made: Any, value: Any, node: Node) -> None:
+        """Let a node be that of a result. Items of a list have nodes of their own."""
+        if isinstance(made, Tensor):
+            return self._traced.track(made, node)
+        for i, (item, value_of_item) in enumerate(zip(made, value)):
+            self._track(item, value_of_item, self._traced.emit_item(node, i, value_of_item))
+
+    def learn(self, call: Call, last: Node | None, result: Any) -> None:
+        """Note the forms of the results of a call that torch has recorded behind the node `last`. A call that was
+        recorded in another way than as one node, or that changed the form of an operand, stays unknown."""
+        known = self._forms_of(call)
+        if call.key not in known:
+            if len(known) >= _MOST:
+                known.clear()
+            with self._aside():
+                known[call.key] = self._find_forms(call, last, result)
+
+    def _find_forms(self, call: Call, last: Node | None, result: Any) -> Any:
+        again = self.sign(call.operation, call.args, call.kwargs)
+        if again is None or again.key != call.key:
+            return None
+        # nodes that compute open numbers may stand between
+        nodes = [x for x in self._traced.nodes_after(last) if isinstance(x.meta.get("val"), (Tensor, list, tuple))]
+        following = iter(nodes[1:])
+        if not nodes or not _is_recorded(result, nodes[0], following) or next(following, None) is not None:
+            return None
+        if nodes[0].target is not call.operation or not _has_form(nodes[0], call):  # torch leaves out default values
+            return None
+        memory, own = [storage_key(x) for x in call.tensors], set[int]()
+        return self._find_form(result, call.tensors, memory, own)
+
+    def _find_form(self, x: Any, operands: list[FakeTensor], memory: list[int], own: set[int]) -> Any:
+        """The form of a result, or of each of a list. None where a tensor made of it is another one. `own` is the
+        memory of earlier results."""
+        if isinstance(x, (list, tuple)):
+            forms = [self._find_form(item, operands, memory, own) for item in x]
+            return None if None in forms else type(x)(forms)
+        key = storage_key(x)
+        place = memory.index(key) if key in memory else None
+        same = [i for i, operand in enumerate(operands) if operand is x]
+        at = same[0] if same else place
+        form = _Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), at, bool(same))
+        made, _ = self._make(form, operands)
+        sizes = [self._describe_sizes((y.untyped_storage().nbytes(),)) for y in (x, made)]
+        is_alike = self._describe_form(made) == self._describe_form(x) and sizes[0] == sizes[1]
+        is_alone = place is not None or key not in own
+        own.add(key)
+        return form if is_alike and is_alone else None
+
+    def _make(self, form: Any, operands: list[FakeTensor]) -> tuple[Any, Any]:
+        """A tensor of a form, and the fake value of its node; lists of these of a list of forms."""
+        if not isinstance(form, _Form):
+            pairs = [self._make(item, operands) for item in form]
+            return type(form)(made for made, _ in pairs), type(form)(value for _, value in pairs)
+        dtype, device, shape, stride, start, memory, is_operand = form
+        operand = None if memory is None else operands[memory]
+        storage = None if operand is None else operand.untyped_storage()
+        made, value = make_pair(self._find_plain(device), dtype, shape, stride, start, storage)
+        return operand if is_operand else made, value
+
+    def _find_plain(self, device: torch.device) -> FakeTensor:
+        """A fake tensor of a device, about which nothing was asked."""
+        if device not in self._plain:
+            self._plain[device] = make_empty(self._mode, device)
+        return self._plain[device]
+
+
+def _is_recorded(result: Any, node: Node, following: Iterator[Node]) -> bool:
+    """Whether a result is the value of a node, and its items, in order, those of the next nodes behind it."""
+    if type(result) is FakeTensor:
+        return _is_plain(result)
+    if type(result) not in (list, tuple):
+        return False
+    for i, item in enumerate(result):
+        taken = next(following, None)
+        if taken is None or taken.target is not operator.getitem or taken.args != (node, i):
+            return False
+        if not _is_recorded(item, taken, following):
+            return False
+    return True
+
+
+def _has_form(node: Node, call: Call) -> bool:
+    """Whether a node has as many arguments as a call, and by the same names."""
+    return len(node.args) == len(call.args) and node.kwargs.keys() == call.kwargs.keys()
+
+
+@cache
+def _is_own(operation: Any) -> bool:
+    """Whether an operation is one of `fzero.program.ops`."""
+    return operation.namespace == "fzero" and not record(operation).is_foreign
+
+
+def _forget_names(given: Any) -> Any:
+    kind = type(given)
+    if kind is list or kind is tuple:
+        return kind([_forget_names(x) for x in given])
+    return "" if kind is str else given
+
+
+def _is_plain(x: FakeTensor) -> bool:
+    """Whether a tensor is no more than its form, and a position in a graph of derivatives."""
+    if x.layout is not torch.strided or x.constant is not None:
+        return False
+    return not (x.is_inference() or x.is_conj() or x.is_neg())
+
+
+def _describe_open(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([key_of(x) if is_open(x) else x for x in sizes])
+
+
+def _place(x: Any, nodes: Iterator[Node]) -> Any:
+    """Operands with nodes in the places of tensors."""
+    kind = type(x)
+    if kind is FakeTensor:
+        return next(nodes)
+    if kind is list or kind is tuple:
+        return kind([_place(item, nodes) for item in x])
+    return {key: _place(item, nodes) for key, item in x.items()} if kind is dict else x

@@ -1,0 +1,96 @@
+"""Repeats: what a trace has seen once is recorded at once. The law is `property_tests/tracing/test_repeats.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fzero
+from fzero.base.torch_private import storage_key
+from fzero.program.program import Program
+from fzero.tracing.repeats import Repeats
+from fzero.tracing.trace import trace
+
+MESH, WIDTH = fzero.VirtualMesh(fsdp=2), 8
+
+
+def program_of(loss_of: Any, *params: Tensor) -> Program:
+    def step(params: Any, x: Tensor) -> Any:
+        return fzero.value_and_grad(loss_of)(params, x)
+
+    given = fzero.partition(dict(zip("uvw", params)), MESH)
+    return trace(step, (given, torch.zeros(2, 3, WIDTH)), MESH)
+
+
+def count_dispatches(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many calls of a trace torch dispatches."""
+    seen = []
+    with monkeypatch.context() as patch:
+        learn = Repeats.learn
+        patch.setattr(Repeats, "learn", lambda self, call, *found: (seen.append(call), learn(self, call, *found)))
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(layers))
+        params, apply = fzero.lower(nn.Sequential(*blocks))
+        params = fzero.partition(params, MESH)
+
+        def step(params: Any, x: Tensor) -> Any:
+            return fzero.grad(lambda params: apply(params, x).square().mean())(params)
+
+        trace(step, (params, torch.zeros(2, 3, WIDTH)), MESH)
+    return len(seen)
+
+
+def test_torch_dispatches_no_operation_of_a_second_equal_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (count_dispatches(layers, monkeypatch) for layers in (3, 9))
+    assert many <= few
+
+
+def test_a_dispatched_call_leaves_no_node_but_its_own() -> None:
+    """The forms of results are found without nodes that take names."""
+
+    def step(x: Tensor) -> Any:
+        return torch.empty(3).fill_(1.0) + torch.empty(3).fill_(1.0) + x
+
+    names = [node.name for node in trace(step, (torch.zeros(3),), MESH).graph.nodes if "empty" in node.name]
+    assert names == ["empty", "empty_1"]
+
+
+def test_default_values_are_left_out_as_torch_leaves_them_out() -> None:
+    def loss_of(p: Any, x: Tensor) -> Tensor:
+        for w in (p["u"], p["v"], p["w"]):
+            y = (x @ w).view(2, 1, 3, WIDTH)
+            x = F.scaled_dot_product_attention(y, y, y, attn_mask=None).view(2, 3, WIDTH)
+        return x.sum()
+
+    weights = [torch.zeros(WIDTH, WIDTH) for _ in "uvw"]
+    program = program_of(loss_of, *weights)
+    kwargs = [set(node.kwargs) for node in program.graph.nodes if "attention" in node.name and "backward" in node.name]
+    assert len(kwargs) == 3 and kwargs[0] == kwargs[1] == kwargs[2]
+
+
+def test_numbers_of_two_kinds_are_two_calls() -> None:
+    """1 and True and 1.0 are equal, and an operation's result has another dtype for each."""
+
+    def step(x: Tensor) -> Any:
+        return [torch.add(x, value) for value in (1, True, 1.0)] * 2
+
+    x = torch.zeros(3, dtype=torch.int64)
+    values = [node.meta["val"].dtype for node in trace(step, (x,), MESH).output.args[0]]
+    assert values == [torch.int64, torch.int64, torch.float32] * 2
+
+
+def test_operands_in_one_memory_are_told_apart() -> None:
+    """A result lies in memory of the operand that it is a view of, also where the first call had one memory for two."""
+
+    def step(x: Tensor) -> Any:
+        a, b = x.clone(), x.clone()
+        torch._foreach_add_([a, a], 1.0)
+        torch._foreach_add_([a, b], 1.0)
+        return a.expand_as(a), a.expand_as(b), b.expand_as(a)
+
+    program = trace(step, (torch.zeros(3),), MESH)
+    first, second, third = (storage_key(x.meta["val"]) for x in program.output.args[0])
+    assert first == second != third
