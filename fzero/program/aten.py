@@ -96,7 +96,7 @@ _FLOPS: dict[Any, Callable[..., int]] = {_aten.mm: lambda a, b, **_: 2 * a.shape
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for backward, count in (("", _count_attention), ("_backward", _count_attention_backward))
 }
-"""Operation -> a function of its operands that counts its flops, where torch's table lacks it, or lacks fewer heads, and
+"""Operation -> a function of its operands that counts its flops, where torch's table lacks it or lacks fewer heads;
 for `mm`, where torch's function takes ten times as long."""
 
 
