@@ -13,8 +13,8 @@ from fzero import tree
 
 LEAST = 16
 """The shortest bucket."""
-NAMES = ("past_key_values", "cache_params")
-"""The arguments, and outputs, of models that are caches."""
+NAMES = ("cache", "past_key_values", "cache_params")
+"""The arguments, and outputs, of models that are caches: since transformers 5.24 the first."""
 OLD_NAMES = ("state", "mems", "past_buckets_states")  # of tensors, without a class
 
 

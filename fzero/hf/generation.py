@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.generation import GenerationMode
 
 from fzero import lower, tree
@@ -188,6 +188,7 @@ class _Session:
 
     def forward(self, **inputs: Any) -> Any:
         """The output of the model, whose cache is the given one."""
+        _check_caches(inputs)
         rows, count = _count(inputs)
         inputs = _spread(inputs, rows)
         given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
@@ -265,6 +266,14 @@ def _check(model: Any) -> None:
     if missing:
         problem = f"is {transformers.__version__}, whose models have no {missing[0]}"
         raise FzeroError("transformers", problem, "install transformers 5.22 or later")
+
+
+def _check_caches(inputs: dict[str, Any]) -> None:
+    """Refuse a cache under a name that another release of transformers may give it: nobody would fill it."""
+    for name, x in inputs.items():
+        if isinstance(x, Cache) and name not in NAMES:
+            problem = f"is {transformers.__version__}, which gives models a cache as {name}"
+            raise FzeroError("transformers", problem, "install transformers 5.24, whose name is cache")
 
 
 def _find_cache(inputs: dict[str, Any]) -> Any:
