@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import optree
@@ -13,9 +14,8 @@ from fzero import tree
 
 LEAST = 16
 """The shortest bucket."""
-NAMES = ("cache", "past_key_values", "cache_params")
-"""The arguments, and outputs, of models that are caches: since transformers 5.24 the first."""
-OLD_NAMES = ("state", "mems", "past_buckets_states")  # of tensors, without a class
+OLD_NAMES = ("state", "mems", "past_buckets_states")
+"""The outputs of models whose cache is tensors, without a class."""
 
 
 def round_up(length: int) -> int:
@@ -129,6 +129,12 @@ class Fixing:
 def _can_fix(layer: Any) -> bool:
     """Whether a layer of a fixed length can stand in the place of a layer. A sliding window may have dropped keys."""
     return isinstance(layer, KEPT) or type(layer) in GROWING or (type(layer) in SLIDING and not layer.is_initialized)
+
+
+def find_caches(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The caches among the arguments of a model, or in its output, by name. Names differ between releases of
+    transformers: `past_key_values` and `cache_params` became `cache` in 5.24."""
+    return {name: x for name, x in named.items() if isinstance(x, cache_utils.Cache)}
 
 
 def find_decoder(cache: Any) -> Any:

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin
+from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
 from fzero import lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import (
-    NAMES,
     OLD_NAMES,
     Fixing,
     absorb,
     copy_cache,
+    find_caches,
     find_decoder,
     is_filled,
     is_fixed,
@@ -96,7 +96,7 @@ class Generator:
         encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
 
         def forward(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
-            caches = {name: copy_cache(inputs[name]) for name in NAMES if inputs.get(name) is not None}
+            caches = {name: copy_cache(cache) for name, cache in find_caches(inputs).items()}
             inputs = {**inputs, **caches}
             kept = inputs.get("logits_to_keep")
             if count is not None and kept:
@@ -188,10 +188,9 @@ class _Session:
 
     def forward(self, **inputs: Any) -> Any:
         """The output of the model, whose cache is the given one."""
-        _check_caches(inputs)
         rows, count = _count(inputs)
         inputs = _spread(inputs, rows)
-        given = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
+        given = find_caches(inputs)
         if count == 1:
             output = self._perform(Request("token", (inputs,)))
         else:
@@ -200,10 +199,9 @@ class _Session:
             output = self._perform(Request("prompt", (inputs if padded is None else padded, number)))
             if padded is not None and not inputs.get("logits_to_keep"):
                 output["logits"] = output["logits"][:, :count]
-        for name in NAMES:
-            if name in output and name in given:
-                output[name] = absorb(given[name], output[name], count)
-        is_returned = any(output.get(name) is not None for name in (*NAMES, *OLD_NAMES))
+        for name in given.keys() & output.keys():
+            output[name] = absorb(given[name], output[name], count)
+        is_returned = find_caches(output) or any(output.get(name) is not None for name in OLD_NAMES)
         if inputs.get("use_cache") and not (is_returned and all(map(is_filled, given.values()))):
             # attention sees both sides, so that each token changes what others see; or the module keeps the state
             problem = f"{type(self._generator.model).__name__} fills no cache"
@@ -268,16 +266,8 @@ def _check(model: Any) -> None:
         raise FzeroError("transformers", problem, "install transformers 5.22 or later")
 
 
-def _check_caches(inputs: dict[str, Any]) -> None:
-    """Refuse a cache under a name that another release of transformers may give it: nobody would fill it."""
-    for name, x in inputs.items():
-        if isinstance(x, Cache) and name not in NAMES:
-            problem = f"is {transformers.__version__}, which gives models a cache as {name}"
-            raise FzeroError("transformers", problem, "install transformers 5.24, whose name is cache")
-
-
 def _find_cache(inputs: dict[str, Any]) -> Any:
-    return next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
+    return next(iter(find_caches(inputs).values()), None)
 
 
 def _may_fix(model: Any, config: Any) -> bool:
@@ -306,13 +296,15 @@ def _spread(inputs: dict[str, Any], rows: int) -> dict[str, Any]:
         is_one = isinstance(x, Tensor) and x.ndim >= 2 and x.shape[0] == 1 < rows
         return x.expand(rows, *x.shape[1:]).contiguous() if is_one else x
 
-    return {name: x if name in NAMES else tree.map(spread, x) for name, x in inputs.items()}
+    caches = find_caches(inputs)
+    return {name: x if name in caches else tree.map(spread, x) for name, x in inputs.items()}
 
 
 def _pad(inputs: dict[str, Any], count: int) -> dict[str, Any] | None:
     """A prompt with padding behind it, up to its bucket. What comes later does not change what a token sees, and is not
     written into a cache of fixed length. None for other inputs, which keep their length."""
-    cache, given = _find_cache(inputs), [(name, x) for name, x in inputs.items() if name not in NAMES]
+    caches, cache = find_caches(inputs), _find_cache(inputs)
+    given = [(name, x) for name, x in inputs.items() if name not in caches]
     tensors = {name for name, x in given if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x))}
     is_plain = {"input_ids", "position_ids"} <= tensors <= set(PADDED)
     asked = any(inputs.get(name) for name in ("output_hidden_states", "output_attentions"))

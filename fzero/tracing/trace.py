@@ -215,7 +215,8 @@ class _Trace:
     def run(self, *tensors: Tensor) -> list[Tensor]:
         """The function that make_fx traces: from the tensors among the arguments to those among the results."""
         values, leaves, tracer = iter(tensors), self.leaves, self.tracer
-        given = tree.unflatten(self.treedef, [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves])
+        wrapped = [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves]
+        given, before = (tree.unflatten(self.treedef, wrapped) for _ in range(2))  # a step may fill those given
         traced = TraceGraph()
         if self.open is not None:
             traced.inline_numbers()
@@ -224,9 +225,9 @@ class _Trace:
         with TraceMode(checks, Repeats(traced, self.fake_mode)) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
             returned = self.fn(*given)
             caches.check(self.fn, returned)
-            returned = take_state(given, returned, kinds)
+            returned = take_state(before, returned, kinds)
             out_leaves, self._out_def = tree.flatten(returned)
-            replaced = pair_results(given, returned)
+            replaced = pair_results(before, returned)
         self._read.extend(mode.read)
         for i, (path, leaf) in enumerate(zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves)):
             check_result(path, leaf, leaves)

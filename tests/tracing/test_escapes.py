@@ -420,6 +420,23 @@ def test_a_cache_of_transformers_passes_from_step_to_step(decoder: Any) -> None:
     torch.testing.assert_close(logits[:, 0], decoder(ids).logits[:, 2])
 
 
+def test_an_empty_cache_that_a_step_fills_and_returns_stands_for_no_argument(decoder: Any) -> None:
+    """The step sees an argument with more leaves than it was given."""
+    params, apply = fzero.lower(decoder)
+    placed, ids = fzero.partition(params, MESH), torch.arange(12).view(4, 3)
+    cls = type(decoder(ids).past_key_values)
+
+    def read(params: Any, ids: Tensor, cache: Any) -> Any:
+        return apply(params, ids, past_key_values=cache, use_cache=True).past_key_values
+
+    given, filled = cls(), cls()
+    decoder(ids, past_key_values=filled)
+    cache = fzero.simulate(read, MESH)(placed, ids, given)
+    assert not given.layers and cache.get_seq_length() == 3
+    torch.testing.assert_close(cache.layers[0].keys, filled.layers[0].keys)
+    torch.testing.assert_close(cache.layers[0].values, filled.layers[0].values)
+
+
 @pytest.mark.parametrize("is_filled", [True, False])
 def test_a_cache_that_a_step_fills_and_does_not_return_is_refused(decoder: Any, is_filled: bool) -> None:
     params, apply = fzero.lower(decoder)
