@@ -1,4 +1,4 @@
-"""Numbers: the nodes with which a trace with open sizes computes numbers."""
+"""Numbers: the nodes that a trace with open sizes has for its numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fzero.program.operation import Node
 
 
 def inline_numbers(graph: fx.Graph) -> fx.Graph:
-    """A graph without the nodes that compute numbers: operands are the numbers. Nodes have the names that they have in
+    """A graph without the nodes of numbers: operands are the numbers. Nodes have the names that they have in
     the trace of given sizes, which has no such nodes."""
     inlined, values = fx.Graph(), dict[Node, Any]()
     for node in graph.nodes:

@@ -56,30 +56,34 @@ class _Unknown(Exception):
 
 
 _FORMS: dict[Any, Any] = {}
-"""The forms of results of torch's operations and of fzero's by `Call.key`: these depend on nothing else. None where a
-call is not recorded as one node."""
+"""The forms of results by `Call.key`: they depend on nothing else. None where a call is not recorded as one node."""
 _MOST = 100_000
+"""So many forms are kept."""
 
 
 class Repeats:
     """The forms of the results of the calls that a trace has seen, by the forms of their operands. A trace without open
-    sizes also knows what earlier traces have seen of torch's operations and of fzero's."""
+    sizes also knows what earlier ones have seen."""
 
     def __init__(self, traced: TraceGraph, mode: FakeTensorMode) -> None:
         self._traced, self._mode = traced, mode
         self._is_open = mode.shape_env is not None
-        self._known: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {} if self._is_open else _FORMS  # symbols are those of one trace
         self._plain: dict[torch.device, FakeTensor] = {}
         self._describe_sizes: Callable[..., Any] = _describe_open if self._is_open else tuple
         self._aside: Callable[[], AbstractContextManager[Any]] = without_proxies if self._is_open else nullcontext
 
     def sign(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """The call of an operation. None where its results may depend on more than the forms of its operands."""
+        """The call of an operation. None where its results may depend on more than the forms of its operands: those of
+        an operation from elsewhere are what code of others says."""
         if not isinstance(operation, OpOverload) or torch.Tag.inplace_view in operation.tags:
+            return None
+        is_own = _is_own(operation)
+        if operation.namespace != "aten" and not is_own:
             return None
         tensors, nodes = list[FakeTensor](), list[Node]()
         given = (args, tuple(kwargs.items()))
-        if _is_own(operation):  # texts name layouts and axes, which have no part in a form
+        if is_own:  # texts name layouts and axes, which have no part in a form
             given = _forget_names(given)
         try:
             described = self._describe(given, tensors, nodes)
@@ -114,18 +118,13 @@ class Repeats:
         """The node that was traced last."""
         return self._traced.find_last()
 
-    def _forms_of(self, call: Call) -> dict[Any, Any]:
-        """The forms among which those of a call are."""
-        is_known = call.operation.namespace == "aten" or _is_own(call.operation)
-        return _FORMS if is_known and not self._is_open else self._known
-
     def knows(self, call: Call) -> bool:
         """Whether the results of a call have known forms."""
-        return self._forms_of(call).get(call.key) is not None
+        return self._known.get(call.key) is not None
 
     def repeat(self, call: Call) -> Any:
         """Record a known call. Returns its results."""
-        forms, nodes = self._forms_of(call)[call.key], iter(call.nodes)
+        forms, nodes = self._known[call.key], iter(call.nodes)
         args, kwargs = _place(call.args, nodes), _place(call.kwargs, nodes)
         with self._aside():
             made, value = self._make(forms, call.tensors)
@@ -142,12 +141,12 @@ class Repeats:
     def learn(self, call: Call, last: Node | None, result: Any) -> None:
         """Note the forms of the results of a call that torch has recorded behind the node `last`. A call that was
         recorded in another way than as one node, or that changed the form of an operand, stays unknown."""
-        known = self._forms_of(call)
-        if call.key not in known:
-            if len(known) >= _MOST:
-                known.clear()
-            with self._aside():
-                known[call.key] = self._find_forms(call, last, result)
+        if call.key in self._known:
+            return
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        with self._aside():
+            self._known[call.key] = self._find_forms(call, last, result)
 
     def _find_forms(self, call: Call, last: Node | None, result: Any) -> Any:
         again = self.sign(call.operation, call.args, call.kwargs)

@@ -94,3 +94,17 @@ def test_operands_in_one_memory_are_told_apart() -> None:
     program = trace(step, (torch.zeros(3),), MESH)
     first, second, third = (storage_key(x.meta["val"]) for x in program.output.args[0])
     assert first == second != third
+
+
+def test_results_of_an_operation_from_elsewhere_are_asked_for_each_time() -> None:
+    """Its fake is Python code of others, which may say other sizes at each call."""
+    sizes = iter((2, 3, 4))
+    library = torch.library.Library("repeats_of_tests", "DEF")
+    library.define("grow(Tensor x) -> Tensor")
+    torch.library.register_fake("repeats_of_tests::grow", lambda x: x.new_empty(next(sizes)), lib=library)
+
+    def step(x: Tensor) -> Any:
+        return [torch.ops.repeats_of_tests.grow(x) for _ in range(3)]
+
+    values = [len(node.meta["val"]) for node in trace(step, (torch.zeros(1),), MESH).output.args[0]]
+    assert values == [2, 3, 4]
