@@ -105,7 +105,8 @@ class Pipeline(Generic[T]):
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
         self._finish_open = finish_open
         self._cache: list[_Traced] = []  # used last first
-        self._generals = Generals(getattr(fn, "__qualname__", repr(fn)))
+        self._name = getattr(fn, "__qualname__", repr(fn))
+        self._generals = Generals(self._name)
         self._has_warned = False
         self._measured: Rates | None = None
 
@@ -138,7 +139,7 @@ class Pipeline(Generic[T]):
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
         self._measured = measured
         self._cache.clear()
-        self._generals = Generals(self._generals.name)
+        self._generals = Generals(self._name)
 
     def prepare(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
         """The finished program for these arguments, from the cache where their signature is known. Raises as `program`.
@@ -183,7 +184,7 @@ class Pipeline(Generic[T]):
         if isinstance(self.passes, Budget):
             return None
         known = [(x.signature, x.program) for x in self._cache if x.program is not None]
-        trace_open = partial(self._trace_open, tree.unflatten(signature[1], leaves))
+        trace_open = partial(self._trace_open, signature, tree.unflatten(signature[1], leaves))
         with pause_garbage_collection(), disable_autocast():
             return self._generals.find(signature, known, trace_open, self.passes, self._finish_template, self._watch)
 
@@ -191,7 +192,10 @@ class Pipeline(Generic[T]):
         """A function of sizes that returns the finished program of these."""
         return self._finish_open(template) or (lambda sizes: self.finish(template.fill(sizes)))
 
-    def _trace_open(self, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, Sequence[Any]]) -> Program:
+    def _trace_open(
+        self, signature: Signature, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, Sequence[Any]]
+    ) -> Program:
+        _log.info("%s is traced with open sizes: %s", self._name, _explain(self._cache, signature, False))
         return resolve(self._trace(args, symbols, shapes)[1])
 
     def _sign(self, leaf: Any) -> Any:
@@ -209,8 +213,7 @@ class Pipeline(Generic[T]):
             return
         self._has_warned = is_full
         does = f"has {self.limit} programs, and drops one for each further one" if is_full else "is traced again"
-        name = getattr(self.fn, "__qualname__", repr(self.fn))
-        _log.warning("%s %s: %s", name, does, _explain(self._cache, signature, is_full))
+        _log.warning("%s %s: %s", self._name, does, _explain(self._cache, signature, is_full))
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
         """Refuse state of another mesh, and leaves that a trace cannot see into."""

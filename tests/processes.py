@@ -16,10 +16,13 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -37,6 +40,9 @@ STALL = timedelta(seconds=60)
 trace for many seconds while another waits."""
 GRACE = 10.0
 """Seconds that ranks have to report after another failed, and to end after they reported."""
+
+END_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux: the signal that a process gets when its parent ends."""
 
 
 class RankError(RuntimeError):
@@ -158,6 +164,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     """The life of one rank: join, run, report, leave. Ends itself after `timeout`, with its stack on stderr."""
+    _end_with_the_tests()
     faulthandler.dump_traceback_later(timeout, exit=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -177,6 +184,13 @@ def _rank(
         os._exit(0)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _end_with_the_tests() -> None:
+    """Let the kernel end this rank when the fork server ends, which ends when the process of the tests does."""
+    if sys.platform == "linux":
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # it waits for this one too
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
 
 
 def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, Any]:

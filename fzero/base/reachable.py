@@ -202,7 +202,7 @@ def _items(name: str, value: Any) -> Iterator[_Named]:
 def _attributes(name: str, value: Any) -> Iterator[_Named]:
     """The attributes that an instance holds. Attributes of fzero's own objects add nothing to a name: the module in
     what `fzero.lower` returned goes by the name of `apply`."""
-    is_own = _is_of_fzero(type(value))
+    is_own = is_of_fzero(type(value))
     for key, item in (*_list_dict(value), *_list_slots(value)):
         yield (name if is_own else f"{name}.{key}"), item
 
@@ -227,7 +227,7 @@ def _list_slots(value: Any) -> Iterator[_Named]:
 @functools.lru_cache(1 << 12)
 def _find_slots(cls: type) -> list[tuple[type, str, MemberDescriptorType]]:
     """The slots of a class that are no library's."""
-    classes = [x for x in cls.__mro__ if _is_of_fzero(x) or not _is_of_library(x.__module__)]
+    classes = [x for x in cls.__mro__ if is_of_fzero(x) or not _is_of_library(x.__module__)]
     return [(x, key, slot) for x in classes for key, slot in vars(x).items() if isinstance(slot, MemberDescriptorType)]
 
 
@@ -236,5 +236,6 @@ def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
-def _is_of_fzero(cls: type) -> bool:
-    return cls.__module__.startswith("fzero.")
+def is_of_fzero(cls: type) -> bool:
+    """Whether a class is one of fzero's. The module of Cython's class of classes is no string."""
+    return str(cls.__module__).startswith("fzero.")

@@ -235,3 +235,12 @@ unflatten_linear: Callable[[Tensor, Sequence[Any]], Tensor] = _find_last_operati
 dispatch_in_python: Callable[[], AbstractContextManager[Any]] = torch._dispatch.python.enable_python_dispatcher
 """In a block, operations without a kernel for symbolic sizes run torch's Python code for them. Public replacement:
 make_fx's `tracing_mode="symbolic"`, once it takes fake tensors of a given mode."""
+
+
+_NUMBERS: dict[Any, torch.dtype] = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
+
+
+def take_dtypes(given: Sequence[Any]) -> list[torch.dtype]:
+    """The floating dtypes that an operation is given as `ScalarType[]`: torch 2.11 gives their numbers. Public
+    replacement: none is needed for torch 2.13."""
+    return [_NUMBERS.get(x, x) for x in given]

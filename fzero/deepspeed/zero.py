@@ -91,8 +91,7 @@ class Init(ContextDecorator):
 
     def __enter__(self) -> Init:
         if self._enabled:
-            mesh = make_mesh(find_local_rank(None), PORT, None) if self._mesh is None else self._mesh
-            home = find_home(mesh)
+            home = _home_of(self._mesh)
             if isinstance(home, Live) and len(home.ranks) > 1:
                 own = torch.get_rng_state()
                 torch.set_rng_state(_broadcast(home, own.clone(), home.ranks[0]))
@@ -140,26 +139,33 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         alone = Store(virtual(VirtualMesh(fsdp=1)))  # within the block ranks work apart
+        cut = [value for value in self._params if isinstance(value, Deferred)]
+        # before one rank gathers and cuts: which of them a rank has whole depends on what it did before
+        for home in dict.fromkeys(value.allocation.store.on for value in cut):
+            if isinstance(home, Live):
+                what = "fzero.deepspeed.zero.GatheredParameters"
+                meet(home.members, f"{what} of {[list(value.shape) for value in cut]}", what=what)
         taken: dict[Allocation, Allocation] = {}
-        for value in self._params:
-            if isinstance(value, Deferred):
-                held = value.allocation
-                if held not in taken:
-                    held.store.bring([held])
-                    assert held.flat is not None
-                    taken[held] = alone.adopt(held.flat.clone())
-                    held.store.cut(held)
-                self._swaps.append((value, held, taken[held]))
-                value.allocation = taken[held]
+        for held in dict.fromkeys(value.allocation for value in cut):
+            held.store.bring([held])
+            assert held.flat is not None
+            taken[held] = alone.adopt(held.flat.clone())
+            held.store.cut(held)
+        # only now, as an error above leaves no parameter in memory of one rank
+        self._swaps = [(value, value.allocation, taken[value.allocation]) for value in cut]
+        for value, _, own in self._swaps:
+            value.allocation = own
 
     def __exit__(self, *error: Any) -> None:
-        for held, own in dict.fromkeys((held, own) for _, held, own in self._swaps):
-            own.store.bring([own])
-            assert own.flat is not None
-            held.store.replace(held, self._send(held.store.on, own.flat))
-        for value, held, _ in self._swaps:
-            value.allocation = held
-        self._swaps = []
+        swaps, self._swaps = self._swaps, []
+        try:
+            for held, own in dict.fromkeys((held, own) for _, held, own in swaps):
+                own.store.bring([own])
+                assert own.flat is not None
+                held.store.replace(held, self._send(held.store.on, own.flat))
+        finally:
+            for value, held, _ in swaps:
+                value.allocation = held
         for plain in self._params:
             if not isinstance(plain, Deferred):
                 with torch.no_grad():
@@ -170,20 +176,24 @@ class GatheredParameters:
         return values if self._rank is None else _broadcast(home, values, self._rank)
 
 
+def _home_of(mesh: Any) -> Home:
+    """The home of a mesh; for None, of the mesh of all ranks."""
+    return find_home(make_mesh(find_local_rank(None), PORT, None) if mesh is None else mesh)
+
+
 def _broadcast(home: Home | None, values: Tensor, rank: int) -> Tensor:
-    """`values` of a global rank, on every rank of a mesh; without `home`, of the process group, where there is one."""
+    """`values` of a global rank, on every rank of a mesh; without `home`, of the mesh of all ranks, where there is a
+    process group."""
+    if home is None and dist.is_initialized():
+        home = _home_of(None)
     if isinstance(home, Live):
         if rank not in home.ranks:
             raise FzeroError("modifier_rank", f"is {rank}, the mesh has ranks {list(home.ranks)}", "name one of them")
         if len(home.ranks) == 1:
             return values
-        sent, what = values.cpu(), "broadcast of a parameter in fzero.deepspeed.zero"
+        sent, what = values.cpu().contiguous(), "broadcast of a parameter in fzero.deepspeed.zero"
         meet(home.members, f"{what}: {values.dtype} {list(values.shape)} of rank {rank}", what=what)
         with home.members.begin(what):
             dist.broadcast(sent, rank, group=home.members.group)
         return sent.to(values.device)
-    if home is None and dist.is_initialized() and dist.get_world_size() > 1:
-        sent = values.contiguous().clone()
-        dist.broadcast(sent, rank)
-        return sent
     return values

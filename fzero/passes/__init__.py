@@ -25,6 +25,7 @@ from fzero.passes.prefetch import prefetch
 from fzero.passes.release import check_stage, release
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
+from fzero.passes.reuse import reuse
 from fzero.passes.run import Pass, insert, run_passes
 from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
@@ -47,6 +48,7 @@ __all__ = [
     "release",
     "rematerialize",
     "resolve",
+    "reuse",
     "run_passes",
     "skip",
     "split",
@@ -95,6 +97,7 @@ def defaults(
         split,  # cuts the calls of fuse, by the order of the nodes so far
         offload,  # takes the calls of split, by the buckets whose state lies on the host
         early,  # schedules by the costs of nodes, so behind the passes that change nodes
+        reuse,
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
         partial(verify, stage=stage, keep=keep),
     )

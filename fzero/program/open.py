@@ -6,7 +6,7 @@ those of the sizes in `Open.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,6 +170,15 @@ def _map_leaves(given: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(given, slice):
         return slice(*(_map_leaves(x, change) for x in (given.start, given.stop, given.step)))
     return change(given)
+
+
+def pair_nodes(a: Program, b: Program) -> Iterator[tuple[Node, Node]]:
+    """The nodes of two programs that differ in sizes, and those of their loops' bodies."""
+    for node, same in zip(a.graph.nodes, b.graph.nodes):
+        yield node, same
+        body, body_of_same = body_of(node), body_of(same)
+        if body is not None and body_of_same is not None:
+            yield from pair_nodes(body, body_of_same)
 
 
 def find_difference(a: Program, b: Program) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
-from fzero.program.open import Open, Template
+from fzero.program.open import Open, Template, pair_nodes
 from fzero.program.operation import Node
 from fzero.program.rates import Rates, guess_rates
 from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
@@ -243,7 +243,7 @@ class Program:
             return cost_nodes(self, self.rates)
         filled = Template(self).fill(self.open.reference)
         costs = cost_nodes(filled, self.rates)
-        return {node: costs[same] for node, same in _pair_nodes(self, filled)}
+        return {node: costs[same] for node, same in pair_nodes(self, filled)}
 
     def timeline(self, rates: Rates | None = None) -> Timeline:
         """When a step computes and communicates, simulated before anything runs, by `rates` or else `self.rates`."""
@@ -376,15 +376,6 @@ class Program:
         # Outside of inference mode torch refuses writes into what was made in it, and passes write there.
         with self.fake_mode, mute_fakes(), torch.inference_mode() if is_inference else nullcontext():
             return record(target).fake(*args, **kwargs)
-
-
-def _pair_nodes(a: Program, b: Program) -> Iterator[tuple[Node, Node]]:
-    """The nodes of two programs that differ in sizes, and those of their loops' bodies."""
-    for node, same in zip(a.graph.nodes, b.graph.nodes):
-        yield node, same
-        body, body_of_same = body_of(node), body_of(same)
-        if body is not None and body_of_same is not None:
-            yield from _pair_nodes(body, body_of_same)
 
 
 def _format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base import tree
+from fzero.base.ambient import leave_inference_mode
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
@@ -52,7 +53,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
             return value, tensors
 
         primals = [leaves[i] for i in trained]
-        with take_custom_functions():
+        with leave_inference_mode(), take_custom_functions():  # in that mode torch 2.11 takes gradients for zeros
             value, pull_back, tensors = torch.func.vjp(fn_of_leaves, *primals, has_aux=True)  # type: ignore[misc]
             cotangents = pull_back(torch.ones_like(value), retain_graph=False)
         gradient = tree.unflatten(treedef, _replace([None] * len(leaves), trained, cotangents))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import fzero
 from fzero.base.reachable import find_tensor, walk
 
 GLOBAL: dict[str, Any] = {}
@@ -154,6 +155,21 @@ def test_a_function_with_an_assert_does_not_reach_the_run_of_the_tests() -> None
         return x
 
     assert [name for name, _ in walk("step", step)] == ["step"]
+
+
+class ClassOfClasses(type):
+    """As Cython's: its module is an attribute of its classes."""
+
+    __module__ = property(lambda cls: "compiled")  # type: ignore[assignment]
+
+
+class Compiled(metaclass=ClassOfClasses):
+    pass
+
+
+def test_a_step_may_reach_a_class_whose_class_has_no_module() -> None:
+    step = fzero.simulate(lambda x: x * 2 if Compiled else x, 2)
+    assert step(torch.ones(2)).tolist() == [2, 2]
 
 
 def test_find_tensor_says_where_an_object_holds_one() -> None:

@@ -80,7 +80,7 @@ def test_a_batch_of_another_size_is_in_the_log_once(caplog: pytest.LogCaptureFix
     assert "rows" not in caplog.text
     run_loop(engine, [(X[:4], Y[:4])] * 2)
     assert caplog.text.count(text) == 1
-    assert "engine: begin(params, scale, batch) is traced again" in caplog.text
+    assert "engine: begin(params, scale, batch) is traced with open sizes" in caplog.text
     assert "argument 2.args.x: " in caplog.text or "argument 2.args.y: " in caplog.text  # traced again, because of it
 
 

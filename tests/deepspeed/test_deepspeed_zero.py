@@ -86,6 +86,33 @@ def test_two_ranks_take_the_draws_of_rank_0_and_the_edits_of_the_other() -> None
     assert first == second and first["found"] == first["expected"] and first["seen"] == 7.0 * WIDTH
 
 
+def edit_after_an_error(mesh: DeviceMesh) -> dict[str, Any]:
+    """What a rank is told where only the other is in the context, and what an edit gives afterwards."""
+    with zero.Init(mesh=mesh):
+        model = nn.Linear(64, 64)
+    other, said = fzero.partition({"w": torch.ones(4)}, mesh)["w"], []
+    for whole in (model.weight, nn.Linear(2, 2).weight):
+        try:
+            if mesh.get_local_rank() == 0:
+                other.sum()
+            else:
+                with zero.GatheredParameters(whole, modifier_rank=0):
+                    pass
+        except FzeroError as error:
+            said.append(str(error))
+    with zero.GatheredParameters(model.weight, modifier_rank=0), torch.no_grad():
+        model.weight.fill_(float(mesh.get_local_rank()))
+    with zero.GatheredParameters(model.weight):
+        seen = model.weight.detach().clone() + 0
+    return {"said": said, "seen": float(seen.abs().sum())}
+
+
+def test_an_edit_behind_an_error_reaches_all_ranks() -> None:
+    for found in run(2, edit_after_an_error):
+        assert len(found["said"]) == 2 and all("ranks call different functions" in said for said in found["said"])
+        assert found["seen"] == 0.0
+
+
 def test_what_is_not_supported_is_named() -> None:
     engine = fzero.deepspeed.initialize(model=make_model(), config=CONFIG, mesh=MESH).engine
     for params in (engine.module.parameters(), engine.params["head"]["weight"]):

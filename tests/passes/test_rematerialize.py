@@ -354,6 +354,8 @@ def test_attention_is_a_dot() -> None:
 
 
 def test_a_policy_is_asked_once_for_each_operation_of_torch() -> None:
+    if torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 shows no results to a policy")
     asked: list[tuple[Any, tuple[int, ...]]] = []
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> bool:

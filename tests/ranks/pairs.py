@@ -56,6 +56,7 @@ class Given(NamedTuple):
     folder: Path
     steps: dict[str, Any]
     engine: Any
+    cut: Any  # a module of `zero.Init`
     optimizer: Any
 
 
@@ -110,7 +111,8 @@ def prepare(mesh: DeviceMesh, folder: Path, with_engine: bool) -> Given:
     steps["evaluate"](first, X)
     fzero.save_safetensors(first, folder / "ready.safetensors")
     fzero.checkpoint.save(folder / "ready", first, step=1)
-    return Given(mesh, first, second, folder, steps, make_engine(mesh) if with_engine else None, optimizer)
+    engine, cut = (make_engine(mesh), _cut(mesh)) if with_engine else (None, None)
+    return Given(mesh, first, second, folder, steps, engine, cut, optimizer)
 
 
 def make_loader(mesh: DeviceMesh) -> Any:
@@ -175,11 +177,28 @@ ENGINE: dict[str, Callable[[Given], Any]] = {
     "engine.load_checkpoint": lambda g: g.engine.load_checkpoint(g.folder / "deepspeed"),
     "engine.module_state_dict": lambda g: g.engine.module_state_dict(),
     "deepspeed.initialize": lambda g: make_engine(g.mesh),
+    "deepspeed.zero.Init": lambda g: _cut(g.mesh),
+    "deepspeed.zero.GatheredParameters": lambda g: _edit(g.cut.weight),
+    "deepspeed.zero.GatheredParameters of what is whole": lambda g: _edit(nn.Linear(4, 4).weight),
     "checkpoint.export_hf": export,
     "safe_get_full_fp32_param": lambda g: _states().safe_get_full_fp32_param(_weight(g)),
     "safe_get_full_optimizer_state": lambda g: _states().safe_get_full_optimizer_state(_weight(g), "exp_avg"),
 }
 """Calls of `fzero.deepspeed`, which take an engine, and of a model of transformers."""
+
+
+def _cut(mesh: DeviceMesh) -> nn.Module:
+    import fzero.deepspeed
+
+    with fzero.deepspeed.zero.Init(mesh=mesh):
+        return nn.Linear(64, 64)
+
+
+def _edit(parameter: Tensor) -> None:
+    import fzero.deepspeed
+
+    with fzero.deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+        pass
 
 
 def _states() -> Any:

@@ -14,7 +14,7 @@ from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, wh
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
 from fzero.program.ops.loops import loop, map_bodies
-from fzero.program.ops.losses import ctc_loss, ctc_loss_backward
+from fzero.program.ops.losses import ctc_loss, ctc_loss_backward, log_softmax_, nll_gradient_
 from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
 from fzero.program.ops.quantized import dequantize, scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
@@ -59,10 +59,12 @@ __all__ = [
     "gather",
     "is_call",
     "join",
+    "log_softmax_",
     "loop",
     "map_bodies",
     "momentum",
     "momentum_",
+    "nll_gradient_",
     "orthogonalize",
     "pack_leaves",
     "pack_slices",

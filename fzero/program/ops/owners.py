@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fzero.base.torch_private_functions import take_dtypes
 from fzero.layout.owners import Owners, Places, plan_owners
 from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops, count_scratch
 from fzero.program.comm import Comm
@@ -162,7 +163,7 @@ def _orthogonalize(program: Program, node: Node, rank: Rank) -> Callable[..., Te
 def _from_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     plan, axis, (scales, _, dtypes) = owners_of(program, node), program.mesh.shard_axis, node.args[4:7]
     sizes = [len(layout.part(leaf, rank.rank)) for layout, leaf in plan.places]
-    return lambda owned, *_: bring_back(owned, plan, rank.rank, axis, scales, sizes, dtypes)
+    return lambda owned, *_: bring_back(owned, plan, rank.rank, axis, scales, sizes, take_dtypes(dtypes))
 
 
 def _line(program: Program, node: Node) -> str:
@@ -196,7 +197,7 @@ orthogonalize = register_for_tracing(
 from_owners = register_for_tracing(
     f"from_owners(Tensor owned, {_NAMED}, float[] scales, int[] numels, ScalarType[] dtypes) -> Tensor[]",
     lambda owned, buckets, leaves, rows, scales, numels, dtypes: [
-        owned.new_empty(numel, dtype=dtype) for numel, dtype in zip(numels, dtypes)
+        owned.new_empty(numel, dtype=dtype) for numel, dtype in zip(numels, take_dtypes(dtypes))
     ],
     kind=_from_owners_kind,
     check=_check,
