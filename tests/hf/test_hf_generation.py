@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero.hf
 from fzero import FzeroError, VirtualMesh
-from fzero.hf.caches import round_up
+from fzero.hf.caches import find_caches, round_up
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from families import FAMILIES
@@ -191,6 +191,16 @@ def test_a_cache_goes_on_in_the_next_call(kind: str) -> None:
     got, expected = outputs
     assert torch.equal(got.sequences, expected.sequences)
     assert_equal_caches(got.past_key_values, expected.past_key_values)
+
+
+def test_a_cache_is_found_by_its_class_under_any_name() -> None:
+    """Releases name it otherwise. One that is not found is not filled, and tokens are of the last token alone."""
+    decoder = transformers.DynamicCache()
+    both = transformers.EncoderDecoderCache(decoder, transformers.DynamicCache())
+    named = {"input_ids": torch.ones(1, 2), "use_cache": True, "mems": None}
+    for cache in (decoder, both, transformers.StaticCache(FAMILIES["Llama"].make().config, max_cache_len=4)):
+        for name in ("cache", "past_key_values", "cache_params", "a name of tomorrow"):
+            assert find_caches({**named, name: cache}) == {name: cache}
 
 
 def assert_equal_caches(got: Any, expected: Any) -> None:
