@@ -32,18 +32,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fzero.base.symbols import Symbol, Symbols
+
 LIMIT = 50_000
 """The most objects that one walk visits, the nearest ones first. A walk of so many takes about 0.1 seconds."""
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
-_LIBRARIES |= {"_pytest", "huggingface_hub"}  # what functions of tests with an `assert`, and of transformers, name
+_LIBRARIES |= {
+    "_pytest",
+    "huggingface_hub",
+    "sympy",
+}  # what functions of tests with an `assert`, and of transformers, name
 """Packages whose functions and classes hold nothing of the user's."""
 
-_OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"})
-"""Modules of Python whose objects (loggers, locks, signatures, dataclass fields) hold nothing of the user's."""
+_OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"}) | {"sympy"}
+"""Modules of Python whose objects (loggers, locks, signatures, dataclass fields) hold nothing of the user's, and the
+library with which torch computes open sizes: it loads its modules while a step is traced."""
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, fx.Graph,
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, fx.Graph, *Symbol,
                ModuleType, CodeType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType,
                GetSetDescriptorType, MemberDescriptorType)  # fmt: skip
 """Classes of objects that hold nothing of the user's."""
@@ -108,7 +115,8 @@ def _is_of_no_one(value: Any) -> bool:
 def _is_class_of_no_one(cls: type) -> bool:
     if issubclass(cls, weakref.ref):
         return False
-    return issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _OF_NO_ONE
+    is_symbolic = cls.__module__ == Symbols.__module__  # of open sizes
+    return is_symbolic or issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _OF_NO_ONE
 
 
 def list_children(name: str, value: Any) -> Iterator[_Named]:
