@@ -55,20 +55,13 @@ class _Unknown(Exception):
     """An operand that is no traced tensor of a plain form, and no plain value."""
 
 
-_FORMS: dict[Any, Any] = {}
-"""The forms of results by `Call.key`: they depend on nothing else. None where a call is not recorded as one node."""
-_MOST = 100_000
-"""So many forms are kept."""
-
-
 class Repeats:
-    """The forms of the results of the calls that a trace has seen, by the forms of their operands. A trace without open
-    sizes also knows what earlier ones have seen."""
+    """The forms of the results of the calls that a trace has seen, by the forms of their operands."""
 
     def __init__(self, traced: TraceGraph, mode: FakeTensorMode) -> None:
         self._traced, self._mode = traced, mode
         self._is_open = mode.shape_env is not None
-        self._known: dict[Any, Any] = {} if self._is_open else _FORMS  # symbols are those of one trace
+        self._known: dict[Any, Any] = {}  # None for a call that is not recorded as one node
         self._plain: dict[torch.device, FakeTensor] = {}
         self._describe_sizes: Callable[..., Any] = _describe_open if self._is_open else tuple
         self._aside: Callable[[], AbstractContextManager[Any]] = without_proxies if self._is_open else nullcontext
@@ -79,7 +72,7 @@ class Repeats:
         if not isinstance(operation, OpOverload) or torch.Tag.inplace_view in operation.tags:
             return None
         is_own = _is_own(operation)
-        if operation.namespace != "aten" and not is_own:
+        if (operation.namespace != "aten" and not is_own) or torch.is_inference_mode_enabled():
             return None
         tensors, nodes = list[FakeTensor](), list[Node]()
         given = (args, tuple(kwargs.items()))
@@ -91,7 +84,8 @@ class Repeats:
             return None
         memory = [storage_key(x) for x in tensors] if len(tensors) > 1 else []
         shared = tuple(map(memory.index, memory))
-        key = operation, described, shared, torch.get_default_dtype()
+        device = None if tensors else torch.get_default_device()  # where a tensor is made of nothing
+        key = operation, described, shared, torch.get_default_dtype(), device
         return Call(operation, args, kwargs, tensors, nodes, key)
 
     def _describe(self, x: Any, tensors: list[FakeTensor], nodes: list[Node]) -> Any:
@@ -143,8 +137,6 @@ class Repeats:
         recorded in another way than as one node, or that changed the form of an operand, stays unknown."""
         if call.key in self._known:
             return
-        if len(self._known) >= _MOST:
-            self._known.clear()
         with self._aside():
             self._known[call.key] = self._find_forms(call, last, result)
 

@@ -23,7 +23,7 @@ def trace_both(monkeypatch: pytest.MonkeyPatch, differences: list[str]) -> None:
 
     def trace(*args: Any, **kwargs: Any) -> Program:
         made: list[Program] = []
-        for has_repeats in (False, True, True):  # by the second time all forms are known
+        for has_repeats in (False, True):
             with pytest.MonkeyPatch.context() as patch:
                 if not has_repeats:
                     patch.setattr(Repeats, "knows", lambda self, call: False)

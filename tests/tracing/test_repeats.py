@@ -108,3 +108,22 @@ def test_results_of_an_operation_from_elsewhere_are_asked_for_each_time() -> Non
 
     values = [len(node.meta["val"]) for node in trace(step, (torch.zeros(1),), MESH).output.args[0]]
     assert values == [2, 3, 4]
+
+
+def test_a_tensor_made_of_nothing_lies_on_the_default_device() -> None:
+    def step(x: Tensor) -> Any:
+        made = [torch.ops.aten.zeros.default([2])]
+        with torch.device("meta"):
+            made.append(torch.zeros(2))
+        return [*made, torch.ops.aten.zeros.default([2])]
+
+    devices = [node.meta["val"].device.type for node in trace(step, (torch.zeros(1),), MESH).output.args[0]]
+    assert devices == ["cpu", "meta", "cpu"]
+
+
+def test_nothing_is_known_in_inference_mode() -> None:
+    def step(x: Tensor) -> Any:
+        with torch.inference_mode():
+            return [(x + 1) * 2 for _ in range(3)]
+
+    assert len(trace(step, (torch.zeros(1),), MESH).output.args[0]) == 3
