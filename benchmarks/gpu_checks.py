@@ -186,7 +186,7 @@ def dequantizes(mesh: DeviceMesh) -> Found:
 
 
 def changes_length(mesh: DeviceMesh) -> Found:
-    """Steps of batches of other rows and lengths: from the third on a program with open sizes is filled."""
+    """Steps of batches of other rows and lengths: from the second on a program with open sizes is filled."""
     how, draws = Training(), torch.Generator().manual_seed(1)
     sizes = [(4, 17), (6, 13), (4, 11), (8, 15), (5, 9), (12, 17)]
     given = [torch.randint(CONFIG.vocab, size, generator=draws) for size in sizes]

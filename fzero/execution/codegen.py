@@ -78,6 +78,7 @@ def _run_open(
 
 
 def _with_seed(program: Program, run_once: Callable[..., list[Tensor]]) -> Runner:
+    """A function of a program's arguments that calls `run_once(seed, arguments)` with the seed of this step."""
     draws, seeds = program.draws, program.seeds
 
     @torch.no_grad()
