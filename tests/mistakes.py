@@ -61,6 +61,7 @@ class WrongStep(NamedTuple):
     leaf: str
     operation: str
     shows: bool = True  # in what virtual ranks compute
+    has_batch: bool = True  # or it comes from random draws, a collective, or the rank's index
 
     def step(self, state: State, x: Tensor) -> State:
         return state._replace(**{self.leaf: self.new(state, x)})
@@ -68,7 +69,8 @@ class WrongStep(NamedTuple):
     @property
     def message(self) -> str:
         """The beginning of the refusal: leaf, operation and the user's line."""
-        result = f"result {self.leaf!r} is state but depends on this rank's batch in"
+        problem = "depends on this rank's batch in" if self.has_batch else "differs between ranks in"
+        result = f"result {self.leaf!r} is state but {problem}"
         problem = PER_RANK if self.operation == "take" else result
         code = self.new.__code__
         line = f"({code.co_filename}:{code.co_firstlineno} in <lambda>: "
@@ -90,9 +92,13 @@ IN_A_STEP: dict[str, WrongStep] = {
     "a rate of the batch in a list": WrongStep(
         lambda state, x: torch._foreach_mul([state.w], x.sum())[0], "w", "_foreach_mul"
     ),
-    "a random rate": WrongStep(lambda state, x: state.w - torch.rand(()) * state.w, "w", "sub"),
-    "a rate of the rank": WrongStep(lambda state, x: state.w * fzero.axis_index("replica"), "w", "mul"),
-    "a mean over one axis of two": WrongStep(lambda state, x: state.w * fzero.pmean(x.mean(), "fsdp"), "w", "mul"),
+    "a random rate": WrongStep(lambda state, x: state.w - torch.rand(()) * state.w, "w", "sub", has_batch=False),
+    "a rate of the rank": WrongStep(
+        lambda state, x: state.w * fzero.axis_index("replica"), "w", "mul", has_batch=False
+    ),
+    "a mean over one axis of two": WrongStep(
+        lambda state, x: state.w * fzero.pmean(x.mean(), "fsdp"), "w", "mul", has_batch=False
+    ),
     "a number of the batch beside a 0-d leaf": WrongStep(lambda state, x: x.mean() * state.s, "s", "mul"),
     "a branch of the batch": WrongStep(lambda state, x: torch.where(x.sum() > 0, state.w, -state.w), "w", "where"),
     "a gradient by hand": WrongStep(lambda state, x: state.w - x.T @ x, "w", "sub"),
@@ -103,20 +109,25 @@ IN_A_STEP: dict[str, WrongStep] = {
     "dropout of a parameter": WrongStep(
         lambda state, x: state.w.slice_of(F.dropout(state.w.full_tensor())), "w", "take"
     ),
-    "noise on a parameter": WrongStep(lambda state, x: state.w + torch.randn_like(state.w), "w", "add"),
-    "a parameter on noise": WrongStep(lambda state, x: torch.randn(5) + state.b, "b", "add"),
-    "a random mask": WrongStep(lambda state, x: state.w * torch.rand_like(state.w).bernoulli(), "w", "mul"),
-    "a random tensor": WrongStep(lambda state, x: state.w * torch.rand(5, 5), "w", "mul"),
+    "noise on a parameter": WrongStep(
+        lambda state, x: state.w + torch.randn_like(state.w), "w", "add", has_batch=False
+    ),
+    "a parameter on noise": WrongStep(lambda state, x: torch.randn(5) + state.b, "b", "add", has_batch=False),
+    "a random mask": WrongStep(
+        lambda state, x: state.w * torch.rand_like(state.w).bernoulli(), "w", "mul", has_batch=False
+    ),
+    "a random tensor": WrongStep(lambda state, x: state.w * torch.rand(5, 5), "w", "mul", has_batch=False),
     "memory that nothing was written to": WrongStep(
         lambda state, x: state.w * torch.empty(()),
         "w",
         "mul",
         shows=False,  # new memory may hold the same by chance
+        has_batch=False,
     ),
     "clipping by a norm of its own": WrongStep(lambda state, x: state.b / norm_of_a_gradient(state.b, x), "b", "div_1"),
     "a count of the batch": WrongStep(lambda state, x: state.n + (x > 0).sum(), "n", "add"),
     "a sum of the batch": WrongStep(lambda state, x: state.n + x.sum(), "n", "add"),
-    "the rank as state": WrongStep(lambda state, x: state.n + fzero.axis_index("fsdp"), "n", "add"),
+    "the rank as state": WrongStep(lambda state, x: state.n + fzero.axis_index("fsdp"), "n", "add", has_batch=False),
     "what was added to zeros": WrongStep(lambda state, x: state.n + torch.zeros(5).add_(x.sum(0)).sum(), "n", "add"),
     "what was added through a view": WrongStep(lambda state, x: state.n + through_a_view(x), "n", "add"),
 }

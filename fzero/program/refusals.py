@@ -54,7 +54,9 @@ def refuse_drift(
 
 def refuse_state(program: Program, where: str, path: str, kind: Kind, node: Node) -> FzeroError:
     """The error of the result at `path`: new state of the leaf `where` that differs between ranks since `node`."""
-    problem = f"result {path!r} is state but depends on this rank's batch in {node.name}: ranks would drift apart"
+    has_batch = bool(find_sources(program, node))  # else draws, a collective over other axes, or an index
+    problem = f"depends on this rank's batch in {node.name}" if has_batch else f"differs between ranks in {node.name}"
+    problem = f"result {path!r} is state but {problem}: ranks would drift apart"
     plain, way_out = _find_plain_state(program, node, axes_of(program, kind))
     if plain:
         problem = f"{plain} meets this leaf in {node.name}: {_IS_BATCH}"
