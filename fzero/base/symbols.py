@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero.base.torch_private_functions import compile_expressions, make_source
+from fzero.base.torch_private_functions import compile_expressions, make_source, remember_results
 
 LEAST, MOST = 2, 2**30
 """The range of an open size. torch broadcasts a size of 1, and 0 leaves nothing: each has programs of its own."""
@@ -29,13 +29,17 @@ def _make_environment(lines: list[str], find_line: Callable[[], str]) -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # and with it sympy, which takes half a second
 
     class Environment(ShapeEnv):
+        known: dict[Any, Any]
+
         def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
             result = super().evaluate_expr(*args, **kwargs)
             lines.extend([find_line()] * (len(self.guards) - len(lines)))
             return result
 
     # Equal examples are equal by chance, and what depends on elements has a size that no symbol says.
-    return Environment(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    made = Environment(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    made.known = {}
+    return made
 
 
 class Symbols:
@@ -57,6 +61,7 @@ class Symbols:
         source = make_source(f"size {len(self._symbols)}")
         symbol = self.env.create_symbol(example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         size: Any = self.env.create_symintnode(symbol, hint=example, source=source)
+        remember_results(size)
         constrain_range(size, min=LEAST, max=MOST)
         self._symbols.append(symbol)
         self.examples.append(example)
