@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -188,79 +186,6 @@ def list_vectors(module: nn.Module) -> list[str]:
     hooks = module._forward_pre_hooks.values()
     names = [hook.name for hook in hooks if isinstance(hook, _OLD_SPECTRAL_NORM)]
     return [f"{name}_{vector}" for name in names for vector in "uv"]
-
-
-def make_source(name: str) -> Any:
-    """A name for a symbol of a `ShapeEnv`. Public replacement: `ShapeEnv.create_symbol` that takes a text."""
-    import torch._dynamo.source  # which make_fx imports at its first trace
-
-    return torch._dynamo.source.ConstantSource(name)
-
-
-def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
-    """A function of the values of sympy symbols that returns those of expressions of a `ShapeEnv`, as Python computes
-    them. Public replacement: `sympy.lambdify` that knows the functions of torch's symbolic sizes."""
-    import torch.utils._sympy.printers  # and with it sympy, which takes half a second
-
-    printer = torch.utils._sympy.printers.PythonPrinter()
-    names = ", ".join(map(str, symbols))
-    code = ", ".join(f"({printer.doprint(expression)})" for expression in expressions)
-    return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})
-
-
-@cache
-def _make_remembering() -> type:
-    from torch.fx.experimental.sym_node import SymNode  # and with it sympy
-
-    def remember(name: str) -> Callable[[Any, Any], Any]:
-        compute = getattr(SymNode, name)
-
-        def call(self: Any, other: Any) -> Any:
-            env = self.shape_env
-            key = name, self._expr, self.pytype, other._expr, other.pytype, env._replacements_version_counter
-            if key not in env.known:
-                env.known[key] = remembering(compute(self, other))
-            return env.known[key]
-
-        return call
-
-    class Remembering(SymNode):
-        @property
-        def expr(self) -> Any:
-            version = self.shape_env._replacements_version_counter
-            if version != self._expr_ver:
-                self._expr_ver, self._expr_cache = version, super().expr
-            return self._expr_cache
-
-        def maybe_as_int(self) -> int | None:
-            key = "int", self.expr
-            if key not in self.shape_env.known:
-                self.shape_env.known[key] = super().maybe_as_int()
-            return self.shape_env.known[key]
-
-        def wrap_int(self, num: int) -> Any:
-            if num not in self.shape_env.known:
-                self.shape_env.known[num] = remembering(super().wrap_int(num))
-            return self.shape_env.known[num]
-
-    def remembering(number: Any) -> Any:
-        if type(number) is SymNode:
-            number.__class__ = Remembering
-        return number
-
-    for name in _REMEMBERED:
-        setattr(Remembering, name, remember(name))
-    return Remembering
-
-
-_REMEMBERED = ("_add", "_sub", "_mul", "_mod", "_int_floordiv", "_eq", "_ne", "_lt", "_le", "_gt", "_ge", "_sym_max")
-
-
-def remember_results(size: torch.SymInt) -> None:
-    """Let torch compute each sum, product and comparison of a symbolic size and of what comes of it once: a trace asks
-    for the same ones for each layer. `known` of its `ShapeEnv` is the dict of what was computed. Public replacement:
-    none; a faster `torch.SymInt`."""
-    size.node.__class__ = _make_remembering()
 
 
 class _Calls(TorchDispatchMode):
