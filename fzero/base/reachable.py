@@ -38,12 +38,16 @@ LIMIT = 50_000
 """The most objects that one walk visits, the nearest ones first. A walk of so many takes about 0.1 seconds."""
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict)
+_PLAIN = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict})
+"""Containers without attributes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
-_LIBRARIES |= {
-    "_pytest",
-    "huggingface_hub",
-    "sympy",
-}  # what functions of tests with an `assert`, and of transformers, name
+_LIBRARIES |= {"_pytest", "sympy"}  # what functions of tests with an `assert` name, and those of open sizes
+_LIBRARIES |= frozenset(
+    """
+    accelerate filelock httpx httpx2 huggingface_hub idna jinja2 packaging psutil regex requests safetensors tokenizers
+    tqdm yaml
+    """.split()
+)  # which transformers stands on: half of what its Trainer reaches
 """Packages whose functions and classes hold nothing of the user's."""
 
 _OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"}) | {"sympy"}
@@ -121,6 +125,9 @@ def _is_class_of_no_one(cls: type) -> bool:
 
 def list_children(name: str, value: Any) -> Iterator[_Named]:
     """`(name, object)` of what an object keeps alive, with its class, and the globals that a function names."""
+    if type(value) in _PLAIN:
+        yield from _items(name, value)
+        return
     if isinstance(value, weakref.ref):
         return
     yield from list_contents(name, value)
@@ -209,8 +216,12 @@ def _items(name: str, value: Any) -> Iterator[_Named]:
 
 def _attributes(name: str, value: Any) -> Iterator[_Named]:
     """The attributes that an instance holds. Attributes of fzero's own objects add nothing to a name: the module in
-    what `fzero.lower` returned goes by the name of `apply`."""
+    what `fzero.lower` returned goes by the name of `apply`. A step holds the function that it wraps: its programs hold
+    nothing of the user's."""
     is_own = is_of_fzero(type(value))
+    if is_own and "__wrapped__" in getattr(value, "__dict__", ()):
+        yield name, value.__wrapped__
+        return
     for key, item in (*_list_dict(value), *_list_slots(value)):
         yield (name if is_own else f"{name}.{key}"), item
 
@@ -244,6 +255,7 @@ def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
+@functools.lru_cache(1 << 12)
 def is_of_fzero(cls: type) -> bool:
     """Whether a class is one of fzero's. The module of Cython's class of classes is no string."""
     return str(cls.__module__).startswith("fzero.")

@@ -57,8 +57,6 @@ from fzero.training.programs import compile_function, make_sums
 from fzero.training.spent import spend_model
 
 CONSTRUCT = "fzero.hf.Trainer"
-MANY = 4
-"""So many shapes of batches are worth a word."""
 _log = logging.getLogger("fzero")
 
 
@@ -95,7 +93,6 @@ class Trainer(Files):
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
         self._has_warned = False  # of padding
-        self._shapes: set[tuple[torch.Size, ...]] = set()  # of batches, until there are MANY
         self._wrapped: Wrapped | None = None
         self._generator: Generator | None = None
         self._structure: Any = None  # the model that `sharded` has the values of
@@ -281,7 +278,6 @@ class Trainer(Files):
         inputs = self._prepare_inputs(inputs)
         given, inputs = inputs, self._pad(inputs)
         self._warn_of_padding(given, inputs)
-        self._count_shapes(inputs)
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -307,17 +303,6 @@ class Trainer(Files):
                 "not that of transformers: a loss that counts padding changes. Mask the loss, or let the collator pad "
                 "to one length"
             )
-
-    def _count_shapes(self, inputs: Mapping[str, Any]) -> None:
-        """Say once that batches have many shapes."""
-        if len(self._shapes) < MANY:
-            self._shapes.add(tuple(x.shape for x in inputs.values() if isinstance(x, Tensor)))
-            if len(self._shapes) == MANY:
-                _log.warning(
-                    "Batches have had %d shapes, and compute_loss is traced for each, which takes seconds: give the "
-                    "collator pad_to_multiple_of=64, or one length",
-                    MANY,
-                )
 
     def _share_items(self, items: Any) -> Any:
         """The count of items that a rank's loss is divided by. Virtual ranks each take their part of a batch of this

@@ -149,6 +149,20 @@ def test_libraries_are_not_looked_into() -> None:
     assert [name for name, _ in walk("step", step)] == ["step"]
 
 
+def test_a_step_holds_its_function_and_nothing_of_its_programs() -> None:
+    held = [torch.ones(2, 2)]
+
+    def fn(params: Any) -> Any:
+        return params["w"].sum() * held[0].sum()
+
+    mesh = fzero.VirtualMesh(fsdp=2)
+    step = fzero.simulate(fn, mesh)
+    before = [name for name, _ in walk("held", {"step": step})]
+    step(fzero.partition({"w": torch.ones(4)}, mesh))
+    assert [name for name, _ in walk("held", {"step": step})] == before
+    assert "held[0]" in before
+
+
 def test_a_function_with_an_assert_does_not_reach_the_run_of_the_tests() -> None:
     def step(x: Any) -> Any:
         assert x is not None, "which pytest writes anew, with names of its own modules"

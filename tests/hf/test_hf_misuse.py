@@ -180,12 +180,17 @@ def test_adafactor_of_torch_means_the_same(tmp_path: Path) -> None:
     assert logs[1] == pytest.approx(logs[0], abs=1e-5)
 
 
-def test_batches_of_many_lengths_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), **OURS[0][1])
-    with caplog.at_level("WARNING", "fzero"):
-        for length in (8, 8, 8, 8, 9, 10, 11, 12):
-            trainer._count_shapes({"input_ids": torch.ones(2, length)})
-    assert sum("pad_to_multiple_of" in record.getMessage() for record in caplog.records) == 1
+def test_further_lengths_are_not_traced_and_no_one_is_told_that_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{name: x[: 5 + i // 4] for name, x in each.items()} for i, each in enumerate(make_dataset())]
+    changed = {"gradient_accumulation_steps": 1, "train_sampling_strategy": "sequential", "max_steps": 5}
+    arguments = make_arguments(tmp_path, **changed)
+    trainer = fzero.hf.Trainer(make_model("llama"), arguments, train_dataset=rows, data_collator=pad_rows, **OURS[0][1])
+    with caplog.at_level("INFO", "fzero"):
+        trainer.train()
+    told = [record.getMessage() for record in caplog.records if "traced" in record.getMessage()]
+    assert len(told) == 1 and told[0].startswith("Trainer: training step(") and "with open sizes" in told[0], told
 
 
 def test_a_further_trace_is_logged_by_a_name_that_the_user_knows(
