@@ -1,12 +1,12 @@
-"""Seconds of a short run of `fzero.hf.Trainer` beside transformers' Trainer: six updates and an evaluation, on one rank.
+"""Seconds of a short run of `fzero.hf.Trainer` beside transformers' Trainer: six updates, an evaluation, one rank.
 
     python benchmarks/trainer_seconds.py                     five pairs of a small Llama of 8 layers
     python benchmarks/trainer_seconds.py --hidden 512 --rows 8 --longest 256
     python benchmarks/trainer_seconds.py --profile out.prof  one run of fzero's under cProfile
 
-The collator pads each batch to its own longest row, so that each has a length of its own. A run is a process of its own;
-runs of both take turns. Seconds go from the construction of the Trainer to the end of the evaluation, and `import` is
-what importing the Trainer takes, with transformers for both. Medians, then the quotients of pairs.
+The collator pads each batch to its own longest row, so that each has a length of its own. A run is a process of its
+own; runs of both take turns. Seconds go from the construction of the Trainer to the end of the evaluation, and `import`
+is what importing the Trainer takes, with transformers for both. Medians, then the median of the quotients of pairs.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=128, help="tokens of the longest row; the shortest has an eighth")
+    parser.add_argument(
+        "--longest", type=int, default=128, help="tokens of the longest row; the shortest has an eighth"
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", help="a file for cProfile's numbers of one run")

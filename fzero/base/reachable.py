@@ -255,7 +255,6 @@ def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
-@functools.lru_cache(1 << 12)
 def is_of_fzero(cls: type) -> bool:
     """Whether a class is one of fzero's. The module of Cython's class of classes is no string."""
     return str(cls.__module__).startswith("fzero.")
