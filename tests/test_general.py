@@ -267,27 +267,29 @@ def run_lengths(name: str) -> Iterator[str]:
                 yield f"{name} at {rows} x {length}: {what}"
 
 
-def train_on_ranks(mesh: Any) -> tuple[list[float], int]:
+def train_on_ranks(mesh: Any, memory: int | None = None) -> tuple[list[float], int]:
     """The losses of a step on rows of this rank, which lie in one batch of all ranks, and how often it was traced."""
     torch.manual_seed(0)
     params, fn = lm_step(Model())
     params, fn = fzero.partition(params, mesh), Traced(fn)
-    step, state, losses = fzero.shard(fn, mesh), SGD.init(params), list[float]()
+    step, state, losses = fzero.shard(fn, mesh, memory=memory), SGD.init(params), list[float]()
     for shape in SHAPES:
         params, state, loss = step(params, state, tokens(shape).chunk(2)[mesh.get_rank()])
         losses.append(loss.item())
     return losses, fn.count
 
 
-def test_ranks_bind_the_same_sizes() -> None:
-    (first, count), (second, other) = run(2, train_on_ranks)
+def test_ranks_bind_the_same_sizes_with_a_stage_and_with_a_budget() -> None:
     params, state, fn = make()
-    step, expected = fzero.simulate(fn.fn, MESH, max_programs=1), list[float]()
+    step, expected, peaks = fzero.simulate(fn.fn, MESH, max_programs=1), list[float](), list[int]()
     for shape in SHAPES:
+        peaks.append(step.trace(params, state, tokens(shape)).memory().peak)
         params, state, loss = step(params, state, tokens(shape))
         expected.append(loss.item())
-    assert count == other == 2
-    assert first == second == pytest.approx(expected, rel=1e-6)
+    for memory in (None, max(peaks) - 5000):
+        (first, count), (second, other) = run(2, train_on_ranks, memory)
+        assert count == other == 2
+        assert first == second == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_step_may_reach_a_step_with_open_sizes() -> None:

@@ -79,6 +79,9 @@ def _make_remembering() -> type:
         return call
 
     class Remembering(SymNode):
+        _expr_ver: int
+        _expr_cache: Any
+
         @property
         def expr(self) -> Any:
             version = self.shape_env._replacements_version_counter
