@@ -220,12 +220,13 @@ def _items(name: str, value: Any) -> Iterator[_Named]:
 
 def _attributes(name: str, value: Any) -> Iterator[_Named]:
     """The attributes that an instance holds. Attributes of fzero's own objects add nothing to a name: the module in
-    what `fzero.lower` returned goes by the name of `apply`. A step holds the function that it wraps: its programs hold
-    nothing of the user's."""
-    is_own = is_of_fzero(type(value))
-    if is_own and "__wrapped__" in getattr(value, "__dict__", ()):
+    what `fzero.lower` returned goes by the name of `apply`. A step holds the function that it wraps, and what a user
+    gave it as an attribute: its programs hold nothing of the user's."""
+    if is_step(value):
         yield name, value.__wrapped__
+        yield from ((f"{name}.{key}", item) for key, item in _list_dict(value) if not key.startswith("_"))
         return
+    is_own = is_of_fzero(type(value))
     for key, item in (*_list_dict(value), *_list_slots(value)):
         yield (name if is_own else f"{name}.{key}"), item
 
@@ -257,6 +258,11 @@ def _find_slots(cls: type) -> list[tuple[type, str, MemberDescriptorType]]:
 @functools.lru_cache(1 << 12)
 def _is_of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def is_step(value: Any) -> bool:
+    """Whether an object is a function's step, as `fzero.shard` and `fzero.simulate` return it."""
+    return is_of_fzero(type(value)) and "__wrapped__" in getattr(value, "__dict__", ())
 
 
 def is_of_fzero(cls: type) -> bool:

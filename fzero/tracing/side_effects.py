@@ -15,7 +15,7 @@ from typing import Any
 
 from fzero.base.changes import Content, find_changes, is_read
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import is_of_fzero, list_children, walk_with_contents
+from fzero.base.reachable import is_of_fzero, is_step, list_children, walk_with_contents
 
 
 class SideEffects:
@@ -25,7 +25,7 @@ class SideEffects:
         self._name = name
         self._reached: list[tuple[str, Any, Content]] = []
         for place, value, held in walk_with_contents(name, fn):
-            if not is_of_fzero(type(value)):
+            if not is_of_fzero(type(value)) or is_step(value):
                 self._reached.append((place, value, _describe(value, held)))
         self._draws = dict(_describe_draws())
 

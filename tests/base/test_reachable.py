@@ -157,10 +157,12 @@ def test_a_step_holds_its_function_and_nothing_of_its_programs() -> None:
 
     mesh = fzero.VirtualMesh(fsdp=2)
     step = fzero.simulate(fn, mesh)
+    step.own = [prize := torch.ones(3)]
     before = [name for name, _ in walk("held", {"step": step})]
     step(fzero.partition({"w": torch.ones(4)}, mesh))
     assert [name for name, _ in walk("held", {"step": step})] == before
     assert "held[0]" in before
+    assert any(value is prize for _, value in walk("held", {"step": step}))
 
 
 def test_a_function_with_an_assert_does_not_reach_the_run_of_the_tests() -> None:

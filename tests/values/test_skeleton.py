@@ -382,3 +382,16 @@ def test_a_step_that_depends_on_earlier_calls_is_refused() -> None:
         FzeroError, match=r"^self\.steps: the step changes it from 0 to 1 .*; give what changes as an arg"
     ):
         fzero.simulate(Trainer().train_step, MESH)(torch.ones(2))
+
+
+def test_a_number_that_the_step_keeps_in_itself_is_refused() -> None:
+    """Its name is that of the sharded step, once that took the place of the function."""
+
+    def step(x: Tensor) -> Tensor:
+        step.count += 1  # type: ignore[attr-defined]
+        return x * step.count  # type: ignore[attr-defined]
+
+    step = fzero.simulate(step, MESH)  # type: ignore[assignment]
+    step.count = 0  # type: ignore[attr-defined]
+    with pytest.raises(FzeroError, match=r"^step\.count: the step changes it from 0 to 1 "):
+        step(torch.ones(2))
