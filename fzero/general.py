@@ -30,8 +30,8 @@ from fzero.tracing.watches import Watch
 MAX_GENERALS = 3
 """How often a step is traced with open sizes at most."""
 _log = logging.getLogger("fzero")
-_BY_COSTS = "split"
-"""The first of the default passes that looks at costs, which depend on sizes."""
+_BY_SIZES = "relieve"
+"""The first of the default passes that looks at bytes or costs, which depend on sizes."""
 Trace = Callable[[Symbols, Mapping[int, Sequence[Any]]], Program]
 """From symbols, and shapes with open sizes by the positions of leaves, to an open program."""
 Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
@@ -96,7 +96,7 @@ class General:
             i: [opened.get((i, dim), size) for dim, size in enumerate(signature[2][i][0])]
             for i in dict.fromkeys(i for i, _ in changed)
         }
-        at = list(map(name_of_pass, passes)).index(_BY_COSTS)
+        at = list(map(name_of_pass, passes)).index(_BY_SIZES)
         self._late = passes[at:]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")  # fx has them as nodes
@@ -183,7 +183,7 @@ class Generals:
         `known` are programs that were traced at other signatures. Where one of them differs in sizes only, and no
         general program fits it, a new one is traced: `watch` returns what that depends on.
         """
-        if any(map(is_foreign, passes)) or _BY_COSTS not in map(name_of_pass, passes):
+        if any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes
         finished = self._finish(signature)
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]

@@ -15,18 +15,20 @@ from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
 from fzero.program.program import Program
-from fzero.program.records import find_loops, is_call, starts
+from fzero.program.records import find_loops, is_call, record, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
 
 SLACK = 2.0
 """Start an all-gather early enough to hide SLACK times its estimated seconds, because rates are estimates."""
+SPARE = 0.005
+"""The part of a step's compute for which it may wait, so that gradients are sent before gathered weights arrive."""
 
 
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
     the device in front of that in the same way, and reads of state from a disk in front of these. Wait for each
-    reduce-scatter where its result is used, or where another one starts and it is done. Update state on the host as
-    gradients arrive there.
+    reduce-scatter where its result is used, where another one starts and it is done, or where a gathered buffer arrives
+    and it is almost done. Update state on the host as gradients arrive there.
 
     A loop over layers gathers the layer of the next turn while it computes. It copies the layer behind that one from
     the host, and reads the layer behind this one from a disk.
@@ -220,7 +222,8 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
     """The nodes in their new order: waits for reduce-scatters, and the nodes derived from their results, move back.
 
     The wait for a reduce-scatter comes at the first of these: its result is used; another reduce-scatter starts and
-    this one is done by then; the bytes that are being sent would exceed `memory`.
+    this one is done by then; a gathered buffer is waited for, and `SPARE` is enough to wait for the reduce-scatter
+    first; the bytes that are being sent would exceed `memory`.
     """
     origin = find_origins(program.graph, "scattered")
     derived: dict[Node, list[Node]] = {}
@@ -228,6 +231,7 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
         derived.setdefault(start, []).append(node)
     lanes, order = Lanes(costs), list[Node]()
     sending: dict[Node, int] = {}  # reduce-scatter that nothing has waited for -> its bytes, oldest first
+    spare = SPARE * sum(cost.seconds for cost in map(costs.__getitem__, program.graph.nodes) if cost.lane == COMPUTE)
 
     def perform(nodes: list[Node]) -> None:
         lanes.run(nodes)
@@ -243,6 +247,12 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
         for source in node.all_input_nodes:
             if origin.get(source) in sending:
                 finish(origin[source])
+            if starts(source) == "gathered" and record(node).waits:
+                for start in list(sending):
+                    late = max(lanes.done_at[start] - lanes.now, 0.0)
+                    if late <= spare:
+                        spare -= late
+                        finish(start)
         if starts(node) == "scattered":
             size = _count_sending(program, node)
             for start in [start for start in sending if lanes.done_at[start] <= lanes.now]:

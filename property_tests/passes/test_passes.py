@@ -43,6 +43,7 @@ ALONE: list[Pass] = [
     passes.accumulate,
     passes.coalesce,
     passes.fuse,
+    passes.relieve,
     passes.split,
     passes.donate,
     passes.bucket,
