@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import accumulate
 
 from torch import fx
@@ -15,7 +15,7 @@ from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
 from fzero.program.program import Program
-from fzero.program.records import find_loops, is_call, record, starts
+from fzero.program.records import find_loops, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
 
 SLACK = 2.0
@@ -55,7 +55,8 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     reads = program.graph.find_nodes(op="call_function", target=ops.read)
     staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
     _start_early(program.graph, {node: [node] for node in reads}, costs, staged)
-    reorder(program.graph, _wait_late(program, costs, limit))
+    arrivals = {wait for start in gathers for wait in start.users}
+    reorder(program.graph, _wait_late(program, costs, arrivals, limit))
     reorder(program.graph, order_updates(program, costs))
     if program.graph.find_nodes(op="call_function", target=ops.write):
         reorder(program.graph, _wait_for_writes(program.graph, staged))
@@ -218,12 +219,12 @@ def _find_best_starts(
     return wanted
 
 
-def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
+def _wait_late(program: Program, costs: Costs, arrivals: Container[Node], memory: int) -> list[Node]:
     """The nodes in their new order: waits for reduce-scatters, and the nodes derived from their results, move back.
 
     The wait for a reduce-scatter comes at the first of these: its result is used; another reduce-scatter starts and
-    this one is done by then; a gathered buffer is waited for, and `SPARE` is enough to wait for the reduce-scatter
-    first; the bytes that are being sent would exceed `memory`.
+    this one is done by then; a gathered buffer arrives, and `SPARE` is enough to wait for this one first; the bytes that
+    are being sent would exceed `memory`.
     """
     origin = find_origins(program.graph, "scattered")
     derived: dict[Node, list[Node]] = {}
@@ -247,12 +248,11 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
         for source in node.all_input_nodes:
             if origin.get(source) in sending:
                 finish(origin[source])
-            if starts(source) == "gathered" and record(node).waits:
-                for start in list(sending):
-                    late = max(lanes.done_at[start] - lanes.now, 0.0)
-                    if late <= spare:
-                        spare -= late
-                        finish(start)
+        for start in list(sending) if node in arrivals else ():
+            late = max(lanes.done_at[start] - lanes.now, 0.0)
+            if late <= spare:
+                spare -= late
+                finish(start)
         if starts(node) == "scattered":
             size = _count_sending(program, node)
             for start in [start for start in sending if lanes.done_at[start] <= lanes.now]:
