@@ -14,6 +14,7 @@ from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
+from fzero.program.places import is_placed
 from fzero.program.program import Program
 from fzero.program.records import find_loops, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
@@ -21,7 +22,8 @@ from fzero.program.timeline import COMPUTE, Costs, Lanes
 SLACK = 2.0
 """Start an all-gather early enough to hide SLACK times its estimated seconds, because rates are estimates."""
 SPARE = 0.005
-"""The part of a step's compute for which it may wait, so that gradients are sent before gathered weights arrive."""
+"""The part of a step's compute for which it may wait, so that gradients are sent before gathered weights arrive. Steps
+with state elsewhere do not: the budget's estimates of what copies cost know nothing of such waits."""
 
 
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
@@ -55,7 +57,7 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     reads = program.graph.find_nodes(op="call_function", target=ops.read)
     staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
     _start_early(program.graph, {node: [node] for node in reads}, costs, staged)
-    arrivals = {wait for start in gathers for wait in start.users}
+    arrivals = set() if is_placed(program) else {wait for start in gathers for wait in start.users}
     reorder(program.graph, _wait_late(program, costs, arrivals, limit))
     reorder(program.graph, order_updates(program, costs))
     if program.graph.find_nodes(op="call_function", target=ops.write):
@@ -223,8 +225,8 @@ def _wait_late(program: Program, costs: Costs, arrivals: Container[Node], memory
     """The nodes in their new order: waits for reduce-scatters, and the nodes derived from their results, move back.
 
     The wait for a reduce-scatter comes at the first of these: its result is used; another reduce-scatter starts and
-    this one is done by then; a gathered buffer arrives, and `SPARE` is enough to wait for this one first; the bytes that
-    are being sent would exceed `memory`.
+    this one is done by then; one of `arrivals` comes, the waits for gathered buffers, and `SPARE` is enough to wait for
+    this one first; the bytes that are being sent would exceed `memory`.
     """
     origin = find_origins(program.graph, "scattered")
     derived: dict[Node, list[Node]] = {}
