@@ -35,8 +35,8 @@ NEAR = 16
 SMALLER = 2
 """What a budget chose serves programs of up to so many times fewer elements: one of its own would be faster."""
 _log = logging.getLogger("fzero")
-_BY_COSTS = "split"
-"""The first of the default passes that looks at costs, which depend on sizes."""
+_BY_SIZES = "relieve"
+"""The first of the default passes that looks at bytes or costs, which depend on sizes."""
 Trace = Callable[[Symbols, Mapping[int, Sequence[Any]]], Program]
 """From symbols, and shapes with open sizes by the positions of leaves, to an open program."""
 Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
@@ -105,7 +105,7 @@ class General:
         self._late: Sequence[Pass] | Budget = passes
         early: Sequence[Pass] = ()
         if not isinstance(passes, Budget):
-            at = list(map(name_of_pass, passes)).index(_BY_COSTS)
+            at = list(map(name_of_pass, passes)).index(_BY_SIZES)
             early, self._late = passes[:at], passes[at:]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")  # fx has them as nodes
@@ -209,7 +209,7 @@ class Generals:
         general program fits it, a new one is traced: `watch` returns what that depends on.
         """
         own = passes.passes() if isinstance(passes, Budget) else passes
-        if any(map(is_foreign, own)) or _BY_COSTS not in map(name_of_pass, own):
+        if any(map(is_foreign, own)) or _BY_SIZES not in map(name_of_pass, own):
             return None  # passes of others may do anything with sizes
         finished = self._finish(signature)
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]

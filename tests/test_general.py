@@ -133,7 +133,7 @@ def test_a_program_of_open_sizes_is_the_program_that_is_traced_at_each_size(stag
             [shape[0] // 2, shape[1]],
             defaults(stage=stage)[len(defaults(stage=stage)) - len(found._late) :],
         )
-        assert name_of_pass(late[0]) == "split"
+        assert name_of_pass(late[0]) == "relieve"
         traced = resolve(trace(fn, (params, state, tokens(shape).chunk(2)[0]), MESH))
         early = run_passes(traced, defaults(stage=stage)[: -len(late)])
         filled = Template(replace(found.early, open=Open(found._symbols, tuple(sizes)))).fill(sizes)

@@ -23,6 +23,7 @@ from fzero.passes.hoist import hoist
 from fzero.passes.offload import offload
 from fzero.passes.prefetch import prefetch
 from fzero.passes.release import check_stage, release
+from fzero.passes.relieve import relieve
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
 from fzero.passes.reuse import reuse
@@ -46,6 +47,7 @@ __all__ = [
     "offload",
     "prefetch",
     "release",
+    "relieve",
     "rematerialize",
     "resolve",
     "reuse",
@@ -94,6 +96,7 @@ def defaults(
         defer,
         fuse,
         skip,
+        relieve,  # looks at bytes, which depend on sizes, as the passes behind it do
         split,  # cuts the calls of fuse, by the order of the nodes so far
         offload,  # takes the calls of split, by the buckets whose state lies on the host
         early,  # schedules by the costs of nodes, so behind the passes that change nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import accumulate
 
 from torch import fx
@@ -14,19 +14,23 @@ from fzero.program import ops
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
+from fzero.program.places import is_placed
 from fzero.program.program import Program
 from fzero.program.records import find_loops, is_call, starts
 from fzero.program.timeline import COMPUTE, Costs, Lanes
 
 SLACK = 2.0
 """Start an all-gather early enough to hide SLACK times its estimated seconds, because rates are estimates."""
+SPARE = 0.005
+"""The part of a step's compute for which it may wait, so that gradients are sent before gathered weights arrive. Steps
+with state elsewhere do not: the budget's estimates of what copies cost know nothing of such waits."""
 
 
 def prefetch(program: Program, *, memory: int | None = None) -> Program:
     """Start each all-gather as early as it takes to hide it behind compute, and no earlier. Start copies of state to
     the device in front of that in the same way, and reads of state from a disk in front of these. Wait for each
-    reduce-scatter where its result is used, or where another one starts and it is done. Update state on the host as
-    gradients arrive there.
+    reduce-scatter where its result is used, where another one starts and it is done, or where a gathered buffer arrives
+    and it is almost done. Update state on the host as gradients arrive there.
 
     A loop over layers gathers the layer of the next turn while it computes. It copies the layer behind that one from
     the host, and reads the layer behind this one from a disk.
@@ -53,7 +57,8 @@ def prefetch(program: Program, *, memory: int | None = None) -> Program:
     reads = program.graph.find_nodes(op="call_function", target=ops.read)
     staged = 2 * max((nbytes(node.meta["val"]) for node in reads), default=0) if memory is None else memory
     _start_early(program.graph, {node: [node] for node in reads}, costs, staged)
-    reorder(program.graph, _wait_late(program, costs, limit))
+    arrivals = set() if is_placed(program) else {wait for start in gathers for wait in start.users}
+    reorder(program.graph, _wait_late(program, costs, arrivals, limit))
     reorder(program.graph, order_updates(program, costs))
     if program.graph.find_nodes(op="call_function", target=ops.write):
         reorder(program.graph, _wait_for_writes(program.graph, staged))
@@ -216,11 +221,12 @@ def _find_best_starts(
     return wanted
 
 
-def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
+def _wait_late(program: Program, costs: Costs, arrivals: Container[Node], memory: int) -> list[Node]:
     """The nodes in their new order: waits for reduce-scatters, and the nodes derived from their results, move back.
 
     The wait for a reduce-scatter comes at the first of these: its result is used; another reduce-scatter starts and
-    this one is done by then; the bytes that are being sent would exceed `memory`.
+    this one is done by then; one of `arrivals` comes, the waits for gathered buffers, and `SPARE` is enough to wait for
+    this one first; the bytes that are being sent would exceed `memory`.
     """
     origin = find_origins(program.graph, "scattered")
     derived: dict[Node, list[Node]] = {}
@@ -228,6 +234,7 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
         derived.setdefault(start, []).append(node)
     lanes, order = Lanes(costs), list[Node]()
     sending: dict[Node, int] = {}  # reduce-scatter that nothing has waited for -> its bytes, oldest first
+    spare = SPARE * sum(cost.seconds for cost in map(costs.__getitem__, program.graph.nodes) if cost.lane == COMPUTE)
 
     def perform(nodes: list[Node]) -> None:
         lanes.run(nodes)
@@ -243,6 +250,11 @@ def _wait_late(program: Program, costs: Costs, memory: int) -> list[Node]:
         for source in node.all_input_nodes:
             if origin.get(source) in sending:
                 finish(origin[source])
+        for start in list(sending) if node in arrivals else ():
+            late = max(lanes.done_at[start] - lanes.now, 0.0)
+            if late <= spare:
+                spare -= late
+                finish(start)
         if starts(node) == "scattered":
             size = _count_sending(program, node)
             for start in [start for start in sending if lanes.done_at[start] <= lanes.now]:

@@ -43,6 +43,7 @@ ALONE: list[Pass] = [
     passes.accumulate,
     passes.coalesce,
     passes.fuse,
+    passes.relieve,
     passes.split,
     passes.donate,
     passes.bucket,
@@ -87,3 +88,16 @@ def test_passes_leave_the_program_that_they_are_given_as_it_was(step: Step) -> N
         before, rewritten = str(program.graph), rewrite(program)
         assert str(program.graph) == before
         program = rewritten
+
+
+@given(steps())
+@slow
+def test_relieve_raises_no_peak_and_moves_no_collective(step: Step) -> None:
+    program = as_written(step).program
+    for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
+        if rewrite is passes.relieve:
+            before, program = program, rewrite(program)
+            assert program.memory().peak <= before.memory().peak
+            assert program.comm() == before.comm()
+            return
+        program = rewrite(program)

@@ -25,7 +25,7 @@ from fzero.program import ops
 from fzero.program.program import Program
 from fzero.program.records import name_of
 
-FIRST = "accumulate cast_gradients bucket coalesce release defer fuse skip split offload prefetch reuse"
+FIRST = "accumulate cast_gradients bucket coalesce release defer fuse skip relieve split offload prefetch reuse"
 LAST = "donate verify"
 
 

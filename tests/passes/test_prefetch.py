@@ -32,6 +32,7 @@ import fzero
 from fzero import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.passes import bucket, prefetch, release
+from fzero.passes.prefetch import SPARE
 from fzero.program import ops
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
@@ -263,10 +264,26 @@ def test_a_gather_starts_right_behind_its_slices_if_there_is_not_enough_to_hide_
 
 
 def test_a_scatter_that_is_done_is_waited_for_when_the_next_one_starts() -> None:
-    pairs = started_and_waited(prefetched(differentiated(loss, layers(4), MESH), FAST), ops.reduce_scatter)
-    position = {node: index for index, node in enumerate(pairs[0][0].graph.nodes)}
+    stage_2 = bucket, functools.partial(release, stage=2)  # in whose backward pass no gathered buffer arrives
+    program = apply(differentiated(loss, layers(4), MESH).trace(), measuring(FAST), *stage_2, prefetch)
+    pairs = started_and_waited(program, ops.reduce_scatter)
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
     for (_, wait), (following, _) in pairwise(pairs):
         assert {position[following] - position[node] for node in (wait, *wait.users)} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("part", [0.5, 2.0])
+def test_a_scatter_that_is_almost_done_is_waited_for_when_a_gathered_buffer_arrives(part: float) -> None:
+    case = differentiated(loss, layers(3), MESH)
+    seconds = SPARE * prefetched(case, FAST).timeline().compute
+    program = prefetched(case, FAST._replace(latency=part * seconds))
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    *_, arrival = (wait for _, wait in started_and_waited(program, ops.all_gather))
+    (start, wait), *_ = [
+        pair for pair in started_and_waited(program, ops.reduce_scatter) if pair[0].args[1] == "layers.1"
+    ]
+    assert position[start] < position[arrival]
+    assert (position[wait] < position[arrival]) == (part < 1)
 
 
 def test_a_scatter_that_is_not_done_is_not_waited_for_when_the_next_one_starts() -> None:
