@@ -32,9 +32,11 @@ from torch.nn import functional
 
 import fzero
 from fzero.passes import defaults
-from fzero.pipeline import Pass, Pipeline, Returned
+from fzero.passes.run import Pass
+from fzero.pipeline import Pipeline
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
+from fzero.returned import Returned
 from fzero.transform import _copy_aliases
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

@@ -20,6 +20,7 @@ import torch
 
 from fzero.base.errors import FzeroError
 from fzero.base.symbols import LEAST, Symbols
+from fzero.budget.fit import Budget, find_plan, follow_plan
 from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
 from fzero.program.open import Open, Template, find_difference
 from fzero.program.program import Program
@@ -29,6 +30,10 @@ from fzero.tracing.watches import Watch
 
 MAX_GENERALS = 3
 """How often a step is traced with open sizes at most."""
+NEAR = 16
+"""One schedule serves programs of up to so many times more or fewer elements."""
+SMALLER = 2
+"""What a budget chose serves programs of up to so many times fewer elements: one of its own would be faster."""
 _log = logging.getLogger("fzero")
 _BY_COSTS = "split"
 """The first of the default passes that looks at costs, which depend on sizes."""
@@ -67,8 +72,9 @@ class General:
     """A program with open sizes: those in which a signature differs from `known` ones. Sizes that are equal in each of
     these are one size.
 
-    `passes`, those of a stage, make a program of what `trace` returns. Programs whose numbers of elements are alike, up
-    to a factor of four, have one schedule, and one template.
+    `passes` make a program of what `trace` returns. Programs whose numbers of elements are alike, up to a factor of
+    `NEAR`, have one schedule, and one template. What a budget chose for some sizes serves others that have fewer
+    elements, up to a factor of `SMALLER`, and further ones whose peak is within the limit.
 
     Raises:
         FzeroError: where there is no such program.
@@ -77,7 +83,7 @@ class General:
     def __init__(
         self,
         trace: Trace,
-        passes: Sequence[Pass],
+        passes: Sequence[Pass] | Budget,
         finish: Finish,
         signature: Signature,
         known: Sequence[Signature],
@@ -96,12 +102,15 @@ class General:
             i: [opened.get((i, dim), size) for dim, size in enumerate(signature[2][i][0])]
             for i in dict.fromkeys(i for i, _ in changed)
         }
-        at = list(map(name_of_pass, passes)).index(_BY_COSTS)
-        self._late = passes[at:]
+        self._late: Sequence[Pass] | Budget = passes
+        early: Sequence[Pass] = ()
+        if not isinstance(passes, Budget):
+            at = list(map(name_of_pass, passes)).index(_BY_COSTS)
+            early, self._late = passes[:at], passes[at:]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")  # fx has them as nodes
-            self.early = run_passes(trace(self._symbols, shapes), passes[:at])
-        self._templates: dict[int, tuple[Template, Callable[[Sequence[int]], Any]]] = {}
+            self.early = run_passes(trace(self._symbols, shapes), early)
+        self._templates: list[tuple[Template, Callable[[Sequence[int]], Any]]] = []
 
     def find_sizes(self, signature: Signature) -> list[int] | str:
         """The open sizes of a call. Where the program does not fit the call, the reason."""
@@ -127,14 +136,30 @@ class General:
         return self._find_template(sizes)[1](sizes)
 
     def _find_template(self, sizes: Sequence[int]) -> tuple[Template, Callable[[Sequence[int]], Any]]:
-        key = prod(sizes).bit_length() // 2
-        if key not in self._templates:
-            early = replace(self.early, open=Open(self._symbols, tuple(sizes)))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
+        for template, finish in self._templates:
+            if self._serves(template, sizes):
+                return template, finish
+        early = replace(self.early, open=Open(self._symbols, tuple(sizes)))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
+            if isinstance(self._late, Budget):
+                found = find_plan(Template(early).fill(sizes), self._late)
+                template = Template(follow_plan(early, self._late, found.plan))
+            else:
                 template = Template(run_passes(early, self._late))
-                self._templates[key] = template, self._finish(template)
-        return self._templates[key]
+            self._templates.insert(0, (template, self._finish(template)))
+        return self._templates[0]
+
+    def _serves(self, template: Template, sizes: Sequence[int]) -> bool:
+        """Whether a template that was scheduled for other sizes is one for these, too."""
+        reference = template.reference
+        if tuple(sizes) == reference:
+            return True
+        count, known = prod(sizes), prod(reference)
+        if not isinstance(self._late, Budget):
+            return max(count, known) <= NEAR * min(count, known)
+        is_near = known <= SMALLER * count and count <= NEAR * known
+        return is_near and template.fill(sizes).memory().peak <= self._late.limit
 
 
 def _find_size(signature: Signature, place: Place) -> int:
@@ -173,7 +198,7 @@ class Generals:
         signature: Signature,
         known: Sequence[tuple[Signature, Program]],
         trace: Trace,
-        passes: Sequence[Pass],
+        passes: Sequence[Pass] | Budget,
         finish: Finish,
         watch: Callable[[Program], list[Watch]],
     ) -> tuple[Any, list[Watch]] | None:
@@ -183,7 +208,8 @@ class Generals:
         `known` are programs that were traced at other signatures. Where one of them differs in sizes only, and no
         general program fits it, a new one is traced: `watch` returns what that depends on.
         """
-        if any(map(is_foreign, passes)) or _BY_COSTS not in map(name_of_pass, passes):
+        own = passes.passes() if isinstance(passes, Budget) else passes
+        if any(map(is_foreign, own)) or _BY_COSTS not in map(name_of_pass, own):
             return None  # passes of others may do anything with sizes
         finished = self._finish(signature)
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]

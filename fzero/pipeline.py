@@ -18,7 +18,7 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.base.symbols import Symbols
-from fzero.budget.fit import Budget, fit
+from fzero.budget.fit import Budget, find_plan
 from fzero.general import Generals
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
@@ -121,7 +121,7 @@ class Pipeline(Generic[T]):
             traced, rolled = self._trace(args)
             with disable_autocast():
                 if isinstance(self.passes, Budget):
-                    return fit(traced, self.passes)
+                    return find_plan(traced, self.passes).program
                 resolved = resolve(replace(rolled, is_spare=True))
                 return run_passes(replace(resolved, is_spare=True), self.passes)
 
@@ -181,8 +181,6 @@ class Pipeline(Generic[T]):
     def _generalize(self, signature: Signature, leaves: list[Any]) -> tuple[T, list[Watch]] | None:
         """A finished program for this signature that needs no trace of its own, with what it depends on. None without
         one."""
-        if isinstance(self.passes, Budget):
-            return None
         known = [(x.signature, x.program) for x in self._cache if x.program is not None]
         trace_open = partial(self._trace_open, signature, tree.unflatten(signature[1], leaves))
         with pause_garbage_collection(), disable_autocast():
@@ -196,7 +194,8 @@ class Pipeline(Generic[T]):
         self, signature: Signature, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, Sequence[Any]]
     ) -> Program:
         _log.info("%s is traced with open sizes: %s", self._name, _explain(self._cache, signature, False))
-        return resolve(self._trace(args, symbols, shapes)[1])
+        traced, rolled = self._trace(args, symbols, shapes)
+        return traced if isinstance(self.passes, Budget) else resolve(rolled)
 
     def _sign(self, leaf: Any) -> Any:
         """The properties of a leaf on which the program depends. Where a budget decides where state lies, it does not

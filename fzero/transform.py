@@ -316,8 +316,7 @@ def _link_open(on: Live, mode: Mode, template: Template) -> Callable[[Sequence[i
     """A function of sizes that returns the linked program of these. None where each has to be linked by itself."""
     if mode or has_foreign(template.program):
         return None
-    assert template.program.open is not None
-    like = template.fill(template.program.open.reference)
+    like = template.fill(template.reference)
     run_at, returned, donated = link_open(template, on), Returned(like, on), _find_updates(like)
     lines = _Lines(like, _list_settings(mode))
 

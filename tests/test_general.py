@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fzero
+from fzero import general
 from fzero.base import tree
 from fzero.base.reachable import walk
+from fzero.budget.fit import find_plan
 from fzero.general import General
 from fzero.passes import defaults, resolve, run_passes
 from fzero.passes.run import name_of_pass
@@ -106,8 +108,8 @@ def program_of(step: Any, *args: Any) -> Program:
 
 
 def find_general(step: Any) -> General:
-    (general,) = step._pipeline._generals._found
-    return general
+    (found,) = step._pipeline._generals._found
+    return found
 
 
 def full(value: Any) -> list[Tensor]:
@@ -121,29 +123,47 @@ def test_a_program_of_open_sizes_is_the_program_that_is_traced_at_each_size(stag
     params, state, fn = make()
     step = fzero.simulate(fn, MESH, stage=stage)
     shapes = [(4, 7), (6, 9), (10, 13), (4, 18), (6, 31), (8, 3)]
-    wrong, seen = [], set[int]()
+    wrong = list[str]()
     for shape in shapes:
         got = program_of(step, params, state, tokens(shape))
         if shape in shapes[:2]:
             continue
-        general = find_general(step)
+        found = find_general(step)
         sizes, late = (
             [shape[0] // 2, shape[1]],
-            defaults(stage=stage)[len(defaults(stage=stage)) - len(general._late) :],
+            defaults(stage=stage)[len(defaults(stage=stage)) - len(found._late) :],
         )
         assert name_of_pass(late[0]) == "split"
         traced = resolve(trace(fn, (params, state, tokens(shape).chunk(2)[0]), MESH))
         early = run_passes(traced, defaults(stage=stage)[: -len(late)])
-        filled = Template(replace(general.early, open=Open(general._symbols, tuple(sizes)))).fill(sizes)
+        filled = Template(replace(found.early, open=Open(found._symbols, tuple(sizes)))).fill(sizes)
         wrong += [f"{shape}: {difference}" for difference in [find_difference(filled, early)] if difference]
-        bits = (sizes[0] * sizes[1]).bit_length()
-        if bits not in seen:  # the schedule is that of these sizes
+        if found._find_template(sizes)[0].reference == tuple(sizes):  # the schedule is that of these sizes
             flat = step.trace(params, state, tokens(shape))
             wrong += [f"{shape}: {difference}" for difference in [find_difference(got, flat)] if difference]
             wrong += [] if got.memory() == flat.memory() and str(got) == str(flat) else [f"{shape}: memory, listing"]
             wrong += [] if got.comm() == flat.comm() and str(got.timeline()) == str(flat.timeline()) else [str(shape)]
-        seen.add(bits)
     assert not wrong
+
+
+def test_a_budget_holds_at_each_length_and_few_lengths_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, state, fn = make()
+    free = fzero.simulate(fn.fn, MESH, donate=False)
+    limit = free.trace(params, state, tokens((4, 31))).memory().peak - 5000
+    searches = list[Program]()
+    monkeypatch.setattr(
+        general, "find_plan", lambda traced, budget: searches.append(traced) or find_plan(traced, budget)
+    )
+    step = fzero.simulate(fn, MESH, donate=False, memory=limit)
+    for length in (31, 28, 30, 29, 27, 14, 15, 31, 13, 26):
+        expected, got = free(params, state, tokens((4, length))), step(params, state, tokens((4, length)))
+        assert all(map(torch.equal, full(got), full(expected))), length
+        program = program_of(step, params, state, tokens((4, length)))
+        assert program.memory().peak <= limit and "memory: " in "".join(program.remarks)
+        assert ("chosen at another size" in program.remarks[0]) == (length not in (31, 14)), length
+    assert fn.count == 2 and len(searches) == 2
+    with pytest.raises(fzero.FzeroError, match="the least peak of .* is "):
+        step(params, state, tokens((4, 400)))
 
 
 def test_results_are_those_of_a_step_that_is_traced_at_each_length_and_it_is_traced_twice() -> None:
@@ -274,27 +294,29 @@ def run_lengths(name: str) -> Iterator[str]:
                 yield f"{name} at {rows} x {length}: {what}"
 
 
-def train_on_ranks(mesh: Any) -> tuple[list[float], int]:
+def train_on_ranks(mesh: Any, memory: int | None = None) -> tuple[list[float], int]:
     """The losses of a step on rows of this rank, which lie in one batch of all ranks, and how often it was traced."""
     torch.manual_seed(0)
     params, fn = lm_step(Model())
     params, fn = fzero.partition(params, mesh), Traced(fn)
-    step, state, losses = fzero.shard(fn, mesh), SGD.init(params), list[float]()
+    step, state, losses = fzero.shard(fn, mesh, memory=memory), SGD.init(params), list[float]()
     for shape in SHAPES:
         params, state, loss = step(params, state, tokens(shape).chunk(2)[mesh.get_rank()])
         losses.append(loss.item())
     return losses, fn.count
 
 
-def test_ranks_bind_the_same_sizes() -> None:
-    (first, count), (second, other) = run(2, train_on_ranks)
+def test_ranks_bind_the_same_sizes_with_a_stage_and_with_a_budget() -> None:
     params, state, fn = make()
-    step, expected = fzero.simulate(fn.fn, MESH, max_programs=1), list[float]()
+    step, expected, peaks = fzero.simulate(fn.fn, MESH, max_programs=1), list[float](), list[int]()
     for shape in SHAPES:
+        peaks.append(step.trace(params, state, tokens(shape)).memory().peak)
         params, state, loss = step(params, state, tokens(shape))
         expected.append(loss.item())
-    assert count == other == 2
-    assert first == second == pytest.approx(expected, rel=1e-6)
+    for memory in (None, max(peaks) - 5000):
+        (first, count), (second, other) = run(2, train_on_ranks, memory)
+        assert count == other == 2
+        assert first == second == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_step_may_reach_a_step_with_open_sizes() -> None:

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fzero.base.symbols import Symbol, Symbols
+from fzero.base.torch_private_symbols import make_environment
 
 LIMIT = 50_000
 """The most objects that one walk visits, the nearest ones first. A walk of so many takes about 0.1 seconds."""
@@ -49,6 +50,9 @@ _LIBRARIES |= {
 _OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"}) | {"sympy"}
 """Modules of Python whose objects (loggers, locks, signatures, dataclass fields) hold nothing of the user's, and the
 library with which torch computes open sizes: it loads its modules while a step is traced."""
+
+_OF_OPEN_SIZES = frozenset({Symbols.__module__, make_environment.__module__})
+"""Modules of fzero whose objects compute open sizes."""
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, fx.Graph, *Symbol,
                ModuleType, CodeType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType,
@@ -115,7 +119,7 @@ def _is_of_no_one(value: Any) -> bool:
 def _is_class_of_no_one(cls: type) -> bool:
     if issubclass(cls, weakref.ref):
         return False
-    is_symbolic = cls.__module__ == Symbols.__module__  # of open sizes
+    is_symbolic = cls.__module__ in _OF_OPEN_SIZES
     return is_symbolic or issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _OF_NO_ONE
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero.base.torch_private_functions import compile_expressions, make_source
+from fzero.base.torch_private_symbols import compile_expressions, make_environment, make_source, remember_results
 
 LEAST, MOST = 2, 2**30
 """The range of an open size. torch broadcasts a size of 1, and 0 leaves nothing: each has programs of its own."""
@@ -24,27 +24,13 @@ def is_open(x: Any) -> bool:
     return isinstance(x, Symbol)
 
 
-def _make_environment(lines: list[str], find_line: Callable[[], str]) -> Any:
-    """An environment of torch for symbols. It adds the user's line of each condition to `lines`."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # and with it sympy, which takes half a second
-
-    class Environment(ShapeEnv):
-        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().evaluate_expr(*args, **kwargs)
-            lines.extend([find_line()] * (len(self.guards) - len(lines)))
-            return result
-
-    # Equal examples are equal by chance, and what depends on elements has a size that no symbol says.
-    return Environment(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-
-
 class Symbols:
     """The open sizes of a trace, in the order in which they were opened. `find_line` returns the user's line that is
     running."""
 
     def __init__(self, find_line: Callable[[], str] = lambda: "") -> None:
         self._lines: list[str] = []
-        self.env = _make_environment(self._lines, find_line)
+        self.env = make_environment(self._lines, find_line)
         self.examples: list[int] = []
         self._symbols: list[Any] = []
         self._count = -1
@@ -57,6 +43,7 @@ class Symbols:
         source = make_source(f"size {len(self._symbols)}")
         symbol = self.env.create_symbol(example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         size: Any = self.env.create_symintnode(symbol, hint=example, source=source)
+        remember_results(size)
         constrain_range(size, min=LEAST, max=MOST)
         self._symbols.append(symbol)
         self.examples.append(example)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -227,24 +226,6 @@ def list_vectors(module: nn.Module) -> list[str]:
     hooks = module._forward_pre_hooks.values()
     names = [hook.name for hook in hooks if isinstance(hook, _OLD_SPECTRAL_NORM)]
     return [f"{name}_{vector}" for name in names for vector in "uv"]
-
-
-def make_source(name: str) -> Any:
-    """A name for a symbol of a `ShapeEnv`. Public replacement: `ShapeEnv.create_symbol` that takes a text."""
-    import torch._dynamo.source  # which make_fx imports at its first trace
-
-    return torch._dynamo.source.ConstantSource(name)
-
-
-def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
-    """A function of the values of sympy symbols that returns those of expressions of a `ShapeEnv`, as Python computes
-    them. Public replacement: `sympy.lambdify` that knows the functions of torch's symbolic sizes."""
-    import torch.utils._sympy.printers  # and with it sympy, which takes half a second
-
-    printer = torch.utils._sympy.printers.PythonPrinter()
-    names = ", ".join(map(str, symbols))
-    code = ", ".join(f"({printer.doprint(expression)})" for expression in expressions)
-    return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})
 
 
 class _Calls(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,8 +47,20 @@ class Budget(NamedTuple):
     to: Placement | None = None
 
 
-def fit(traced: Program, budget: Budget) -> Program:
-    """The fastest program of a trace whose peak, arguments included, is within a budget on every rank.
+class Plan(NamedTuple):
+    """What a budget chose for a trace: the buckets that stay gathered, the segments that compute values again or move
+    them, the bytes that collectives have to start ahead, where arguments lie, and lines that say so. Segments and
+    arguments are numbers, so a plan is one of every trace with the same nodes."""
+
+    keep: frozenset[str]
+    again: Again
+    ahead: int | None
+    places: Mapping[int, Placement | None]
+    remarks: tuple[str, ...] = ()
+
+
+def find_plan(traced: Program, budget: Budget) -> Found:
+    """The plan of the fastest program of a trace whose peak, arguments included, is within a budget on every rank.
 
     It chooses from the program that keeps all saved values, gathers every bucket again and has all state on the device:
     which buckets stay gathered, which saved values are computed again or, where `to` is the host, move there and back,
@@ -64,7 +76,19 @@ def fit(traced: Program, budget: Budget) -> Program:
     if found is None:
         space = Space(traced, programs, None, budget.to, resident) if budget.to else resident
         found = find_fastest(space, budget.limit)
-    return programs.check(found.program, found.keep)
+    return found._replace(program=_finish(programs, found.program, found.plan))
+
+
+def follow_plan(traced: Program, budget: Budget, plan: Plan) -> Program:
+    """The program of a trace by a plan, whose peak may be another one than that of the trace that it was made for."""
+    programs = Programs(budget.passes, traced)
+    program = programs(plan.again, keep=plan.keep, ahead=plan.ahead, places=plan.places)
+    return _finish(programs, program, plan)
+
+
+def _finish(programs: Programs, program: Program, plan: Plan) -> Program:
+    """A program of these, verified and with the lines that say what was chosen."""
+    return programs.check(replace(program, remarks=(*program.remarks, *plan.remarks)), plan.keep)
 
 
 def find_fastest(space: Space, limit: int) -> Found:
@@ -103,11 +127,11 @@ def _refuse(least: Program, limit: int, other_way: str) -> FzeroError:
 
 
 class Found(NamedTuple):
-    """A program within a limit, the buckets that it keeps, and the estimate of the seconds that it takes because state
-    lies elsewhere."""
+    """A program within a limit, its plan, and the estimate of the seconds that it takes because state lies
+    elsewhere."""
 
     program: Program
-    keep: frozenset[str]
+    plan: Plan
     elsewhere: float
 
     @property
@@ -307,12 +331,13 @@ class Space:
         return None
 
     def _tell(self, point: Point, program: Program, peak: int, limit: int, ahead: int | None = None) -> Found:
-        """The program of a point, with remarks that say what was chosen."""
+        """The program of a point, with its plan."""
         ahead = self.ahead if ahead is None else ahead
+        keep, again, away = self.pick(point)
         lines = self._explain(point, peak, limit)
         room = () if ahead is None else (f"  collectives have {format_size(ahead)} to start ahead of their use",)
-        program = replace(program, remarks=(*program.remarks, *lines, *room))
-        return Found(program, self.pick(point).keep, self._count_elsewhere(point))
+        plan = Plan(keep, again, ahead, self.movable.places(away), (*lines, *room))
+        return Found(program, plan, self._count_elsewhere(point))
 
     def _explain(self, point: Point, peak: int, limit: int) -> Iterator[str]:
         """Lines that say what was chosen, and what more bytes would buy."""

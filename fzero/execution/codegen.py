@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -52,27 +52,21 @@ def link_open(template: Template, on: Live) -> Callable[[Sequence[int]], Runner]
     linked = _generate(template.program, on, is_held=False, template=template)
 
     def at(sizes: Sequence[int]) -> Runner:
-        find_program = cache(lambda: template.fill(sizes))
-        return _with_seed(template.program, _run_open(linked, template, on, template.evaluate(sizes), find_program))
+        return _with_seed(template.program, _run_open(linked, template, on, template.evaluate(sizes)))
 
     return at
 
 
 def _run_open(
-    linked: _Linked, template: Template, on: Live, numbers: Sequence[Any], find_program: Callable[[], Program]
+    linked: _Linked, template: Template, on: Live, numbers: Sequence[Any]
 ) -> Callable[[int | None, list[Tensor]], list[Tensor]]:
-    """`_make_run` for a template that is filled with numbers: with them it is what `find_program` returns."""
-
-    def find_node(node: Node) -> Node:
-        return next(each for each in find_program().graph.nodes if each.name == node.name)
-
+    """`_make_run` for a template that is filled with numbers."""
     calls = dict(linked.calls)
     for name, node in linked.bound.items():
         if template.is_open(node):
-            calls[name] = bind(find_program(), find_node(node), on)
+            calls[name] = bind(template.program, template.fill_node(node, numbers), on)
     for name, (node, inside) in linked.loops.items():
-        find_body = partial(lambda node: cast(Program, body_of(find_node(node))), node)
-        run = _run_open(inside, template.bodies[node], on, numbers, find_body)
+        run = _run_open(inside, template.bodies[node], on, numbers)
         calls[name] = Call(_link_turns(node, run, inside.begun), name, False, False)
     return _make_run(linked._replace(calls=calls), on, {}, numbers)
 

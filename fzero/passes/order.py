@@ -298,12 +298,12 @@ def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
 def list_uses(program: Program, origin: Mapping[Node, Node]) -> Iterator[tuple[Node, dict[Node, int]]]:
     """Each node that uses gathered leaves, with the all-gathers that these come from (`find_origins`), and for each the
     number of the run of uses of its layer. A run ends where a node uses other layers only. A layer has a bucket for
-    each dtype."""
+    each dtype. A wait for a copy to the host uses nothing: it holds what is copied."""
     position = 0
     last, runs = dict[str, int](), Counter[str]()  # of a layer: the position of its last use, and its runs so far
     for node in program.graph.nodes:
         used = {origin[source] for source in node.all_input_nodes if source in origin}
-        if used and node not in origin:
+        if used and node not in origin and not record(node).arrives:
             position += 1
             layers = {start: layer_of(program.layout_of(start).bucket) for start in used}
             for layer in set(layers.values()):

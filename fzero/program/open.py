@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ class Open(NamedTuple):
 
     symbols: Symbols
     reference: tuple[int, ...]
+
+
+_Memory = dict[int, torch.UntypedStorage]
+"""The memory of fake values, by the keys of those that they stand for."""
 
 
 class _Number(int):
@@ -72,6 +77,7 @@ class Template:
         self._results = _map_numbers(tuple(result.constant for result in program.results), self._number)
         if numbers is None:
             assert program.open is not None
+            self.reference = program.open.reference
             self.evaluate = program.open.symbols.evaluator([number for _, number in self._numbers.values()])
 
     def is_open(self, node: Node) -> bool:
@@ -80,23 +86,41 @@ class Template:
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes, which fulfil the conditions of the symbols."""
-        return self._fill(self.evaluate(sizes), {})
+        filled = self._fill(self.evaluate(sizes), _Memory())
+        if not filled.remarks or tuple(sizes) == self.reference:
+            return filled
+        chosen_for = f"chosen at another size, {list(self.reference)} where this is {list(sizes)}:"
+        return replace(filled, remarks=(chosen_for, *filled.remarks))
 
-    def _fill(self, numbers: Sequence[Any], memory: dict[int, torch.UntypedStorage]) -> Program:
-        find = numbers.__getitem__
-
-        def fill_node(node: Node, given: Any) -> Any:
-            args, kwargs, meta = given
-            if node in self.arguments:
-                args, kwargs = fill_numbers(self.arguments[node], find)
-            if node in self.bodies:
-                args = (self.bodies[node]._fill(numbers, memory), *args[1:])
-            if node in self._values:
-                meta = {**meta, "val": _make_value(self._values[node], find, memory)}
-            return args, kwargs, meta
-
-        graph = copy_graph(self.program.graph, fill_node)
+    def _fill(self, numbers: Sequence[Any], memory: _Memory) -> Program:
+        graph = copy_graph(self.program.graph, partial(self._fill_node, numbers, memory))
         return replace(self.program, graph=graph, results=self._fill_results(numbers), open=None)
+
+    def _fill_node(self, numbers: Sequence[Any], memory: _Memory, node: Node, given: Any) -> Any:
+        args, kwargs, meta = given
+        if node in self.arguments:
+            args, kwargs = fill_numbers(self.arguments[node], numbers.__getitem__)
+        if node in self.bodies:
+            args = (self.bodies[node]._fill(numbers, memory), *args[1:])
+        if node in self._values:
+            meta = {**meta, "val": _make_value(self._values[node], numbers.__getitem__, memory)}
+        return args, kwargs, meta
+
+    def fill_node(self, node: Node, numbers: Sequence[Any]) -> Node:
+        """A node of the program of these numbers, in a graph of its operands, itself and its users: all that an
+        operation is bound by."""
+        graph, copies, memory = fx.Graph(), dict[Node, Node](), _Memory()
+        whole = dict.fromkeys((*node.all_input_nodes, node, *node.users))
+        around = dict.fromkeys(x for each in whole for x in (*each.all_input_nodes, each))
+        for each in sorted(around):
+            args, kwargs, meta = self._fill_node(numbers, memory, each, (each.args, each.kwargs, each.meta))
+            if each in whole:
+                args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
+                copies[each] = graph.create_node(each.op, each.target, args, kwargs, each.name)
+            else:
+                copies[each] = graph.placeholder(each.name)
+            copies[each].meta.update(meta)
+        return copies[node]
 
     def fill_results(self, sizes: Sequence[int]) -> tuple[Result, ...]:
         """The results of the program of these sizes, whose constants may be computed from sizes."""
@@ -135,7 +159,7 @@ def fill_numbers(given: Any, find: Callable[[int], Any]) -> Any:
     return _map_leaves(given, lambda x: find(x) if type(x) is _Number else x)
 
 
-def _make_value(form: Any, find: Callable[[int], Any], memory: dict[int, torch.UntypedStorage]) -> Any:
+def _make_value(form: Any, find: Callable[[int], Any], memory: _Memory) -> Any:
     """The fake value of a form. Values of one memory lie in one memory again."""
     if not isinstance(form, _Form):
         return type(form)(_make_value(x, find, memory) for x in form) if isinstance(form, (list, tuple)) else form

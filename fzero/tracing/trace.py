@@ -42,6 +42,7 @@ from fzero.tracing.kinds import Kinds
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.numbers import inline_numbers
+from fzero.tracing.progress import Progress
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
@@ -222,7 +223,8 @@ class _Trace:
             traced.inline_numbers()
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
-        with TraceMode(checks, Repeats(traced, self.fake_mode)) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
+        repeats, progress = Repeats(traced, self.fake_mode), Progress(getattr(self.fn, "__name__", "step"))
+        with TraceMode(checks, repeats, progress) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
             returned = self.fn(*given)
             caches.check(self.fn, returned)
             returned = take_state(before, returned, kinds)

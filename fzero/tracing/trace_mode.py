@@ -22,6 +22,7 @@ from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
+from fzero.tracing.progress import Progress
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
@@ -51,9 +52,9 @@ class TraceMode(TorchDispatchMode):
 
     supports_higher_order_operators = True  # torch asks this mode about them, and it refuses them
 
-    def __init__(self, checks: Checks, repeats: Repeats) -> None:
+    def __init__(self, checks: Checks, repeats: Repeats, progress: Progress) -> None:
         super().__init__()
-        self._checks, self._repeats = checks, repeats
+        self._checks, self._repeats, self._progress = checks, repeats, progress
         self.read: list[Tensor] = []
 
     def __enter__(self) -> TraceMode:
@@ -71,6 +72,7 @@ class TraceMode(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             raise refuse(func.__name__)
         line, kwargs = current_user_line(), kwargs or {}
+        self._progress.count(line)
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())
         call = self._repeats.sign(func, args, kwargs)

@@ -40,6 +40,12 @@ def test_most_random_steps_are_not_refused() -> None:
     assert sum(ran(seed).verdict.outcome == "equal" for seed in SEEDS) > 16
 
 
+@pytest.mark.parametrize("seed", [1202851, 1203071, 1206026])
+def test_a_wait_for_a_copy_to_the_host_is_no_use_of_a_layer(seed: int) -> None:
+    """State on the host: prefetch puts such waits between the uses of other layers, and verify refused that."""
+    assert ran(seed).verdict.outcome == "equal", ran(seed).verdict
+
+
 def test_a_seed_has_one_source() -> None:
     assert draw(7).source() == draw(7).source() != draw(8).source()
 

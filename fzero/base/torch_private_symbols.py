@@ -1,0 +1,117 @@
+"""Private names of torch about symbolic sizes, each behind a small function, as in `torch_private`. What is imported in
+functions brings sympy with it, which takes half a second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+_REMEMBERED = ("_add", "_sub", "_mul", "_mod", "_int_floordiv", "_eq", "_ne", "_lt", "_le", "_gt", "_ge", "_sym_max")
+
+
+@cache
+def _find_environment() -> type:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
+
+    nowhere = SLoc(None, None)
+
+    class Environment(ShapeEnv):
+        known: dict[Any, Any]
+        lines: list[str]
+        find_line: Callable[[], str]
+
+        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().evaluate_expr(*args, **kwargs)
+            self.lines.extend([self.find_line()] * (len(self.guards) - len(self.lines)))
+            return result
+
+        def _get_stack_summary(self, *args: Any, **kwargs: Any) -> Any:
+            return nowhere, ""  # torch's own reads the stack, and imports 370 modules to see which frames are its own
+
+    return Environment
+
+
+def make_environment(lines: list[str], find_line: Callable[[], str]) -> Any:
+    """An environment of torch for symbols. It adds the user's line of each condition to `lines`. Public replacement:
+    none; a public `ShapeEnv`."""
+    # equal examples are equal by chance, and what depends on elements has a size that no symbol says
+    made = _find_environment()(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    made.known, made.lines, made.find_line = {}, lines, find_line
+    return made
+
+
+def make_source(name: str) -> Any:
+    """A name for a symbol of a `ShapeEnv`. Public replacement: `ShapeEnv.create_symbol` that takes a text."""
+    import torch._dynamo.source  # which make_fx imports at its first trace
+
+    return torch._dynamo.source.ConstantSource(name)
+
+
+def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
+    """A function of the values of sympy symbols that returns those of expressions of a `ShapeEnv`, as Python computes
+    them. Public replacement: `sympy.lambdify` that knows the functions of torch's symbolic sizes."""
+    import torch.utils._sympy.printers
+
+    printer = torch.utils._sympy.printers.PythonPrinter()
+    names = ", ".join(map(str, symbols))
+    code = ", ".join(f"({printer.doprint(expression)})" for expression in expressions)
+    return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})
+
+
+@cache
+def _make_remembering() -> type:
+    from torch.fx.experimental.sym_node import SymNode
+
+    def remember(name: str) -> Callable[[Any, Any], Any]:
+        compute = getattr(SymNode, name)
+
+        def call(self: Any, other: Any) -> Any:
+            env = self.shape_env
+            key = name, self._expr, self.pytype, other._expr, other.pytype, env._replacements_version_counter
+            if key not in env.known:
+                env.known[key] = remembering(compute(self, other))
+            return env.known[key]
+
+        return call
+
+    class Remembering(SymNode):
+        _expr_ver: int
+        _expr_cache: Any
+
+        @property
+        def expr(self) -> Any:
+            version = self.shape_env._replacements_version_counter
+            if version != self._expr_ver:
+                self._expr_ver, self._expr_cache = version, super().expr
+            return self._expr_cache
+
+        def maybe_as_int(self) -> int | None:
+            key = "int", self.expr
+            if key not in self.shape_env.known:
+                self.shape_env.known[key] = super().maybe_as_int()
+            return self.shape_env.known[key]
+
+        def wrap_int(self, num: int) -> Any:
+            if num not in self.shape_env.known:
+                self.shape_env.known[num] = remembering(super().wrap_int(num))
+            return self.shape_env.known[num]
+
+    def remembering(number: Any) -> Any:
+        if type(number) is SymNode:
+            number.__class__ = Remembering
+        return number
+
+    for name in _REMEMBERED:
+        setattr(Remembering, name, remember(name))
+    return Remembering
+
+
+def remember_results(size: torch.SymInt) -> None:
+    """Let torch compute each sum, product and comparison of a symbolic size and of what comes of it once: a trace asks
+    for the same ones for each layer. `known` of its `ShapeEnv` is the dict of what was computed. Public replacement:
+    none; a faster `torch.SymInt`."""
+    size.node.__class__ = _make_remembering()

@@ -1,0 +1,45 @@
+"""A trace that takes long says how far it is."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.tracing import trace
+from fzero.tracing.progress import Progress
+
+
+def test_the_logger_says_how_far_a_trace_is_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = map(float, count())
+    progress = Progress("train", lambda: next(seconds))
+    with caplog.at_level(logging.INFO, "fzero"):
+        for i in range(20):
+            progress.count(f"line {i}")
+    assert [record.message for record in caplog.records] == [
+        f"train: {n} s of tracing, {n} operations, now at line {n - 1}" for n in (2, 4, 8, 16)
+    ]
+
+
+def test_a_trace_counts_its_operations(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = map(float, count())
+    monkeypatch.setattr(trace, "Progress", lambda name: Progress(name, lambda: next(seconds)))
+    mesh = fzero.VirtualMesh(fsdp=2)
+    weight = fzero.partition({"w": torch.ones(4, 4)}, mesh)["w"]
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = (x @ w).tanh()
+        return x.sum()
+
+    with caplog.at_level(logging.INFO, "fzero"):
+        fzero.simulate(step, mesh).trace(weight, torch.ones(2, 4))
+    messages = [record.message for record in caplog.records]
+    assert [each.partition(", now at ")[0] for each in messages][:2] == [
+        f"step: {n} s of tracing, {n} operations" for n in (2, 4)
+    ]
+    assert all(each.endswith("in step: x = (x @ w).tanh()") for each in messages[:2])
