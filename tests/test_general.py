@@ -190,6 +190,33 @@ def test_a_branch_by_length_is_a_condition(caplog: pytest.LogCaptureFixture) -> 
     assert fn.count <= 7  # two of each side, and with open sizes
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear without bias": lambda x, w: F.linear(x, w),
+    "linear of a view": lambda x, w: F.linear(x[:, 1:], w),
+    "linear of a view, with a bias": lambda x, w: F.linear(x[:, 1:], w, w[0]),
+    "@": lambda x, w: x @ w,
+    "@ of a view": lambda x, w: x[:, 1:] @ w.T,
+    "matmul": lambda x, w: torch.matmul(x, w),
+}
+
+
+def test_products_are_traced_twice_for_all_lengths() -> None:
+    """In front of their kernels torch 2.11 asks for the values of sizes."""
+    torch.manual_seed(0)
+    failed, weights = list[str](), torch.randn(4, 4, dtype=torch.float64)
+    batches = [torch.randn(6, n, 4, dtype=torch.float64) for n in (5, 6, 9, 12)]
+    for name, product in PRODUCTS.items():
+        fn = Traced(fzero.value_and_grad(lambda p, x, product=product: product(x, p["w"]).square().mean()))
+        step, params = fzero.simulate(fn, MESH), fzero.partition({"w": weights}, MESH)
+        for x in batches:
+            loss, grads = step(params, x)
+            value, expected = fn.fn({"w": weights}, x)
+            same = torch.allclose(loss.mean(), value) and torch.allclose(fzero.unpartition(grads)["w"], expected["w"])
+            failed += [] if same else [f"{name}: {list(x.shape)}"]
+        failed += [] if fn.count == 2 else [f"{name}: {fn.count} traces"]
+    assert not failed, "\n".join(failed)
+
+
 def test_sizes_that_meet_a_constant_of_the_model() -> None:
     """Lengths of 1 and 2, of the width of the model, of the number of rows; rows of one example."""
     params, state, fn = make()

@@ -49,9 +49,8 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
     """In a block, `Function.apply` under torch.func is `call(function, *args, **kwargs)`, also without `setup_context`;
     in an operation's kernel for one transform, autograd applies the class `adapt(function)`.
 
-    `apply` refuses such a class before it asks any mode, and users keep `apply = F.apply`. So two names that `apply`
-    looks up are replaced, and not the method, where torch's `apply` is Python code. The last block of all threads
-    restores them; all blocks are alike.
+    `apply` refuses such a class before it asks any mode, and users keep `apply = F.apply`. So names that `apply` looks
+    up are replaced, and not the method. The last block of all threads restores them; all blocks are alike.
     Public replacement: none is needed once torch.func takes a Function without `setup_context`.
     """
 
@@ -59,43 +58,84 @@ def replace_custom_call(call: Callable[..., Any], adapt: Callable[[Any], Any]) -
         if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode):
             return call(function, *args, **kwargs)
         with torch._functorch.utils.enable_single_level_autograd_function():
-            return super(torch.autograd.Function, adapt(function)).apply(*args, **kwargs)
+            return _apply_once(adapt(function), args, kwargs)
 
-    module: Any = torch.autograd.function
-    names: dict[str, Any] = {
-        "custom_function_call": call_or_apply,
-        "_is_setup_context_defined": lambda method: _is_separate(method) or _NotYet(),
-    }
     with _blocks_lock:
         _blocks.append(call)
-        vars(module).update(names)
-        if _APPLIES_IN_C:
-            module.Function.apply = classmethod(_apply)
+        _replace_names(call_or_apply)
     try:
         yield
     finally:
         with _blocks_lock:
             _blocks.pop()
             if not _blocks:
-                module.custom_function_call, module._is_setup_context_defined = custom_function_call, _is_separate
-                if _APPLIES_IN_C:
-                    module.Function.apply = _APPLY
+                _restore_names()
 
 
-_APPLY: Any = vars(torch.autograd.Function)["apply"]
-_APPLIES_IN_C = not isinstance(_APPLY, classmethod)
-"""Whether `Function.apply` is no Python code, as since torch 2.15. Then it looks up no names, and is replaced itself.
-An `apply = F.apply` that a user keeps from before is torch's, which refuses a Function without `setup_context`."""
+_module: Any = torch.autograd.function
+_APPLIES_IN_C = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+"""Whether `Function.apply` is no Python code, as since torch 2.15."""
 
 
-def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply` as Python code, as torch had it until 2.14."""
-    module: Any = torch.autograd.function
-    if not torch._C._are_functorch_transforms_active():
-        return _APPLY.__get__(None, function)(*args, **kwargs)
-    if _is_separate(function.setup_context):
-        args, kwargs = module._bind_default_args(function.forward, args, kwargs)
-    return module.custom_function_call(function, *args, **kwargs)
+def _apply_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a Function for one transform. `apply` in C refuses one without `setup_context` that derives from
+    `Function`."""
+    if _APPLIES_IN_C and not _is_separate(function.setup_context):
+        methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "vjp", "jvp")}
+        single: Any = type(function.__name__, (_module._SingleLevelFunction,), methods)
+        return single.apply(*args, **kwargs)
+    return super(torch.autograd.Function, function).apply(*args, **kwargs)
+
+
+def _replace_names(call: Callable[..., Any]) -> None:
+    _module.custom_function_call = call
+    if _APPLIES_IN_C:
+        _module._SingleLevelFunction.setup_context = _NoContext()
+        _module._bind_default_args = _bind_separate
+    else:
+        _module._is_setup_context_defined = lambda method: _is_separate(method) or _NotYet()
+
+
+def _restore_names() -> None:
+    _module.custom_function_call, _module._is_setup_context_defined = custom_function_call, _is_separate
+    if _APPLIES_IN_C:
+        _module._SingleLevelFunction.setup_context, _module._bind_default_args = _SETUP_CONTEXT, _bind
+
+
+class _NoContext:
+    """The `setup_context` of a Function without one. `apply` in C compares it with torch's own, which it remembers:
+    another method is given under torch.func, where `apply` would refuse the Function."""
+
+    def __get__(self, instance: Any, function: Any) -> Any:
+        is_outside = not torch._C._are_functorch_transforms_active()
+        if is_outside or torch._C._functorch.get_single_level_autograd_function_allowed():
+            return _SETUP_CONTEXT.__func__
+        _asked.forward = function.forward
+        return _no_context
+
+
+def _no_context(ctx: Any, inputs: Any, output: Any) -> None:
+    raise NotImplementedError  # `replace_custom_call` does not call it
+
+
+def _bind_separate(forward: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    """torch adds default values by the signature of `forward`, which has no `ctx` where there is `setup_context`."""
+    return (args, kwargs) if forward == getattr(_asked, "forward", None) else _bind(forward, args, kwargs)
+
+
+_asked = threading.local()
+_SETUP_CONTEXT: Any = vars(_module._SingleLevelFunction)["setup_context"]
+_bind: Any = getattr(_module, "_bind_default_args", None)  # of torch 2.15
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        return None
+
+
+if _APPLIES_IN_C:
+    _Plain.apply()  # torch remembers its own `setup_context` at the first call of all
 
 
 def requires_grad(tensor: Tensor) -> bool:
@@ -211,6 +251,11 @@ unflatten_linear: Callable[[Tensor, Sequence[Any]], Tensor] = _find_last_operati
 )
 """The operation with which `linear` gives three dimensions to its product: `aten._unsafe_view` in torch 2.15,
 `aten.view` in 2.13. Public replacement: none is needed once `linear` takes sizes that a trace leaves open."""
+
+
+MATMUL_READS_SIZES = torch.__version__ < "2.13"
+"""Whether `matmul` asks for the values of sizes that a trace leaves open. Public replacement: none is needed for torch
+2.13."""
 
 
 dispatch_in_python: Callable[[], AbstractContextManager[Any]] = torch._dispatch.python.enable_python_dispatcher

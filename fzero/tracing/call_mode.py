@@ -49,7 +49,7 @@ class CallMode(TorchFunctionMode):
         if name in ("numpy", "__array__"):
             problem = "numpy reads the elements of a tensor, which a trace does not have"
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
-        if name in REWRITES:
+        if name in REWRITES and "out" not in kwargs:
             return REWRITES[name](func, *args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             return higher_order.call(self._kinds, func, args, kwargs)

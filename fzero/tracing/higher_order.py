@@ -37,8 +37,10 @@ def refuse(name: str) -> FzeroError:
     return FzeroError(current_user_line(), f"a step does not have torch's higher-order operator {name}", way_out)
 
 
-def _map(function: Callable[..., Any], xs: Sequence[Any], args: Sequence[Any]) -> Any:
-    """`torch._higher_order_ops.map`."""
+def _map(function: Callable[..., Any], xs: Sequence[Any], args: Sequence[Any], mutated_arg_indices: str = "") -> Any:
+    """`torch._higher_order_ops.map`. torch 2.15 lists operands that the function writes into."""
+    if mutated_arg_indices:
+        raise FzeroError(current_user_line(), "the function of map writes into its operands", "return new tensors")
     return scan(lambda carry, rows: (carry, function(*rows, *args)), (), _gather(xs))[1]
 
 

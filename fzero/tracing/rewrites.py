@@ -6,6 +6,7 @@ Each takes the function that it stands for, and its arguments.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fzero.base.symbols import is_open
 from fzero.base.torch_private import assert_later, depth
-from fzero.base.torch_private_functions import requires_grad, unflatten_linear
+from fzero.base.torch_private_functions import MATMUL_READS_SIZES, requires_grad, unflatten_linear
 from fzero.tracing.checks import place_of_caller
 from fzero.tracing.ctc import ctc_loss
 from fzero.values.sharded import Sharded
@@ -173,14 +174,28 @@ def _attend(
 
 def _linear(func: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`. In front of its kernel torch asks for the values of open sizes of three dimensions, with a bias."""
+    if bias is None and MATMUL_READS_SIZES and any(map(is_open, x.shape)):
+        return _matmul(torch.matmul, x, weight.t())
     if x.ndim != 3 or bias is None or not any(map(is_open, x.shape)):
         return func(x, weight, bias)
     x, weight, bias = map(_gather, (x, weight, bias))
     is_flat, turned = x.is_contiguous(), weight.t()  # in the order of torch, so that nodes are those of other traces
     if not is_flat:
-        return (x @ turned).add_(bias)
+        return _matmul(torch.matmul, x, turned).add_(bias)
     flat = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
     return unflatten_linear(torch.addmm(bias, flat, turned), [x.shape[0], x.shape[1], weight.shape[0]])
+
+
+def _matmul(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """`x @ y`. torch 2.11 asks for the values of open sizes where it makes two dimensions of the first tensor."""
+    is_pair = MATMUL_READS_SIZES and len(args) == 2 and all(isinstance(x, (Tensor, Sharded)) for x in args)
+    if not is_pair or args[0].ndim < 3 or args[1].ndim != 2 or not any(map(is_open, args[0].shape)):
+        return func(*args, **kwargs)
+    x, y = map(_gather, args)
+    if not y.requires_grad and not x.is_contiguous():  # as torch decides
+        return func(x, y)
+    *rows, width = x.shape
+    return _aten._unsafe_view(x.reshape(prod(rows), width).mm(y), [*rows, y.shape[1]])
 
 
 def _dropout(
@@ -215,5 +230,6 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "tensor": _tensor,
     "as_tensor": _tensor,
     "scaled_dot_product_attention": _attend,
+    **({"matmul": _matmul} if MATMUL_READS_SIZES else {}),
 }
 """Name of a function of torch -> what is called in its place."""

@@ -47,6 +47,20 @@ class Offsets(torch.autograd.Function):
         return cotangent * len(ctx.offsets.tolist())
 
 
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return cotangent * ctx.factor, None
+
+
 straight = Straight.apply  # an alias made before the step, as torch's docs show
 
 
@@ -563,7 +577,12 @@ def test_autograd_outside_of_the_gradient_sees_the_second_derivative() -> None:
 
 def test_torch_is_as_before_after_the_last_of_two_threads() -> None:
     module: Any = torch.autograd.function
-    before = module.custom_function_call, module._is_setup_context_defined
+
+    def find_names() -> list[Any]:
+        names = "custom_function_call", "_is_setup_context_defined", "_bind_default_args"  # the last of torch 2.15
+        return [*(getattr(module, name, None) for name in names), vars(module._SingleLevelFunction)["setup_context"]]
+
+    before = find_names()
     inside, done = threading.Barrier(2), threading.Event()
 
     def differentiate() -> None:
@@ -580,6 +599,36 @@ def test_torch_is_as_before_after_the_last_of_two_threads() -> None:
         fzero.grad(lambda x: (other.start(), inside.wait(), straight(x) / 0, 1 // 0))(torch.ones(()))
     inside.wait()
     other.join()
-    assert done.is_set() and before == (module.custom_function_call, module._is_setup_context_defined)
+    assert done.is_set() and before == find_names()
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(straight)(torch.ones(()))
+
+
+def test_defaults_of_a_separate_function_beside_a_combined_one() -> None:
+    """torch adds default values by the signature of a forward without ctx."""
+
+    def loss(x: Tensor) -> Tensor:
+        return (straight(x) * Doubles.apply(straight(x))).sum()
+
+    x = torch.linspace(-2, 2, 6)
+    torch.testing.assert_close(fzero.grad(loss)(x), 2 * x.round() * 2)
+
+
+def test_other_threads_apply_as_ever_while_a_gradient_is_taken() -> None:
+    """Outside of torch.func, a combined forward gets its ctx."""
+    x, found = torch.linspace(-2, 2, 6), list[Tensor]()
+
+    def differentiate() -> None:
+        leaf = x.clone().requires_grad_()
+        straight(leaf).square().sum().backward()
+        found.append(leaf.grad)  # type: ignore[arg-type]
+
+    def loss(y: Tensor) -> Tensor:
+        other = threading.Thread(target=differentiate)
+        other.start()
+        other.join()
+        return straight(y).square().sum()
+
+    expected = 2 * x.round()
+    torch.testing.assert_close(fzero.grad(loss)(x), expected)
+    torch.testing.assert_close(found, [expected])

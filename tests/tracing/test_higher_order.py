@@ -117,6 +117,12 @@ def test_an_operator_that_runs_is_equal_to_plain_functions() -> None:
     assert not failed, "\n".join(failed)
 
 
+def test_a_map_that_writes_into_its_operands_is_refused() -> None:
+    """torch 2.15 says which operands these are."""
+    with pytest.raises(FzeroError, match="the function of map writes into its operands"):
+        RUNS["map_impl"](lambda x: (x.mul_(2),), (X,), (), mutated_arg_indices="0")
+
+
 NAMED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "cond": (lambda w, x: torch.cond(x.sum() > 0, lambda x: x @ w, lambda x: x, (x,)).sum(), "torch.where"),
     "while_loop": (
