@@ -25,6 +25,7 @@ from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
 from fzero.program.open import Open, Template, find_difference
 from fzero.program.program import Program
 from fzero.tracing.signatures import Signature
+from fzero.tracing.trace import OpenForm
 from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
 
@@ -37,35 +38,50 @@ SMALLER = 2
 _log = logging.getLogger("fzero")
 _BY_SIZES = "relieve"
 """The first of the default passes that looks at bytes or costs, which depend on sizes."""
-Trace = Callable[[Symbols, Mapping[int, Sequence[Any]]], Program]
-"""From symbols, and shapes with open sizes by the positions of leaves, to an open program."""
+Trace = Callable[[Symbols, Mapping[int, OpenForm]], Program]
+"""From symbols, and shapes and strides with open sizes by the positions of leaves, to an open program."""
 Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
 """From a template to a function of sizes: what `fzero.pipeline.Pipeline` makes of the program of these."""
 Place = tuple[int, int]
-"""A dimension: the position of a leaf among the arguments, and of the dimension in its shape."""
+"""A dimension: the position of a leaf among the arguments, and of the dimension in its shape. Behind the dimensions of
+its shape come those of its strides."""
 
 
 def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int]] | None:
-    """The dimensions of batches in which two signatures differ -> both sizes. None where anything else differs, where a
-    batch is not contiguous, and where a size is below `LEAST`."""
+    """The dimensions of batches in which two signatures differ -> both sizes. None where anything else differs, and
+    where a size is below `LEAST`. Strides that follow from sizes do not count. Where rows lie in longer ones, as in
+    `tokens[:, :-1]`, the stride from row to row does."""
     if known[:2] != new[:2]:
         return None
     found: dict[Place, tuple[int, int]] = {}
     for i, (a, b) in enumerate(zip(known[2], new[2])):
         if a == b:
             continue
-        if not (_is_dense(a) and _is_dense(b)) or a[1:3] != b[1:3] or a[4:] != b[4:] or len(a[0]) != len(b[0]):
+        if not (_is_batch(a) and _is_batch(b)) or a[1:3] != b[1:3] or a[4:] != b[4:] or len(a[0]) != len(b[0]):
             return None
-        found |= {(i, dim): pair for dim, pair in enumerate(zip(a[0], b[0])) if pair[0] != pair[1]}
+        own, own_of_new = _list_own_strides(a), _list_own_strides(b)
+        if own != own_of_new:
+            return None
+        dims = [*range(len(a[0])), *(len(a[0]) + dim for dim in own)]
+        pairs = (((i, dim), ((*a[0], *a[3])[dim], (*b[0], *b[3])[dim])) for dim in dims)
+        found |= {place: pair for place, pair in pairs if pair[0] != pair[1]}
     return found if min(map(min, found.values()), default=LEAST) >= LEAST else None
 
 
-def _is_dense(described: Any) -> bool:
-    """Whether this is the description of a contiguous tensor."""
-    if not isinstance(described, tuple) or not isinstance(described[0], torch.Size):
-        return False
+def _is_batch(described: Any) -> bool:
+    """Whether this is the description of a tensor."""
+    return isinstance(described, tuple) and isinstance(described[0], torch.Size)
+
+
+def _list_own_strides(described: Any) -> list[int]:
+    """The dimensions whose strides do not follow from the sizes and strides behind them."""
     shape, stride = described[0], described[3]
-    return all(step == prod(shape[dim + 1 :]) for dim, step in enumerate(stride))
+    return [dim for dim in range(len(shape)) if stride[dim] != _follow_stride(shape, stride, dim)]
+
+
+def _follow_stride(shape: Sequence[Any], stride: Sequence[Any], dim: int) -> Any:
+    """The stride of a dimension of which one step passes all that the next dimension has."""
+    return 1 if dim == len(shape) - 1 else shape[dim + 1] * stride[dim + 1]
 
 
 class General:
@@ -98,10 +114,7 @@ class General:
         opened: dict[Place, Any] = {}
         for sizes, places in self._places.items():
             opened |= dict.fromkeys(places, self._symbols.open(sizes[0]))
-        shapes = {
-            i: [opened.get((i, dim), size) for dim, size in enumerate(signature[2][i][0])]
-            for i in dict.fromkeys(i for i, _ in changed)
-        }
+        shapes = {i: _open_form(signature[2][i], opened, i) for i in dict.fromkeys(i for i, _ in changed)}
         self._late: Sequence[Pass] | Budget = passes
         early: Sequence[Pass] = ()
         if not isinstance(passes, Budget):
@@ -155,15 +168,32 @@ class General:
         reference = template.reference
         if tuple(sizes) == reference:
             return True
-        count, known = prod(sizes), prod(reference)
+        count, known = self._count(sizes), self._count(reference)
         if not isinstance(self._late, Budget):
             return max(count, known) <= NEAR * min(count, known)
         is_near = known <= SMALLER * count and count <= NEAR * known
         return is_near and template.fill(sizes).memory().peak <= self._late.limit
 
+    def _count(self, sizes: Sequence[int]) -> int:
+        """The product of open sizes that are no strides: a number that grows with the elements of batches."""
+        leaves = self._signature[2]
+        places = zip(sizes, self._places.values())
+        return prod(size for size, found in places if any(dim < len(leaves[i][0]) for i, dim in found))
+
 
 def _find_size(signature: Signature, place: Place) -> int:
-    return signature[2][place[0]][0][place[1]]
+    shape, _, _, stride, *_ = signature[2][place[0]]
+    return (*shape, *stride)[place[1]]
+
+
+def _open_form(described: Any, opened: Mapping[Place, Any], i: int) -> OpenForm:
+    """The shape of the leaf at `i`, and its strides, with open sizes."""
+    shape, stride, count = described[0], list(described[3]), len(described[0])
+    sizes, own = [opened.get((i, dim), size) for dim, size in enumerate(shape)], _list_own_strides(described)
+    for dim in reversed(range(count)):
+        known = stride[dim] if dim in own else _follow_stride(sizes, stride, dim)
+        stride[dim] = opened.get((i, count + dim), known)
+    return sizes, stride
 
 
 def check_general(general: General, known: Sequence[tuple[Signature, Program]]) -> None:

@@ -34,7 +34,7 @@ from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
 from fzero.tracing.signatures import Signature, describe_change, describe_changes, sign_leaf
-from fzero.tracing.trace import trace
+from fzero.tracing.trace import OpenForm, trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
 
@@ -191,7 +191,7 @@ class Pipeline(Generic[T]):
         return self._finish_open(template) or (lambda sizes: self.finish(template.fill(sizes)))
 
     def _trace_open(
-        self, signature: Signature, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, Sequence[Any]]
+        self, signature: Signature, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, OpenForm]
     ) -> Program:
         _log.info("%s is traced with open sizes: %s", self._name, _explain(self._cache, signature, False))
         traced, rolled = self._trace(args, symbols, shapes)

@@ -176,6 +176,31 @@ def test_results_are_those_of_a_step_that_is_traced_at_each_length_and_it_is_tra
     assert fn.count == 2
 
 
+def test_batches_may_be_parts_of_longer_ones() -> None:
+    """`tokens[:, :-1]` and `tokens[:, 1:]`, as in the README: rows of one tensor, which is one longer than they are."""
+    torch.manual_seed(0)
+    params, apply = fzero.lower(Model())
+    sharded = fzero.partition(params, MESH)
+
+    def step(params: Any, ids: Tensor, targets: Tensor) -> Any:
+        def loss_of(p: Any) -> Tensor:
+            return F.cross_entropy(apply(p, ids).flatten(0, 1), targets[:, 1:].flatten())
+
+        loss, grads = fzero.value_and_grad(loss_of)(params)
+        return fzero.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    fn = Traced(step)
+    simulated = fzero.simulate(fn, MESH, donate=False)
+    given = [tokens((4, length + 1)) for length in (7, 9, 18, 31, 12)]
+    batches = [(each[:, :-1], each[:, 1:]) for each in given]
+    batches += [(tokens((4, 40))[:, :length], tokens((4, 40))[:, 1 : length + 1]) for length in (8, 13, 21, 30)]
+    batches += [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in given]
+    for ids, targets in batches:
+        expected, got = step(params, ids, targets), simulated(sharded, ids, targets)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(full(got), tree.leaves(expected))), ids.shape
+    assert fn.count == 4  # of rows in longer ones, and of dense ones: a shape, and all others
+
+
 def test_a_branch_by_length_is_a_condition(caplog: pytest.LogCaptureFixture) -> None:
     params, state, fn = make(window=10)
     step = fzero.simulate(fn, MESH, donate=False)

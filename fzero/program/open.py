@@ -6,9 +6,11 @@ those of the sizes in `Open.reference`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -219,7 +221,7 @@ def find_difference(a: Program, b: Program) -> str | None:
     if constants:
         return f"constants {sorted(constants)}"
     ours, theirs = list(a.graph.nodes), list(b.graph.nodes)
-    memory = [_list_batches(program) for program in (a, b)]
+    memory = [_number_memory(program) for program in (a, b)]
     for left, right in zip(ours, theirs):
         mine, other = (_describe_node(node, seen) for node, seen in zip((left, right), memory))
         if mine != other:
@@ -227,14 +229,15 @@ def find_difference(a: Program, b: Program) -> str | None:
     return None if len(ours) == len(theirs) else f"{len(ours)} and {len(theirs)} nodes"
 
 
-def _list_batches(program: Program) -> dict[int, int]:
-    """The keys of the memory of batches, each with a number below 0."""
+def _number_memory(program: Program) -> defaultdict[int, int]:
+    """The key of memory -> a number, in the order in which they are asked for. Memory of batches has the number -1:
+    whether batches are parts of one tensor is no part of a program."""
     given = zip(program.arguments, program.placeholders)
-    batches = [storage_key(node.meta["val"]) for argument, node in given if argument.bucket is None]
-    return {key: -1 - i for i, key in enumerate(dict.fromkeys(batches))}
+    batches = {storage_key(node.meta["val"]): -1 for argument, node in given if argument.bucket is None}
+    return defaultdict(count().__next__, batches)
 
 
-def _describe_node(node: Node, memory: dict[int, int]) -> Any:
+def _describe_node(node: Node, memory: defaultdict[int, int]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: f"%{x.name}")
     body = body_of(node)
     if body is not None:
@@ -244,12 +247,12 @@ def _describe_node(node: Node, memory: dict[int, int]) -> Any:
     return node.name, node.op, target, repr(args), repr(kwargs), _describe_value(node.meta.get("val"), memory)
 
 
-def _describe_value(value: Any, memory: dict[int, int]) -> Any:
+def _describe_value(value: Any, memory: defaultdict[int, int]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_describe_value(x, memory) for x in value]
     if not isinstance(value, Tensor):
         return value
-    place = memory.setdefault(storage_key(value), len(memory))
+    place = memory[storage_key(value)]
     where = () if place < 0 else (value.storage_offset(), value.untyped_storage().nbytes())
     steps = [step for size, step in zip(value.shape, value.stride()) if size != 1]  # a step of one place leads nowhere
     return list(value.shape), steps, value.dtype, value.device, place, *where

@@ -56,6 +56,8 @@ from fzero.values.sharded import Sharded
 
 _aten = torch.ops.aten
 T = TypeVar("T")
+OpenForm = tuple[Sequence[Any], Sequence[Any]]
+"""The shape and the strides of a batch, with open sizes."""
 
 
 class Tracer:
@@ -141,13 +143,13 @@ def trace(
     args: tuple[Any, ...],
     mesh: VirtualMesh,
     symbols: Symbols | None = None,
-    shapes: Mapping[int, Sequence[Any]] | None = None,
+    shapes: Mapping[int, OpenForm] | None = None,
 ) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
     `Sharded` leaves of `args` are state. Tensors are this rank's batch. Any other leaf is a constant of the program.
 
-    With `symbols` the program is open: `shapes` has, by the position of a leaf, a shape with open sizes.
+    With `symbols` the program is open: `shapes` has, by the position of a leaf, a shape and strides with open sizes.
 
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
@@ -155,7 +157,7 @@ def trace(
     this, shapes = _Trace(fn, args, mesh, symbols), shapes or {}
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
     given = [(shapes.get(i), leaf) for i, leaf in enumerate(this.leaves) if _is_tensor(leaf)]
-    fakes = [_make_fake(leaf, this.fake_mode, shape) for shape, leaf in given]
+    fakes = [_make_fake(leaf, this.fake_mode, opened) for opened, leaf in given]
     with this.surround():
         traced = make_fx(this.run, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake
     graph = traced.graph if symbols is None else inline_numbers(traced.graph)
@@ -270,11 +272,11 @@ def _wrap(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
     return Sharded(value, leaf.form.layout, leaf.index, tracer) if isinstance(leaf, Sharded) else value
 
 
-def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode, shape: Sequence[Any] | None = None) -> Tensor:
-    """A tensor without data, of the shape that rank `RANK` holds of a leaf, or of a batch's open `shape`."""
-    if shape is not None:
+def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode, opened: OpenForm | None = None) -> Tensor:
+    """A tensor without data, of the shape that rank `RANK` holds of a leaf, or of the open shape of a batch."""
+    if opened is not None:
         with fake_mode:
-            return freeze(torch.empty(shape, dtype=leaf.dtype, device=leaf.device), leaf)
+            return freeze(torch.empty_strided(*opened, dtype=leaf.dtype, device=leaf.device), leaf)
     if not isinstance(leaf, Sharded):
         return freeze(fake_mode.from_tensor(leaf.detach(), static_shapes=True), leaf)
     layout = leaf.form.layout
