@@ -114,4 +114,5 @@ def remember_results(size: torch.SymInt) -> None:
     """Let torch compute each sum, product and comparison of a symbolic size and of what comes of it once: a trace asks
     for the same ones for each layer. `known` of its `ShapeEnv` is the dict of what was computed. Public replacement:
     none; a faster `torch.SymInt`."""
-    size.node.__class__ = _make_remembering()
+    if hasattr(size.node.shape_env, "_replacements_version_counter"):  # torch 2.11 does not count what it replaces
+        size.node.__class__ = _make_remembering()
