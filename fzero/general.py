@@ -22,6 +22,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.symbols import LEAST, Symbols
 from fzero.budget.fit import Budget, find_plan, follow_plan
 from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
+from fzero.program import ops
 from fzero.program.open import Open, Template, find_difference
 from fzero.program.program import Program
 from fzero.tracing.signatures import Signature
@@ -152,7 +153,7 @@ class General:
         for template, finish in self._templates:
             if self._serves(template, sizes):
                 return template, finish
-        early = replace(self.early, open=Open(self._symbols, tuple(sizes)))
+        early = _schedule_by(self.early, Open(self._symbols, tuple(sizes)))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
             if isinstance(self._late, Budget):
@@ -179,6 +180,11 @@ class General:
         leaves = self._signature[2]
         places = zip(sizes, self._places.values())
         return prod(size for size, found in places if any(dim < len(leaves[i][0]) for i, dim in found))
+
+
+def _schedule_by(program: Program, opened: Open) -> Program:
+    """The program, and the bodies of its loops, with these sizes for its schedule."""
+    return replace(ops.map_bodies(program, lambda body: _schedule_by(body, opened)), open=opened)
 
 
 def _find_size(signature: Signature, place: Place) -> int:
