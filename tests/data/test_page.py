@@ -45,7 +45,7 @@ def read(mesh: DeviceMesh, path: str, rounds: int) -> dict[str, Any]:
 def on_the_page(mesh: DeviceMesh, path: str) -> tuple[list[int], int, int, tuple[int, ...]]:
     names = read(mesh, path, 1)
     state, loader, step = names["state"], names["loader"], names["step"]
-    programs = [known.finished.program for known in step._pipeline._cache]
+    programs = [known.finished.find_program() for known in step._pipeline._cache]
     lengths = sorted(program.placeholders[-1].meta["val"].shape[1] for program in programs)
     again = fzero.checkpoint.load(path, state._replace(data=loader.position), mesh)
     assert tree.paths(again) == tree.paths(state._replace(data=loader.position)) and int(again.data.epoch.local) == 1
