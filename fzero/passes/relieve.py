@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from fzero.passes.order import find_mutable, find_origins, reorder
-from fzero.program.open import Template
+from fzero.program.open import fill_reference
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import alias_of, record, shares_memory
@@ -22,10 +22,10 @@ def relieve(program: Program) -> Program:
     are larger than the operands that live longer for them. Such nodes compute gradients of weights, which then find the
     memory of the gathered weights free.
 
-    Same results, bit for bit. The peak does not rise, and collectives keep their places.
+    Same results, bit for bit. Collectives keep their places. The peak does not rise; of an open program that is said of
+    the sizes by which it is scheduled.
     """
-    filled = program if program.open is None else Template(program).fill(program.open.reference)
-    order = _find_order(filled)  # as positions: decisions by open sizes would be conditions
+    order = _find_order(fill_reference(program))  # as positions: decisions by open sizes would be conditions
     if order is None:
         return program
     program = program.take()

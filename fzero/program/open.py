@@ -156,6 +156,11 @@ class Template:
         return _Form(value, shape, stride, start, storage_key(value), size)
 
 
+def fill_reference(program: Program) -> Program:
+    """The program of the sizes by which an open one is scheduled; the program itself where no size is open."""
+    return program if program.open is None else Template(program).fill(program.open.reference)
+
+
 def fill_numbers(given: Any, find: Callable[[int], Any]) -> Any:
     """Arguments of a template with the number at each position in its place."""
     return _map_leaves(given, lambda x: find(x) if type(x) is _Number else x)

@@ -28,7 +28,7 @@ from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
-from fzero.program.open import Open, Template, pair_nodes
+from fzero.program.open import Open, fill_reference, pair_nodes
 from fzero.program.operation import Node
 from fzero.program.rates import Rates, guess_rates
 from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
@@ -239,11 +239,9 @@ class Program:
 
     def costs(self) -> Costs:
         """The seconds of each node, and of the collectives that it starts, by `rates`."""
-        if self.open is None:
-            return cost_nodes(self, self.rates)
-        filled = Template(self).fill(self.open.reference)
+        filled = fill_reference(self)
         costs = cost_nodes(filled, self.rates)
-        return {node: costs[same] for node, same in pair_nodes(self, filled)}
+        return costs if filled is self else {node: costs[same] for node, same in pair_nodes(self, filled)}
 
     def timeline(self, rates: Rates | None = None) -> Timeline:
         """When a step computes and communicates, simulated before anything runs, by `rates` or else `self.rates`."""
