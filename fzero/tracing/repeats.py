@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fzero.base.symbols import is_open, key_of
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, storage_key
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, schema_of, storage_key
 from fzero.base.torch_private_traces import TraceGraph, make_empty, make_pair, without_proxies
+from fzero.program.aten import infer_lists
 from fzero.program.operation import Node
 from fzero.program.records import record
 
@@ -139,6 +140,40 @@ class Repeats:
             return
         with self._aside():
             self._known[call.key] = self._find_forms(call, last, result)
+
+    def learn_lists(self, call: Call) -> bool:
+        """Note the forms of the results of a function of lists, elementwise at each position, from a call on one position
+        of each form. An update of an optimizer has one position for each leaf, and few forms. Returns whether they are
+        known then."""
+        known = record(call.operation)
+        if call.key in self._known or known.kind is not infer_lists or schema_of(call.operation).is_mutable:
+            return False
+        lists = [x for x in call.args if type(x) is list]
+        count = len(lists[0]) if lists else 0
+        if any(len(x) != count for x in lists):
+            return False
+        rows = list(zip(*(map(self._describe_item, x) for x in lists)))
+        first = {row: i for i, row in reversed(list(enumerate(rows)))}  # the first position of each form
+        if len(first) == count:
+            return False
+        args = [[x[i] for i in first.values()] if type(x) is list else x for x in call.args]
+        with without_proxies():
+            result = call.operation(*args, **call.kwargs)
+            is_one = not isinstance(result, tuple)
+            columns = [dict(zip(first, map(self._find_new, column))) for column in ([result] if is_one else result)]
+        if any(None in column.values() for column in columns):
+            return False
+        made = [[column[row] for row in rows] for column in columns]
+        self._known[call.key] = made[0] if is_one else tuple(made)
+        return True
+
+    def _describe_item(self, x: Any) -> Any:
+        return self._describe_form(x) if isinstance(x, Tensor) else type(x)
+
+    def _find_new(self, x: Any) -> _Form | None:
+        """The form of a result that lies in memory of its own."""
+        form = self._find_form(x, [], [], set())
+        return form if isinstance(form, _Form) else None
 
     def _find_forms(self, call: Call, last: Node | None, result: Any) -> Any:
         again = self.sign(call.operation, call.args, call.kwargs)

@@ -79,6 +79,8 @@ class TraceMode(TorchDispatchMode):
         if call is not None and self._repeats.knows(call):
             return self._repeats.repeat(call)
         _check_call(line, func, args, kwargs)
+        if call is not None and self._repeats.learn_lists(call):
+            return self._repeats.repeat(call)
         if func in _READS:
             self.read += [x for x in args if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
         if record(func).perform is not None:
