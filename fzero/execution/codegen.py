@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fzero.base.ambient import disable_autocast
 from fzero.base.randomness import step_seed
@@ -21,6 +19,7 @@ from fzero.execution.failures import name_failure_of_line
 from fzero.execution.loops import Early, Rows, operands, run_turns
 from fzero.execution.outline import Fragment
 from fzero.execution.profiling import name_calls
+from fzero.execution.source import Expression, Source
 from fzero.program.inference import infer
 from fzero.program.open import Template, fill_numbers
 from fzero.program.operation import Node
@@ -28,6 +27,7 @@ from fzero.program.program import Program
 from fzero.program.records import body_of, early_of, find_writes, record
 from fzero.ranks.live import Live
 
+_SEED = Expression("seed")
 Runner = Callable[[list[Tensor]], list[Tensor]]
 Compile = Callable[[Fragment], Callable[..., Any]]
 
@@ -84,15 +84,15 @@ def _with_seed(program: Program, run_once: Callable[..., list[Tensor]]) -> Runne
 
 
 class _Linked(NamedTuple):
-    """The code of a program, and what it calls. `bound` has the node of each call that `bind` made, `loops` the node
-    and the body of each loop of a template, and `variables` the variable of each node."""
+    """The code of a program, and what it calls. `bound` has the node of each call that `bind` made, and `loops` the node
+    and the body of each loop of a template."""
 
     forward: Callable[..., Any]
     calls: dict[str, Call]
     bound: dict[str, Node]
     loops: dict[str, tuple[Node, _Linked]]
     fragments: dict[Fragment, str]
-    variables: dict[Node, str]
+    nodes: list[Node]
     begun: list[Early]
 
 
@@ -120,25 +120,27 @@ def _generate(
     """The code of a program. That of a `template` takes the numbers that are computed from sizes."""
     begun: list[Early] = []
     kinds = infer(program) if is_held and has_foreign(program) else None
-    graph = fx.Graph()
-    values: dict[Node, Node] = {}
-    receiver, seed, numbers = map(graph.placeholder, ("calls", "seed", "numbers"))
+    source = Source(program.name, ("calls", "seed", "numbers"), program.graph)
     calls: dict[str, Call] = {}
     bound: dict[str, Node] = {}
     loops: dict[str, tuple[Node, _Linked]] = {}
     fragments: dict[Fragment, str] = {}
-    number_at = cache(lambda i: graph.call_function(operator.getitem, (numbers, i)))
     for node in program.graph.nodes:
         if node.op == "output" or find_writes(node):  # other ranks may still read memory that this rank has sent
-            graph.call_method("settle", (receiver,))
-        given = (node.args, node.kwargs)
+            source.run("calls.settle()")
+        args, kwargs = node.args, node.kwargs
         is_open = template is not None and template.is_open(node)
         if template is not None and node in template.arguments:
-            given = fill_numbers(template.arguments[node], number_at)
-        args, kwargs = fx.map_arg(given, lambda x: values.get(x, x))
-        if isinstance(node.target, Fragment):
+            args, kwargs = fill_numbers(template.arguments[node], lambda i: Expression(f"numbers[{i}]"))
+        if node.op == "placeholder":
+            source.take(node)
+        elif node.op == "output":
+            source.give_back(args[0])
+        elif node.op == "get_attr":
+            source.set(node, source.name(program.constants[node.target]))
+        elif isinstance(node.target, Fragment):
             name = fragments.setdefault(node.target, f"fragment_{len(fragments)}")
-            values[node] = graph.call_method(name, (receiver, *args))
+            source.set(node, source.call(f"calls.{name}", args, kwargs))
         elif (body := body_of(node)) is not None:
             name = f"loop_{len(calls) + len(loops)}"
             if template is not None:
@@ -147,25 +149,21 @@ def _generate(
             else:
                 run = _link_turns(node, *_link(body, on, compile, is_held, early_of(node)))
                 calls[name] = Call(run, name, False, False)
-            values[node] = graph.call_method(name, (receiver, seed, *operands(args)))
+            source.set(node, source.call(f"calls.{name}", (_SEED, *operands(args)), {}))
         elif not (is_open or (kinds and is_foreign(node))) and (span := _find_span(program, node, on)) is not None:
-            values[node] = _take_view(graph, args[0], span, node)
-        elif node.op == "call_function" and (record(node).perform is not None or (kinds and is_foreign(node))):
+            source.set(node, _take_view(source, args[0], span, node))
+        elif record(node).perform is not None or (kinds and is_foreign(node)):
             name = f"{record(node).name}_{len(calls) + len(loops)}"
             calls[name], bound[name] = bind(program, node, on, kinds), node
             if early and node in early:
                 wait = next((bind(program, user, on, kinds).run for user in node.users if record(user).arrives), None)
                 begun.append(Early(node, early[node], calls[name].run, begun, wait))
                 calls[name] = calls[name]._replace(run=begun[-1])
-            how = {**kwargs, "seed": seed} if record(node).draws else kwargs
-            values[node] = graph.call_method(name, (receiver, *args), how)
-        elif node.op == "call_function":
-            values[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+            how = {**kwargs, "seed": _SEED} if record(node).draws else kwargs
+            source.set(node, source.call(f"calls.{name}", args, how))
         else:
-            values[node] = graph.node_copy(node, values.__getitem__)
-    forward = fx.GraphModule(program.constants, graph, class_name=program.name).forward
-    variables = {old: new.name for old, new in values.items()}
-    return _Linked(forward, calls, bound, loops, fragments, variables, begun)
+            source.set(node, source.call_target(node.target, args, kwargs))
+    return _Linked(source.make(), calls, bound, loops, fragments, list(program.graph.nodes), begun)
 
 
 def _make_run(
@@ -175,13 +173,13 @@ def _make_run(
     # Methods of a receiver, not globals of the generated code: one forward serves both sets of calls.
     plain = SimpleNamespace(settle=on.settle, **compiled, **{name: call.run for name, call in linked.calls.items()})
     named = SimpleNamespace(settle=on.settle, **compiled, **name_calls(linked.calls))
-    forward, made_by = linked.forward, {name: node for node, name in linked.variables.items()}
+    forward = linked.forward
 
     def run(seed: int | None, tensors: list[Tensor]) -> list[Tensor]:
         try:
             return forward(named if is_profiling() else plain, seed, numbers, *tensors)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            named_error = name_failure_of_line(error, forward.__code__, made_by, on.number, linked.variables)
+            named_error = name_failure_of_line(error, forward.__code__, linked.nodes, on.number)
             if named_error is error:
                 raise
             raise named_error from error
@@ -207,7 +205,7 @@ def _find_span(program: Program, node: Node, on: Live) -> range | None:
     return None if span is None else span(program, node, on)
 
 
-def _take_view(graph: fx.Graph, buffer: Node, span: range, node: Node) -> Node:
-    """These elements of a buffer, in the shape of the node's value."""
-    flat, shape = graph.call_method("narrow", (buffer, 0, span.start, len(span))), tuple(node.meta["val"].shape)
-    return flat if len(shape) == 1 else graph.call_method("view", (flat, shape))
+def _take_view(source: Source, buffer: Node, span: range, node: Node) -> str:
+    """The code of these elements of a buffer, in the shape of the node's value."""
+    flat, shape = f"{buffer.name}.narrow(0, {span.start}, {len(span)})", tuple(node.meta["val"].shape)
+    return flat if len(shape) == 1 else f"{flat}.view({source.write(shape)})"

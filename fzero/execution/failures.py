@@ -5,7 +5,7 @@ sizes. What the step itself calls raises as it does in plain torch.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,9 @@ def name_failure(node: Node, rank: int, find: Callable[[Node], Any], error: Exce
     return FzeroError(f"{node.name} of pass {emitted_by!r}", problem, way_out)
 
 
-def name_failure_of_line(
-    error: Exception, code: Any, nodes: Mapping[str, Node], rank: int, names: Mapping[Node, str]
-) -> Exception:
-    """`name_failure` of an error in generated code, whose lines each compute one of `nodes`, by name. `names` has the
-    variable of each operand."""
+def name_failure_of_line(error: Exception, code: Any, nodes: Sequence[Node], rank: int) -> Exception:
+    """`name_failure` of an error in generated code, whose lines each compute one of `nodes`: the variable of its
+    name."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
@@ -46,7 +44,8 @@ def name_failure_of_line(
         return error
     name = linecache.getline(code.co_filename, trace.tb_lineno).partition("=")[0].strip()
     values = trace.tb_frame.f_locals
-    return name_failure(nodes[name], rank, lambda x: values.get(names.get(x, "")), error) if name in nodes else error
+    node = next((x for x in nodes if x.name == name), None)
+    return error if node is None else name_failure(node, rank, lambda x: values.get(x.name), error)
 
 
 def _describe(x: Tensor) -> str:
