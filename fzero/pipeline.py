@@ -168,10 +168,11 @@ class Pipeline(Generic[T]):
         """The program of a trace of its own."""
         if self._cache:
             self._report(signature)
-        program = self.program(tree.unflatten(signature[1], leaves))
-        watches = self._watch(program)
-        with disable_autocast():
-            return _Traced(signature, watches, self.finish(program), program)
+        with pause_garbage_collection():
+            program = self.program(tree.unflatten(signature[1], leaves))
+            watches = self._watch(program)
+            with disable_autocast():
+                return _Traced(signature, watches, self.finish(program), program)
 
     def _watch(self, program: Program) -> list[Watch]:
         """Watches of what a program depends on, after its trace, which may count itself."""

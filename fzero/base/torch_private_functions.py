@@ -214,6 +214,22 @@ def copy_graph(graph: fx.Graph, fill: Callable[[fx.Node, Any], Any] = lambda nod
     return copy
 
 
+def call_function(graph: fx.Graph, target: Any, args: Any, kwargs: Any, name: str | None = None) -> fx.Node:
+    """A new node at the insert point of a graph that calls a function. torch's own way looks for symbolic numbers in all
+    arguments, and takes twice as long.
+
+    Public replacement: `Graph.call_function`.
+    """
+    names = graph._graph_namespace
+    name = names.create_name(graph._target_to_str(target) if name is None else name, None)
+    node = fx.Node(graph, name, "call_function", target, args, kwargs)
+    names.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
+
+
 _SPECTRAL_NORM = nn.utils.parametrizations._SpectralNorm
 _OLD_SPECTRAL_NORM: Any = sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm  # torch hides it behind a function
 

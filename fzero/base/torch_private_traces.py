@@ -16,6 +16,7 @@ import torch.fx.traceback
 from torch import Tensor, fx
 
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, unwrap
+from fzero.base.torch_private_functions import call_function
 
 
 def has_plain_form(x: Any) -> TypeGuard[FakeTensor]:
@@ -145,10 +146,7 @@ class TraceGraph:
         return self._create(operator.getitem, (items, i), {}, None, value)
 
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, value: Any) -> Any:
-        node, here = (
-            self.graph.create_node("call_function", target, args, kwargs, name),
-            torch.fx.traceback.current_meta,
-        )
+        node, here = call_function(self.graph, target, args, kwargs, name), torch.fx.traceback.current_meta
         node.meta |= {"val": value, "stack_trace": here["stack_trace"]}
         if "custom" in here:
             node.meta["custom"] = dict(here["custom"])

@@ -122,13 +122,10 @@ class Source:
 
 def _find_last_uses(graph: fx.Graph) -> dict[Node, list[str]]:
     """Node -> the variables that nothing uses behind it. Those that the last node uses need no end."""
-    last: dict[Node, Node] = {}
     nodes = list(graph.nodes)
-    for node in reversed(nodes):
-        for used in (node, *node.all_input_nodes):
-            last.setdefault(used, node)
+    last = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
     dropped: dict[Node, list[str]] = {}
-    for used in nodes:
-        if last[used] is not nodes[-1]:
-            dropped.setdefault(last[used], []).append(used.name)
+    for used, node in last.items():
+        if node is not nodes[-1]:
+            dropped.setdefault(node, []).append(used.name)
     return dropped

@@ -18,7 +18,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement
-from fzero.base.torch_private_functions import copy_graph, mute_fakes
+from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, Leaf, Wire, wire
 from fzero.program.comm import Comm, list_comm
@@ -350,14 +350,14 @@ class Program:
         """A new node that calls what another `node` calls, with `find(x)` in the place of each operand x, at the
         graph's insert point and with its fake result."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), find)
-        repeated = self.graph.call_function(node.target, args, kwargs)
+        repeated = call_function(self.graph, node.target, args, kwargs)
         value = repeat_value(node, repeated)
         repeated.meta["val"] = self._fake(node.target, args, kwargs) if value is None else value
         return repeated
 
     def emit_as(self, value: Any, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Node:
         """A new node, as `emit`, whose fake result is known: that of nodes whose place the new one takes."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = call_function(self.graph, target, args, kwargs)
         node.meta["val"] = value
         return node
 
