@@ -26,6 +26,11 @@ def has_plain_form(x: Any) -> TypeGuard[FakeTensor]:
     return not (x.is_inference() or x.requires_grad or x.is_conj() or x.is_neg())
 
 
+def has_open_sizes(x: Tensor) -> bool:
+    """Whether a size, a stride or the offset of a tensor is a symbolic number. Public replacement: a look at each."""
+    return x._has_symbolic_sizes_strides
+
+
 def make_fake(
     like: Tensor,
     shape: Sequence[int],

@@ -20,7 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.symbols import Symbols, adds_floats, is_open, key_of
 from fzero.base.torch_private import storage_key
 from fzero.base.torch_private_functions import copy_graph
-from fzero.base.torch_private_traces import has_plain_form, make_fake
+from fzero.base.torch_private_traces import has_open_sizes, has_plain_form, make_fake
 from fzero.program.operation import Node
 from fzero.program.records import body_of, find_loops
 
@@ -146,10 +146,10 @@ class Template:
         if not isinstance(value, Tensor):
             return value
         nbytes = value.untyped_storage().nbytes()
+        if not has_open_sizes(value) and not is_open(nbytes):
+            return value
         parts = tuple(value.shape), value.stride(), value.storage_offset(), nbytes
         numbered = _map_numbers(parts, self._number)
-        if numbered is parts:
-            return value
         if not has_plain_form(value):
             raise FzeroError(self.program.name, "has an open value that is more than its form", "it is traced again")
         shape, stride, start, size = numbered
@@ -180,15 +180,21 @@ def _make_value(form: Any, find: Callable[[int], Any], memory: _Memory) -> Any:
 
 def _map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
     """`given` with each open number in it replaced; `given` itself where it has none."""
-    found = False
+    return _map_leaves(given, lambda x: number(x) if is_open(x) else x) if _has_open(given) else given
 
-    def map_leaf(x: Any) -> Any:
-        nonlocal found
-        found = found or is_open(x)
-        return number(x) if is_open(x) else x
 
-    mapped = _map_leaves(given, map_leaf)
-    return mapped if found else given
+_CLOSED = frozenset((fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
+def _has_open(x: Any) -> bool:
+    """Whether an open number is among the leaves of a structure."""
+    if type(x) in _CLOSED:
+        return False
+    if isinstance(x, (tuple, list)):
+        return any(map(_has_open, x))
+    if isinstance(x, dict):
+        return any(map(_has_open, x.values()))
+    return any(map(_has_open, (x.start, x.stop, x.step))) if isinstance(x, slice) else is_open(x)
 
 
 def _map_leaves(given: Any, change: Callable[[Any], Any]) -> Any:
