@@ -23,7 +23,7 @@ from fzero.execution.calibration import calibrate
 from fzero.execution.claims import has_foreign
 from fzero.execution.codegen import Compile, Runner, link, link_open
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
-from fzero.execution.inductor import compile_fragment
+from fzero.execution.inductor import compile_fragment, compile_open
 from fzero.execution.outline import outline
 from fzero.files import address_of, duplicate
 from fzero.passes.run import Pass
@@ -202,9 +202,10 @@ class Step:
         if compile == "graph":
             check_mesh(on)
         self._on, self._flags = on, FlagReader()
-        compile_once = functools.lru_cache(MAX_FRAGMENTS)(compile_fragment)
-        finish = functools.partial(_link, on, compile, compile_once)
-        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, functools.partial(_link_open, on, compile))
+        remember: Any = functools.lru_cache(MAX_FRAGMENTS)
+        finish = functools.partial(_link, on, compile, remember(compile_fragment))
+        finish_open = functools.partial(_link_open, on, compile, remember(compile_open))
+        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, finish_open)
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
@@ -312,12 +313,17 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     return _Compiled(program, lambda: program, runner, Returned(program, on), _find_updates(program), lines, trial)
 
 
-def _link_open(on: Live, mode: Mode, template: Template) -> Callable[[Sequence[int]], _Compiled] | None:
+def _link_open(
+    on: Live, mode: Mode, compile: Callable[..., Any], template: Template
+) -> Callable[[Sequence[int]], _Compiled] | None:
     """A function of sizes that returns the linked program of these. None where each has to be linked by itself."""
-    if mode or has_foreign(template.program):
+    opened = template.program.open
+    if mode == "graph" or opened is None or has_foreign(template.program):
         return None
     like = template.fill(template.reference)
-    run_at, returned, donated = link_open(template, on), Returned(like, on), _find_updates(like)
+    run = Template(outline(template.program)) if mode else template
+    run_at = link_open(run, on, lambda fragment: compile(fragment, opened.symbols))
+    returned, donated = Returned(like, on), _find_updates(like)
     lines = _Lines(like, _list_settings(mode))
 
     def link_at(sizes: Sequence[int]) -> _Compiled:

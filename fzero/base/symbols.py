@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from fzero.base.torch_private_symbols import compile_expressions, make_environment, make_source, remember_results
+from fzero.base.torch_private_symbols import (
+    compile_expressions,
+    make_environment,
+    make_number,
+    make_source,
+    remember_results,
+)
 
 LEAST, MOST = 2, 2**30
 """The range of an open size. torch broadcasts a size of 1, and 0 leaves nothing: each has programs of its own."""
@@ -26,10 +32,11 @@ def is_open(x: Any) -> bool:
 
 class Symbols:
     """The open sizes of a trace, in the order in which they were opened. `find_line` returns the user's line that is
-    running."""
+    running. With `remembers` each sum and product of sizes is computed once."""
 
-    def __init__(self, find_line: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, find_line: Callable[[], str] = lambda: "", remembers: bool = True) -> None:
         self._lines: list[str] = []
+        self._remembers = remembers
         self.env = make_environment(self._lines, find_line)
         self.examples: list[int] = []
         self._symbols: list[Any] = []
@@ -43,7 +50,8 @@ class Symbols:
         source = make_source(f"size {len(self._symbols)}")
         symbol = self.env.create_symbol(example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         size: Any = self.env.create_symintnode(symbol, hint=example, source=source)
-        remember_results(size)
+        if self._remembers:
+            remember_results(size)
         constrain_range(size, min=LEAST, max=MOST)
         self._symbols.append(symbol)
         self.examples.append(example)
@@ -64,7 +72,24 @@ class Symbols:
 
     def evaluator(self, numbers: Iterable[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
         """A function of sizes that returns the values of numbers that are computed from these symbols."""
-        return compile_expressions(self._symbols, [x.node.expr for x in numbers])
+        return self.evaluator_of_keys(map(key_of, numbers))
+
+    def evaluator_of_keys(self, keys: Iterable[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
+        """`evaluator`, of numbers that have these keys."""
+        return compile_expressions(self._symbols, [expression for _, expression in keys])
+
+    def copy(self, sizes: Sequence[int]) -> tuple[Symbols, Callable[[Any], Any]]:
+        """The same symbols with these sizes for their examples and without conditions; and a function that returns the
+        number of a key there, and what is no key as it is. No two traces of torch may compute with the same numbers."""
+        made = Symbols(remembers=False)
+        for size in sizes:
+            made.open(size)
+        renamed = dict(zip(self._symbols, made._symbols))
+
+        def find(key: Any) -> Any:
+            return make_number(made.env, key[0], key[1].xreplace(renamed)) if isinstance(key, tuple) else key
+
+        return made, find
 
 
 def adds_floats(expression: Any) -> bool:

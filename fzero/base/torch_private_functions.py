@@ -215,8 +215,8 @@ def copy_graph(graph: fx.Graph, fill: Callable[[fx.Node, Any], Any] = lambda nod
 
 
 def call_function(graph: fx.Graph, target: Any, args: Any, kwargs: Any, name: str | None = None) -> fx.Node:
-    """A new node at the insert point of a graph that calls a function. torch's own way looks for symbolic numbers in all
-    arguments, and takes twice as long.
+    """A new node at the insert point of a graph that calls a function. torch's own way looks for symbolic numbers in
+    all arguments, and takes twice as long.
 
     Public replacement: `Graph.call_function`.
     """

@@ -95,18 +95,23 @@ def ignore_compile() -> Iterator[None]:
 
 
 def compile_graph(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph of aten operations by inductor: a function of tensors of any strides. Inductor itself relies on
-    those of `inputs`, and a collective may return other ones. Public replacement: `torch.compile` without its tracing.
+    """Compile a graph of aten operations by inductor: a function of tensors with the strides of `inputs`, which a
+    collective may not have (`hold_strides`). Symbolic sizes among `inputs` belong to the mode of the fake tensors.
+    Public replacement: `torch.compile` without its tracing.
 
     The import of inductor takes a second, so it waits for the first fragment.
     """
     import torch._inductor
 
-    function, strides = torch._inductor.compile(module, inputs), [x.stride() for x in inputs]
+    return torch._inductor.compile(module, inputs)
+
+
+def hold_strides(function: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> Callable[..., Any]:
+    """A function of tensors of any strides, and of further arguments behind these, from one that relies on strides."""
 
     def restride(x: Tensor, stride: tuple[int, ...]) -> Tensor:
         if x.stride() == stride:
             return x
         return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
-    return lambda *tensors: function(*map(restride, tensors, strides))
+    return lambda *given: function(*map(restride, given, strides), *given[len(strides) :])

@@ -51,6 +51,15 @@ def make_source(name: str) -> Any:
     return torch._dynamo.source.ConstantSource(name)
 
 
+def make_number(environment: Any, kind: type, expression: Any) -> Any:
+    """A number of a kind, such as `torch.SymInt`, that is computed from symbols of an environment. Public replacement:
+    none; a public constructor."""
+    from torch.fx.experimental.sym_node import SymNode
+
+    kinds: dict[Any, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kind(SymNode(expression, environment, kinds[kind], None))
+
+
 def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
     """A function of the values of sympy symbols that returns those of expressions of a `ShapeEnv`, as Python computes
     them. Public replacement: `sympy.lambdify` that knows the functions of torch's symbolic sizes."""

@@ -30,6 +30,7 @@ from fzero.ranks.live import Live
 _SEED = Expression("seed")
 Runner = Callable[[list[Tensor]], list[Tensor]]
 Compile = Callable[[Fragment], Callable[..., Any]]
+CompileOpen = Callable[[Fragment], Callable[[Sequence[int]], Callable[..., Any]]]
 
 
 def link(program: Program, on: Live, compile: Compile = lambda fragment: fragment, *, is_held: bool = False) -> Runner:
@@ -45,20 +46,21 @@ def link(program: Program, on: Live, compile: Compile = lambda fragment: fragmen
     return _with_seed(program, _link(program, on, compile, is_held)[0])
 
 
-def link_open(template: Template, on: Live) -> Callable[[Sequence[int]], Runner]:
+def link_open(template: Template, on: Live, compile: CompileOpen) -> Callable[[Sequence[int]], Runner]:
     """A function of sizes that returns what `link` returns for the program of these sizes. The code is the same for all
     sizes: it takes the numbers that are computed from them. Operations that are bound to a node with open sizes are
-    bound for each size."""
+    bound for each size. `compile(fragment)` returns a function of sizes, which returns the function that runs."""
     linked = _generate(template.program, on, is_held=False, template=template)
 
     def at(sizes: Sequence[int]) -> Runner:
-        return _with_seed(template.program, _run_open(linked, template, on, template.evaluate(sizes)))
+        run = _run_open(linked, template, on, template.evaluate(sizes), lambda fragment: compile(fragment)(sizes))
+        return _with_seed(template.program, run)
 
     return at
 
 
 def _run_open(
-    linked: _Linked, template: Template, on: Live, numbers: Sequence[Any]
+    linked: _Linked, template: Template, on: Live, numbers: Sequence[Any], compile: Compile
 ) -> Callable[[int | None, list[Tensor]], list[Tensor]]:
     """`_make_run` for a template that is filled with numbers."""
     calls = dict(linked.calls)
@@ -66,9 +68,10 @@ def _run_open(
         if template.is_open(node):
             calls[name] = bind(template.program, template.fill_node(node, numbers), on)
     for name, (node, inside) in linked.loops.items():
-        run = _run_open(inside, template.bodies[node], on, numbers)
+        run = _run_open(inside, template.bodies[node], on, numbers, compile)
         calls[name] = Call(_link_turns(node, run, inside.begun), name, False, False)
-    return _make_run(linked._replace(calls=calls), on, {}, numbers)
+    compiled = {name: compile(fragment) for fragment, name in linked.fragments.items()}
+    return _make_run(linked._replace(calls=calls), on, compiled, numbers)
 
 
 def _with_seed(program: Program, run_once: Callable[..., list[Tensor]]) -> Runner:
@@ -84,8 +87,8 @@ def _with_seed(program: Program, run_once: Callable[..., list[Tensor]]) -> Runne
 
 
 class _Linked(NamedTuple):
-    """The code of a program, and what it calls. `bound` has the node of each call that `bind` made, and `loops` the node
-    and the body of each loop of a template."""
+    """The code of a program, and what it calls. `bound` has the node of each call that `bind` made, and `loops` the
+    node and the body of each loop of a template."""
 
     forward: Callable[..., Any]
     calls: dict[str, Call]

@@ -10,25 +10,54 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.symbols import Symbols
 from fzero.base.torch_private import FakeTensorMode
-from fzero.base.torch_private_operators import compile_graph
+from fzero.base.torch_private_operators import compile_graph, hold_strides
 from fzero.execution.outline import Fragment
 
 
-@torch.no_grad()
 def compile_fragment(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
     """A function that equals the fragment up to rounding. Takes seconds, and writes to inductor's cache on disk.
 
     Raises:
         FzeroError: where there is no C++ compiler, or where inductor fails.
     """
+    return hold_strides(_compile(fragment, FakeTensorMode(), lambda x: x), [x.strides for x in fragment.inputs])
+
+
+def compile_open(fragment: Fragment, symbols: Symbols) -> Callable[[Sequence[int]], Callable[..., Sequence[Tensor]]]:
+    """A function of sizes that returns what `compile_fragment` returns, for a fragment with open sizes.
+
+    Inductor compiles with open sizes: once, and again for sizes that do not fulfil the conditions which it asked for
+    others. Raises as `compile_fragment`.
+    """
+    keys = {key: None for x in fragment.inputs for key in x.strides if not isinstance(key, int)}
+    evaluate = symbols.evaluator_of_keys(list(keys))
+    compiled: list[tuple[Symbols, Callable[..., Any]]] = []
+
+    def at(sizes: Sequence[int]) -> Callable[..., Sequence[Tensor]]:
+        function = next((function for own, function in compiled if own.find_broken(sizes) is None), None)
+        if function is None:
+            own, find = symbols.copy(sizes)
+            function = _compile(fragment, FakeTensorMode(shape_env=own.env), find)
+            compiled.append((own, function))
+        known = dict(zip(keys, evaluate(sizes)))
+        return hold_strides(function, [tuple(known.get(step, step) for step in x.strides) for x in fragment.inputs])
+
+    return at
+
+
+@torch.no_grad()
+def _compile(fragment: Fragment, mode: FakeTensorMode, find: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What inductor makes of a fragment. `find` returns the number in the place of a key."""
     module = fx.GraphModule({}, copy.deepcopy(fragment.graph))  # inductor changes the graph that it is given
-    with FakeTensorMode():
+    with mode:
         given: list[Any] = [
-            torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device) for x in fragment.inputs
+            torch.empty_strided(*(tuple(map(find, x)) for x in described[:2]), dtype=described[2], device=described[3])
+            for described in fragment.inputs
         ]
     try:
-        return compile_graph(module, given)
+        return compile_graph(module, [*given, *map(find, fragment.keys)])
     except Exception as error:
         raise _refuse(fragment, error) from error
 

@@ -12,9 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.base.symbols import key_of
+from fzero.base.torch_private_functions import call_function
 from fzero.program import ops
 from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, Kind
+from fzero.program.open import map_numbers
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import alias_of, find_writes, is_call, is_random, name_of, shares_memory
@@ -30,10 +33,10 @@ bit."""
 
 
 class Value(NamedTuple):
-    """The properties of a tensor that compiled code depends on."""
+    """The properties of a tensor that compiled code depends on. An open size or stride has its `key_of` here."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -42,18 +45,21 @@ class Value(NamedTuple):
 class Fragment:
     """A function of tensors that returns a tuple of tensors, by the aten operations of `graph`.
 
-    It writes to no input, and its results share no memory with each other or with an input. Fragments of equal `code`
-    and `inputs` are equal.
+    It writes to no input, and its results share no memory with each other or with an input. Behind the tensors it takes
+    the `numbers` that the operations of an open program compute with. Fragments of equal `code`, `inputs` and `keys` of
+    numbers are equal.
     """
 
     __name__: ClassVar[str] = "fragment"
     code: str
     inputs: tuple[Value, ...]
     graph: fx.Graph = field(compare=False, repr=False)
+    keys: tuple[Any, ...] = ()
+    numbers: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *given: Any) -> tuple[Tensor, ...]:
         """Run operation by operation."""
-        return self._forward(*tensors)
+        return self._forward(*given)
 
     @cached_property
     def _forward(self) -> Any:
@@ -124,7 +130,7 @@ def _outline(graph: fx.Graph, run: Sequence[Node]) -> None:
     outputs, views = _find_outputs(inside)
     fragment, inputs = _make_fragment(inside, outputs)
     with graph.inserting_after(run[-1]):
-        call = last = graph.call_function(fragment, tuple(inputs))
+        call = last = call_function(graph, fragment, (*inputs, *fragment.numbers), {}, "fragment")
     call.meta["val"] = tuple(output.meta["val"] for output in outputs)
     for i, output in enumerate(outputs):
         with graph.inserting_after(last):
@@ -183,12 +189,19 @@ def _make_fragment(inside: Sequence[Node], outputs: Sequence[Node]) -> tuple[Fra
     graph, values = fx.Graph(), dict[Node, Node]()
     for i, node in enumerate(inputs):
         values[node] = graph.placeholder(f"x{i}")
+    numbers: dict[Any, Any] = {}
+    for node in body:
+        map_numbers((node.args, node.kwargs), lambda x: numbers.setdefault(key_of(x), x))
+    places = {key: graph.placeholder(f"n{i}") for i, key in enumerate(numbers)}
     for i, node in enumerate(body):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        given = map_numbers((node.args, node.kwargs), lambda x: places[key_of(x)])
+        args, kwargs = fx.map_arg(given, lambda x: values.get(x, x))
         values[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"y{i}")
     graph.output(tuple(values[node] for node in outputs))
-    return Fragment(str(graph), tuple(_describe(node.meta["val"]) for node in inputs), graph), inputs
+    described = tuple(_describe(node.meta["val"]) for node in inputs)
+    return Fragment(str(graph), described, graph, tuple(numbers), tuple(numbers.values())), inputs
 
 
 def _describe(x: Tensor) -> Value:
-    return Value(tuple(x.shape), x.stride(), x.dtype, x.device)
+    shape, strides = (map_numbers(tuple(sizes), key_of) for sizes in (x.shape, x.stride()))
+    return Value(shape, strides, x.dtype, x.device)

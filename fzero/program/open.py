@@ -70,13 +70,13 @@ class Template:
         self.bodies = {node: Template(body, self._numbers) for node, body in find_loops(program.graph).items()}
         for node in program.graph.nodes:
             given, value = (node.args, node.kwargs), node.meta.get("val")
-            numbered = _map_numbers(given, self._number)
+            numbered = map_numbers(given, self._number)
             if numbered is not given:
                 self.arguments[node] = numbered
             form = self._find_form(value)
             if form is not value:
                 self._values[node] = form
-        self._results = _map_numbers(tuple(result.constant for result in program.results), self._number)
+        self._results = map_numbers(tuple(result.constant for result in program.results), self._number)
         if numbers is None:
             assert program.open is not None
             self.reference = program.open.reference
@@ -149,7 +149,7 @@ class Template:
         if not has_open_sizes(value) and not is_open(nbytes):
             return value
         parts = tuple(value.shape), value.stride(), value.storage_offset(), nbytes
-        numbered = _map_numbers(parts, self._number)
+        numbered = map_numbers(parts, self._number)
         if not has_plain_form(value):
             raise FzeroError(self.program.name, "has an open value that is more than its form", "it is traced again")
         shape, stride, start, size = numbered
@@ -178,7 +178,7 @@ def _make_value(form: Any, find: Callable[[int], Any], memory: _Memory) -> Any:
     return make_fake(form.like, shape, stride, start, memory[form.memory])
 
 
-def _map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
+def map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
     """`given` with each open number in it replaced; `given` itself where it has none."""
     return _map_leaves(given, lambda x: number(x) if is_open(x) else x) if _has_open(given) else given
 

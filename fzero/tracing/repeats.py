@@ -142,9 +142,9 @@ class Repeats:
             self._known[call.key] = self._find_forms(call, last, result)
 
     def learn_lists(self, call: Call) -> bool:
-        """Note the forms of the results of a function of lists, elementwise at each position, from a call on one position
-        of each form. An update of an optimizer has one position for each leaf, and few forms. Returns whether they are
-        known then."""
+        """Note the forms of the results of a function of lists, elementwise at each position. Returns whether they are
+        known then. The function is called on one position of each form: an update of an optimizer has one position for
+        each leaf, and few forms."""
         known = record(call.operation)
         if call.key in self._known or known.kind is not infer_lists or schema_of(call.operation).is_mutable:
             return False

@@ -186,7 +186,7 @@ def _make_kernel(
     with FakeTensorMode():
         given = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device) for x in inputs]
     try:
-        return private.compile_graph(module, given)
+        return private.hold_strides(private.compile_graph(module, given), [x.strides for x in inputs])
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         way_out = "use scaled_dot_product_attention, in transformers attn_implementation='sdpa'"
