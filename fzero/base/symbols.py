@@ -39,6 +39,7 @@ class Symbols:
         self._remembers = remembers
         self.env = make_environment(self._lines, find_line)
         self.examples: list[int] = []
+        self.sizes: list[torch.SymInt] = []
         self._symbols: list[Any] = []
         self._count = -1
         self._check: Callable[[Sequence[int]], Sequence[Any]] = lambda values: []
@@ -47,13 +48,14 @@ class Symbols:
         """A new symbol with this example, from `LEAST` on."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic, constrain_range
 
-        source = make_source(f"size {len(self._symbols)}")
+        source = make_source(f"size_{len(self._symbols)}")
         symbol = self.env.create_symbol(example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         size: Any = self.env.create_symintnode(symbol, hint=example, source=source)
         if self._remembers:
             remember_results(size)
         constrain_range(size, min=LEAST, max=MOST)
         self._symbols.append(symbol)
+        self.sizes.append(size)
         self.examples.append(example)
         return size
 

@@ -39,25 +39,32 @@ def compile_open(fragment: Fragment, symbols: Symbols) -> Callable[[Sequence[int
         function = next((function for own, function in compiled if own.find_broken(sizes) is None), None)
         if function is None:
             own, find = symbols.copy(sizes)
-            function = _compile(fragment, FakeTensorMode(shape_env=own.env), find)
+            function = _compile(fragment, FakeTensorMode(shape_env=own.env), find, own.sizes)
             compiled.append((own, function))
         known = dict(zip(keys, evaluate(sizes)))
-        return hold_strides(function, [tuple(known.get(step, step) for step in x.strides) for x in fragment.inputs])
+        strides = [tuple(known.get(step, step) for step in x.strides) for x in fragment.inputs]
+        return hold_strides(lambda *given: function(*given, *sizes), strides)
 
     return at
 
 
 @torch.no_grad()
-def _compile(fragment: Fragment, mode: FakeTensorMode, find: Callable[[Any], Any]) -> Callable[..., Any]:
-    """What inductor makes of a fragment. `find` returns the number in the place of a key."""
-    module = fx.GraphModule({}, copy.deepcopy(fragment.graph))  # inductor changes the graph that it is given
+def _compile(
+    fragment: Fragment, mode: FakeTensorMode, find: Callable[[Any], Any], sizes: Sequence[torch.SymInt] = ()
+) -> Callable[..., Any]:
+    """What inductor makes of a fragment. `find` returns the number in the place of a key. The function takes the open
+    `sizes` behind all else: inductor's cache asks its conditions of them."""
+    graph = copy.deepcopy(fragment.graph)  # inductor changes the graph that it is given
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        for i in range(len(sizes)):
+            graph.placeholder(f"size_{i}")
     with mode:
         given: list[Any] = [
             torch.empty_strided(*(tuple(map(find, x)) for x in described[:2]), dtype=described[2], device=described[3])
             for described in fragment.inputs
         ]
     try:
-        return compile_graph(module, [*given, *map(find, fragment.keys)])
+        return compile_graph(fx.GraphModule({}, graph), [*given, *map(find, fragment.keys), *sizes])
     except Exception as error:
         raise _refuse(fragment, error) from error
 

@@ -193,16 +193,9 @@ def test_ranks_that_do_not_all_compile_are_told() -> None:
 LENGTHS = (6, 9, 4, 30, 17)
 
 
-def train_at_lengths(mesh: DeviceMesh, is_scanned: bool) -> list[tuple[list[float], list[int]]]:
-    """On one rank, interpreted and compiled: the loss at each length, and how many fragments were compiled by then."""
-    apply = fzero.lower(Block() if is_scanned else nn.Sequential(*(Block() for _ in range(3))))[1]
-
-    def loss_of(params: tree.Tree, x: Tensor) -> Tensor:
-        if not is_scanned:
-            return apply(params, x).cos().square().mean()
-        h, _ = fzero.scan(lambda h, _, block: (apply(block, h), None), x, layers=list(params))
-        return h.cos().square().mean()
-
+def train_at_lengths(mesh: DeviceMesh) -> list[list[tuple[list[float], list[int]]]]:
+    """On one rank, for blocks one by one and in a loop, interpreted and compiled: the loss at each length, and how many
+    fragments were compiled by then."""
     counted: list[Any] = []
     given = inductor._compile
 
@@ -210,30 +203,40 @@ def train_at_lengths(mesh: DeviceMesh, is_scanned: bool) -> list[tuple[list[floa
         counted.append(args)
         return given(*args)
 
-    outcomes = []
+    def train(compile: bool, loss_of: Any) -> tuple[list[float], list[int]]:
+        params = fzero.partition(transformer()[0], mesh, persist=8)
+        state, losses, counts = CLIPPED.init(params), list[float](), list[int]()
+        step = fzero.shard(training(CLIPPED, loss_of), mesh, compile=compile)
+        before = len(counted)
+        for length in LENGTHS:
+            x = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(length + mesh.get_rank()))
+            params, state, loss = step(params, state, x)
+            losses.append(loss.item())
+            counts.append(len(counted) - before)
+        return losses, counts
+
+    apply = fzero.lower(Block())[1]
+
+    def flat(params: tree.Tree, x: Tensor) -> Tensor:
+        for block in params:
+            x = apply(block, x)
+        return x.cos().square().mean()
+
+    def rolled(params: tree.Tree, x: Tensor) -> Tensor:
+        x, _ = fzero.scan(lambda x, _, block: (apply(block, x), None), x, layers=list(params))
+        return x.cos().square().mean()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inductor, "_compile", count)
-        for compile in (False, True):
-            params = fzero.partition(transformer()[0], mesh, persist=8)
-            state, losses, counts = CLIPPED.init(params), list[float](), list[int]()
-            step = fzero.shard(training(CLIPPED, loss_of), mesh, compile=compile)
-            for length in LENGTHS:
-                x = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(length + mesh.get_rank()))
-                params, state, loss = step(params, state, x)
-                losses.append(loss.item())
-                counts.append(len(counted))
-            outcomes.append((losses, counts))
-    return outcomes
+        return [[train(compile, loss_of) for compile in (False, True)] for loss_of in (flat, rolled)]
 
 
-@pytest.mark.parametrize("is_scanned", [False, True])
-def test_lengths_share_what_inductor_compiles(is_scanned: bool) -> None:
-    for interpreted, compiled in run(
-        2, train_at_lengths, is_scanned, timeout=COMPILING.total_seconds(), stall=COMPILING
-    ):
-        torch.testing.assert_close(compiled[0], interpreted[0], rtol=TOLERANCE, atol=0)
-        first, second, *others = compiled[1]
-        assert 0 < first < second and set(others) == {second}
+def test_lengths_share_what_inductor_compiles() -> None:
+    for rank in run(2, train_at_lengths, timeout=COMPILING.total_seconds(), stall=COMPILING):
+        for interpreted, compiled in rank:
+            torch.testing.assert_close(compiled[0], interpreted[0], rtol=TOLERANCE, atol=0)
+            first, second, *others = compiled[1]
+            assert 0 < first < second and set(others) == {second}
 
 
 @pytest.mark.parametrize("other", ["graphs", 1, None])
