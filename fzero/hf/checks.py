@@ -11,6 +11,7 @@ from torch import nn
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.hf.adapters import has_adapters
 from fzero.hf.arguments import ARGUMENTS
 from fzero.training.spent import Spent
 
@@ -113,11 +114,12 @@ def check_model(model: Any) -> None:
     """Refuse a model that cannot be cut into slices as it is.
 
     Raises:
-        FzeroError: for adapters of peft and for a quantized model.
+        FzeroError: for adapters that transformers added, and for a quantized model.
     """
     name = type(model).__name__
-    if getattr(model, "peft_type", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
-        raise FzeroError("model", f"{name} has adapters, which are not supported", "merge them into the model first")
+    if not has_adapters(model) and getattr(model, "_hf_peft_config_loaded", False):
+        problem = f"{name} has adapters of add_adapter, which transformers saves in a way of its own"
+        raise FzeroError("model", problem, "give peft.get_peft_model(model, config)")
     if getattr(model, "is_quantized", False):
         raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")
 

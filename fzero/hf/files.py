@@ -18,6 +18,7 @@ from fzero import checkpoint, load_safetensors, save_safetensors, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
+from fzero.hf.adapters import gather_adapters, has_adapters, list_files, load_adapters, save_adapters
 from fzero.hf.together import Together
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.models import WHOLE
@@ -73,13 +74,15 @@ class Files(Together):
 
     def _find_missing(self, folder: Path) -> str | None:
         """The first file that a complete checkpoint has, and this one lacks."""
-        names = [CONFIG, PROGRESS] if isinstance(self.model, transformers.PreTrainedModel) else [PROGRESS]
+        of_model = [CONFIG] if isinstance(self.model, transformers.PreTrainedModel) else []
+        names = [*(list_files(self.model) if has_adapters(self.model) else of_model), PROGRESS]
         return next((name for name in names if not (folder / name).exists()), None)
 
     @check_arguments
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
         """Write parameters and running statistics as `from_pretrained` reads them, and what transformers writes beside
-        them. All ranks call it together. Each rank writes its own slices; nothing is gathered."""
+        them. All ranks call it together. Each rank writes its own slices; nothing is gathered. Of a model of peft rank
+        0 gathers and writes the adapters, as peft does."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         beside = folder.with_name(f"{folder.name}.weights")
 
@@ -90,6 +93,8 @@ class Files(Together):
                 (folder / PROGRESS).unlink(missing_ok=True)
 
         def finish() -> None:
+            if has_adapters(self.model):
+                save_adapters(folder, self.model, whole)
             if beside.is_dir():
                 _move_model(beside, folder)
             of_collator = getattr(self.data_collator, "tokenizer", None)
@@ -100,7 +105,10 @@ class Files(Together):
 
         self._meet("trainer.save_model")
         self._write(folder, prepare)
-        if isinstance(self.model, transformers.PreTrainedModel):
+        whole: dict[str, torch.Tensor] = {}
+        if has_adapters(self.model):
+            whole = gather_adapters(self.model, self._list_values(), rank=0)
+        elif isinstance(self.model, transformers.PreTrainedModel):
             limit = inspect.signature(self.model.save_pretrained).parameters["max_shard_size"].default
             checkpoint.export_hf(beside, self._list_values(), self.model, max_shard_size=limit)
         else:
@@ -138,6 +146,9 @@ class Files(Together):
         if missing is not None:
             problem = f"has no {missing}: it is no checkpoint, or its save did not end"
             raise FzeroError(str(folder), problem, "resume from another checkpoint, or remove this one")
+        if has_adapters(self.model):
+            self.sharded = held._replace(params=self._fill(held.params, load_adapters(folder, self.model)))
+            return
         read: Any = functools.partial(load_safetensors, folder / WEIGHTS)
         if is_of_transformers:
             read = functools.partial(checkpoint.load_hf, folder, model_or_config=self.model)
@@ -146,6 +157,14 @@ class Files(Together):
         if has_buffers:
             held = held._replace(buffers=read(like=held.buffers, mesh=self.mesh, strict=False, persist=WHOLE))
         self.sharded = held._replace(params=params)
+
+    def _fill(self, params: tree.Tree, whole: dict[str, torch.Tensor]) -> tree.Tree:
+        """`params` with the values `whole` of some leaves, by their paths."""
+
+        def fill(path: str, leaf: Any) -> Any:
+            return leaf.slice_of(whole[path].to(leaf.device, leaf.dtype)) if path in whole else leaf
+
+        return tree.map_with_path(fill, params)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

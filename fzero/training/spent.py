@@ -82,8 +82,9 @@ def spend_model(module: nn.Module, device: torch.device, refuse: Callable[[str, 
     module.register_load_state_dict_pre_hook(functools.partial(_refuse_load, refuse))
 
 
-def _refuse_load(refuse: Callable[[str, str], FzeroError], *_: Any) -> NoReturn:
-    raise refuse("", "load_state_dict")
+def _refuse_load(refuse: Callable[[str, str], FzeroError], module: nn.Module, *_: Any) -> None:
+    if any(isinstance(x, Spent) for x in module.parameters()):  # no copy that was given values
+        raise refuse("", "load_state_dict")
 
 
 def _replace(module: nn.Module, old: Tensor, new: Any) -> None:

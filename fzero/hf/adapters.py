@@ -1,0 +1,99 @@
+"""Adapters: models of peft. Their files hold what was added to a base model, and no base model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero import unpartition
+from fzero.base.errors import FzeroError
+from fzero.training.models import copy_without_values
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+"""The files of an adapter, by peft's names. Those of an adapter that is not named "default" lie in a folder of its
+name."""
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether this is a model of peft."""
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+
+
+def list_files(model: Any) -> list[str]:
+    """The files of a model's adapters, by their paths in the folder of the model."""
+    return [str(_find_folder(Path(), name) / file) for name in model.peft_config for file in (CONFIG, WEIGHTS)]
+
+
+def gather_adapters(model: nn.Module, values: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """Path -> whole tensor on the CPU of what peft saves of a model, on one rank, and an empty dict on the others. All
+    ranks call it together. `values` has the leaves of the model by their paths."""
+    paths = _list_saved(copy_without_values(model))
+    whole = unpartition({path: values[path] for path in paths if path in values}, rank=rank)
+    return {path: x.cpu() for path, x in whole.items() if x is not None}
+
+
+def save_adapters(folder: Path, model: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """Write what `save_pretrained` of a model of peft writes, with the tensors `whole` for its values."""
+    _fill(model, whole).save_pretrained(str(folder))
+
+
+def load_adapters(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Path -> tensor of what the files of a model's adapters hold. Each rank reads these files as a whole.
+
+    Raises:
+        FzeroError: for a file that lacks a tensor of its adapter, or has others.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    empty = copy_without_values(model)
+    paths = _list_saved(empty)
+    target = _fill(model, {path: torch.empty_like(x, device="cpu") for path, x in _list_tensors(empty, paths).items()})
+    config: Any = target.peft_config
+    for name in config:
+        file = _find_folder(folder, name) / WEIGHTS
+        found = set_peft_model_state_dict(target, load_file(file), adapter_name=name)
+        missing = [path for path in found.missing_keys if path in paths and (f".{name}." in path or len(config) == 1)]
+        if found.unexpected_keys or missing:
+            problem = f"lacks {missing[:3]}, and has {found.unexpected_keys[:3]} of no adapter {name!r} of the model"
+            raise FzeroError(str(file), problem, "resume with the configuration of peft that was trained")
+    return {path: x.detach() for path, x in _list_tensors(target, paths).items()}
+
+
+def _find_folder(folder: Path, name: str) -> Path:
+    return folder if name == "default" else folder / name
+
+
+def _list_saved(empty: Any) -> dict[str, None]:
+    """The paths of the parameters and buffers of which peft saves values: those that train, and what peft takes of a
+    state dict for its adapters."""
+    from peft import get_peft_model_state_dict
+
+    held = empty.state_dict()
+    paths = {id(x): path for path, x in held.items()}
+    taken = dict.fromkeys(path for path, x in empty.named_parameters() if x.requires_grad)
+    for name, config in empty.peft_config.items():
+        if config.is_prompt_learning:  # which peft computes from the parameters of its encoder
+            taken |= dict.fromkeys(path for path in held if "prompt_encoder." in path)
+            continue
+        made = get_peft_model_state_dict(empty, state_dict=held, adapter_name=name)
+        taken |= dict.fromkeys(paths[id(x)] for x in made.values() if id(x) in paths)
+    return taken
+
+
+def _list_tensors(module: nn.Module, paths: Mapping[str, None]) -> dict[str, Tensor]:
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {path: held[path] for path in paths if path in held}
+
+
+def _fill(model: nn.Module, whole: Mapping[str, Tensor]) -> Any:
+    """A copy of a model with these values, and without all others."""
+    filled = copy_without_values(model)
+    filled.load_state_dict(dict(whole), strict=False, assign=True)
+    return filled
