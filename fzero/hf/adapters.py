@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero import unpartition
+from fzero import tree, unpartition
 from fzero.base.errors import FzeroError
 from fzero.training.models import copy_without_values
 
@@ -23,6 +24,24 @@ name."""
 def has_adapters(model: Any) -> bool:
     """Whether this is a model of peft."""
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+
+
+def find_base(model: Any, params: tree.Tree) -> tuple[Any, tree.Tree]:
+    """The model that adapters were put into, and its part of the parameters; the model itself where it has none.
+
+    Raises:
+        FzeroError: for virtual tokens, which peft puts in front of a prompt by itself.
+    """
+    if not has_adapters(model):
+        return model, params
+    if model.active_peft_config.is_prompt_learning:
+        problem = f"{type(model).__name__} has virtual tokens of {model.active_peft_config.peft_type}"
+        raise FzeroError("generate", problem, "save_model(folder), and generate with peft's from_pretrained")
+    base = model.get_base_model()
+    path = next(path for path, module in model.named_modules() if module is base)
+    for name in path.split("."):
+        params = params[name]
+    return base, params
 
 
 def list_files(model: Any) -> list[str]:
@@ -54,16 +73,27 @@ def load_adapters(folder: Path, model: nn.Module) -> dict[str, Tensor]:
 
     empty = copy_without_values(model)
     paths = _list_saved(empty)
-    target = _fill(model, {path: torch.empty_like(x, device="cpu") for path, x in _list_tensors(empty, paths).items()})
-    config: Any = target.peft_config
-    for name in config:
+    unknown = {path: _make_unknown(x) for path, x in _list_tensors(empty, paths).items()}
+    target = _fill(model, unknown)
+    for name, config in target.peft_config.items():
         file = _find_folder(folder, name) / WEIGHTS
-        found = set_peft_model_state_dict(target, load_file(file), adapter_name=name)
-        missing = [path for path in found.missing_keys if path in paths and (f".{name}." in path or len(config) == 1)]
-        if found.unexpected_keys or missing:
-            problem = f"lacks {missing[:3]}, and has {found.unexpected_keys[:3]} of no adapter {name!r} of the model"
-            raise FzeroError(str(file), problem, "resume with the configuration of peft that was trained")
-    return {path: x.detach() for path, x in _list_tensors(target, paths).items()}
+        found: Any = set_peft_model_state_dict(target, load_file(file), adapter_name=name)
+        if found.unexpected_keys and not config.is_prompt_learning:  # of which peft loads the prompt by itself
+            problem = f"has {found.unexpected_keys[:3]}, which are of no adapter {name!r} of the model"
+            raise FzeroError(str(file), problem, _WAY_OUT)
+    loaded = {path: x.detach() for path, x in _list_tensors(target, paths).items()}
+    missing = [path for path, x in loaded.items() if x.is_floating_point() and x.numel() and x.isnan().all()]
+    if missing:
+        raise FzeroError(str(folder), f"{WEIGHTS} lacks {missing[:3]}", _WAY_OUT)
+    return loaded
+
+
+_WAY_OUT = "resume with the configuration of peft that was trained"
+
+
+def _make_unknown(like: Tensor) -> Tensor:
+    """A tensor on the CPU that tells whether a file had its values."""
+    return torch.full_like(like, math.nan if like.is_floating_point() else 0, device="cpu")
 
 
 def _find_folder(folder: Path, name: str) -> Path:

@@ -1,0 +1,195 @@
+"""Models of peft in the Trainer: logs, files and tokens are those of transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")  # without which transformers has no Trainer
+pytest.importorskip("peft")
+
+import peft
+import torch
+import transformers
+from hf_models import make_arguments, make_model, make_ragged_dataset, pad_rows, read_logs
+from peft import LoraConfig
+from processes import run
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero.hf
+from fzero import FzeroError, VirtualMesh, tree
+from fzero.base.frozen import is_frozen
+
+CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+LORA: dict[str, Any] = {**CAUSAL, "r": 4, "target_modules": ["q_proj", "v_proj"]}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: LoraConfig(**LORA),
+    "modules_to_save": lambda: LoraConfig(**LORA, modules_to_save=["lm_head"]),
+    "DoRA": lambda: LoraConfig(**LORA, use_dora=True),
+    "rsLoRA of all layers": lambda: LoraConfig(
+        **CAUSAL, r=2, target_modules="all-linear", use_rslora=True, init_lora_weights="gaussian"
+    ),
+    "LoRA of embeddings": lambda: LoraConfig(**CAUSAL, r=2, target_modules=["q_proj", "embed_tokens"]),
+    "LoRA with biases": lambda: LoraConfig(**LORA, bias="lora_only"),
+    "LoRA of tokens": lambda: LoraConfig(**LORA, trainable_token_indices=[3, 5]),
+    "IA3": lambda: peft.IA3Config(
+        **CAUSAL, target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "VeRA": lambda: peft.VeraConfig(**CAUSAL, r=4, target_modules=["q_proj"]),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(**CAUSAL, init_r=4, target_r=2, total_step=20, target_modules=["q_proj"]),
+    "OFT": lambda: peft.OFTConfig(**CAUSAL, oft_block_size=4, target_modules=["q_proj"]),
+    "prompt tuning": lambda: peft.PromptTuningConfig(**CAUSAL, num_virtual_tokens=3),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(**CAUSAL, num_virtual_tokens=3),
+}
+TOLERANCE = 1e-5
+
+
+def make_adapted(name: str, others: int = 0) -> Any:
+    """A Llama with adapters: "default", and so many others."""
+    model = peft.get_peft_model(make_model("llama"), CONFIGS[name]())
+    for i in range(others):
+        model.add_adapter(f"other {i}".replace(" ", "_"), CONFIGS[name]())
+    return model
+
+
+def train(cls: Any, folder: Path, name: str, others: int = 0, resume: Any = None, **named: Any) -> Any:
+    """Four updates, saved after the second and at the end."""
+    changed = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2, **named.pop("changed", {}),
+    }  # fmt: skip
+    rows = make_ragged_dataset()
+    data = {"train_dataset": rows, "eval_dataset": rows[:8], "data_collator": pad_rows}
+    trainer = cls(make_adapted(name, others), make_arguments(folder, **changed), **data, **named)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(folder / "last")
+    return trainer
+
+
+def assert_equal_logs(got: Any, expected: Any, last: int = 0) -> None:
+    ours, theirs = read_logs(got)[-last:], read_logs(expected)[-last:]
+    assert len(ours) == len(theirs) > 0
+    for mine, their in zip(ours, theirs):
+        assert mine == pytest.approx(their, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def list_files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """What a file of a configuration says. Names of modules are a set for peft, in any order."""
+    return {key: sorted(x) if isinstance(x, list) else x for key, x in json.loads(file.read_text()).items()}
+
+
+def assert_equal_files(ours: Path, theirs: Path) -> None:
+    """The same files, equal configurations, and equal adapters."""
+    assert list_files(ours) == list_files(theirs)
+    for name in list_files(ours):
+        if name.endswith(".json"):
+            assert read_config(ours / name) == read_config(theirs / name), name
+        if name.endswith(".safetensors"):
+            mine, their = load_file(ours / name), load_file(theirs / name)
+            assert mine.keys() == their.keys()
+            for key, x in mine.items():
+                torch.testing.assert_close(
+                    x, their[key], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, k=key: k + text
+                )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_train_and_are_saved_as_in_transformers(name: str, tmp_path: Path) -> None:
+    expected = train(transformers.Trainer, tmp_path / "theirs", name)
+    got = train(fzero.hf.Trainer, tmp_path / "ours", name, mesh=VirtualMesh(fsdp=2))
+    assert_equal_logs(got, expected)
+    assert got.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], abs=TOLERANCE)
+    assert_equal_files(tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+
+
+@pytest.mark.parametrize("name", ["LoRA", "modules_to_save", "prompt tuning"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_training_goes_on_from_adapters(name: str, others: int, tmp_path: Path) -> None:
+    if others and name == "prompt tuning":
+        pytest.skip("peft has one prompt at a time")
+    got = train(fzero.hf.Trainer, tmp_path, name, others, mesh=VirtualMesh(fsdp=2))
+    again = train(
+        fzero.hf.Trainer, tmp_path, name, others, tmp_path / "checkpoint-2", mesh=VirtualMesh(fsdp=2), stage=2
+    )
+    assert_equal_logs(again, got, last=2)
+
+
+def test_peft_reads_what_was_saved_and_generates_the_same_tokens(tmp_path: Path) -> None:
+    trainer = train(fzero.hf.Trainer, tmp_path, "LoRA", mesh=VirtualMesh(fsdp=2))
+    read = peft.PeftModel.from_pretrained(make_model("llama"), tmp_path / "last").eval()
+    ours = fzero.unpartition(trainer.sharded.params)
+    held = dict(zip(tree.paths(ours), tree.leaves(ours)))
+    for path, x in read.named_parameters():
+        assert torch.equal(x, held[path]), path
+    prompt = torch.tensor([[5, 6, 7]] * 2)
+    expected = read.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+    assert torch.equal(trainer.generate(input_ids=prompt, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("changed", [{"gradient_checkpointing": True}, {"optim": "sgd", "max_grad_norm": 0.0}])
+def test_arguments_mean_the_same_for_adapters(changed: dict[str, Any], tmp_path: Path) -> None:
+    expected = train(transformers.Trainer, tmp_path / "theirs", "LoRA", changed=changed)
+    got = train(fzero.hf.Trainer, tmp_path / "ours", "LoRA", changed=changed, mesh=VirtualMesh(fsdp=2))
+    assert_equal_logs(got, expected)
+
+
+def test_only_adapters_have_gradients_and_state(tmp_path: Path) -> None:
+    trainer = train(fzero.hf.Trainer, tmp_path, "LoRA", mesh=VirtualMesh(fsdp=2))
+    params = trainer.sharded.params
+    trained = {path for path, leaf in zip(tree.paths(params), tree.leaves(params)) if not is_frozen(leaf)}
+    assert trained and all("lora_" in path for path in trained)
+    moments = [x for x in tree.leaves(trainer.sharded.opt_state) if isinstance(x, fzero.Sharded) and x.ndim]
+    assert len(moments) == 2 * len(trained)
+
+
+def train_on_two(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
+    rank = str(mesh.get_local_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    trainer = train(fzero.hf.Trainer, folder, "modules_to_save", mesh=mesh, changed={"per_device_train_batch_size": 2})
+    again = train(
+        fzero.hf.Trainer, folder, "modules_to_save", resume=folder / "checkpoint-2", mesh=mesh,
+        changed={"per_device_train_batch_size": 2},
+    )  # fmt: skip
+    assert_equal_logs(again, trainer, last=2)
+    return read_logs(trainer)
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    changed = {"per_device_train_batch_size": 4}
+    expected = train(transformers.Trainer, tmp_path / "theirs", "modules_to_save", changed=changed)
+    for logs in run(2, train_on_two, tmp_path / "ours"):
+        for mine, their in zip(logs, read_logs(expected), strict=True):
+            assert mine == pytest.approx(their, rel=TOLERANCE, abs=TOLERANCE)
+    assert_equal_files(tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+
+
+def test_adapters_of_another_shape_are_refused(tmp_path: Path) -> None:
+    train(fzero.hf.Trainer, tmp_path, "LoRA", mesh=VirtualMesh(fsdp=2))
+    file = tmp_path / "checkpoint-2" / "adapter_model.safetensors"
+    held = load_file(file)
+    save_file(dict(list(held.items())[1:]), file)
+    with pytest.raises(FzeroError, match=r"adapter_model.safetensors lacks \['base_model.*; resume with the config"):
+        train(fzero.hf.Trainer, tmp_path, "LoRA", resume=tmp_path / "checkpoint-2", mesh=VirtualMesh(fsdp=2))
+    file.unlink()
+    with pytest.raises(FzeroError, match=r"has no adapter_model.safetensors: it is no checkpoint"):
+        train(fzero.hf.Trainer, tmp_path, "LoRA", resume=tmp_path / "checkpoint-2", mesh=VirtualMesh(fsdp=2))
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model._hf_peft_config_loaded = True  # what add_adapter of transformers sets
+    with pytest.raises(FzeroError, match=r"has adapters of add_adapter.*; give peft.get_peft_model"):
+        fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
+    trainer = train(fzero.hf.Trainer, tmp_path, "prompt tuning", mesh=VirtualMesh(fsdp=2))
+    with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
+        trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))
