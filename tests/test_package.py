@@ -396,7 +396,7 @@ def test_the_version_has_one_home_and_the_package_has_types() -> None:
 
 NEEDED = {"torch", "optree", "einops"}
 """The `dependencies` of pyproject.toml. numpy is not there, and torch's exchange of objects needs it."""
-OPTIONAL = {"transformers", "accelerate", "safetensors", "huggingface_hub"}
+OPTIONAL = {"transformers", "accelerate", "safetensors", "huggingface_hub", "peft"}
 
 
 def test_modules_import_what_is_declared() -> None:
