@@ -10,7 +10,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from fzero.checkpoint.pieces import Plan, plan
 from fzero.layout.boxes import Box, boxes
 from fzero.layout.ranges import tile
 from fzero.ranks.failure import group_by_word, name_ranks
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import do_together, gather_words
-from fzero.state.common_home import find_common_home
+from fzero.state.common_ranks import find_common_ranks
 from fzero.state.safetensors.transfer import sync_directory
 from fzero.state.safetensors.writing import name_temporary, open_and_lock, remove_leftovers
 from fzero.state.sources import Source, TensorSource
@@ -50,16 +48,15 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
         FzeroError: for a leaf that a checkpoint cannot hold; where `path` is there already; on all ranks, where a rank
             cannot write, or where ranks save different trees.
     """
-    on = find_common_home(zip(tree.paths(values), tree.leaves(values)))
-    members = on.members if isinstance(on, Live) else None
+    on = find_common_ranks(zip(tree.paths(values), tree.leaves(values)))
     target = Path(path)
-    gather, is_first = gather_words(members, "save_dcp", f"to {path}"), not isinstance(on, Live) or on.number == 0
+    gather, is_first = gather_words(on.members, "save_dcp", f"to {path}"), on.number == 0
     plans: list[Plan] = []
     made: list[Path] = []  # by this rank
     locks: list[int | None] = []
 
     def begin() -> str:
-        plans.append(plan(values, None if on is None else on.mesh))
+        plans.append(plan(values, on))
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise FzeroError(str(target), "is there already", "give a new folder, or remove this one first")
         if not is_first:
@@ -80,8 +77,7 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
     try:
         names = do_together(gather, begin, str(target), "write it", AGAIN)
         partial = target.parent / next(filter(None, names))
-        if isinstance(on, Live):
-            on.agree(f"save_dcp to {path}", plans[0].list_lines())
+        on.agree(f"save_dcp to {path}", plans[0].list_lines())
         _write(partial, plans[0], on, target)
         do_together(gather, publish, str(target), "write it", AGAIN)
     finally:
@@ -92,7 +88,7 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(folder: Path, of: Plan, on: Home | None, target: Path) -> None:
+def _write(folder: Path, of: Plan, on: Ranks, target: Path) -> None:
     """Let torch write the files of all ranks, and its metadata."""
     # here, as below: these imports take most of a second
     from torch.distributed.checkpoint.api import CheckpointException
@@ -100,9 +96,9 @@ def _write(folder: Path, of: Plan, on: Home | None, target: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     state = {key: _view(leaf) for key, leaf in of.leaves.items()} | of.values
-    group = on.members.group if isinstance(on, Live) else None
+    group = on.members.group
     failed: Mapping[int, Any] = {}
-    with on.members.begin(f"save_dcp to {target}") if isinstance(on, Live) else nullcontext():
+    with on.members.begin(f"save_dcp to {target}"):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")

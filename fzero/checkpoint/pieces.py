@@ -13,10 +13,11 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.garbage import pause_garbage_collection
-from fzero.base.mesh import VirtualMesh
 from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_value
 from fzero.checkpoint.places import Grid, Place
 from fzero.layout.owners import balance
+from fzero.ranks.ranks import Ranks
+from fzero.ranks.virtual import ALONE
 from fzero.state.sources import Source, TensorSource, fingerprint, source_of
 from fzero.values.origin import describe_origin
 from fzero.values.sharded import Sharded
@@ -49,8 +50,8 @@ class Plan(NamedTuple):
 
 
 @pause_garbage_collection()
-def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
-    """The plan of a tree that lies on a mesh, None for a tree without `Sharded` leaves. Reads no values.
+def plan(state: tree.Tree, on: Ranks) -> Plan:
+    """The plan of a tree whose `Sharded` leaves lie on these ranks. Reads no values.
 
     Raises:
         FzeroError: for a leaf that a checkpoint cannot hold, and for two leaves of one path.
@@ -60,7 +61,7 @@ def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
     for path, count in Counter(paths).items():
         if count > 1:
             raise FzeroError(path, f"{count} leaves have this path", "rename an entry of a dict")
-    grid = Grid.of({}, "") if mesh is None else Grid.of(mesh.sizes, mesh.shard_axis)
+    grid = Grid.of(*describe_mesh(on))
     kinds = set(KINDS.values())
     values = {path: leaf for path, leaf in zip(paths, leaves) if type(leaf) in kinds}
     held = {path: _open_leaf(leaf, path) for path, leaf in zip(paths, leaves) if path not in values}
@@ -68,6 +69,11 @@ def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
     for path, first in _choose_firsts(places, held, grid).items():
         places[path] = places[path]._replace(first=first)
     return Plan(grid, places, values, held)
+
+
+def describe_mesh(on: Ranks) -> tuple[dict[str, int], str]:
+    """The sizes of the axes that a tree lies along, and the shard axis."""
+    return ({}, "") if on is ALONE else (on.mesh.sizes, on.mesh.shard_axis)
 
 
 def _describe_origin(leaf: Sharded | Source) -> str:

@@ -42,12 +42,12 @@ from fzero.checkpoint.manifest import (
     render_manifest,
     tag_file,
 )
-from fzero.checkpoint.pieces import Plan, hash_lines, plan
+from fzero.checkpoint.pieces import Plan, describe_mesh, hash_lines, plan
 from fzero.checkpoint.staging import Staging
 from fzero.files.memory import memory_of
-from fzero.ranks.homes import Home
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather, do_together
-from fzero.ranks.virtual import Virtual
+from fzero.ranks.virtual import ALONE
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.safetensors.header import plan_header, render_header
 from fzero.state.safetensors.transfer import begin_writeback, iter_parts, sync_directory
@@ -76,7 +76,7 @@ class Options(NamedTuple):
 class Saving:
     """A save, done or under way. `seconds` says how long this rank took to plan, copy, write, checksum and sync."""
 
-    def __init__(self, options: Options, on: Home | None, gather: Gather) -> None:
+    def __init__(self, options: Options, on: Ranks, gather: Gather) -> None:
         self.path, self.step = options.path, options.step
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.gather = gather
@@ -116,17 +116,11 @@ class Saving:
         """Plan this rank's files. An error is kept: the other ranks hear of it where they wait for this one."""
         with self._time("plan"):
             try:
-                self._plan = plan(state, None if self._on is None else self._on.mesh)
-                self._files = {number: self._plan.pick(number) for number in self._list_numbers()}
+                self._plan = plan(state, self._on)
+                self._files = {number: self._plan.pick(number) for number in self._on.numbers}  # virtual ranks: all
                 self._lines = [f"step {self.step}", *self._plan.list_lines()]
             except Exception as error:
                 self._failure = error
-
-    def _list_numbers(self) -> list[int]:
-        """The files that this process writes. Virtual ranks of one process write all."""
-        if isinstance(self._on, Virtual):
-            return list(range(self._on.mesh.size()))
-        return [0 if self._on is None else self._on.number]
 
     def stage(self, staging: Staging) -> None:
         """Copy what this rank writes to the memory of the host."""
@@ -168,11 +162,11 @@ class Saving:
                 do_together(self.gather, lambda: self._commit(written, stack), where, "save", AGAIN)
         finally:
             # which hold the memory of the tree, and its mesh
-            self._files, self._plan, self._lines, self._on = {}, None, [], None
+            self._files, self._plan, self._lines, self._on = {}, None, [], ALONE
 
     @property
     def _is_first(self) -> bool:
-        return 0 in self._list_numbers()
+        return self._on.number == 0
 
     def _begin(self, stack: ExitStack) -> tuple[str, str]:
         """Take the folder, on the first rank, until `stack` ends. Returns a hash of what this rank is about to save,
@@ -236,7 +230,7 @@ class Saving:
         assert self._plan is not None
         files = {number: file for each in written for number, file in each.items()}
         grid, places, values, _ = self._plan
-        sizes, axis = ({}, "") if self._on is None else (self._on.mesh.sizes, self._on.mesh.shard_axis)
+        sizes, axis = describe_mesh(self._on)
         listed = [files[number] for number in range(grid.files)]
         known = Manifest(
             self.step, self._save, sizes, axis, grid, places, values, listed, self._options.metadata, _versions()

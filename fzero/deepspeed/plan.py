@@ -17,8 +17,7 @@ from fzero.deepspeed.settings import MONITORS, SIZES, Settings, find_shard_size,
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
+from fzero.ranks.ranks import Ranks
 from fzero.training.groups import Group, convert_optimizer, list_groups
 
 OF_A_RANK = ("steps_per_print", "wall_clock_breakdown", "flops_profiler.", *(f"{x}." for x in MONITORS))
@@ -45,7 +44,7 @@ def make_plan(
     model_parameters: Any,
     lr_scheduler: Any,
     *,
-    home: Home,
+    home: Ranks,
     version: str,
 ) -> Plan:
     """The plan of this rank. `configs` are the arguments that may hold the configuration. `home` has all ranks.
@@ -55,7 +54,7 @@ def make_plan(
     """
     _check_model(model)
     given = resolve_auto(read_config(_choose_config(args, configs)), args)
-    rank = getattr(home, "number", 0)
+    rank = home.number
     settings = settle(given, home.mesh.size(), version=version, args=args, rank=rank)
     if _is_function(optimizer):
         optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
@@ -66,7 +65,7 @@ def make_plan(
     return Plan(model, settings, find_shard_size(given), groups, scheduled, optimizer, lines)
 
 
-def agree_on_plan(home: Home, make: Callable[[], Plan]) -> Plan:
+def agree_on_plan(home: Ranks, make: Callable[[], Plan]) -> Plan:
     """The plan of this rank, `make()`, once all ranks of `home` have the same. Collective.
 
     Raises:
@@ -78,12 +77,9 @@ def agree_on_plan(home: Home, make: Callable[[], Plan]) -> Plan:
         plan = make()
     except Exception as caught:  # the other ranks would wait for this one
         error = caught
-    if isinstance(home, Live):
-        lines = plan.lines if plan is not None else []
-        agree(home.members, digest(lines), lambda: lines, error, what="agreement on the configuration")
-    if plan is None:
-        assert error is not None
-        raise error
+    lines = plan.lines if plan is not None else []
+    agree(home.members, digest(lines), lambda: lines, error, what="agreement on the configuration")
+    assert plan is not None  # or that raised the error
     return plan
 
 

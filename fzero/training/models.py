@@ -12,8 +12,7 @@ from torch import nn
 
 from fzero import lower, lower_stateful, partition, tree
 from fzero.base.errors import FzeroError
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.find import find_ranks
 from fzero.state.build.build import cut_into_slices, make_ordinary
 from fzero.state.build.deferred import Deferred
 from fzero.state.build.store import Store
@@ -99,9 +98,9 @@ def partition_model(model: nn.Module, params: tree.Tree, store: Store | None, me
     Raises:
         FzeroError: for a model of `zero.Init` on another mesh.
     """
-    home = find_home(mesh)
+    home = find_ranks(mesh)
     if store is None:
-        first = home.ranks[0] if isinstance(home, Live) and len(home.ranks) > 1 else None
+        first = None if home.members.is_alone else home.ranks[0]
         return partition(params, mesh, source_rank=first, **how)
     if store.on is not home:
         problem = f"is {mesh}, and zero.Init cut the model over {store.on.mesh}"

@@ -307,6 +307,14 @@ def test_a_step_that_goes_back_keeps_its_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path) == 2
 
 
+def test_a_load_inside_of_a_step_is_refused(tmp_path: Path) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    params = fzero.partition({"w": torch.ones(4)}, mesh)
+    save(tmp_path, params, step=1)
+    with pytest.raises(FzeroError, match=r"^w: is inside of a step, where it has no values"):
+        fzero.simulate(lambda params: load(tmp_path, params), mesh)(params)
+
+
 def test_a_checkpoint_is_replaced_only_when_asked(tmp_path: Path) -> None:
     save(tmp_path, {"x": torch.zeros(3)}, step=1)
     with pytest.raises(FzeroError, match=r"step-1: is there already; give another step, or overwrite=True"):

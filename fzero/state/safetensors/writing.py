@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 from fzero.base.errors import FzeroError
 from fzero.files.memory import memory_of
 from fzero.layout.strides import Copy, Run, runs, within
-from fzero.ranks.live import Live
 from fzero.ranks.processes import find_end, name_process
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors.header import Header, render_header
 from fzero.state.safetensors.transfer import iter_parts, sync_directory, write_from
@@ -59,9 +59,9 @@ class Plan(NamedTuple):
         return ITSELF not in self.headers
 
 
-def write(target: Path, make_plan: Callable[[], Plan], on: Live | None, chunk: int, caller: str) -> None:
-    """Write a file or folder, which appears at `target` when it is complete. All ranks of `on` call `write` together;
-    None is a process that writes alone. `make_plan` may raise. `caller` is the function's name in errors.
+def write(target: Path, make_plan: Callable[[], Plan], on: Ranks, chunk: int, caller: str) -> None:
+    """Write a file or folder, which appears at `target` when it is complete. All ranks of `on` call `write` together.
+    `make_plan` may raise. `caller` is the function's name in errors.
 
     Before, the file or folder has another name in the same directory, and files have no header. What a process that
     was killed left there is removed by the next `write` into the directory.
@@ -87,20 +87,20 @@ class _Announcement(NamedTuple):
 
 
 class _Writer:
-    """One process's share of a write. `on` is this rank of the mesh, None for a process that writes alone."""
+    """One process's share of a write."""
 
     plan: Plan
 
-    def __init__(self, target: Path, on: Live | None, caller: str) -> None:
+    def __init__(self, target: Path, on: Ranks, caller: str) -> None:
         self.target, self.on, self.caller = target, on, caller
-        self.is_first = on is None or on.number == 0
+        self.is_first = on.number == 0
         self.temporary = ""
         self.lock: int | None = None
         self.heads: dict[str, bytes] = {}
 
     def on_all_ranks(self, do: Callable[[], T]) -> list[T]:
         """The result of `do()` on each rank, in rank order; an error on all ranks, when `do` raised on any."""
-        gather = gather_words(None if self.on is None else self.on.members, self.caller, f"of {self.target}")
+        gather = gather_words(self.on.members, self.caller, f"of {self.target}")
         return do_together(gather, do, str(self.target), "write it", "what was there before is as it was; save again")
 
     def begin(self, plan: Plan) -> _Announcement:
