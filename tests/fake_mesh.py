@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fzero.data  # noqa: F401  whose module is replaced in part
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 
 
 class FakeMesh:

@@ -259,6 +259,13 @@ def test_few_files_ask_who_performs() -> None:
     assert len(found) <= 5, f"{len(found)} files ask for the class of who takes part (limit 5): {found}; {advice}"
 
 
+def test_few_files_give_names_to_files() -> None:
+    """What ranks write together appears by one rename: of `Publication`, or of a checkpoint in its folder."""
+    found = files_that_name(r"^os\.(rename|replace)$|^(flock|lockf)$")
+    advice = "write it with fzero.state.publishing"
+    assert len(found) <= 2, f"{len(found)} files rename or lock files (limit 2): {found}; {advice}"
+
+
 def test_questions_for_a_class_are_seen() -> None:
     code = "isinstance(a, Live), isinstance(b, (m.Virtual, int)), isinstance(c, Ranks | None), issubclass(d, Tracer)"
     assert names_of_instances(ast.parse(code)) == {"Live", "m", "Virtual", "int", "Ranks"}
@@ -332,7 +339,7 @@ MESH_OF_THE_USER = (
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.files",
     "hf.generation", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "training.models", "training.programs",
-    "ranks.find", "ranks.live", "state.build.build", "state.init",
+    "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
@@ -369,7 +376,7 @@ DATA = [name for name in MODULES if room(name) == "data"]
 @pytest.mark.parametrize("name", DATA)
 def test_data_uses_public_names_and_the_ranks(name: str) -> None:
     inner = {other for other in imports(name) if room(other) != "data"} - {"", *fzero.__all__}
-    assert inner <= {"ranks.find", "base.arguments", "base.mesh"}, (
+    assert inner <= {"ranks.live", "base.arguments", "base.mesh"}, (
         f"fzero.{name} imports {sorted(inner)}: data uses `from fzero import ...`"
     )
 

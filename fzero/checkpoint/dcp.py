@@ -8,7 +8,6 @@ the zip file that `torch.save` wrote at its place in a larger file; the tensor's
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +18,12 @@ from torch import Tensor
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.dcp_metadata import DAMAGED, Piece, Stored, TensorEntry, measure_files, read_metadata
+from fzero.checkpoint.dcp_metadata import DAMAGED, Stored, measure_files, read_metadata
 from fzero.checkpoint.torch_files import Window, find_elements, load_torch_file
-from fzero.files.memory import memory_of
-from fzero.layout.boxes import Box, boxes
-from fzero.state.safetensors.reading import CAST_NBYTES
-from fzero.state.safetensors.transfer import read_into
-from fzero.state.sources import Source, TensorSource, check_range, describe
+from fzero.layout.strides import Copy, dense, view_to_view
+from fzero.state.pieces import PiecedSource
+from fzero.state.safetensors.transfer import read_elements
+from fzero.state.sources import Source, TensorSource
 
 
 @check_arguments
@@ -54,52 +52,41 @@ def read_dcp_values(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {key: folder.load(stored, key) for key, stored in folder.contents.values.items()}
 
 
-class DcpSource:
-    """The tensor `key` of a folder. Errors name the tensor by `path`, at first the key."""
+class DcpSource(PiecedSource):
+    """The tensor `key` of a folder."""
 
     def __init__(self, folder: DcpFolder, key: str) -> None:
-        self.folder, self.key, self.path = folder, key, key
-        self.entry: TensorEntry = folder.contents.tensors[key]
-        self.shape, self.dtype = self.entry.shape, self.entry.dtype
-        self._rows = [piece.box.start[:1] for piece in self.entry.pieces]
-        self._longest = max((piece.box.size[0] for piece in self.entry.pieces if piece.box.size), default=0)
+        self.folder, entry = folder, folder.contents.tensors[key]
+        strides, parts = dense(entry.shape), list[tuple[Copy, Source]]()
+        for box, stored in entry.pieces:
+            held = _Held(folder, stored, torch.Size(box.size), entry.dtype, key)
+            first = sum(at * stride for at, stride in zip(box.start, strides))
+            parts += [(copy, held) for copy in view_to_view(box.size, dense(box.size), strides, to=first)]
+        super().__init__(key, entry.shape, entry.dtype, parts, str(folder.path), DAMAGED)
+
+
+class _Held:
+    """What one `torch.save` stored: a `Source`."""
+
+    def __init__(self, folder: DcpFolder, stored: Stored, shape: torch.Size, dtype: torch.dtype, path: str) -> None:
+        self.shape, self.dtype, self.path = shape, dtype, path
+        self._folder, self._stored = folder, stored
+        self._begin: int | None = -1  # the byte of the first element; None where they do not lie side by side
 
     def read(self, start: int, out: Tensor) -> None:
-        done = 0
-        for box in boxes(tuple(self.shape), check_range(self, start, out)):
-            numel = torch.Size(box.size).numel()
-            if (count := self._read_box(box, out[done : done + numel].view(box.size))) != numel:
-                problem = f"{self.folder.path} has {count} of the {numel} elements from {list(box.start)} on"
-                raise FzeroError(self.path, problem, DAMAGED)
-            done += numel
-
-    def _read_box(self, box: Box, out: Tensor) -> int:
-        """Fill `out`, of the shape of `box`, from the pieces that meet it. Returns how many elements they have."""
-        count = 0
-        for piece in self._pieces_near(box):
-            start = [max(*pair) for pair in zip(box.start, piece.box.start)]
-            stop = [min(a + b, c + d) for a, b, c, d in zip(*box, *piece.box)]
-            if any(low >= high for low, high in zip(start, stop)):
-                continue
-            here = out
-            for dim, (low, high) in enumerate(zip(start, stop)):
-                here = here.narrow(dim, low - box.start[dim], high - low)
-            first = 0  # of the common elements, in the piece: one run, for a box takes whole rows but of one dimension
-            for low, begin, size in zip(start, *piece.box):
-                first = first * size + low - begin
-            self.folder.read(piece.stored, self.entry.dtype, piece.box.size, first, here, self.path)
-            count += here.numel()
-        return count
-
-    def _pieces_near(self, box: Box) -> tuple[Piece, ...]:
-        """The pieces that may have rows of a box."""
-        if not box.start:
-            return self.entry.pieces
-        first = bisect_left(self._rows, (box.start[0] - self._longest + 1,))
-        return self.entry.pieces[first : bisect_left(self._rows, (box.start[0] + box.size[0],))]
-
-    def __repr__(self) -> str:
-        return f"DcpSource({self.path}: {describe(self)} in {self.folder.path})"
+        with self._folder.open(self._stored, self.path) as window:
+            if self._begin == -1:
+                self._begin = find_elements(window, self.dtype, tuple(self.shape))
+            if self._begin is None:
+                whole = TensorSource(load_torch_file(window, self.path))
+                whole.read(start, out)
+                self._folder.nbytes_read += whole.tensor.nbytes
+                return
+            begin, wanted = self._begin + start * self.dtype.itemsize, out.numel() * self.dtype.itemsize
+            count = read_elements(window.fd, out, self.dtype, begin)
+            self._folder.nbytes_read += count
+            if count < wanted:
+                raise OSError(f"gave {count} of {wanted} bytes from byte {begin} on")
 
 
 class DcpFolder:
@@ -109,7 +96,6 @@ class DcpFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.nbytes_read = Path(path), 0
         self.contents = read_metadata(self.path / ".metadata")
-        self._starts = dict[Stored, int | None]()
         for name, nbytes in measure_files(self.contents).items():
             file = self.path / name
             if not os.path.isfile(file):
@@ -117,47 +103,18 @@ class DcpFolder:
             if (found := file.stat().st_size) < nbytes:
                 raise FzeroError(str(file), f"has {found} bytes, the metadata place values up to {nbytes}", DAMAGED)
 
-    def read(
-        self, stored: Stored, dtype: torch.dtype, shape: tuple[int, ...], first: int, out: Tensor, leaf: str
-    ) -> None:
-        """Fill `out`, of any shape, with elements of a stored tensor of this dtype and shape, from element `first` on.
-
-        Raises:
-            FzeroError: naming `leaf` and the file.
-        """
-        with self._open(stored, leaf) as window:
-            if stored not in self._starts:
-                self._starts[stored] = find_elements(window, dtype, shape)
-            if (begin := self._starts[stored]) is None:
-                whole = TensorSource(load_torch_file(window, leaf))
-                bare = torch.empty(out.numel(), dtype=dtype, device="cpu")
-                whole.read(first, bare)
-                self.nbytes_read += whole.tensor.nbytes
-                out.copy_(bare.view(out.shape))
-                return
-            start = begin + first * dtype.itemsize
-            direct = out.is_contiguous() and out.is_cpu and out.dtype == dtype
-            for part in (out,) if direct else _split(out, CAST_NBYTES // dtype.itemsize):
-                bare = part if direct else torch.empty(part.shape, dtype=dtype, device="cpu")
-                count = read_into(window.fd, memory_of(bare), start)
-                self.nbytes_read += count
-                if count < bare.nbytes:
-                    raise OSError(f"gave {count} of {bare.nbytes} bytes from byte {start} on")
-                if not direct:
-                    part.copy_(bare)
-                start += bare.nbytes
-
     def load(self, stored: Stored, leaf: str) -> Any:
-        """What was stored, of classes that `torch.load` knows to be harmless.
-
-        Raises:
-            FzeroError: naming `leaf` and the file.
-        """
-        with self._open(stored, leaf) as window:
+        """What was stored, of classes that `torch.load` knows to be harmless. Raises as `open`."""
+        with self.open(stored, leaf) as window:
             return load_torch_file(window, "")
 
     @contextmanager
-    def _open(self, stored: Stored, leaf: str) -> Iterator[Window]:
+    def open(self, stored: Stored, leaf: str) -> Iterator[Window]:
+        """What was stored, to read.
+
+        Raises:
+            FzeroError: naming `leaf` and the file, where the block fails.
+        """
         file = self.path / stored.file
         try:
             with open(file, "rb") as opened:
@@ -167,14 +124,3 @@ class DcpFolder:
             problem = getattr(error, "problem", str(error))
             where = f"{file} at bytes {stored.span.start} to {stored.span.stop}"
             raise FzeroError(leaf, f"{where} cannot be read: {problem}", way_out) from error
-
-
-def _split(out: Tensor, numel: int) -> Iterator[Tensor]:
-    """Views of `out` that follow each other in row-major order, of at most `numel` elements or one element each."""
-    if out.numel() <= max(1, numel):
-        yield out
-        return
-    dim = next(dim for dim, size in enumerate(out.shape) if size > 1)
-    step = max(1, numel // (out.numel() // out.shape[dim]))
-    for part in out.split(step, dim):
-        yield from _split(part, numel)

@@ -36,7 +36,7 @@ from fzero.state.partition import partition
 from fzero.state.safetensors import load_sources, open_safetensors
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.loading import Rename
-from fzero.state.safetensors.saving import check_paths, choose_part, name_origins, name_value
+from fzero.state.safetensors.saving import check_paths, choose_part, list_origins, name_value
 from fzero.state.safetensors.writing import Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.quantized import is_quantized
@@ -105,7 +105,7 @@ def plan_export(
     if len(files) > 1:
         texts[INDEX] = _render_index(model, headers)
     pieces = list(plan_pieces(values, tensors, headers, on))
-    return Plan(headers, pieces, name_origins(leaves.values()), texts)
+    return Plan(headers, pieces, list_origins(leaves.values()), texts)
 
 
 @check_arguments

@@ -21,7 +21,7 @@ from fzero.checkpoint.folder import remove_leftovers_of_dead
 from fzero.checkpoint.manifest import KINDS
 from fzero.checkpoint.opening import Checkpoint, StoredLeaf, latest, open_checkpoint
 from fzero.files import address_of
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import do_together, gather_words
 from fzero.ranks.virtual import ALONE

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +79,6 @@ def _describe_origin(leaf: Sharded | Source) -> str:
     if isinstance(leaf, Sharded):
         return describe_origin(leaf.origin)
     return f"elements with the hash {fingerprint(leaf):08x}"
-
-
-def hash_lines(lines: Sequence[str]) -> str:
-    """A hash of lines, the same in every process."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _open_leaf(leaf: Any, path: str) -> Sharded | Source:

@@ -15,7 +15,7 @@ from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import latest
 from fzero.checkpoint.saving import check_keep, save
 from fzero.checkpoint.stopping import Stop
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.ranks.together import do_together, gather_words
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 from fzero.base.errors import FzeroError
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 
 BY_SIGNAL = 128
 """A shell's exit status for a process that a signal ended is so much more than the signal's number."""

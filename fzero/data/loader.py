@@ -15,7 +15,7 @@ from fzero.data.parts import Place, find_indices, find_part, list_places, order
 from fzero.data.position import ENDLESS, Position, check_position, mix
 from fzero.data.streams import CollateTaken, Stream, Taken
 from fzero.data.workers import StartWorker
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 
 OWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "generator", "in_order")
 """Options of torch's DataLoader that follow from the loader's own."""

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate, default_convert
 
 from fzero import FzeroError, tree
 from fzero.base.arguments import check_arguments
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 
 Number = int | float
 

@@ -31,7 +31,7 @@ from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.state.build.deferred import is_deferring
 from fzero.training.groups import combine
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world

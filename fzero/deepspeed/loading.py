@@ -13,7 +13,7 @@ from fzero.base.mesh import mesh_shape
 from fzero.data import loader
 from fzero.data.parts import find_part
 from fzero.deepspeed.settings import Settings
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 
 
 def load(data: Any, collate_fn: Callable[..., Any] | None, settings: Settings, mesh: Any) -> Any:

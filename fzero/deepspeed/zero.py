@@ -19,7 +19,7 @@ from fzero.base.errors import FzeroError
 from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.reading import read_config
 from fzero.ranks.agreement import meet
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks, check_rank
 from fzero.ranks.virtual import ALONE
 from fzero.state.build.deferred import Deferred, defer_tensors

@@ -32,7 +32,7 @@ from fzero.hf.caches import (
 from fzero.hf.checks import check_model
 from fzero.hf.turns import WHAT, Request, choose, fail
 from fzero.ranks.agreement import meet
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
 

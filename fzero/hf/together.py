@@ -24,7 +24,7 @@ from fzero.hf.alike import (
 )
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.failure import hang_up
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.ranks.members import Members
 from fzero.ranks.together import tell_others
 from fzero.ranks.virtual import ALONE

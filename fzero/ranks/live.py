@@ -22,6 +22,7 @@ from fzero.ranks.members import Members
 from fzero.ranks.owners import orthogonalize_leaves
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.transports import Pending, Transport, choose_transport
+from fzero.ranks.virtual import virtual
 
 
 class Live(Ranks):
@@ -130,6 +131,15 @@ def live(mesh: Any) -> Live:
         _purge_lives()
         _lives[key] = Live(*key)
     return _lives[key]
+
+
+def find_ranks(mesh: Any) -> Ranks:
+    """The one `Ranks` of a mesh: a `DeviceMesh` has one in each process, and the first call is collective.
+
+    Raises:
+        FzeroError: as `live` does.
+    """
+    return virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
 
 
 _lives: dict[tuple[VirtualMesh, tuple[dist.ProcessGroup, ...], str, tuple[int, ...]], Live] = {}

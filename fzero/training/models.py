@@ -12,7 +12,7 @@ from torch import nn
 
 from fzero import lower, lower_stateful, partition, tree
 from fzero.base.errors import FzeroError
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.state.build.build import cut_into_slices, make_ordinary
 from fzero.state.build.deferred import Deferred
 from fzero.state.build.store import Store

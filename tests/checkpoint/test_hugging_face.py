@@ -24,8 +24,9 @@ from fzero.checkpoint import export_hf, load_hf
 from fzero.checkpoint.hugging_face import plan_export
 from fzero.ranks.virtual import ALONE
 from fzero.state.fill import copy_slices
+from fzero.state.publishing import TEMPORARY
 from fzero.state.safetensors import open_safetensors
-from fzero.state.safetensors.writing import TEMPORARY, write
+from fzero.state.safetensors.writing import write
 from fzero.state.sources import SAMPLE
 from fzero.values.sharded import Sharded
 

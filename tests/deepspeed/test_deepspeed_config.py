@@ -18,7 +18,7 @@ from fzero.deepspeed.keys import KEYS, Key
 from fzero.deepspeed.plan import OF_A_RANK, make_plan
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.settings import Settings, find_batch_sizes, find_shard_size, settle
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
 

@@ -32,7 +32,7 @@ import fzero.checkpoint
 import fzero.hf
 from fzero import FzeroError
 from fzero.hf.padding import pad_to_longest
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 
 FEW = 7
 """Rows that two ranks cannot share equally."""

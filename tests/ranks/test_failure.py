@@ -28,8 +28,7 @@ import fzero
 from fzero import optim
 from fzero.passes import defaults
 from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks, roll_error
-from fzero.ranks.find import find_ranks
-from fzero.ranks.live import live
+from fzero.ranks.live import find_ranks, live
 from fzero.ranks.transports import Native, PointToPoint, Transport, process_memory
 
 STALL = timedelta(seconds=5)

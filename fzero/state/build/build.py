@@ -24,7 +24,7 @@ from fzero.base.tree import Tree
 from fzero.files import allocate as allocate_on_disk
 from fzero.files.memory import memory_of
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.find import find_ranks
+from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import tell_others
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read

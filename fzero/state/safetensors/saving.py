@@ -17,6 +17,7 @@ from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.writing import ITSELF, Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
+from fzero.values.origin import describe_state
 from fzero.values.sharded import Sharded
 
 
@@ -55,7 +56,7 @@ def save_safetensors(
         check_paths(paths)
         given = {path: name_value(path, leaf) for path, leaf in zip(paths, leaves)}
         header = plan_header(given, metadata or {})
-        return Plan({ITSELF: header}, plan_pieces(given, header, on), name_origins(leaves))
+        return Plan({ITSELF: header}, plan_pieces(given, header, on), list_origins(leaves))
 
     write(Path(path), make_plan, on, chunk, "save_safetensors")
 
@@ -76,9 +77,9 @@ def name_value(path: str, leaf: Any) -> Sharded | Source:
     return leaf if isinstance(leaf, Sharded) else source_of(leaf, path)
 
 
-def name_origins(leaves: Iterable[Any]) -> str:
+def list_origins(leaves: Iterable[Any]) -> list[str]:
     """Where the `Sharded` leaves came from, which is the same on all ranks."""
-    return "".join(f"{leaf.origin}\n" for leaf in leaves if isinstance(leaf, Sharded))
+    return [describe_state(leaf.path, leaf.origin) for leaf in leaves if isinstance(leaf, Sharded)]
 
 
 def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Ranks) -> list[Piece]:
