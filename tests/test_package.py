@@ -26,7 +26,7 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim | ranks | values | program | tracing passes execution state | budget | fzero"
+    "base | files layout optim | ranks | values | program | tracing passes execution state | budget formats | fzero"
     " | variants data checkpoint | training | deepspeed hf | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
@@ -335,7 +335,7 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
-    "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
+    "base.mesh", "formats.foreign", "formats.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.files",
     "hf.generation", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "training.models", "training.programs",

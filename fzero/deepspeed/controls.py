@@ -107,7 +107,7 @@ class Controls(Status):
 
     def _note_rows(self, rows: int | None) -> None:
         """Log the first batch that has another number of rows than the configuration says. It counts as one batch."""
-        wanted = self.settings.micro_batch_size * len(self._home.numbers)
+        wanted = self.settings.micro_batch_size * len(self._on.numbers)
         if rows in (None, wanted) or self._has_noted_rows or self.global_rank:
             return
         self._has_noted_rows = True

@@ -110,11 +110,11 @@ def initialize(
     def plan() -> Plan:
         refuse_arguments("initialize", {"mpu": (mpu, "give mesh="), "mesh_param": (mesh_param, "give mesh=")})
         sources = {"config": config, "config_params": config_params}
-        return make_plan(args, sources, model, optimizer, model_parameters, lr_scheduler, home=home, version=version)
+        return make_plan(args, sources, model, optimizer, model_parameters, lr_scheduler, on=on, version=version)
 
     with torch_private.disable_modes() if is_deferring() else nullcontext():  # suspends a zero.Init around this call
-        home = find_ranks(make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh)
-        planned = agree_on_plan(home, plan)
+        on = find_ranks(make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh)
+        planned = agree_on_plan(on, plan)
         mesh = choose_mesh(mesh, planned.shard, local_rank, distributed_port, dist_init_required)
         engine = _build_engine(planned, loss, mesh, local_rank)
         if training_data is not None:

@@ -44,18 +44,18 @@ def make_plan(
     model_parameters: Any,
     lr_scheduler: Any,
     *,
-    home: Ranks,
+    on: Ranks,
     version: str,
 ) -> Plan:
-    """The plan of this rank. `configs` are the arguments that may hold the configuration. `home` has all ranks.
+    """The plan of this rank. `configs` are the arguments that may hold the configuration. `on` has all ranks.
 
     Raises:
         FzeroError: as `initialize`.
     """
     _check_model(model)
     given = resolve_auto(read_config(_choose_config(args, configs)), args)
-    rank = home.number
-    settings = settle(given, home.mesh.size(), version=version, args=args, rank=rank)
+    rank = on.number
+    settings = settle(given, on.mesh.size(), version=version, args=args, rank=rank)
     if _is_function(optimizer):
         optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
     groups = _find_groups(optimizer, model_parameters, settings, model)
@@ -65,8 +65,8 @@ def make_plan(
     return Plan(model, settings, find_shard_size(given), groups, scheduled, optimizer, lines)
 
 
-def agree_on_plan(home: Ranks, make: Callable[[], Plan]) -> Plan:
-    """The plan of this rank, `make()`, once all ranks of `home` have the same. Collective.
+def agree_on_plan(on: Ranks, make: Callable[[], Plan]) -> Plan:
+    """The plan of this rank, `make()`, once all ranks of `on` have the same. Collective.
 
     Raises:
         FzeroError: on all ranks, with the key and both values, where plans differ; on all ranks, where one could not
@@ -78,7 +78,7 @@ def agree_on_plan(home: Ranks, make: Callable[[], Plan]) -> Plan:
     except Exception as caught:  # the other ranks would wait for this one
         error = caught
     lines = plan.lines if plan is not None else []
-    agree(home.members, digest(lines), lambda: lines, error, what="agreement on the configuration")
+    agree(on.members, digest(lines), lambda: lines, error, what="agreement on the configuration")
     assert plan is not None  # or that raised the error
     return plan
 

@@ -96,20 +96,20 @@ class Status:
     @property
     def device(self) -> torch.device:
         """Where batches belong."""
-        return self._home.choose_device()
+        return self._on.choose_device()
 
     @property
     def global_rank(self) -> int:
-        return self._home.number
+        return self._on.number
 
     @property
     def world_size(self) -> int:
-        return self._home.mesh.size()
+        return self._on.mesh.size()
 
     @property
     def dp_world_size(self) -> int:
         return self.world_size
 
     @property
-    def _home(self) -> Ranks:
+    def _on(self) -> Ranks:
         return find_ranks(self.mesh)

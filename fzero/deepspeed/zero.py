@@ -90,13 +90,13 @@ class Init(ContextDecorator):
 
     def __enter__(self) -> Init:
         if self._enabled:
-            home = _ranks_of(self._mesh)
-            if not home.members.is_alone:
+            on = _ranks_of(self._mesh)
+            if not on.members.is_alone:
                 own = torch.get_rng_state()
-                torch.set_rng_state(_broadcast(home, own.clone(), home.ranks[0]))
-                if home.number:  # rank 0 goes on behind its draws, as without the context
+                torch.set_rng_state(_broadcast(on, own.clone(), on.ranks[0]))
+                if on.number:  # rank 0 goes on behind its draws, as without the context
                     self._stack.callback(torch.set_rng_state, own)
-            self._stack.enter_context(defer_tensors(Store(home)))
+            self._stack.enter_context(defer_tensors(Store(on)))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -140,9 +140,9 @@ class GatheredParameters:
         alone = Store(ALONE)  # within the block ranks work apart
         cut = [value for value in self._params if isinstance(value, Deferred)]
         # before one rank gathers and cuts: which of them a rank has whole depends on what it did before
-        for home in dict.fromkeys(value.allocation.store.on for value in cut):
+        for on in dict.fromkeys(value.allocation.store.on for value in cut):
             what = "fzero.deepspeed.zero.GatheredParameters"
-            meet(home.members, f"{what} of {[list(value.shape) for value in cut]}", what=what)
+            meet(on.members, f"{what} of {[list(value.shape) for value in cut]}", what=what)
         taken: dict[Allocation, Allocation] = {}
         for held in dict.fromkeys(value.allocation for value in cut):
             held.store.bring([held])
@@ -181,13 +181,13 @@ def _find_all_ranks() -> Ranks:
     return _ranks_of(None) if dist.is_initialized() else ALONE
 
 
-def _broadcast(home: Ranks, values: Tensor, rank: int) -> Tensor:
+def _broadcast(on: Ranks, values: Tensor, rank: int) -> Tensor:
     """`values` of a global rank, on every rank of a mesh."""
-    check_rank("modifier_rank", rank, home.ranks)
-    if home.members.is_alone:
+    check_rank("modifier_rank", rank, on.ranks)
+    if on.members.is_alone:
         return values
     sent, what = values.cpu().contiguous(), "broadcast of a parameter in fzero.deepspeed.zero"
-    meet(home.members, f"{what}: {values.dtype} {list(values.shape)} of rank {rank}", what=what)
-    with home.members.begin(what):
-        dist.broadcast(sent, rank, group=home.members.group)
+    meet(on.members, f"{what}: {values.dtype} {list(values.shape)} of rank {rank}", what=what)
+    with on.members.begin(what):
+        dist.broadcast(sent, rank, group=on.members.group)
     return sent.to(values.device)

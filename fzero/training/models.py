@@ -98,15 +98,15 @@ def partition_model(model: nn.Module, params: tree.Tree, store: Store | None, me
     Raises:
         FzeroError: for a model of `zero.Init` on another mesh.
     """
-    home = find_ranks(mesh)
+    on = find_ranks(mesh)
     if store is None:
-        first = None if home.members.is_alone else home.ranks[0]
+        first = None if on.members.is_alone else on.ranks[0]
         return partition(params, mesh, source_rank=first, **how)
-    if store.on is not home:
+    if store.on is not on:
         problem = f"is {mesh}, and zero.Init cut the model over {store.on.mesh}"
         raise FzeroError("mesh", problem, "give initialize and zero.Init the same mesh")
     held = cut_into_slices(params, mesh, store, how)
-    spent = Store(home)  # the store itself may serve a context that goes on
+    spent = Store(on)  # the store itself may serve a context that goes on
     for x in model.parameters():
         if isinstance(x, Deferred):
             store.allocations.discard(x.allocation)

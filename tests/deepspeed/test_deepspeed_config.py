@@ -238,7 +238,7 @@ def list_lines(config: dict[str, Any]) -> list[str]:
     try:
         given = BATCH | {"optimizer": {"type": "Adam"}} | config
         return make_plan(
-            None, {"config": given}, make_model(), None, None, None, home=find_ranks(MESH), version="0"
+            None, {"config": given}, make_model(), None, None, None, on=find_ranks(MESH), version="0"
         ).lines
     except FzeroError as error:
         return [str(error)]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fzero
 from fzero import tree
 from fzero.checkpoint import export_hf, load_hf
-from fzero.checkpoint.hugging_face import plan_export
+from fzero.formats.hugging_face import plan_export
 from fzero.ranks.virtual import ALONE
 from fzero.state.fill import copy_slices
 from fzero.state.publishing import TEMPORARY

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.dcp_metadata import DAMAGED, Stored, measure_files, read_metadata
-from fzero.checkpoint.torch_files import Window, find_elements, load_torch_file
+from fzero.formats.dcp_metadata import DAMAGED, Stored, measure_files, read_metadata
+from fzero.formats.torch_files import Window, find_elements, load_torch_file
 from fzero.layout.strides import Copy, dense, view_to_view
 from fzero.state.pieces import PiecedSource
 from fzero.state.safetensors.transfer import read_elements

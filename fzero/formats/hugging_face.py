@@ -15,8 +15,8 @@ from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.sizes import parse_size
-from fzero.checkpoint.rearranged import Rearranged, RearrangedSource
-from fzero.checkpoint.transformers_models import (
+from fzero.formats.rearranged import Rearranged, RearrangedSource
+from fzero.formats.transformers_models import (
     Model,
     find_class,
     make_model,

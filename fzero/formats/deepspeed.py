@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.torch_files import load_torch_file
+from fzero.formats.torch_files import load_torch_file
 from fzero.layout.ranges import intersect, pad, tile
 from fzero.layout.strides import Copy, view_to_view
 from fzero.state.pieces import PiecedSource

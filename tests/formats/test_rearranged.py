@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fzero
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.hugging_face import plan_pieces
-from fzero.checkpoint.rearranged import Rearranged, RearrangedSource, name_tensor
+from fzero.formats.hugging_face import plan_pieces
+from fzero.formats.rearranged import Rearranged, RearrangedSource, name_tensor
 from fzero.layout.strides import Copy, Dim
 from fzero.ranks.virtual import ALONE
 from fzero.state.fill import copy_slices
