@@ -25,8 +25,7 @@ from fzero.layout.boxes import Box, boxes
 from fzero.layout.ranges import tile
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import gather_words
-from fzero.state.common_ranks import find_common_ranks
-from fzero.state.publishing import Publication, give_name, open_temporary
+from fzero.state.publishing import Publication, find_common_ranks, give_name, open_temporary
 from fzero.state.sources import Source, TensorSource
 from fzero.values.sharded import Sharded
 

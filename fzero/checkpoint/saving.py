@@ -18,7 +18,7 @@ from fzero.checkpoint.lanes import find_lane
 from fzero.checkpoint.writing import Options, Saving
 from fzero.ranks.agreement import meet
 from fzero.ranks.together import gather_words
-from fzero.state.common_ranks import find_common_ranks
+from fzero.state.publishing import find_common_ranks
 from fzero.values.sharded import Sharded
 
 

@@ -30,9 +30,9 @@ from fzero.formats.transformers_models import (
 from fzero.layout.chunks import chunks
 from fzero.layout.strides import Copy, dense, view_to_view, within
 from fzero.ranks.ranks import Ranks
-from fzero.state.common_ranks import find_common_ranks
 from fzero.state.fill import CHUNK_NBYTES, chunk_numel
 from fzero.state.partition import partition
+from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors import load_sources, open_safetensors
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.loading import Rename

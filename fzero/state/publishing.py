@@ -19,26 +19,29 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fzero.base.errors import FzeroError
 from fzero.ranks.agreement import digest
 from fzero.ranks.processes import find_end, name_process
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather, do_together
+from fzero.ranks.virtual import ALONE
 from fzero.state.safetensors.transfer import sync_directory
+from fzero.values.sharded import Sharded
 
 T = TypeVar("T")
 TEMPORARY = ".fzero-tmp"
 """The end of the name of a file or folder that is being written."""
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Numbers of Linux for renameat2."""
-REPLACED = ".replaced"
-"""The end of the name of a folder whose name another one is about to get, on a filesystem without an exchange."""
 MAX_NAME = 24
 """Characters of a target's name in its temporary name, which so is no longer than a filesystem takes."""
+REPLACED = ".replaced"
+"""The end of the name of a folder whose name another one is about to get, on a filesystem without an exchange."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Numbers of Linux for renameat2."""
 
 
 class Publication(NamedTuple):
@@ -103,6 +106,26 @@ class Publication(NamedTuple):
         this, that = next((pair for pair in zip(one, other) if len(set(pair)) > 1), counts)
         problem = f"ranks save different trees: rank {first} has {this:.200}, rank {second} has {that:.200}"
         raise FzeroError(str(self.target), problem, f"give {self.caller} the same tree on every rank")
+
+
+def find_common_ranks(leaves: Iterable[tuple[str, Any]]) -> Ranks:
+    """The ranks that the `Sharded` leaves lie on, of leaves with their paths; `ALONE` where there are none.
+
+    Raises:
+        FzeroError: for leaves on several meshes, and for leaves inside of a step.
+    """
+    found: dict[Ranks, str] = {}
+    for path, leaf in leaves:
+        if not isinstance(leaf, Sharded):
+            continue
+        if leaf.on.is_tracing:
+            raise FzeroError(path, "is saved inside of a step, where it has no values", "save what the step returns")
+        found.setdefault(leaf.ranks, path)
+        if len(found) > 1:
+            (on, first), _ = found.items()
+            problem = f"lies on {leaf.on.mesh}, {first} on {on.mesh}: other process groups"
+            raise FzeroError(path, problem, "save the leaves of one mesh together")
+    return next(iter(found), ALONE)
 
 
 @contextmanager

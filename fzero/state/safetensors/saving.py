@@ -12,8 +12,8 @@ from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.ranks.ranks import Ranks
-from fzero.state.common_ranks import find_common_ranks
 from fzero.state.fill import CHUNK_NBYTES
+from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.writing import ITSELF, Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
