@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import traces
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -235,10 +236,11 @@ def _end(processes: Sequence[Any], grace: float) -> None:
 
 def _attempt_all(mesh: DeviceMesh, cases: dict[str, Case]) -> dict[str, Outcome]:
     outcomes = {name: Outcome(error="not run: an earlier case left the ranks out of step") for name in cases}
-    for name, case in cases.items():
-        outcomes[name] = _attempt(mesh, case)
-        if not _in_step():
-            break
+    with traces.share_traces():
+        for name, case in cases.items():
+            outcomes[name] = _attempt(mesh, case)
+            if not _in_step():
+                break
     return outcomes
 
 

@@ -22,8 +22,10 @@ def compile_fragment(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
     Raises:
         FzeroError: where there is no C++ compiler, or where inductor fails.
     """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # brings sympy with it
+
     module = fx.GraphModule({}, copy.deepcopy(fragment.graph))  # inductor changes the graph that it is given
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv()):  # which inductor asks for its guards; without, it caches no graph
         given: list[Any] = [
             torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=x.device) for x in fragment.inputs
         ]
