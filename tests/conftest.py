@@ -1,7 +1,7 @@
 """A run of the tests: Python's garbage collector, and the order of the files.
 
-The collector does not walk what all test files together leave. Seven hundred thousand objects live as long as the run:
-modules, the source of asserts, fourteen thousand items.
+The collector does not walk what all test files together leave, and walks seldom. Seven hundred thousand objects live as
+long as the run: modules, the source of asserts, fourteen thousand items.
 
 The longest files begin first. A worker takes whole files: with a long one last, the other workers would be idle.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiers
 import traces
+from processes import collect_seldom
 
 LONGEST = [
     "test_elastic.py",  # waits for a host, and leaves its core to others
@@ -64,7 +65,7 @@ def pytest_collection() -> Generator[None, object, object]:
         result = yield
     finally:
         gc.enable()
-    gc.freeze()
+    collect_seldom()
     return result
 
 

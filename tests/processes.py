@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -42,6 +43,9 @@ trace for many seconds while another waits."""
 GRACE = 10.0
 """Seconds that ranks have to report after another failed, and to end after they reported."""
 
+IMPORTED, IF_IMPORTED = ["torch._dynamo", "fzero", "pytest"], ["fzero.hf"]
+"""What ranks find imported: what first traces and test files import; and what takes a second and few tests need, where
+the tests of this run have imported it."""
 END_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux: the signal that a process gets when its parent ends."""
 
@@ -76,7 +80,7 @@ def run(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # takes a free port itself
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest"])  # what first traces and test files import
+    context.set_forkserver_preload(IMPORTED + [name for name in IF_IMPORTED if name in sys.modules])
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
         context.Process(
@@ -137,6 +141,13 @@ def refusal(use: Callable[[], Any]) -> Refusal:
     return Refusal("nothing", "was raised", "", time.monotonic() - start)
 
 
+def collect_seldom() -> None:
+    """Let Python's collector leave alone what is there now, modules above all, and look seldom at what comes: a trace
+    makes objects by the thousand, few of them in cycles."""
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
 def can_read_memory() -> bool:
     """Whether this kernel lets processes of one user read each other's memory, as seen on this process itself."""
     word, found = ctypes.create_string_buffer(b"word"), ctypes.create_string_buffer(5)
@@ -166,6 +177,7 @@ def _rank(
 ) -> None:
     """The life of one rank: join, run, report, leave. Ends itself after `timeout`, with its stack on stderr."""
     _end_with_the_tests()
+    collect_seldom()
     faulthandler.dump_traceback_later(timeout, exit=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
