@@ -1,7 +1,7 @@
 """A run of the tests: Python's garbage collector, and the order of the files.
 
-The collector does not walk what all test files together leave. Seven hundred thousand objects live as long as the run:
-modules, the source of asserts, fourteen thousand items.
+The collector does not walk what all test files together leave, and walks seldom. Seven hundred thousand objects live as
+long as the run: modules, the source of asserts, fourteen thousand items.
 
 The longest files begin first. A worker takes whole files: with a long one last, the other workers would be idle.
 """
@@ -16,30 +16,46 @@ from typing import Any
 import pytest
 import tiers
 import traces
+from processes import collect_seldom
 
 LONGEST = [
     "test_elastic.py",  # waits for a host, and leaves its core to others
-    "test_examples.py",
     "test_conformance.py",
-    "test_sharded.py",
-    "test_parity.py",
+    "test_layers.py",
+    "test_everywhere.py",
+    "test_examples.py",
     "test_gpu_session.py",
+    "test_fit.py",
+    "test_general.py",
+    "test_families.py",
+    "test_docs.py",
+    "test_hosts.py",
+    "test_microbatches.py",
+    "test_random_steps.py",
+    "test_failure.py",
     "test_leaving.py",
     "test_inductor.py",
-    "test_failure.py",
-    "test_microbatches.py",
-    "test_cuda.py",
-    "test_hf_ranks.py",
+    "test_sharded.py",
     "test_faults.py",
-    "test_remat.py",
-    "test_skeleton.py",
-    "test_general.py",
-    "test_flex_attention.py",
-    "test_pairs.py",
-    "test_hf_differ.py",
+    "test_variants.py",
+    "test_hf_generation.py",
     "test_passes.py",
-    "test_disk_ranks.py",
-    "test_hosts.py",
+    "test_parity.py",
+    "test_outline.py",
+    "test_general_loops.py",
+    "test_fused.py",
+    "test_functional.py",
+    "test_offload.py",
+    "test_hf_ranks.py",
+    "test_views.py",
+    "test_hf_misuse.py",
+    "test_equivalence.py",
+    "test_modules.py",
+    "test_cuda.py",
+    "test_flex_attention.py",
+    "test_reference.py",
+    "test_stream.py",
+    "test_repeats.py",
 ]
 """The files that take more than 10 seconds each, the longest first. Any other order is right too, and slower."""
 
@@ -64,7 +80,7 @@ def pytest_collection() -> Generator[None, object, object]:
         result = yield
     finally:
         gc.enable()
-    gc.freeze()
+    collect_seldom()
     return result
 
 

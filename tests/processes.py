@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import traces
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -41,6 +43,9 @@ trace for many seconds while another waits."""
 GRACE = 10.0
 """Seconds that ranks have to report after another failed, and to end after they reported."""
 
+IMPORTED, IF_IMPORTED = ["torch._dynamo", "fzero", "pytest"], ["fzero.hf"]
+"""What ranks find imported: what first traces and test files import; and what takes a second and few tests need, where
+the tests of this run have imported it."""
 END_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux: the signal that a process gets when its parent ends."""
 
@@ -75,7 +80,7 @@ def run(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # takes a free port itself
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest"])  # what first traces and test files import
+    context.set_forkserver_preload(IMPORTED + [name for name in IF_IMPORTED if name in sys.modules])
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
         context.Process(
@@ -136,6 +141,13 @@ def refusal(use: Callable[[], Any]) -> Refusal:
     return Refusal("nothing", "was raised", "", time.monotonic() - start)
 
 
+def collect_seldom() -> None:
+    """Let Python's collector leave alone what is there now, modules above all, and look seldom at what comes: a trace
+    makes objects by the thousand, few of them in cycles."""
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
 def can_read_memory() -> bool:
     """Whether this kernel lets processes of one user read each other's memory, as seen on this process itself."""
     word, found = ctypes.create_string_buffer(b"word"), ctypes.create_string_buffer(5)
@@ -165,6 +177,7 @@ def _rank(
 ) -> None:
     """The life of one rank: join, run, report, leave. Ends itself after `timeout`, with its stack on stderr."""
     _end_with_the_tests()
+    collect_seldom()
     faulthandler.dump_traceback_later(timeout, exit=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -235,10 +248,11 @@ def _end(processes: Sequence[Any], grace: float) -> None:
 
 def _attempt_all(mesh: DeviceMesh, cases: dict[str, Case]) -> dict[str, Outcome]:
     outcomes = {name: Outcome(error="not run: an earlier case left the ranks out of step") for name in cases}
-    for name, case in cases.items():
-        outcomes[name] = _attempt(mesh, case)
-        if not _in_step():
-            break
+    with traces.share_traces():
+        for name, case in cases.items():
+            outcomes[name] = _attempt(mesh, case)
+            if not _in_step():
+                break
     return outcomes
 
 

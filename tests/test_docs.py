@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -522,32 +523,43 @@ def test_the_readme_names_the_default_passes_in_order() -> None:
     assert line.partition(": ")[2].split(", ") == [name_of_pass(rewrite) for rewrite in passes.defaults(stage=3)]
 
 
-MAIN_JOB = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_bytes.py")
+def list_main_jobs(mesh: DeviceMesh) -> dict[int, list[str]]:
+    """Layers -> the listing that the main job prints with so many. What torchrun adds is for test_examples.py."""
+    os.chdir(ROOT)
+    sys.path.insert(0, "examples")
+    job = importlib.import_module("train_bytes")
+    listings = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "start", lambda: (torch.device("cpu"), mesh))
+        patch.setattr(job, "finish", lambda mesh: None)
+        patch.setattr(job.corpus, "stdlib", functools.cache(job.corpus.stdlib))
+        for layers in (2, 5):
+            patch.setattr(sys, "argv", f"train_bytes.py --layers {layers} --steps 1 --heldout 1 --program".split())
+            with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
+                job.main(job.parse())
+            _, head, listing = printed.getvalue().partition("train_step on ")
+            listings[layers] = (head + listing).strip().splitlines()
+    return listings
 
 
-def list_main_job(layers: int) -> list[str]:
-    """The listing that the main job prints with so many layers."""
-    flags = f"--layers {layers} --steps 1 --heldout 1 --program".split()
-    clean = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *MAIN_JOB, *flags]
-    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=240)
-    _, head, listing = done.stdout.partition("train_step on ")
-    return (head + listing).strip().splitlines() or [done.stderr[-2000:]]
+@pytest.fixture(scope="module")
+def listings() -> dict[int, list[str]]:
+    return run(2, list_main_jobs, timeout=240)[0]
 
 
-def test_the_listing_of_the_readme_is_that_of_the_main_job() -> None:
+def test_the_listing_of_the_readme_is_that_of_the_main_job(listings: dict[int, list[str]]) -> None:
     (said,) = (block for block in blocks(README, "") if "blocks.1" in block and block.startswith("train_step"))
-    printed = "\n".join(list_main_job(2))
+    printed = "\n".join(listings[2])
     if torch.__version__.startswith("2.13."):
         assert printed == said.strip()
     else:
         assert shown(printed) == shown(said.strip())
 
 
-def test_equal_layers_are_listed_once_as_the_readme_says() -> None:
+def test_equal_layers_are_listed_once_as_the_readme_says(listings: dict[int, list[str]]) -> None:
     """With 5 layers as with 24; with fewer, the backward pass has no three equal ones."""
     (said,) = (block for block in blocks(README, "") if block.startswith("  23 times"))
-    printed, (count,) = list_main_job(5), re.findall(r"With 24 layers the listing has (\d+) lines", README)
+    printed, (count,) = listings[5], re.findall(r"With 24 layers the listing has (\d+) lines", README)
     assert len(printed) == int(count)
     assert said.strip().replace("23 times", "4 times") in "\n".join(printed)
 

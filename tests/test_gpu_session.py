@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import subprocess
@@ -10,18 +13,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from processes import run
+from torch.distributed.device_mesh import DeviceMesh
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
 
-def dry_run(folder: Path, *flags: str, path: str | None = None) -> tuple[int, dict[str, Any]]:
-    """The exit status of `benchmarks/gpu.py` on a core, and the jobs in its record."""
+def use(mesh: DeviceMesh, flags: list[str], environment: dict[str, str]) -> int:
+    """The exit status of `benchmarks/gpu.py` in this process, which has imported torch."""
+    dist.destroy_process_group()
+    os.environ.update(environment)
+    sys.path.insert(0, str(SCRIPT.parent))
+    sys.argv = [str(SCRIPT), *flags]
+    gpu = importlib.import_module(SCRIPT.stem)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return gpu.main(gpu.parse())
+
+
+def dry_run(folder: Path, *flags: str, path: str | None = None, is_alone: bool = False) -> tuple[int, dict[str, Any]]:
+    """The exit status of `benchmarks/gpu.py` on a core, and the jobs in its record. Jobs have processes of their own;
+    so has the script where it `is_alone`."""
     record = folder / "record.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *flags, "--device", "cpu", "--json", str(record)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if path is None else {"PATH": path})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert record.exists(), done.stdout + done.stderr
-    return done.returncode, json.loads(record.read_text())["jobs"]
+    given = [*flags, "--device", "cpu", "--json", str(record)]
+    environment = {"PYTHONPATH": str(ROOT)} | ({} if path is None else {"PATH": path})
+    if is_alone:
+        command = [sys.executable, str(SCRIPT), *given]
+        status = subprocess.run(command, env={**os.environ, **environment}, timeout=280, check=False).returncode
+    else:
+        (status,) = run(1, use, given, environment, timeout=280, lost=())
+    return status, json.loads(record.read_text())["jobs"]
 
 
 def test_checks_go_on_behind_one_that_raises_and_one_that_dies(tmp_path: Path) -> None:
@@ -51,6 +73,7 @@ def test_a_job_that_takes_too_long_is_ended_and_none_begins_without_time(
     tmp_path: Path, limit: str, seconds: str, status: str
 ) -> None:
     failed, jobs = dry_run(
-        tmp_path, "0.4B", "--tiny", "--contenders", "fzero-3", "--limit", limit, "--seconds", seconds
+        *(tmp_path, "0.4B", "--tiny", "--contenders", "fzero-3", "--limit", limit, "--seconds", seconds),
+        is_alone=status == "no time",
     )
     assert failed >= 1 and jobs["fzero-3"]["status"].startswith(status)

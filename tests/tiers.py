@@ -10,6 +10,7 @@ order of a hash of their names: other cases of one function take other ways thro
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -52,14 +53,16 @@ def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item
     """The quick items, those that launch processes or are slow, and further cases of quick functions."""
     quick, launching, further = [], [], []
     for _, group in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
-        cases = list(group)
-        launching += [item for item in cases if not is_quick(item)]
-        others = sorted((item for item in cases if is_quick(item)), key=lambda item: zlib.crc32(item.nodeid.encode()))
+        others = list[pytest.Item]()
+        for item in group:
+            (others if is_quick(item) else launching).append(item)
+        others.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         quick += others[:CASES]
         further += others[CASES:]
     return quick, launching, further
 
 
+@functools.cache  # cases of one function, and fixtures of many tests
 def launches(function: Any) -> bool:
     """Whether a function, or a function of the tests that it names, names one of `LAUNCHERS`."""
     seen: set[int] = set()
@@ -75,6 +78,7 @@ def launches(function: Any) -> bool:
     return False
 
 
+@functools.cache
 def _named_by(value: Any) -> list[Any]:
     """Modules, classes and functions that a function, or a class of the tests, names anywhere in its body."""
     if isinstance(value, type):
@@ -95,6 +99,7 @@ def _named_by(value: Any) -> list[Any]:
     return [each for each in found if inspect.ismodule(each) or inspect.isroutine(each) or inspect.isclass(each)]
 
 
+@functools.cache
 def _is_ours(value: Any) -> bool:
     """Whether a function, class or module is of the tests."""
     module = value if inspect.ismodule(value) else sys.modules.get(value.__module__ or "")

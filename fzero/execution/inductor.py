@@ -22,7 +22,8 @@ def compile_fragment(fragment: Fragment) -> Callable[..., Sequence[Tensor]]:
     Raises:
         FzeroError: where there is no C++ compiler, or where inductor fails.
     """
-    return hold_strides(_compile(fragment, FakeTensorMode(), lambda x: x), [x.strides for x in fragment.inputs])
+    own, find = Symbols(remembers=False), lambda x: x  # of no sizes: without an environment inductor caches no graph
+    return hold_strides(_compile(fragment, own, find), [x.strides for x in fragment.inputs])
 
 
 def compile_open(fragment: Fragment, symbols: Symbols) -> Callable[[Sequence[int]], Callable[..., Sequence[Tensor]]]:
@@ -39,7 +40,7 @@ def compile_open(fragment: Fragment, symbols: Symbols) -> Callable[[Sequence[int
         function = next((function for own, function in compiled if own.find_broken(sizes) is None), None)
         if function is None:
             own, find = symbols.copy(sizes)
-            function = _compile(fragment, FakeTensorMode(shape_env=own.env), find, own.sizes)
+            function = _compile(fragment, own, find)
             compiled.append((own, function))
         known = dict(zip(keys, evaluate(sizes)))
         strides = [tuple(known.get(step, step) for step in x.strides) for x in fragment.inputs]
@@ -49,22 +50,20 @@ def compile_open(fragment: Fragment, symbols: Symbols) -> Callable[[Sequence[int
 
 
 @torch.no_grad()
-def _compile(
-    fragment: Fragment, mode: FakeTensorMode, find: Callable[[Any], Any], sizes: Sequence[torch.SymInt] = ()
-) -> Callable[..., Any]:
-    """What inductor makes of a fragment. `find` returns the number in the place of a key. The function takes the open
-    `sizes` behind all else: inductor's cache asks its conditions of them."""
+def _compile(fragment: Fragment, own: Symbols, find: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What inductor makes of a fragment. `find` returns the number in the place of a key. The function takes the sizes
+    of `own` behind all else: inductor's cache asks its conditions of them."""
     graph = copy.deepcopy(fragment.graph)  # inductor changes the graph that it is given
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        for i in range(len(sizes)):
+        for i in range(len(own.sizes)):
             graph.placeholder(f"size_{i}")
-    with mode:
+    with FakeTensorMode(shape_env=own.env):
         given: list[Any] = [
             torch.empty_strided(*(tuple(map(find, x)) for x in described[:2]), dtype=described[2], device=described[3])
             for described in fragment.inputs
         ]
     try:
-        return compile_graph(fx.GraphModule({}, graph), [*given, *map(find, fragment.keys), *sizes])
+        return compile_graph(fx.GraphModule({}, graph), [*given, *map(find, fragment.keys), *own.sizes])
     except Exception as error:
         raise _refuse(fragment, error) from error
 

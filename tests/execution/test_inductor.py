@@ -6,12 +6,18 @@ Inductor takes seconds for each fragment, so one run of two ranks has it all; wh
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import traces
 from processes import run
 from programs import layers, mlp, training
 from torch import Tensor, fx, nn
@@ -128,6 +134,14 @@ def is_gone(params: tree.Tree) -> bool:
     return False
 
 
+@contextmanager
+def turn() -> Iterator[None]:
+    """Ranks compile one after the other: the second finds a fragment in inductor's cache."""
+    with (Path(tempfile.gettempdir()) / "fzero_test_inductor.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def tried(mesh: DeviceMesh, cases: list[tuple[int | str, str]]) -> dict[Any, Any]:
     """On one rank: each case interpreted and compiled, and the refusal where only rank 0 compiles."""
     import torch._inductor.config
@@ -137,9 +151,10 @@ def tried(mesh: DeviceMesh, cases: list[tuple[int | str, str]]) -> dict[Any, Any
 
     def counting(fragment: Fragment) -> Any:
         counted.append(fragment)
-        return compile_fragment(fragment)
+        with turn():
+            return compile_fragment(fragment)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, traces.share_traces():
         patch.setattr("fzero.transform.compile_fragment", counting)
         outcomes: dict[Any, Any] = {
             case: [trained(mesh, *case, compile, counted) for compile in (False, True)] for case in cases
@@ -253,6 +268,17 @@ def one(target: Any, *inputs: Value) -> Fragment:
 
 
 SQUARE = Value((3, 3), (3, 1), torch.float32, torch.device("cpu"))
+
+
+def test_an_equal_fragment_comes_from_the_cache() -> None:
+    """Also that of another rank or of an earlier run: the cache is on disk."""
+    from torch._dynamo.utils import counters
+
+    for _ in range(2):
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        square = compile_fragment(one(torch.ops.aten.mm.default, SQUARE, SQUARE))
+    assert counters["inductor"]["fxgraph_cache_hit"] == before + 1
+    assert torch.equal(square(torch.eye(3), torch.ones(3, 3))[0], torch.ones(3, 3))
 
 
 def test_without_a_compiler_the_way_out_is_told() -> None:

@@ -115,9 +115,11 @@ Silences = dict[Callable[[], list[Refusal | None]], Future[list[Refusal | None]]
 
 @pytest.fixture(scope="module")
 def silent() -> Iterator[Silences]:
-    """How ranks end that miss one which says nothing. All such jobs run at once, because all they do is wait."""
-    with ThreadPoolExecutor(4) as pool:
-        yield {job: pool.submit(job) for job in (in_a_step, two_of_four, between_steps, at_the_mesh)}
+    """How ranks end that miss one which says nothing, or is late. All such jobs run at once, because all they do is
+    wait."""
+    jobs = (in_a_step, two_of_four, between_steps, at_the_mesh, too_late, late_in_time)
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        yield {job: pool.submit(job) for job in jobs}
 
 
 # in a step
@@ -225,10 +227,14 @@ def come_late() -> None:
     time.sleep(7.5)
 
 
-def test_a_rank_that_comes_too_late_is_told_from_one_that_is_missing() -> None:
+def too_late() -> list[Refusal | None]:
+    return run(3, second_step, "all_gather of layers.1", {1: come_late}, stall=STALL, lost=[])
+
+
+def test_a_rank_that_comes_too_late_is_told_from_one_that_is_missing(silent: Silences) -> None:
     """The rank comes after the timeout of 5 s, and before the others stop waiting, after 10 s."""
-    ends = run(3, second_step, "all_gather of layers.1", {1: come_late}, stall=STALL, lost=[])
-    for found in ends:
+    for found in silent[too_late].result():
+        assert found is not None
         assert found.kind == "FzeroError" and found.seconds < SOON
         assert "though every rank answers: " in found.message
         assert re.search(r"rank 1 waited [0-2] s in all_gather of layers\.1", found.message)
@@ -328,9 +334,13 @@ def dawdling(rank: int) -> None:
         time.sleep(2.5)  # two glances of the others
 
 
-def test_a_rank_that_is_late_but_in_time_is_waited_for() -> None:
-    for found in run(3, loading, dawdling, stall=STALL):
-        assert found.kind == "nothing", found
+def late_in_time() -> list[Refusal | None]:
+    return run(3, loading, dawdling, stall=STALL)
+
+
+def test_a_rank_that_is_late_but_in_time_is_waited_for(silent: Silences) -> None:
+    for found in silent[late_in_time].result():
+        assert found is not None and found.kind == "nothing", found
 
 
 # outside of steps

@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -170,10 +171,21 @@ def test_a_killed_rank_is_missed_at_once_though_its_sockets_live(what: str) -> N
     assert found.message.startswith(f"{what}: rank 1 died or left; ") and found.seconds < AT_ONCE
 
 
+Waits = dict[Callable[[DeviceMesh], Transport], Future[list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def waits() -> Iterator[Waits]:
+    """How ranks end that miss one on other transports. They wait at once."""
+    with ThreadPoolExecutor(len(TRANSPORTS)) as pool:
+        killed = {each: partial(killed_with_a_child, "all_gather of layers.1", each) for each in TRANSPORTS[1:]}
+        yield {each: pool.submit(run, 2, killed[each], stall=STALL, lost=[1]) for each in killed}
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_messages_miss_it_at_the_timeout(transport: Callable[[DeviceMesh], Transport]) -> None:
+def test_messages_miss_it_at_the_timeout(waits: Waits, transport: Callable[[DeviceMesh], Transport]) -> None:
     what = "all_gather of layers.1"
-    found, _ = run(2, partial(killed_with_a_child, what, transport), stall=STALL, lost=[1])
+    found, _ = waits[transport].result()
     assert found.message.startswith(f"{what}: rank 1 died or left; ")
     assert found.seconds < STALL.total_seconds() + AT_ONCE
 

@@ -263,9 +263,18 @@ def trace_llama(is_padded: bool) -> tuple[str, list[str], int, list[int]]:
     return str(program), names(program), len({node.args[-1] for node in nodes}), [work(node).flops for node in nodes]
 
 
+def trace_llamas() -> dict[bool, tuple[str, list[str], int, list[int]]]:
+    return {is_padded: trace_llama(is_padded) for is_padded in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def llamas() -> dict[bool, tuple[str, list[str], int, list[int]]]:
+    return fake_cuda.run(trace_llamas)
+
+
 @pytest.mark.parametrize("is_padded", [False, True], ids=["plain", "padded, checkpointed"])
-def test_a_llama_of_transformers_is_traced_for_cuda(is_padded: bool) -> None:
-    listing, called, different, flops = fake_cuda.run(trace_llama, is_padded)
+def test_a_llama_of_transformers_is_traced_for_cuda(llamas: dict[bool, Any], is_padded: bool) -> None:
+    listing, called, different, flops = llamas[is_padded]
     assert listing.count("attention       flex_attention\n") == (4 if is_padded else 2)
     assert listing.count("attention       flex_attention_backward\n") == 2
     assert called.count("flex_attention") == (4 if is_padded else 2)
