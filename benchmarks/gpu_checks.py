@@ -185,7 +185,7 @@ def dequantizes(mesh: DeviceMesh) -> Found:
     return found
 
 
-def changes_length(mesh: DeviceMesh) -> Found:
+def changes_length(mesh: DeviceMesh, **options: Any) -> Found:
     """Steps of batches of other rows and lengths: from the second on a program with open sizes is filled."""
     how, draws = Training(), torch.Generator().manual_seed(1)
     sizes = [(4, 17), (6, 13), (4, 11), (8, 15), (5, 9), (12, 17)]
@@ -195,7 +195,7 @@ def changes_length(mesh: DeviceMesh) -> Found:
     for tokens in given:
         params, state, loss = train_step(params, state, tokens)
         expected.append(loss.item())
-    params, state, step = place(mesh, how)
+    params, state, step = place(mesh, how, **options)
     losses = []
     for tokens in given:
         params, state, loss = step(params, state, tokens.to(mesh.device_type))
@@ -311,6 +311,8 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "streamed": partial(equals_cpu, Training(), FP32, chunk="64KiB"),
     "quantized": dequantizes,
     "lengths": changes_length,
+    "lengths in a budget": partial(changes_length, memory="1GiB"),
+    "lengths, compiled": partial(changes_length, compile=True),
     "FlexAttention": attends,
     "calibrate": calibrates,
     "save and load": saves,
