@@ -26,7 +26,7 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim | ranks values | program | tracing passes execution state | budget | fzero"
+    "base | files layout optim | ranks values | program | tracing passes execution state | budget | cache | fzero"
     " | variants data checkpoint | training | deepspeed hf | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
