@@ -146,7 +146,8 @@ def _describe_array(x: Any) -> Known:
 
 def _describe_callable(x: Any) -> Known:
     owner = getattr(x, "__self__", None)
-    owner = None if isinstance(owner, ModuleType) else owner
+    if isinstance(owner, ModuleType) or type(owner).__module__ == "pybind11_builtins":  # of a function of C++
+        owner = None
     where = getattr(x, "__module__", None) or getattr(getattr(x, "__objclass__", None), "__qualname__", "")
     return f"{type(x).__name__} {where}.{getattr(x, '__qualname__', x.__name__)}", [("self", owner, True)]
 
@@ -204,6 +205,8 @@ _KNOWN: list[tuple[Any, Callable[[Any], Known]]] = [
     (weakref.ProxyTypes, _refuse),
     (enum.Enum, _describe_enum),
     (ModuleType, _describe_module),
+    (types.CellType, lambda x: ("cell", [("", x.cell_contents, True)])),
+    (torch.library.Library, lambda x: (f"library {x.ns} {x.kind}", [])),
     (CodeType, lambda x: (f"code {hash_code(x)}", [])),
     (_CALLABLES, _describe_callable),
     (_FieldGetter, lambda x: (f"field {x.__reduce__()[1][0]}", [])),

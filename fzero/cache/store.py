@@ -15,14 +15,22 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from fzero.base.errors import FzeroError
+
 MARK = b"fzero program 1\n"
 _log = logging.getLogger("fzero")
 
 
 class Store:
-    """The files of a folder."""
+    """The files of a folder.
+
+    Raises:
+        FzeroError: for what is no path.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+            raise FzeroError("cache", f"is {folder!r}", "give the path of a folder, which need not be there")
         self.folder = Path(os.path.expanduser(folder)).absolute()
 
     def path(self, key: str) -> Path:

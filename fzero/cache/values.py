@@ -8,6 +8,7 @@ imported and runs no code but the constructors of fzero's records.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import enum
 import math
@@ -127,6 +128,7 @@ _WRITERS: list[tuple[Any, Callable[[Writer, Any], Any]]] = [
     (torch.device, Writer._write_device),
     (slice, lambda writer, x: ["slice", *map(writer.write, (x.start, x.stop, x.step))]),
     (range, lambda writer, x: ["range", x.start, x.stop, x.step]),
+    (bytes, lambda writer, x: ["bytes", base64.b64encode(x).decode()]),
     (complex, lambda writer, x: ["complex", x.real, x.imag]),
     (type(Ellipsis), lambda writer, x: ["ellipsis"]),
     (enum.Enum, lambda writer, x: ["enum", name_class(type(x)), x._name_]),
@@ -184,8 +186,8 @@ class Reader:
         return _READERS[kind](self, rest)
 
     def _find_class(self, name: str) -> Any:
-        if name in self._classes:
-            return self._classes[name]
+        if name in self._classes or name == "builtins:NoneType":
+            return self._classes.get(name, type(None))
         module, _, path = name.partition(":")
         found: Any = sys.modules.get(module)
         for part in path.split("."):
@@ -267,6 +269,7 @@ _READERS: dict[str, Callable[[Reader, list[Any]], Any]] = {
     "device": Reader._read_device,
     "slice": lambda reader, rest: slice(*map(reader.read, rest)),
     "range": lambda reader, rest: range(*rest),
+    "bytes": lambda reader, rest: base64.b64decode(rest[0]),
     "complex": lambda reader, rest: complex(*rest),
     "ellipsis": lambda reader, rest: ...,
     "enum": Reader._read_enum,
