@@ -12,7 +12,18 @@ from types import CodeType
 from typing import Literal
 
 CLOSED = frozenset(
-    {*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops", "sympy", "pluggy", "_pytest"}
+    {
+        *sys.stdlib_module_names,
+        "torch",
+        "fzero",
+        "optree",
+        "numpy",
+        "einops",
+        "sympy",
+        "pluggy",
+        "_pytest",
+        "hypothesis",
+    }
 )
 """Packages whose functions read no values of the user but those that they are given: their globals do not count."""
 Owner = Literal["closed", "installed", "user"]

@@ -86,7 +86,9 @@ class Entry:
         if data is None:
             return None
         try:
-            if data["key"] != self.key or not self._is_as_it_was(data):
+            change = "its key" if data["key"] != self.key else self._find_change(data)
+            if change is not None:
+                _log.info("cache: %s is traced: %s has changed since its file was written", self._name, change)
                 return None
             program = self._decode(data["program"])
         except Exception as error:  # an unknown operation or class: of another version, or not imported
@@ -103,17 +105,19 @@ class Entry:
         values = Reader(call.on.device, call.leaves, self._description.classes, known)
         return ProgramReader(values, self._tensors).read(data)
 
-    def _is_as_it_was(self, data: Any) -> bool:
-        """Whether what the trace read as it ran is the same now."""
+    def _find_change(self, data: Any) -> str | None:
+        """What the trace read as it ran and is another now."""
         if not has_variables(data["variables"]):
-            return False
+            return "a variable of the environment"
         if any(stamp(file) != was for file, was in data["modules"].values()):
-            return False
+            return "a module that it imported"
         if hash_globals(data["globals"]) != data["values"]:
-            return False
+            return "a global that its code names"
         if any(hash_elements(self._tensors[number]) != was for number, was in data["elements"]):
-            return False
-        return all(_hash_operation(name) == was for name, was in data["foreign"].items())
+            return "elements of a captured tensor"
+        if any(_hash_operation(name) != was for name, was in data["foreign"].items()):
+            return "an operation from outside of fzero"
+        return None
 
     def trace(self, make: Callable[[], Program]) -> Program:
         """The program that `make` traces. It is written to the file, where that can be."""
