@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, find_plan
+from fzero.cache.programs import Call, Programs
 from fzero.general import Generals
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
@@ -87,6 +89,8 @@ class Pipeline(Generic[T]):
     The `limit` programs that were used last are kept. All ranks run the same programs in the same order, so all drop
     the same one.
 
+    With `cache`, a folder, a program that another process has traced comes from a file (`fzero.cache`).
+
     `finish_open`, of a template, returns a function of sizes that returns what `finish` returns for the program of
     these. It may return None, and then each of these programs is filled in and finished.
     """
@@ -99,6 +103,7 @@ class Pipeline(Generic[T]):
         finish: Callable[[Program], T],
         limit: int = MAX_PROGRAMS,
         finish_open: Callable[[Template], Callable[[Sequence[int]], T] | None] = lambda template: None,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(limit, int) or limit < 1:
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
@@ -107,6 +112,7 @@ class Pipeline(Generic[T]):
         self._cache: list[_Traced] = []  # used last first
         self._name = getattr(fn, "__qualname__", repr(fn))
         self._generals = Generals(self._name)
+        self._stored = None if cache is None else Programs(cache, self._name)
         self._has_warned = False
         self._measured: Rates | None = None
 
@@ -165,11 +171,17 @@ class Pipeline(Generic[T]):
         return made.finished
 
     def _make(self, signature: Signature, leaves: list[Any]) -> _Traced:
-        """The program of a trace of its own."""
-        if self._cache:
-            self._report(signature)
+        """The program of a trace of its own, or of that which the file of such a trace has."""
+        settings, treedef, _ = signature
+        call = Call(self.fn, settings, treedef, leaves, self.passes, self.on, self._measured)
         with pause_garbage_collection():
-            program = self.program(tree.unflatten(signature[1], leaves))
+            entry = self._stored.find(call) if self._stored else None
+            program = entry.program if entry else None
+            if program is None:
+                if self._cache:
+                    self._report(signature)
+                trace_now = partial(self.program, tree.unflatten(treedef, leaves))
+                program = entry.trace(trace_now) if entry else trace_now()
             watches = self._watch(program)
             with disable_autocast():
                 return _Traced(signature, watches, self.finish(program), program)

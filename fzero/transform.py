@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -67,6 +68,7 @@ def shard(
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
     max_programs: int = MAX_PROGRAMS,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Step:
     """`fn` as a step that every rank of `mesh` runs, on `Sharded` state and on its part of the batch.
 
@@ -105,6 +107,8 @@ def shard(
 
     * `max_programs`: the step keeps so many programs. A further one takes the place of the one used longest ago, and
       the logger "fzero" says once which argument keeps changing.
+    * `cache`: a folder of programs. A step whose program is there is not traced: a restarted run begins at once
+      (docs/cache.md). What a program depends on is compared; what cannot be compared is traced. None: no folder.
 
     The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
     shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
@@ -122,7 +126,7 @@ def shard(
     rewrites = choose_rewrite(
         passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
     )
-    return Step(fn, live(mesh), rewrites, compile, max_programs)
+    return Step(fn, live(mesh), rewrites, compile, max_programs, cache)
 
 
 class _Compiled(NamedTuple):
@@ -197,6 +201,7 @@ class Step:
         passes: Sequence[Pass] | Budget,
         compile: Mode,
         max_programs: int = MAX_PROGRAMS,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
@@ -205,7 +210,7 @@ class Step:
         remember: Any = functools.lru_cache(MAX_FRAGMENTS)
         finish = functools.partial(_link, on, compile, remember(compile_fragment))
         finish_open = functools.partial(_link_open, on, compile, remember(compile_open))
-        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, finish_open)
+        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, finish_open, cache)
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ GOOD: dict[str, list[Any]] = {
     "passes": [defaults(stage=3)],
     "data": [("fsdp",)],
     "max_programs": [2],
+    "cache": [os.devnull],  # which no file can be in: that fails nothing
     "steps": [2],
     "rtol": [1e-3],
     "atol": [1e-3],
@@ -46,6 +48,7 @@ BAD: dict[str, list[Any]] = {
     "passes": [7, [None]],
     "data": [("model",), 3],
     "max_programs": [0],
+    "cache": [7, ""],
     "steps": [0],
     "rtol": ["small"],
     "atol": ["small"],

@@ -16,6 +16,9 @@ _BATCHES = {
     "transformers.feature_extraction_utils": "BatchFeature",
 }
 
+OWN_HASHES = ("_original_object_hash",)
+"""Attributes in which a configuration remembers its own hash, which is another one in each process."""
+
 
 class Node(NamedTuple):
     """How optree takes the objects of a class apart, and builds them."""

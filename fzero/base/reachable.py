@@ -193,7 +193,7 @@ def list_globals(function: FunctionType) -> Iterator[_Named]:
     """`(name, object)` of the globals that the code of a function names. None for a function of a library."""
     if _is_of_library(function.__module__):
         return
-    used, known = _names_of(function.__code__), function.__globals__
+    used, known = list_names(function.__code__), function.__globals__
     for variable in used:
         if variable not in known:
             continue
@@ -204,9 +204,9 @@ def list_globals(function: FunctionType) -> Iterator[_Named]:
 
 
 @functools.lru_cache(1 << 14)
-def _names_of(code: CodeType) -> list[str]:
+def list_names(code: CodeType) -> list[str]:
     """The globals and attributes that a code and the functions inside it name, sorted."""
-    inner = (_names_of(x) for x in code.co_consts if isinstance(x, CodeType))
+    inner = (list_names(x) for x in code.co_consts if isinstance(x, CodeType))
     return sorted({*code.co_names, *itertools.chain.from_iterable(inner)})
 
 

@@ -220,14 +220,31 @@ def call_function(graph: fx.Graph, target: Any, args: Any, kwargs: Any, name: st
 
     Public replacement: `Graph.call_function`.
     """
-    names = graph._graph_namespace
-    name = names.create_name(graph._target_to_str(target) if name is None else name, None)
-    node = fx.Node(graph, name, "call_function", target, args, kwargs)
-    names.associate_name_with_obj(name, node)
+    name = graph._graph_namespace.create_name(graph._target_to_str(target) if name is None else name, None)
+    return _insert(graph, fx.Node(graph, name, "call_function", target, args, kwargs))
+
+
+def _insert(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    graph._graph_namespace.associate_name_with_obj(node.name, node)
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+class GraphMaker:
+    """Makes a graph node by node: each has the name that it is given, and nothing looks for symbolic numbers in its
+    arguments. Public replacement: `Graph.create_node`."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def add(self, name: str, op: str, target: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
+        """The next node."""
+        node = fx.Node(self.graph, name, op, target, args, kwargs)
+        node.meta.update(meta)
+        self.graph._graph_namespace.create_name(name, None)
+        return _insert(self.graph, node)
 
 
 _SPECTRAL_NORM = nn.utils.parametrizations._SpectralNorm
@@ -286,3 +303,17 @@ def take_dtypes(given: Sequence[Any]) -> list[torch.dtype]:
     """The floating dtypes that an operation is given as `ScalarType[]`: torch 2.11 gives their numbers. Public
     replacement: none is needed for torch 2.13."""
     return [_NUMBERS.get(x, x) for x in given]
+
+
+def list_modes() -> list[str]:
+    """The names of what sees each operation that runs now: modes of torch, but for its default device, and hooks of
+    saved tensors. Public replacement: none."""
+    functions = torch.overrides._get_current_function_mode_stack()
+    modes = [*functions, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, torch.utils._device.DeviceContext)]
+    return names + ["saved_tensors_hooks"] * (torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+
+
+def list_global_hooks() -> list[tuple[str, Any]]:
+    """`(name, hooks)` that all modules call. Public replacement: none."""
+    return [(key, held) for key, held in vars(torch.nn.modules.module).items() if key.startswith("_global_") and held]

@@ -71,6 +71,27 @@ def make_pair(
         return _copy_fake(like, meta), _copy_fake(like, meta)
 
 
+def is_plain(x: Any) -> TypeGuard[FakeTensor]:
+    """As `has_plain_form`, for a value that may remember its element, as a number that code wrote does: only a trace
+    asks for that."""
+    if type(x) is not FakeTensor or x.layout is not torch.strided:
+        return False
+    return not (x.is_inference() or x.requires_grad or x.is_conj() or x.is_neg())
+
+
+def make_as(
+    like: FakeTensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    start: int,
+    storage: torch.UntypedStorage,
+) -> FakeTensor:
+    """A fake tensor of a memory, with the device and the mode of `like`, a plain one about which nothing was asked.
+    Call it under `no_dispatch`. Public replacement: as of `make_fake`."""
+    return _copy_fake(like, _make_meta(dtype, shape, stride, start, storage))
+
+
 def _make_meta(
     dtype: torch.dtype,
     shape: Sequence[int],

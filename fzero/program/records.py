@@ -11,7 +11,7 @@ import itertools
 import keyword
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,8 @@ _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _RECORDS: dict[int, Operation] = {}
 """`id` of a target -> its record, which keeps the target alive. torch's operators hash slowly, and walks ask often."""
 _NAMES: set[str] = set()
+_FUNCTIONS: dict[str, Any] = {}
+"""Name -> target of the operations that are Python functions."""
 
 
 def record(called: Any) -> Operation:
@@ -48,7 +50,19 @@ def register(operation: Operation) -> Any:
     """Add the record of an operation to the table that walks read. Returns the operation's target."""
     _RECORDS[id(operation.target)] = operation
     _NAMES.add(operation.name)
+    if isinstance(operation.target, FunctionType):
+        _FUNCTIONS[operation.name] = operation.target
     return operation.target
+
+
+def find_function(name: str) -> Any:
+    """The target of this operation, where that is a Python function and no operator of torch; None for any other."""
+    return _FUNCTIONS.get(name)
+
+
+def find_foreign(name: str) -> Operation | None:
+    """The record of an operation that `define` made; None for any other name."""
+    return next((known for known in _RECORDS.values() if known.is_foreign and known.name == name), None)
 
 
 def register_for_tracing(schema: str, fake: Callable[..., Any], **known: Any) -> Any:

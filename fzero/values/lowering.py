@@ -194,6 +194,8 @@ def _check_leaf(path: str, leaf: Any, shape: torch.Size) -> None:
 class _Function:
     """The forward of a module as a function of its tensors by name. Holds no tensor of the module."""
 
+    not_described = ("_modules",)  # for errors (`fzero.cache.describe`)
+
     def __init__(self, module: nn.Module) -> None:
         self.name = type(module).__name__
         self._skeleton = Skeleton(module)
@@ -245,6 +247,8 @@ class _Function:
 
 class _Constants:
     """The buffers of an `Apply`: copied once to each device that its parameters come on."""
+
+    not_described = ("_by_device",)  # copies (`fzero.cache.describe`)
 
     def __init__(self, values: dict[str, Tensor]) -> None:
         self._values = values

@@ -1,0 +1,75 @@
+"""Code: which modules are whose, and what identifies the code of a function in memory."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import site
+import sys
+import sysconfig
+from types import CodeType
+from typing import Literal
+
+CLOSED = frozenset(
+    {
+        *sys.stdlib_module_names,
+        "torch",
+        "fzero",
+        "optree",
+        "numpy",
+        "einops",
+        "sympy",
+        "pluggy",
+        "_pytest",
+        "hypothesis",
+    }
+)
+"""Packages whose functions read no values of the user but those that they are given: their globals do not count."""
+Owner = Literal["closed", "installed", "user"]
+
+
+@functools.cache
+def list_roots() -> tuple[str, ...]:
+    """The folders of installed packages and of Python's library, each with a slash behind it."""
+    paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    found = {*paths, *site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.__file__)}
+    return tuple(sorted(os.path.join(path, "") for path in found))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to an installed package or to Python."""
+    return file.startswith(list_roots())
+
+
+@functools.lru_cache(1 << 14)
+def find_owner(module: str | None) -> Owner:
+    """Whose a module is, by its name: of a "closed" package, of another "installed" one, or of the user."""
+    name = module or ""
+    if name.partition(".")[0] in CLOSED:
+        return "closed"
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return "installed" if file and is_installed(file) else "user"
+
+
+@functools.lru_cache(1 << 14)
+def hash_code(code: CodeType) -> str:
+    """A hash of a code object and of those inside it: instructions, names, constants and lines."""
+    parts = [
+        code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags,
+        code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_filename, code.co_firstlineno,
+        code.co_linetable, getattr(code, "co_exceptiontable", b""), code.co_qualname,
+    ]  # fmt: skip
+    constants = list(map(_format_constant, code.co_consts))
+    return hashlib.sha256(repr((parts, constants)).encode()).hexdigest()
+
+
+def _format_constant(x: object) -> str:
+    """A text that differs for 1, 1.0 and True, and does not depend on the order of a set."""
+    if isinstance(x, CodeType):
+        return hash_code(x)
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_format_constant, x))})"
+    if isinstance(x, frozenset):
+        return f"{{{', '.join(sorted(map(_format_constant, x)))}}}"
+    return f"{type(x).__name__} {x!r}"

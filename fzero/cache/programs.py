@@ -1,0 +1,234 @@
+"""Programs in a folder: `Programs.find` returns the one that a trace would give, `keep` writes one that a trace gave.
+
+A key is the hash of what a trace can see: the function and all that it reaches, the signature of its arguments, passes,
+mesh, settings, the files of all imported modules, and what was put in the place of torch's functions. A file also names
+what a trace read as it ran, which is compared before the program is used: variables of the environment, modules that
+it imported, and the elements of captured tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.base.frozen import is_frozen
+from fzero.base.torch_private import OpOverload, is_wrapper
+from fzero.cache.describe import Description
+from fzero.cache.encode import ProgramReader, ProgramWriter, read_bytes
+from fzero.cache.executed import Executed, hash_globals, record_calls
+from fzero.cache.files import stamp, stamp_files
+from fzero.cache.patches import list_patches
+from fzero.cache.rules import Undescribed
+from fzero.cache.store import Store
+from fzero.cache.surroundings import Reads, has_variables, list_hooks, list_own_files, list_settings, record_reads
+from fzero.cache.values import Reader
+from fzero.program.open import find_difference
+from fzero.program.program import Program
+from fzero.program.records import find_bodies, find_foreign, record
+from fzero.ranks.ranks import Ranks
+from fzero.values.sharded import Form, Sharded
+
+MOST_BYTES = 64 * 2**20
+"""The bytes of captured tensors that are compared at most."""
+_log = logging.getLogger("fzero")
+
+
+class Call(NamedTuple):
+    """A call that no program is known for: what a key describes. `settings` are those of `find_ambient`."""
+
+    fn: Callable[..., Any]
+    settings: Any
+    treedef: Any
+    leaves: Sequence[Any]
+    passes: Any
+    on: Ranks
+    measured: Any
+
+
+class Programs:
+    """The programs of a step in a folder."""
+
+    def __init__(self, folder: Any, name: str) -> None:
+        self._store, self._name = Store(folder), name
+
+    def find(self, call: Call) -> Entry | None:
+        """The entry of a call, with its program where there is one. None, which the logger says at level info, where a
+        key cannot stand for the call."""
+        try:
+            return Entry(self._store, self._name, call)
+        except Undescribed as error:
+            _log.info("cache: %s is traced at each start: %s", self._name, error)
+        except Exception as error:  # a mistake here must not stop a step
+            _log.warning("cache: %s is traced at each start: %s: %s", self._name, type(error).__name__, error)
+        return None
+
+
+class Entry:
+    """The file of a call. `program` is None where a trace has to make it."""
+
+    def __init__(self, store: Store, name: str, call: Call) -> None:
+        self._store, self._name, self._call = store, name, call
+        self._description = Description(_list_roots(call))
+        lines = [*list_settings(call.on.device), *stamp_files(list_own_files()), self._description.digest]
+        self.key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+        self._tensors = _list_tensors(self._description)
+        self.program = self._read()
+
+    def _read(self) -> Program | None:
+        data = self._store.read(self.key)
+        if data is None:
+            return None
+        try:
+            change = "its key" if data["key"] != self.key else self._find_change(data)
+            if change is not None:
+                _log.info("cache: %s is traced: %s has changed since its file was written", self._name, change)
+                return None
+            program = self._decode(data["program"])
+        except Exception as error:  # an unknown operation or class: of another version, or not imported
+            _log.warning("cache: %s is traced: %s: %s", self._name, type(error).__name__, error)
+            return None
+        for message in data["warnings"]:
+            _log.warning("%s", message)
+        _log.info("cache: %s has its program from %s", self._name, self._store.path(self.key))
+        return program
+
+    def _decode(self, data: Any) -> Program:
+        call = self._call
+        known = {leaf.form.layout: leaf.form.layout for leaf in call.leaves if isinstance(leaf, Sharded)}
+        values = Reader(call.on.device, call.leaves, self._description.classes, known)
+        return ProgramReader(values, self._tensors).read(data)
+
+    def _find_change(self, data: Any) -> str | None:
+        """What the trace read as it ran and is another now."""
+        if not has_variables(data["variables"]):
+            return "a variable of the environment"
+        if any(stamp(file) != was for file, was in data["modules"].values()):
+            return "a module that it imported"
+        if hash_globals(data["globals"]) != data["values"]:
+            return "a global that its code names"
+        if any(hash_elements(self._tensors[number]) != was for number, was in data["elements"]):
+            return "elements of a captured tensor"
+        if any(_hash_operation(name) != was for name, was in data["foreign"].items()):
+            return "an operation from outside of fzero"
+        return None
+
+    def trace(self, make: Callable[[], Program]) -> Program:
+        """The program that `make` traces. It is written to the file, where that can be."""
+        with record_reads() as reads, record_calls() as executed:
+            program = make()
+        try:
+            self._write(program, reads, executed)
+        except Undescribed as error:
+            _log.info("cache: %s is traced at each start: %s", self._name, error)
+        except Exception as error:
+            _log.warning("cache: %s is not written: %s: %s", self._name, type(error).__name__, error)
+        return program
+
+    def _write(self, program: Program, reads: Reads, executed: Executed) -> None:
+        if reads.why:
+            raise Undescribed("the step", reads.why)
+        numbers = {id(x): i for i, x in enumerate(self._tensors)}
+        written = ProgramWriter(self._call.on.device, self._call.leaves, numbers).write(program)
+        data = {
+            "key": self.key,
+            "program": written,
+            "variables": reads.variables,
+            "modules": {name: [file, stamp(file)] for name, file in reads.modules.items()},
+            "elements": [[number, hash_elements(self._tensors[number])] for number in self._list_read(program)],
+            "foreign": {name: _hash_operation(name) for name in _list_foreign(program)},
+            "warnings": reads.warnings,
+            "globals": (names := executed.list_names(reads.modules.keys())),
+            "values": executed.hash(names),
+        }
+        difference = find_difference(program, self._decode(written))
+        if difference is not None:
+            raise Undescribed("the program", f"does not read as it was written: {difference}")
+        self._store.write(self.key, data)
+
+    def _list_read(self, program: Program) -> list[int]:
+        """The tensors whose elements the program may depend on: all that it reaches and does not take as they are at
+        each step."""
+        taken = {id(x) for x in program.constants.values()} - {id(x) for x in program.read}
+        found = [i for i, x in enumerate(self._tensors) if id(x) not in taken and not isinstance(x, Sharded)]
+        nbytes = sum(self._tensors[i].nbytes for i in found)
+        if nbytes > MOST_BYTES:
+            raise Undescribed("the step", f"reaches {nbytes} bytes of tensors that are no arguments")
+        return found
+
+
+def _list_roots(call: Call) -> list[tuple[str, Any]]:
+    """What a key describes."""
+    name = getattr(call.fn, "__name__", "step")
+    leaves = [(f"argument {i}", _sign(leaf, call.on)) for i, leaf in enumerate(call.leaves)]
+    own = [
+        ("settings", tuple(call.settings)),
+        ("arguments", call.treedef),
+        ("passes", call.passes),
+        ("mesh", call.on.mesh),
+    ]
+    return [(name, call.fn), *leaves, *own, ("rates", call.measured), *list_hooks(), *list_patches()]
+
+
+def _sign(leaf: Any, on: Ranks) -> Any:
+    """What a program depends on of an argument. This rank's own device has no number."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    device = "own" if leaf.device == on.device else str(leaf.device)
+    if isinstance(leaf, Sharded):
+        form: Form = leaf.form
+        return "state", form.layout, form.leaf, form.dtype, device, form.place
+    return "batch", tuple(leaf.shape), leaf.dtype, device, leaf.stride(), is_frozen(leaf)
+
+
+def _list_tensors(description: Description) -> list[Tensor]:
+    return [x for _, x in description.tensors]
+
+
+def hash_elements(x: Tensor) -> str:
+    """A hash of the elements of a tensor; "" where it has none."""
+    if x.is_meta:
+        return ""
+    if x.layout is not torch.strided or is_wrapper(x):
+        raise Undescribed("the step", f"reaches a tensor of class {type(x).__name__}, whose elements are not compared")
+    return hashlib.sha256(read_bytes(x)).hexdigest()
+
+
+# operations from outside of fzero
+
+
+def _list_foreign(program: Program) -> set[str]:
+    """The names of the operations from outside of fzero that a program calls: those of `fzero.ops.define`, and
+    operators of torch that others registered."""
+    found = set[str]()
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            target = node.args[1] if record(node).draws else node.target
+            if isinstance(target, OpOverload):
+                found |= {target.namespace} - _OWN
+            if record(node).is_foreign:
+                found.add(record(node).name)
+    return found.union(*map(_list_foreign, find_bodies(program.graph)))
+
+
+_OWN = frozenset({"aten", "prims", "prim", "fzero"})
+
+
+def _hash_operation(name: str) -> str:
+    """A hash of the record of an operation that `fzero.ops.define` made. An operator that another library registered
+    with torch, by its namespace, is code of a file of this process.
+
+    Raises:
+        Undescribed: for an operator where the main module has no file.
+    """
+    known = find_foreign(name)
+    if known is not None:
+        return Description([(name, known)]).digest
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        raise Undescribed(f"torch.ops.{name}", "may be defined in a session without a file")
+    return ""

@@ -1,0 +1,48 @@
+"""The law of programs in a folder: what comes from a file is the program that was traced."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from hypothesis import given
+
+import fzero
+from fzero import tree
+from fzero.passes import defaults
+from fzero.pipeline import Pipeline
+from fzero.program.open import find_difference
+from fzero.program.program import Program
+from fzero.ranks.virtual import virtual
+from property_tests.laws import everything, slow
+from property_tests.running import assert_equal, finished
+from property_tests.steps import Step
+from property_tests.strategies import steps
+
+
+class Counting(Pipeline[Program]):
+    traces = 0
+
+    def program(self, args: tuple[Any, ...]) -> Program:
+        self.traces += 1
+        return super().program(args)
+
+
+@given(steps())
+@slow
+@everything
+def test_a_program_from_a_file_is_the_one_that_was_traced(step: Step) -> None:
+    args = (*step.sharded(), *step.batch())
+    leaves, treedef = tree.flatten(args)
+    rows = fzero.simulate(step, step.mesh)._select_rank(0, treedef, leaves)
+    passes = defaults(stage=step.stage, in_place=step.donate)
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (
+            Counting(step, virtual(step.mesh), passes, lambda program: program, cache=folder) for _ in range(2)
+        )
+        traced, restored = first.prepare(rows, treedef), second.prepare(rows, treedef)
+    assert (first.traces, second.traces) == (1, 0)
+    assert find_difference(restored, traced) is None
+    assert restored.lines() == traced.lines() and str(restored) == str(traced)
+    running = finished(step)
+    assert_equal(running.outputs(restored), running.outputs(traced), None)

@@ -1,0 +1,76 @@
+"""Programs in a folder: what a second process finds is the program that it would trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import EVERY_STEP, STEPS, Case, assert_same
+
+from fzero import tree
+from fzero.base.mesh import VirtualMesh
+from fzero.passes import defaults
+from fzero.pipeline import Pipeline, choose_rewrite
+from fzero.program.open import find_difference
+from fzero.program.program import Program
+from fzero.ranks.virtual import virtual
+
+
+class Counting(Pipeline[Program]):
+    """Counts its traces. Nothing is put in the place of fzero's functions, which a key would know."""
+
+    traces = 0
+
+    def program(self, args: tuple[Any, ...]) -> Program:
+        self.traces += 1
+        return super().program(args)
+
+
+class Process:
+    """The programs of one process with a folder, for the arguments of one rank of virtual ones."""
+
+    def __init__(self, case: Case, folder: Path, passes: Any = None) -> None:
+        how = defaults(stage=3) if passes is None else passes
+        self.pipeline = Counting(case.step, virtual(case.mesh), how, lambda program: program, cache=folder)
+        leaves, treedef = tree.flatten(case.args)
+        self.given = case.simulation._select_rank(0, treedef, leaves), treedef
+
+    def prepare(self) -> Program:
+        return self.pipeline.prepare(*self.given)
+
+    @property
+    def traces(self) -> int:
+        return self.pipeline.traces
+
+
+def assert_equal(restored: Program, traced: Program) -> None:
+    """A program from a file is the one that was traced, in all that is known of it."""
+    assert restored is not traced
+    assert find_difference(restored, traced) is None
+    assert restored.lines() == traced.lines()
+    assert restored.constant_lines() == traced.constant_lines()
+    assert str(restored) == str(traced)
+    assert restored.memory() == traced.memory()
+    assert restored.timeline() == traced.timeline()
+    assert [x.meta.get("stack_trace") for x in restored.graph.nodes] == [
+        x.meta.get("stack_trace") for x in traced.graph.nodes
+    ]
+    restored.graph.lint()
+
+
+@pytest.mark.parametrize(("name", "world"), EVERY_STEP)
+@pytest.mark.parametrize("how", ["defaults", "nothing", "budget"])
+def test_a_program_from_a_file_is_the_one_that_was_traced(name: str, world: int, how: str, tmp_path: Path) -> None:
+    case = STEPS[name](VirtualMesh(fsdp=world))
+    passes = {
+        "defaults": defaults(stage=3),
+        "nothing": (),
+        "budget": choose_rewrite(None, stage=None, memory="1GiB", to=None, in_place=True, reduce_dtype=None),
+    }
+    traced = Process(case, tmp_path, passes[how]).prepare()
+    process = Process(case, tmp_path, passes[how])
+    restored = process.prepare()
+    assert process.traces == 0
+    assert_equal(restored, traced)
+    assert_same(case.run(restored), case.run(traced))
