@@ -26,8 +26,7 @@ from pathlib import Path
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.manifest import MANIFEST
 from fzero.ranks.processes import find_end, name_process
-from fzero.state.publishing import REPLACED
-from fzero.state.safetensors.transfer import sync_directory
+from fzero.state.publishing import REPLACED, sync_directory
 
 PARTIAL = ".partial"
 LOCK = ".lock"

@@ -49,9 +49,9 @@ from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather
 from fzero.ranks.virtual import ALONE
 from fzero.state.fill import CHUNK_NBYTES
-from fzero.state.publishing import Publication, give_name
+from fzero.state.publishing import Publication, give_name, sync_directory
 from fzero.state.safetensors.header import plan_header, render_header
-from fzero.state.safetensors.transfer import begin_writeback, iter_parts, sync_directory
+from fzero.state.safetensors.transfer import begin_writeback, iter_parts
 from fzero.state.sources import Source
 from fzero.values.sharded import Sharded
 

@@ -30,8 +30,10 @@ from fzero.ranks.processes import find_end, name_process
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather, do_together
 from fzero.ranks.virtual import ALONE
-from fzero.state.safetensors.transfer import sync_directory
 from fzero.values.sharded import Sharded
+
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+"""Errors of a filesystem that cannot sync a directory, as some network filesystems."""
 
 T = TypeVar("T")
 TEMPORARY = ".fzero-tmp"
@@ -144,6 +146,23 @@ def open_temporary(target: Path, *, is_folder: bool) -> Iterator[str]:
             os.close(lock)
         with suppress(OSError):  # the next save tries again, and an error that is on its way says more
             _remove(path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Put the names of a directory's files on the disk, where the filesystem can.
+
+    Raises:
+        OSError: when the disk fails.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
 
 
 def give_name(path: Path, target: Path, *, replaces: bool = False) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,8 +16,6 @@ from fzero.state.sources import Source, TensorSource
 
 CAST_NBYTES = 2**20
 """Bytes that are read at a time when the values are cast to another dtype."""
-NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-"""Errors of a filesystem that cannot sync a directory, as some network filesystems."""
 SYNC_FILE_RANGE_WRITE = 2
 """A number of Linux."""
 
@@ -91,20 +87,3 @@ def _is_plain(values: TensorSource) -> bool:
     tensor = values.tensor
     lazy = tensor.is_conj() or tensor.is_neg() or isinstance(tensor, OnDisk)
     return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.dtype == values.dtype
-
-
-def sync_directory(directory: Path) -> None:
-    """Put the names of a directory's files on the disk, where the filesystem can.
-
-    Raises:
-        OSError: when the disk fails.
-    """
-    try:
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in NO_SYNC:
-            raise
