@@ -24,8 +24,10 @@ from plan_layout import layers, one_bucket
 
 from fzero import Sharded, VirtualMesh, tree
 from fzero.checkpoint.manifest import File, Manifest, parse_manifest, render_manifest
-from fzero.checkpoint.pieces import hash_lines, plan
+from fzero.checkpoint.pieces import plan
 from fzero.layout.chunks import rank_overlaps
+from fzero.ranks.agreement import digest
+from fzero.ranks.virtual import virtual
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.grouping import plan_buckets
 from fzero.state.safetensors.header import plan_header, render_header
@@ -79,9 +81,9 @@ def measure_save(params: tree.Tree, ranks: int) -> tuple[Found, bytes]:
     """What one rank plans of a save, and the manifest, which the first rank renders."""
     mesh, file, seconds = VirtualMesh(fsdp=ranks), ranks // 2, Seconds()
     state = place(params, Rank(mesh, file))
-    planned = seconds.take("plan", lambda: plan(state, mesh))
+    planned = seconds.take("plan", lambda: plan(state, virtual(mesh)))
     picked = seconds.take("pick", lambda: planned.pick(file))
-    seconds.take("hash", lambda: hash_lines(planned.list_lines()))
+    seconds.take("hash", lambda: digest(planned.list_lines()))
     head = seconds.take("header", lambda: render_header(plan_header(picked, {})))
     files = [File(1 << 30, f"{number:08x}", "") for number in range(ranks)]
     grid, places, values, _ = planned

@@ -12,7 +12,7 @@ from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
-from fzero.base.mesh import VirtualMesh
+from fzero.base.mesh import VirtualMesh, virtual_mesh
 from fzero.passes.run import Pass
 from fzero.simulation import simulate
 from fzero.state.partition import partition
@@ -59,7 +59,7 @@ def check_equivalence(
     """
     if steps < 1:
         raise FzeroError("steps", f"is {steps}", "compare at least 1 step")
-    mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
+    mesh = virtual_mesh(ranks)
     step = simulate(train_step, mesh, stage=stage, memory=memory, reduce_dtype=reduce_dtype, passes=passes, data=data)
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:

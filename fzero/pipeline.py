@@ -28,7 +28,7 @@ from fzero.program.listing import format_size
 from fzero.program.open import Template
 from fzero.program.program import Program
 from fzero.program.rates import Rates
-from fzero.returned import Performer
+from fzero.ranks.ranks import Ranks
 from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
@@ -94,7 +94,7 @@ class Pipeline(Generic[T]):
     def __init__(
         self,
         fn: Callable[..., Any],
-        on: Performer,
+        on: Ranks,
         passes: Sequence[Pass] | Budget,
         finish: Callable[[Program], T],
         limit: int = MAX_PROGRAMS,
@@ -249,9 +249,9 @@ def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:
     return [flag(value.local if isinstance(value, Sharded) else value) for flag, value in given]
 
 
-def create_pass_state(program: Program, on: Performer) -> dict[str, Sharded]:
+def create_pass_state(program: Program, on: Ranks) -> dict[str, Sharded]:
     """Path -> first value, for the state that the passes of a program added."""
-    device = on.device or program.placeholders[-1].meta["val"].device
+    device = on.choose_device(program.placeholders[-1].meta["val"].device)
     created = {}
     for state in program.pass_state:
         layout = program.layouts[state.bucket]
@@ -261,7 +261,7 @@ def create_pass_state(program: Program, on: Performer) -> dict[str, Sharded]:
     return created
 
 
-def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Performer) -> list[Sharded]:
+def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Ranks) -> list[Sharded]:
     """The values of the state that passes added, in the order of the program's arguments.
 
     Raises:
@@ -297,7 +297,7 @@ def _explain(cache: list[_Traced], signature: Any, is_full: bool) -> str:
     return f"its arguments differ from the {count} seen, {change}"
 
 
-def _refuse_mesh(leaf: Sharded, on: Performer) -> FzeroError:
+def _refuse_mesh(leaf: Sharded, on: Ranks) -> FzeroError:
     theirs, ours = ([x.mesh, "every rank" if x.rank is None else f"rank {x.rank}"] for x in (leaf.on, on))
     return FzeroError(
         leaf.path,

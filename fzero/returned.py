@@ -14,13 +14,9 @@ from fzero.files import duplicate
 from fzero.program.operation import Node
 from fzero.program.program import Program, Result
 from fzero.program.records import follow_memory
-from fzero.ranks.live import Live
-from fzero.ranks.virtual import Virtual
+from fzero.ranks.ranks import Ranks
 from fzero.values.origin import UNKNOWN, Origin, number_values, tell_apart
 from fzero.values.sharded import Form, Sharded
-
-Performer = Live | Virtual
-"""Where a step runs: on this rank of a live mesh, or on all ranks of a virtual mesh."""
 
 
 class Returned:
@@ -33,7 +29,7 @@ class Returned:
     plain torch.
     """
 
-    def __init__(self, program: Program, on: Performer) -> None:
+    def __init__(self, program: Program, on: Ranks) -> None:
         self._out_tree, self._constants = program.out_tree, list[tuple[int, Any]]()
         self._set_constants(program.results)
         values = [node.meta["val"] for node in program.output.args[0]]

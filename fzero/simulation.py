@@ -19,7 +19,7 @@ from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
-from fzero.base.mesh import VirtualMesh, check_data_axes
+from fzero.base.mesh import VirtualMesh, check_data_axes, virtual_mesh
 from fzero.base.placement import Placement
 from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
@@ -76,7 +76,7 @@ def simulate(
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
     """
-    mesh = ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(fsdp=ranks)
+    mesh = virtual_mesh(ranks)
     check_data_axes(mesh, data)
     rewrites = choose_rewrite(
         passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fzero.data  # noqa: F401  whose module is replaced in part
-from fzero.ranks.live import live
+from fzero.ranks.live import find_ranks
 
 
 class FakeMesh:
@@ -38,8 +38,8 @@ def loaders_of_fake_ranks() -> Iterator[None]:
     """Within a block loaders take a `FakeMesh` as well."""
 
     def find(mesh: Any) -> Any:
-        return mesh if isinstance(mesh, FakeMesh) else live(mesh)
+        return mesh if isinstance(mesh, FakeMesh) else find_ranks(mesh)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["fzero.data.loader"], "live", find)
+        patch.setattr(sys.modules["fzero.data.loader"], "find_ranks", find)
         yield

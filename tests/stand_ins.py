@@ -17,7 +17,7 @@ def live_stand_ins(mesh: VirtualMesh) -> list[Any]:
             mesh=mesh,
             number=number,
             rank=dict(zip(mesh.names, ranks))[mesh.shard_axis],
-            transports={axis: SimpleNamespace(rank=rank) for axis, rank in zip(mesh.names, ranks)},
+            along=dict(zip(mesh.names, ranks)).__getitem__,
             is_tracing=False,
         )
         for number, ranks in enumerate(product(*(range(mesh.size(axis)) for axis in mesh.names)))

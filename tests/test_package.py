@@ -26,7 +26,7 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim | ranks values | program | tracing passes execution state | budget | fzero"
+    "base | files layout optim | ranks | values | program | tracing passes execution state | budget formats | fzero"
     " | variants data checkpoint | training | deepspeed hf | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
@@ -241,6 +241,36 @@ def test_the_kernel_of_adamw_is_named_in_few_files() -> None:
     assert len(found) <= 5, f"{len(found)} files name AdamW's kernel (limit 5): {found}; {advice}"
 
 
+WHO = {"Live", "Ranks", "Tracer", "Virtual", "VirtualMesh"}
+
+
+def names_of_instances(tree: ast.AST) -> set[str]:
+    """The classes that a file asks for: `isinstance(x, (a.B, C))` has "B" and "C"."""
+    return {
+        name
+        for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        for each in ast.walk(node.args[1]) if (name := getattr(each, "attr", getattr(each, "id", None)))
+    }  # fmt: skip
+
+
+def test_few_files_ask_who_performs() -> None:
+    found = [name for name in MODULES if names_of_instances(parse(name)) & WHO]
+    advice = "Ranks has number, numbers, members, agree and choose_device, which need no question"
+    assert len(found) <= 5, f"{len(found)} files ask for the class of who takes part (limit 5): {found}; {advice}"
+
+
+def test_few_files_give_names_to_files() -> None:
+    """What ranks write together appears by one rename: of `Publication`, or of a checkpoint in its folder."""
+    found = files_that_name(r"^os\.(rename|replace)$|^(flock|lockf)$")
+    advice = "write it with fzero.state.publishing"
+    assert len(found) <= 2, f"{len(found)} files rename or lock files (limit 2): {found}; {advice}"
+
+
+def test_questions_for_a_class_are_seen() -> None:
+    code = "isinstance(a, Live), isinstance(b, (m.Virtual, int)), isinstance(c, Ranks | None), issubclass(d, Tracer)"
+    assert names_of_instances(ast.parse(code)) == {"Live", "m", "Virtual", "int", "Ranks"}
+
+
 def test_names_are_found_in_code_and_not_in_docstrings() -> None:
     tree = ast.parse('"""all_gather"""\nfrom m import a\ndef f(b, c=1):\n    """d"""\n    return ops.g(x="y", h=1)\n')
     assert names_in(tree) == {"a", "f", "b", "c", "ops", "g", "ops.g", "x", "y", "h"}
@@ -305,11 +335,11 @@ torch._C._jit.f, dist._get(), Tensor._make(), fx.Node.__name__, torch.ops.aten._
 
 CENTRAL = ("on", "program", "layout", "mesh")
 MESH_OF_THE_USER = (
-    "base.mesh", "checkpoint.foreign", "checkpoint.hugging_face", "checkpoint.loading", "checkpoint.stopping",
+    "base.mesh", "formats.foreign", "formats.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.files",
     "hf.generation", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "training.models", "training.programs",
-    "ranks.homes", "ranks.live", "state.build.build", "state.init",
+    "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
@@ -346,7 +376,7 @@ DATA = [name for name in MODULES if room(name) == "data"]
 @pytest.mark.parametrize("name", DATA)
 def test_data_uses_public_names_and_the_ranks(name: str) -> None:
     inner = {other for other in imports(name) if room(other) != "data"} - {"", *fzero.__all__}
-    assert inner <= {"ranks.live", "base.arguments"}, (
+    assert inner <= {"ranks.live", "base.arguments", "base.mesh"}, (
         f"fzero.{name} imports {sorted(inner)}: data uses `from fzero import ...`"
     )
 

@@ -1,4 +1,4 @@
-"""The model of the checkpoints in tests/checkpoint/deepspeed. Torch alone: DeepSpeed's Python imports it too."""
+"""The model of the checkpoints in tests/formats/deepspeed. Torch alone: DeepSpeed's Python imports it too."""
 
 from __future__ import annotations
 

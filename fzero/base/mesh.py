@@ -132,13 +132,21 @@ def check_data_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tup
     return known
 
 
-def mesh_shape(mesh: Any) -> VirtualMesh:
+def virtual_mesh(ranks: VirtualMesh | int) -> VirtualMesh:
+    """The mesh of so many ranks, along the one axis "fsdp". A mesh is returned unchanged."""
+    return ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(**{SHARD_AXIS: ranks})
+
+
+def mesh_shape(mesh: Any, *, has_devices: bool = False) -> VirtualMesh:
     """The axis names and sizes of a torch `DeviceMesh`. A `VirtualMesh` is returned unchanged.
 
     Raises:
-        FzeroError: for any other object, or a `DeviceMesh` whose axes have no names.
+        FzeroError: for any other object, or a `DeviceMesh` whose axes have no names; with `has_devices` for a
+            `VirtualMesh`.
     """
     if isinstance(mesh, VirtualMesh):
+        if has_devices:
+            raise FzeroError("mesh", f"{mesh} has names and sizes but no devices", "give a DeviceMesh")
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:

@@ -7,14 +7,14 @@ and a range is at most `2 * ndim - 1` rectangles (see `fzero.layout.boxes`). Not
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fzero.base import torch_private, tree
@@ -23,17 +23,11 @@ from fzero.base.errors import FzeroError
 from fzero.checkpoint.pieces import Plan, plan
 from fzero.layout.boxes import Box, boxes
 from fzero.layout.ranges import tile
-from fzero.ranks.failure import group_by_word, name_ranks
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
-from fzero.ranks.together import do_together, gather_words
-from fzero.state.common_home import find_common_home
-from fzero.state.safetensors.transfer import sync_directory
-from fzero.state.safetensors.writing import name_temporary, open_and_lock, remove_leftovers
+from fzero.ranks.ranks import Ranks
+from fzero.ranks.together import gather_words
+from fzero.state.publishing import Publication, find_common_ranks, give_name, open_temporary
 from fzero.state.sources import Source, TensorSource
 from fzero.values.sharded import Sharded
-
-AGAIN = "what was there before is as it was; save again"
 
 
 @check_arguments
@@ -50,70 +44,47 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
         FzeroError: for a leaf that a checkpoint cannot hold; where `path` is there already; on all ranks, where a rank
             cannot write, or where ranks save different trees.
     """
-    on = find_common_home(zip(tree.paths(values), tree.leaves(values)))
-    members = on.members if isinstance(on, Live) else None
-    target = Path(path)
-    gather, is_first = gather_words(members, "save_dcp", f"to {path}"), not isinstance(on, Live) or on.number == 0
-    plans: list[Plan] = []
-    made: list[Path] = []  # by this rank
-    locks: list[int | None] = []
+    on = find_common_ranks(zip(tree.paths(values), tree.leaves(values)))
+    target, plans = Path(path), list[Plan]()
 
-    def begin() -> str:
-        plans.append(plan(values, None if on is None else on.mesh))
+    def make_plan() -> list[str]:
+        plans.append(plan(values, on))
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise FzeroError(str(target), "is there already", "give a new folder, or remove this one first")
-        if not is_first:
-            return ""
+        return plans[0].list_lines()
+
+    def take() -> AbstractContextManager[str]:
         target.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(target.parent)
-        made.append(target.parent / name_temporary(target))
-        made[0].mkdir()
-        locks.append(open_and_lock(made[0]))
-        return made[0].name
+        return open_temporary(target, is_folder=True)
 
-    def publish() -> None:
-        if is_first:
-            sync_directory(partial)
-            partial.rename(target)
-            sync_directory(target.parent)
+    def write(name: str) -> Path:
+        _write(target.parent / name, plans[0], on, f"save_dcp to {path}")
+        return target.parent / name
 
-    try:
-        names = do_together(gather, begin, str(target), "write it", AGAIN)
-        partial = target.parent / next(filter(None, names))
-        if isinstance(on, Live):
-            on.agree(f"save_dcp to {path}", plans[0].list_lines())
-        _write(partial, plans[0], on, target)
-        do_together(gather, publish, str(target), "write it", AGAIN)
-    finally:
-        for fd in locks:
-            if fd is not None:
-                os.close(fd)
-        for folder in made:
-            shutil.rmtree(folder, ignore_errors=True)
+    gather = gather_words(on.members, "save_dcp", f"to {path}")
+    publication = Publication(target, "save_dcp", gather, on.number == 0)
+    publication.run(make_plan, take, write, lambda written: give_name(written[0], target))
 
 
-def _write(folder: Path, of: Plan, on: Home | None, target: Path) -> None:
-    """Let torch write the files of all ranks, and its metadata."""
+def _write(folder: Path, of: Plan, on: Ranks, what: str) -> None:
+    """Let torch write the files of all ranks, and its metadata. Raises the error of this rank."""
     # here, as below: these imports take most of a second
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     state = {key: _view(leaf) for key, leaf in of.leaves.items()} | of.values
-    group = on.members.group if isinstance(on, Live) else None
+    group = on.members.group
     failed: Mapping[int, Any] = {}
-    with on.members.begin(f"save_dcp to {target}") if isinstance(on, Live) else nullcontext():
+    with on.members.begin(what), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-                save(state, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)
+            save(state, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)
         except CheckpointException as error:  # no subclass of Exception; torch raises it on all ranks
             failed = error.failures
-    if failed:
-        causes = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in failed.items()}
-        named = group_by_word(causes).items()
-        problem = ", ".join(f"{name_ranks(ranks)} could not write it: {cause}" for cause, ranks in named)
-        raise FzeroError(str(target), problem, AGAIN)
+    mine = 0 if group is None else dist.get_rank(group)
+    if mine in failed:
+        raise failed[mine][0]
 
 
 def _view(leaf: Sharded | Source) -> Tensor:

@@ -11,7 +11,6 @@ that of the step numbers: no clock is asked.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -27,13 +26,12 @@ from pathlib import Path
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.manifest import MANIFEST
 from fzero.ranks.processes import find_end, name_process
+from fzero.state.publishing import REPLACED
 from fzero.state.safetensors.transfer import sync_directory
 
-PARTIAL, REPLACED = ".partial", ".replaced"
+PARTIAL = ".partial"
 LOCK = ".lock"
 NAME = re.compile(rf"(?P<whole>step-(?P<step>0|[1-9][0-9]*))(?P<ending>|{re.escape(PARTIAL)}|{re.escape(REPLACED)})")
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Numbers of Linux for renameat2."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a filesystem without locks."""
 HELD_BY_OTHERS = (errno.EACCES, errno.EAGAIN)
@@ -114,56 +112,6 @@ def check_free(path: Path, step: int, overwrite: bool) -> None:
         )
     if not overwrite:
         raise FzeroError(str(target), "is there already", "give another step, or overwrite=True")
-
-
-def publish(path: Path, step: int, overwrite: bool) -> None:
-    """Give a complete checkpoint its name, on the disk too. With `overwrite` a checkpoint of the same step is replaced,
-    and then has the name of the partial one. Where this fails, names are as they were."""
-    target, partial = step_folder(path, step), partial_folder(path, step)
-    sync_directory(partial)
-    replaces = overwrite and target.exists()
-    if replaces:
-        _exchange(partial, target)
-    else:
-        os.rename(partial, target)
-    try:
-        sync_directory(path)
-    except BaseException:
-        with suppress(OSError):
-            if replaces:
-                _exchange(partial, target)
-            else:
-                os.rename(target, partial)
-        raise
-
-
-def _exchange(partial: Path, whole: Path) -> None:
-    """Let two folders change names, both at once where the filesystem can. Where it cannot, `whole` has another name
-    for a moment: `find_folder` knows it, and `_remove_leftovers` gives the right one back."""
-    if _rename_exchange(partial, whole):
-        return
-    aside = whole.with_name(f"{whole.name}{REPLACED}")
-    os.rename(whole, aside)
-    try:
-        os.rename(partial, whole)
-    except BaseException:
-        os.rename(aside, whole)
-        raise
-    with suppress(OSError):  # else `_remove_leftovers` finds it
-        os.rename(aside, partial)
-
-
-def _rename_exchange(a: Path, b: Path) -> bool:
-    """Call renameat2 of Linux, which Python's os lacks. False where kernel or filesystem do not know it."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(a), None, str(b))
 
 
 def remove(path: Path, step: int) -> None:

@@ -11,9 +11,8 @@ from fzero.base.errors import FzeroError
 from fzero.checkpoint.staging import Staging
 from fzero.checkpoint.writing import AGAIN, Saving
 from fzero.ranks.failure import hang_up
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
 from fzero.ranks.objects import gather_objects
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather, gather_words
 
 
@@ -35,10 +34,10 @@ class Lane:
         self._last = saving
         saving.start()
 
-    def make_gather(self, on: Home | None) -> Gather:
+    def make_gather(self, on: Ranks) -> Gather:
         """A `Gather` of a process group of its own: a thread's messages do not meet those of the steps."""
-        if not isinstance(on, Live) or on.members.group is None:
-            return gather_words(None, "")
+        if on.members.group is None:
+            return gather_words(on.members, "")
         if self._group is None:
             self._group = on.members.new_twin(on.members.group)
         return _gather_beside(on.members.ranks, self._group)
@@ -56,14 +55,9 @@ def _gather_beside(ranks: list[int], group: dist.ProcessGroup) -> Gather:
     return gather
 
 
-class _Alone:
-    """Stands for the mesh of a process that saves without one."""
+_LANES: WeakKeyDictionary[Ranks, Lane] = WeakKeyDictionary()
 
 
-_ALONE = _Alone()
-_LANES: WeakKeyDictionary[Home | _Alone, Lane] = WeakKeyDictionary()
-
-
-def find_lane(on: Home | None) -> Lane:
-    """The lane of a mesh, or of a process that saves without one."""
-    return _LANES.setdefault(_ALONE if on is None else on, Lane())
+def find_lane(on: Ranks) -> Lane:
+    """The lane of a mesh."""
+    return _LANES.setdefault(on, Lane())

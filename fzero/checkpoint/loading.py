@@ -21,10 +21,10 @@ from fzero.checkpoint.folder import remove_leftovers_of_dead
 from fzero.checkpoint.manifest import KINDS
 from fzero.checkpoint.opening import Checkpoint, StoredLeaf, latest, open_checkpoint
 from fzero.files import address_of
-from fzero.ranks.homes import Home, find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import do_together, gather_words
-from fzero.ranks.virtual import Virtual
+from fzero.ranks.virtual import ALONE
 from fzero.state.fill import CHUNK_NBYTES, chunk_numel
 from fzero.state.partition import fill_leaves, partition
 from fzero.state.sources import describe, is_source, source_of
@@ -74,14 +74,12 @@ def load(
     """
     if "source_rank" in how:
         raise FzeroError("source_rank", "is for values that one rank has", "leave it out: every rank reads its own")
-    on = None if mesh is None else find_home(mesh)
-    known = (leaf.on for leaf in tree.leaves(like) if isinstance(leaf, Sharded))
-    home = on if on is not None else next(known, None)
-    members = home.members if isinstance(home, Live) else None
-    chosen = step
-    if isinstance(home, Live):  # a rank may see an older folder than another
-        found = home.find_largest(_latest_or_none(path) if step is None else step, "the checkpoint to load")
-        chosen = None if found == NONE_YET else found
+    on = None if mesh is None else find_ranks(mesh)
+    known = (leaf.ranks for leaf in tree.leaves(like) if isinstance(leaf, Sharded))
+    ranks = on if on is not None else next(known, ALONE)
+    # a rank may see an older folder than another
+    found = ranks.find_largest(_latest_or_none(path) if step is None else step, "the checkpoint to load")
+    chosen = None if step is None and found == NONE_YET else found
     opened: list[Checkpoint] = []
     result: list[tree.Tree] = []
 
@@ -90,21 +88,21 @@ def load(
             raise FzeroError("step", f"is {step}, another rank loads {chosen}", "give all ranks the same step")
         opened.append(open_checkpoint(path, chosen))
         if verify:
-            opened[0].verify(*((home.number, len(home.ranks)) if isinstance(home, Live) else ()))
+            opened[0].verify(ranks.number, len(ranks.members.ranks))
         return opened[0].fingerprint
 
     def read() -> None:
         place = functools.partial(partition, mesh=mesh, chunk=chunk, **how)
         result.append(_read(opened[0], like, on, strict, donate, chunk, place))
 
-    gather = gather_words(members, "load", f"from {path}")
+    gather = gather_words(ranks.members, "load", f"from {path}")
     way_out = "see to the file, or load another checkpoint"
     seen = do_together(gather, begin, str(path), "load", way_out)
     if len(set(seen)) > 1:
         problem = "ranks opened different checkpoints: " + "; ".join(dict.fromkeys(seen))
         raise FzeroError(str(path), problem, "give all ranks one folder; or load again, if the checkpoint was replaced")
     do_together(gather, read, str(path), "load", way_out)
-    if not isinstance(home, Live) or home.number == 0:
+    if ranks.number == 0:
         remove_leftovers_of_dead(Path(path))
     return result[0]
 
@@ -121,7 +119,7 @@ def _latest_or_none(path: str | os.PathLike[str]) -> int:
 def _read(
     checkpoint: Checkpoint,
     like: tree.Tree,
-    on: Home | None,
+    on: Ranks | None,
     strict: bool,
     donate: bool,
     chunk: int,
@@ -134,15 +132,14 @@ def _read(
     found = [_find(checkpoint, path, leaf) for path, leaf in zip(paths, leaves)]
     chunk_numel(chunk, torch.uint8, *(x.dtype for x in found if isinstance(x, StoredLeaf)))
     placed = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded) and on in (None, leaf.on)}
-    for home in dict.fromkeys(leaf.on for leaf in placed.values()):
-        assert isinstance(home, (Live, Virtual))
-        mine = {i: leaf for i, leaf in placed.items() if leaf.on is home}
+    for ranks in dict.fromkeys(leaf.ranks for leaf in placed.values()):
+        mine = {i: leaf for i, leaf in placed.items() if leaf.on is ranks}
         planned = {i: (leaf.form.layout, leaf.index) for i, leaf in mine.items()}
-        devices = {i: home.device or _real_device(leaf) for i, leaf in mine.items()}
+        devices = {i: ranks.choose_device(_real_device(leaf)) for i, leaf in mine.items()}
         dtypes = {i: leaf.dtype for i, leaf in mine.items()}
-        sources, memory = {i: found[i] for i in mine}, _take_memory(home, mine) if donate else {}
+        sources, memory = {i: found[i] for i in mine}, _take_memory(ranks, mine) if donate else {}
         places = {i: leaf.place for i, leaf in mine.items()}
-        filled = fill_leaves(home, planned, sources, dtypes, devices, chunk, memory=memory, places=places)
+        filled = fill_leaves(ranks, planned, sources, dtypes, devices, chunk, memory=memory, places=places)
         for i, value in filled.items():
             found[i] = value
     if on is None:
@@ -154,10 +151,9 @@ def _read(
     return tree.merge(place(given), others)
 
 
-def _take_memory(home: Home, leaves: Mapping[int, Sharded]) -> dict[int, Tensor]:
+def _take_memory(ranks: Ranks, leaves: Mapping[int, Sharded]) -> dict[int, Tensor]:
     """The slices of leaves, which give them up. Of leaves that share memory only one gives it."""
-    if isinstance(home, Live):
-        home.settle()  # another rank may be reading it
+    ranks.settle()  # another rank may be reading it
     given: dict[int, Tensor] = {}
     for i, leaf in leaves.items():
         if not leaf.is_donated and not leaf.local.is_meta and leaf.local.is_contiguous():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.garbage import pause_garbage_collection
-from fzero.base.mesh import VirtualMesh
 from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_value
 from fzero.checkpoint.places import Grid, Place
 from fzero.layout.owners import balance
+from fzero.ranks.ranks import Ranks
+from fzero.ranks.virtual import ALONE
 from fzero.state.sources import Source, TensorSource, fingerprint, source_of
 from fzero.values.origin import describe_origin
 from fzero.values.sharded import Sharded
@@ -49,8 +49,8 @@ class Plan(NamedTuple):
 
 
 @pause_garbage_collection()
-def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
-    """The plan of a tree that lies on a mesh, None for a tree without `Sharded` leaves. Reads no values.
+def plan(state: tree.Tree, on: Ranks) -> Plan:
+    """The plan of a tree whose `Sharded` leaves lie on these ranks. Reads no values.
 
     Raises:
         FzeroError: for a leaf that a checkpoint cannot hold, and for two leaves of one path.
@@ -60,7 +60,7 @@ def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
     for path, count in Counter(paths).items():
         if count > 1:
             raise FzeroError(path, f"{count} leaves have this path", "rename an entry of a dict")
-    grid = Grid.of({}, "") if mesh is None else Grid.of(mesh.sizes, mesh.shard_axis)
+    grid = Grid.of(*describe_mesh(on))
     kinds = set(KINDS.values())
     values = {path: leaf for path, leaf in zip(paths, leaves) if type(leaf) in kinds}
     held = {path: _open_leaf(leaf, path) for path, leaf in zip(paths, leaves) if path not in values}
@@ -70,15 +70,15 @@ def plan(state: tree.Tree, mesh: VirtualMesh | None) -> Plan:
     return Plan(grid, places, values, held)
 
 
+def describe_mesh(on: Ranks) -> tuple[dict[str, int], str]:
+    """The sizes of the axes that a tree lies along, and the shard axis."""
+    return ({}, "") if on is ALONE else (on.mesh.sizes, on.mesh.shard_axis)
+
+
 def _describe_origin(leaf: Sharded | Source) -> str:
     if isinstance(leaf, Sharded):
         return describe_origin(leaf.origin)
     return f"elements with the hash {fingerprint(leaf):08x}"
-
-
-def hash_lines(lines: Sequence[str]) -> str:
-    """A hash of lines, the same in every process."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _open_leaf(leaf: Any, path: str) -> Sharded | Source:

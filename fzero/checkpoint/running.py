@@ -15,8 +15,7 @@ from fzero.checkpoint.loading import load
 from fzero.checkpoint.opening import latest
 from fzero.checkpoint.saving import check_keep, save
 from fzero.checkpoint.stopping import Stop
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
 from fzero.ranks.together import do_together, gather_words
 
 
@@ -80,9 +79,9 @@ def run(
 def _restore(path: str | os.PathLike[str], state: State, loader: Any) -> tuple[State, int]:
     """The state of the latest checkpoint, and its step; without a checkpoint `state` as it is, and 0. The loader goes
     on from the checkpoint's position."""
-    home = find_home(loader.mesh)
-    find_lane(home).finish()  # a save of a run before, which an error ended in this process
-    gather = gather_words(home.members if isinstance(home, Live) else None, "a look into", str(path))
+    on = find_ranks(loader.mesh)
+    find_lane(on).finish()  # a save of a run before, which an error ended in this process
+    gather = gather_words(on.members, "a look into", str(path))
     found = do_together(gather, lambda: latest(path), str(path), "find the latest checkpoint", "see to the folder")
     steps = [step for step in found if step is not None]  # of each rank: one may see an older folder than another
     if not steps:

@@ -17,9 +17,8 @@ from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
 from fzero.checkpoint.writing import Options, Saving
 from fzero.ranks.agreement import meet
-from fzero.ranks.live import Live
 from fzero.ranks.together import gather_words
-from fzero.state.common_home import find_common_home
+from fzero.state.publishing import find_common_ranks
 from fzero.values.sharded import Sharded
 
 
@@ -60,17 +59,16 @@ def save(
     """
     step = _choose_step(state, step)
     check_keep(keep)
-    on = find_common_home(zip(tree.paths(state), tree.leaves(state)))
+    on = find_common_ranks(zip(tree.paths(state), tree.leaves(state)))
     lane = find_lane(on)
     lane.finish()
     options = Options(Path(path), step, keep, overwrite, sha256, dict(metadata or {}))
-    saving = Saving(options, on, gather_words(on.members if isinstance(on, Live) else None, "save", f"of step {step}"))
+    saving = Saving(options, on, gather_words(on.members, "save", f"of step {step}"))
     saving.prepare(state)
     if wait:
         saving.run()
         return saving
-    if isinstance(on, Live):
-        meet(on.members, f"save of step {step} with wait=False", what="save")  # the lane's group takes all ranks
+    meet(on.members, f"save of step {step} with wait=False", what="save")  # the lane's group takes all ranks
     saving.gather = lane.make_gather(on)
     saving.stage(lane.staging)
     lane.start(saving)

@@ -11,8 +11,7 @@ import torch
 
 from fzero.files import OnDisk
 from fzero.layout.ranges import pad, tile
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
+from fzero.ranks.ranks import Ranks
 from fzero.state.sources import Source, TensorSource
 
 ALIGN = 64
@@ -29,12 +28,12 @@ class Staging:
         self._wait: Callable[[], None] | None = None
 
     def copy(
-        self, files: Mapping[int, Mapping[str, Source]], on: Home | None, is_state: Callable[[str], bool]
+        self, files: Mapping[int, Mapping[str, Source]], on: Ranks, is_state: Callable[[str], bool]
     ) -> dict[int, dict[str, Source]]:
         """The values of each file, copied. Overwrites the copies of the call before. Call `wait` before they are read.
 
         Copies of slices from a GPU are under way when this returns, beside the stream of the steps. The first node of
-        a step that overwrites a slice waits for them (`Live.settle`). `is_state(key)` says which values are slices:
+        a step that overwrites a slice waits for them (`Ranks.settle`). `is_state(key)` says which values are slices:
         others, which a user may overwrite, are there when this returns.
         """
         sources = [source for values in files.values() for source in values.values()]
@@ -67,18 +66,19 @@ class Staging:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
     @contextmanager
-    def _beside(self, on: Home | None) -> Iterator[Callable[[Any, torch.Tensor], None]]:
+    def _beside(self, on: Ranks) -> Iterator[Callable[[Any, torch.Tensor], None]]:
         """A function that starts a copy from a GPU beside the stream of the steps."""
         self._wait = None
-        if not isinstance(on, Live) or on.device.type != "cuda":
+        device = on.choose_device()
+        if device.type != "cuda":
             yield _copy_now
             return
-        self._stream = self._stream or torch.cuda.Stream(on.device)
-        self._stream.wait_stream(torch.cuda.current_stream(on.device))  # which computes the values
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which computes the values
         yield partial(_copy_on, self._stream)
         copied = self._stream.record_event()
         self._wait = copied.synchronize
-        on.readers.append(lambda: torch.cuda.current_stream(on.device).wait_event(copied))
+        on.readers.append(lambda: torch.cuda.current_stream(device).wait_event(copied))
 
 
 def _is_on_disk(source: Source) -> TypeGuard[TensorSource]:

@@ -10,8 +10,7 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 from fzero.base.errors import FzeroError
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
 
 BY_SIGNAL = 128
 """A shell's exit status for a process that a signal ended is so much more than the signal's number."""
@@ -31,7 +30,7 @@ class Stop:
     """
 
     def __init__(self, mesh: Any, signals: Sequence[int] = (signal.SIGTERM,)) -> None:
-        self._home, self._signals = find_home(mesh), signals
+        self._on, self._signals = find_ranks(mesh), signals
         self._heard = 0  # the signal that came to this rank
         self._agreed = 0  # the signal that all ranks know of
         self._before: dict[int, Any] = {}  # the handlers that were there
@@ -57,8 +56,7 @@ class Stop:
 
     def is_asked(self) -> bool:
         """Whether a signal has come to any rank. Collective: one all-reduce of 24 bytes on the host."""
-        heard = self._heard
-        self._agreed = self._home.find_largest(heard, "whether to stop") if isinstance(self._home, Live) else heard
+        self._agreed = self._on.find_largest(self._heard, "whether to stop")
         return self._agreed != 0
 
     def leave(self) -> NoReturn:

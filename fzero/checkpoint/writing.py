@@ -1,14 +1,7 @@
-"""Writing: one save, from a plan to a checkpoint that appears all at once.
+"""Writing: one save, from a plan to a checkpoint that appears all at once (`fzero.state.publishing` says how).
 
-    the first rank   takes the folder: keeps other jobs out, removes what killed saves left
-    all ranks        compare what they are about to save: one all-gather of a hash
-    each rank        writes its file, and puts it on the disk
-    all ranks        tell each other the size and checksum of their files, or their errors: one all-gather
-    the first rank   writes the manifest, renames the folder, removes what is too old
-    all ranks        hear that it is done: one all-gather, as a barrier
-
-To plan takes no message. No rank writes before the first has the folder, so that a job that is turned away leaves the
-files of the other alone.
+Each rank writes its file. The first rank writes the manifest, which has the size and checksum of each file, renames the
+folder, and removes what is too old.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +24,14 @@ import torch
 from fzero import __version__
 from fzero.base import tree
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.folder import check_free, list_steps, open_partial, partial_folder, publish, remove, step_folder
+from fzero.checkpoint.folder import (
+    check_free,
+    list_steps,
+    open_partial,
+    partial_folder,
+    remove,
+    step_folder,
+)
 from fzero.checkpoint.manifest import (
     MANIFEST,
     File,
@@ -42,13 +42,14 @@ from fzero.checkpoint.manifest import (
     render_manifest,
     tag_file,
 )
-from fzero.checkpoint.pieces import Plan, hash_lines, plan
+from fzero.checkpoint.pieces import Plan, describe_mesh, plan
 from fzero.checkpoint.staging import Staging
 from fzero.files.memory import memory_of
-from fzero.ranks.homes import Home
-from fzero.ranks.together import Gather, do_together
-from fzero.ranks.virtual import Virtual
+from fzero.ranks.ranks import Ranks
+from fzero.ranks.together import Gather
+from fzero.ranks.virtual import ALONE
 from fzero.state.fill import CHUNK_NBYTES
+from fzero.state.publishing import Publication, give_name
 from fzero.state.safetensors.header import plan_header, render_header
 from fzero.state.safetensors.transfer import begin_writeback, iter_parts, sync_directory
 from fzero.state.sources import Source
@@ -76,7 +77,7 @@ class Options(NamedTuple):
 class Saving:
     """A save, done or under way. `seconds` says how long this rank took to plan, copy, write, checksum and sync."""
 
-    def __init__(self, options: Options, on: Home | None, gather: Gather) -> None:
+    def __init__(self, options: Options, on: Ranks, gather: Gather) -> None:
         self.path, self.step = options.path, options.step
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.gather = gather
@@ -116,17 +117,11 @@ class Saving:
         """Plan this rank's files. An error is kept: the other ranks hear of it where they wait for this one."""
         with self._time("plan"):
             try:
-                self._plan = plan(state, None if self._on is None else self._on.mesh)
-                self._files = {number: self._plan.pick(number) for number in self._list_numbers()}
+                self._plan = plan(state, self._on)
+                self._files = {number: self._plan.pick(number) for number in self._on.numbers}  # virtual ranks: all
                 self._lines = [f"step {self.step}", *self._plan.list_lines()]
             except Exception as error:
                 self._failure = error
-
-    def _list_numbers(self) -> list[int]:
-        """The files that this process writes. Virtual ranks of one process write all."""
-        if isinstance(self._on, Virtual):
-            return list(range(self._on.mesh.size()))
-        return [0 if self._on is None else self._on.number]
 
     def stage(self, staging: Staging) -> None:
         """Copy what this rank writes to the memory of the host."""
@@ -158,36 +153,30 @@ class Saving:
 
     def run(self) -> None:
         """Write, and make the checkpoint appear. Collective."""
-        where = str(step_folder(self.path, self.step))
+        on, where = self._on, step_folder(self.path, self.step)
         try:
-            with ExitStack() as stack:
-                begun = do_together(self.gather, lambda: self._begin(stack), where, "save", AGAIN)
-                self._compare([plan for plan, _ in begun])
-                self._save = next(save for _, save in begun if save)
-                written = do_together(self.gather, self._write, where, "save", AGAIN)
-                do_together(self.gather, lambda: self._commit(written, stack), where, "save", AGAIN)
+            publication = Publication(where, "save", self.gather, on.number == 0, "save", AGAIN)
+            publication.run(self._list_lines, self._take, self._write, self._commit)
         finally:
             # which hold the memory of the tree, and its mesh
-            self._files, self._plan, self._lines, self._on = {}, None, [], None
+            self._files, self._plan, self._lines, self._on = {}, None, [], ALONE
 
-    @property
-    def _is_first(self) -> bool:
-        return 0 in self._list_numbers()
-
-    def _begin(self, stack: ExitStack) -> tuple[str, str]:
-        """Take the folder, on the first rank, until `stack` ends. Returns a hash of what this rank is about to save,
-        and on the first rank the number of the save."""
+    def _list_lines(self) -> list[str]:
         if self._failure is not None:
             raise self._failure
-        if not self._is_first:
-            return hash_lines(self._lines), ""
-        check_metadata(self._options.metadata)
-        stack.enter_context(open_partial(self.path, self.step))
-        check_free(self.path, self.step, self._options.overwrite)
-        return hash_lines(self._lines), secrets.token_hex(16)
+        return self._lines
 
-    def _write(self) -> dict[int, File]:
+    @contextmanager
+    def _take(self) -> Iterator[str]:
+        """Take the folder. Yields the number of the save."""
+        check_metadata(self._options.metadata)
+        with open_partial(self.path, self.step):
+            check_free(self.path, self.step, self._options.overwrite)
+            yield secrets.token_hex(16)
+
+    def _write(self, save: str) -> dict[int, File]:
         """Write this process's files. What is written of each, by number."""
+        self._save = save
         self._staged()
         folder = partial_folder(self.path, self.step)
         folder.mkdir(parents=True, exist_ok=True)  # a client of a network filesystem may not know it yet
@@ -216,43 +205,28 @@ class Saving:
                 os.fsync(out.fileno())
         return sums.describe()
 
-    def _compare(self, plans: list[str]) -> None:
-        """Raise on all ranks, naming the first leaf that differs, where ranks hold different trees. `plans` has a hash
-        of each rank's."""
-        hashes = list(dict.fromkeys(plans))
-        if len(hashes) == 1:
-            return
-        shown = [plans.index(each) for each in hashes[:2]]
-        told = list(self.gather(self._lines if hash_lines(self._lines) in hashes[:2] else None).values())
-        pairs = zip(*(told[rank] for rank in shown))
-        first, second = next(((a, b) for a, b in pairs if a != b), (f"{len(told[rank])} leaves" for rank in shown))
-        problem = f"ranks save different trees: rank {shown[0]} has {first:.200}, rank {shown[1]} has {second:.200}"
-        raise FzeroError(str(step_folder(self.path, self.step)), problem, "give save the same tree on every rank")
-
-    def _commit(self, written: list[dict[int, File]], stack: ExitStack) -> None:
-        """Write the manifest, publish the checkpoint and give up the folder, on the first rank."""
-        if not self._is_first:
-            return
+    def _commit(self, written: list[dict[int, File]]) -> None:
+        """Write the manifest, and give the checkpoint its name."""
         assert self._plan is not None
         files = {number: file for each in written for number, file in each.items()}
         grid, places, values, _ = self._plan
-        sizes, axis = ({}, "") if self._on is None else (self._on.mesh.sizes, self._on.mesh.shard_axis)
+        sizes, axis = describe_mesh(self._on)
         listed = [files[number] for number in range(grid.files)]
         known = Manifest(
             self.step, self._save, sizes, axis, grid, places, values, listed, self._options.metadata, _versions()
         )
+        folder, target = partial_folder(self.path, self.step), step_folder(self.path, self.step)
         self._check_files(grid.files)
         with self._time("sync"):
-            with open(partial_folder(self.path, self.step) / MANIFEST, "xb") as out:
+            with open(folder / MANIFEST, "xb") as out:
                 out.write(render_manifest(known))
                 out.flush()
                 os.fsync(out.fileno())
-            publish(self.path, self.step, self._options.overwrite)
+            give_name(folder, target, replaces=self._options.overwrite and target.exists())
         if self._options.keep is not None:
             others = [step for step in list_steps(self.path) if step != self.step]
             for step in others[: max(len(others) - self._options.keep + 1, 0)]:
                 remove(self.path, step)
-        stack.close()
 
     def _check_files(self, count: int) -> None:
         """Raise for files that ranks wrote, and that are not where this rank looks."""

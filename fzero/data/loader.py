@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from fzero import FzeroError, VirtualMesh, tree
+from fzero import FzeroError, tree
 from fzero.base.arguments import check_arguments
 from fzero.data.padding import Collate, check_ladder, check_numbers, find_longest, pad, round_up
 from fzero.data.parts import Place, find_indices, find_part, list_places, order
 from fzero.data.position import ENDLESS, Position, check_position, mix
 from fzero.data.streams import CollateTaken, Stream, Taken
 from fzero.data.workers import StartWorker
-from fzero.ranks.live import live
+from fzero.ranks.live import find_ranks
 
 OWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "generator", "in_order")
 """Options of torch's DataLoader that follow from the loader's own."""
@@ -142,7 +142,7 @@ class Loader:
         options: dict[str, Any],
     ) -> None:
         self._batch, self._part, self._drop_last, self._pads = batch, part, drop_last, pads
-        self._on = None if isinstance(pads.mesh, VirtualMesh) else live(pads.mesh)
+        self._on = find_ranks(pads.mesh)
         self._length, self._seed, self._fingerprint = own
         self._epoch, self._index = 0, 0
         self._turn: object = None
@@ -191,8 +191,7 @@ class Loader:
         return self._length // self._batch if self._drop_last else -(-self._length // self._batch)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._on is not None:
-            self._on.agree("a loop over data", self._describe())
+        self._on.agree("a loop over data", self._describe())
         self._turn = turn = object()
         self._generator.manual_seed(mix("workers", self._seed, self._epoch, self._index))
         is_last = False

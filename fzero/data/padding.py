@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
-from fzero import FzeroError, VirtualMesh, tree
+from fzero import FzeroError, tree
 from fzero.base.arguments import check_arguments
-from fzero.ranks.live import live
+from fzero.ranks.live import find_ranks
 
 Number = int | float
 
@@ -78,7 +78,7 @@ def round_up(length: int, ladder: Sequence[int], mesh: Any) -> int:
             ascend.
     """
     check_ladder(ladder)
-    longest = length if isinstance(mesh, VirtualMesh) else live(mesh).find_largest(length, "the length of a batch")
+    longest = find_ranks(mesh).find_largest(length, "the length of a batch")
     for rung in ladder:
         if longest <= rung:
             return rung

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import FzeroError, VirtualMesh
+from fzero.base.mesh import mesh_shape
 from fzero.data.position import mix
 
 
@@ -31,10 +32,7 @@ def find_part(batch: int, mesh: Any, data: Sequence[str] | None) -> range:
     Raises:
         FzeroError: for a batch that does not divide by the ranks; for a mesh without this rank.
     """
-    names = getattr(mesh, "mesh_dim_names", None)
-    if names is None and not isinstance(mesh, VirtualMesh):
-        raise FzeroError("mesh", f"{type(mesh).__name__} has no named axes", "give the mesh of the step")
-    shape = mesh if isinstance(mesh, VirtualMesh) else VirtualMesh(**dict(zip(names or (), mesh.shape)))
+    shape = mesh_shape(mesh)
     axes = shape.data_axes(data)
     ranks = [shape.size(axis) for axis in axes]
     total = torch.Size(ranks).numel()

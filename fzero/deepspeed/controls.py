@@ -11,7 +11,6 @@ from torch import nn
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
 from fzero.deepspeed.absent import refuse_method
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.status import Status
@@ -108,7 +107,7 @@ class Controls(Status):
 
     def _note_rows(self, rows: int | None) -> None:
         """Log the first batch that has another number of rows than the configuration says. It counts as one batch."""
-        wanted = self.settings.micro_batch_size * (self.world_size if isinstance(self.mesh, VirtualMesh) else 1)
+        wanted = self.settings.micro_batch_size * len(self._on.numbers)
         if rows in (None, wanted) or self._has_noted_rows or self.global_rank:
             return
         self._has_noted_rows = True

@@ -16,7 +16,7 @@ from fzero.base import torch_private
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.base.mesh import mesh_shape
 from fzero.base.placement import Disk
 from fzero.base.state import State
 from fzero.deepspeed.absent import refuse_arguments
@@ -31,7 +31,7 @@ from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
-from fzero.ranks.homes import find_home
+from fzero.ranks.live import find_ranks
 from fzero.state.build.deferred import is_deferring
 from fzero.training.groups import combine
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
@@ -110,11 +110,11 @@ def initialize(
     def plan() -> Plan:
         refuse_arguments("initialize", {"mpu": (mpu, "give mesh="), "mesh_param": (mesh_param, "give mesh=")})
         sources = {"config": config, "config_params": config_params}
-        return make_plan(args, sources, model, optimizer, model_parameters, lr_scheduler, home=home, version=version)
+        return make_plan(args, sources, model, optimizer, model_parameters, lr_scheduler, on=on, version=version)
 
     with torch_private.disable_modes() if is_deferring() else nullcontext():  # suspends a zero.Init around this call
-        home = find_home(make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh)
-        planned = agree_on_plan(home, plan)
+        on = find_ranks(make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh)
+        planned = agree_on_plan(on, plan)
         mesh = choose_mesh(mesh, planned.shard, local_rank, distributed_port, dist_init_required)
         engine = _build_engine(planned, loss, mesh, local_rank)
         if training_data is not None:
@@ -185,13 +185,13 @@ def _build_engine(plan: Plan, loss: Callable[..., Any] | None, mesh: Any, local_
         step=0,
         buffers=partition_buffers(model, lowered.buffers, mesh),
     )
-    ranks = mesh.size() if isinstance(mesh, VirtualMesh) else 1
+    on = find_ranks(mesh)
     applies = lowered.train, lowered.evaluate
     if settings.autocast is not None:
-        device = (find_home(mesh).device or torch.device("cpu")).type
+        device = on.choose_device().type
         applies = tuple(add_autocast(each, settings.autocast, device) for each in applies)
     train, evaluate = (_take_loss(carry_buffers(each, lowered.buffers), loss) for each in applies)
-    make = functools.partial(make_functions, train, evaluate, chosen, virtual_ranks=ranks)
+    make = functools.partial(make_functions, train, evaluate, chosen, virtual_ranks=len(on.numbers))
     names = list_names(model.forward) if loss is None else list_names(loss, skip=1)
     engine = Engine(model, applies, state, make, names, settings, scheduled, mesh, local_rank)
     engine.groups = groups if isinstance(groups, list) else []

@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.base.mesh import mesh_shape
 from fzero.data import loader
 from fzero.data.parts import find_part
 from fzero.deepspeed.settings import Settings
-from fzero.ranks.live import live
+from fzero.ranks.live import find_ranks
 
 
 def load(data: Any, collate_fn: Callable[..., Any] | None, settings: Settings, mesh: Any) -> Any:
@@ -29,8 +29,7 @@ def load(data: Any, collate_fn: Callable[..., Any] | None, settings: Settings, m
         return loader(data, settings.micro_batch_size * world, mesh, drop_last=settings.drop_last, **options)
     if not hasattr(data, "__len__"):
         raise FzeroError("training_data", f"is a {type(data).__name__} without a length", "give it __len__")
-    if not isinstance(mesh, VirtualMesh):
-        live(mesh).agree("training_data", [f"data training_data: {len(data)} examples"])
+    find_ranks(mesh).agree("training_data", [f"data training_data: {len(data)} examples"])
     if not len(data) or (settings.drop_last and len(data) // world < settings.micro_batch_size):
         problem = f"has {len(data)} examples, and a batch of {world} ranks {settings.micro_batch_size * world}"
         raise FzeroError("training_data", problem, "give more, or dataloader_drop_last false")

@@ -17,8 +17,7 @@ from fzero.deepspeed.settings import MONITORS, SIZES, Settings, find_shard_size,
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
+from fzero.ranks.ranks import Ranks
 from fzero.training.groups import Group, convert_optimizer, list_groups
 
 OF_A_RANK = ("steps_per_print", "wall_clock_breakdown", "flops_profiler.", *(f"{x}." for x in MONITORS))
@@ -45,18 +44,18 @@ def make_plan(
     model_parameters: Any,
     lr_scheduler: Any,
     *,
-    home: Home,
+    on: Ranks,
     version: str,
 ) -> Plan:
-    """The plan of this rank. `configs` are the arguments that may hold the configuration. `home` has all ranks.
+    """The plan of this rank. `configs` are the arguments that may hold the configuration. `on` has all ranks.
 
     Raises:
         FzeroError: as `initialize`.
     """
     _check_model(model)
     given = resolve_auto(read_config(_choose_config(args, configs)), args)
-    rank = getattr(home, "number", 0)
-    settings = settle(given, home.mesh.size(), version=version, args=args, rank=rank)
+    rank = on.number
+    settings = settle(given, on.mesh.size(), version=version, args=args, rank=rank)
     if _is_function(optimizer):
         optimizer = optimizer(model.parameters() if model_parameters is None else model_parameters)
     groups = _find_groups(optimizer, model_parameters, settings, model)
@@ -66,8 +65,8 @@ def make_plan(
     return Plan(model, settings, find_shard_size(given), groups, scheduled, optimizer, lines)
 
 
-def agree_on_plan(home: Home, make: Callable[[], Plan]) -> Plan:
-    """The plan of this rank, `make()`, once all ranks of `home` have the same. Collective.
+def agree_on_plan(on: Ranks, make: Callable[[], Plan]) -> Plan:
+    """The plan of this rank, `make()`, once all ranks of `on` have the same. Collective.
 
     Raises:
         FzeroError: on all ranks, with the key and both values, where plans differ; on all ranks, where one could not
@@ -78,12 +77,9 @@ def agree_on_plan(home: Home, make: Callable[[], Plan]) -> Plan:
         plan = make()
     except Exception as caught:  # the other ranks would wait for this one
         error = caught
-    if isinstance(home, Live):
-        lines = plan.lines if plan is not None else []
-        agree(home.members, digest(lines), lambda: lines, error, what="agreement on the configuration")
-    if plan is None:
-        assert error is not None
-        raise error
+    lines = plan.lines if plan is not None else []
+    agree(on.members, digest(lines), lambda: lines, error, what="agreement on the configuration")
+    assert plan is not None  # or that raised the error
     return plan
 
 

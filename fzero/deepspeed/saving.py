@@ -15,12 +15,11 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.state import State
-from fzero.checkpoint.deepspeed import read_tag
 from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.quantized import iter_values
 from fzero.deepspeed.settings import Settings
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
+from fzero.formats.deepspeed import read_tag
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors.loading import load_sources
 
@@ -46,7 +45,7 @@ class Files:
     settings: Settings
     mesh: Any
     lr_scheduler: Any
-    _home: Home
+    _on: Ranks
 
     @check_arguments
     def save_checkpoint(
@@ -194,10 +193,9 @@ class Files:
     @property
     def _is_first(self) -> bool:
         """Whether this process has the first rank."""
-        return not isinstance(self._home, Live) or self._home.number == 0
+        return self._on.number == 0
 
     def _write(self, call: str, path: Path, write: Callable[[], Any]) -> None:
         """Call `write` on the first rank. All ranks return together, or raise."""
-        members = self._home.members if isinstance(self._home, Live) else None
-        gather, way_out = gather_words(members, call, f"to {path}"), "mend that, and save again"
+        gather, way_out = gather_words(self._on.members, call, f"to {path}"), "mend that, and save again"
         do_together(gather, lambda: write() if self._is_first else None, str(path), "write it", way_out)

@@ -10,7 +10,8 @@ from fzero.base.state import State
 from fzero.deepspeed.functions import count_skips
 from fzero.deepspeed.schedulers import Scheduled, rate_at, values_at
 from fzero.deepspeed.settings import Settings
-from fzero.ranks.homes import Home, find_home
+from fzero.ranks.live import find_ranks
+from fzero.ranks.ranks import Ranks
 from fzero.training.groups import Group
 
 
@@ -95,20 +96,20 @@ class Status:
     @property
     def device(self) -> torch.device:
         """Where batches belong."""
-        return self._home.device or torch.device("cpu")
+        return self._on.choose_device()
 
     @property
     def global_rank(self) -> int:
-        return getattr(self._home, "number", 0)
+        return self._on.number
 
     @property
     def world_size(self) -> int:
-        return self._home.mesh.size()
+        return self._on.mesh.size()
 
     @property
     def dp_world_size(self) -> int:
         return self.world_size
 
     @property
-    def _home(self) -> Home:
-        return find_home(self.mesh)
+    def _on(self) -> Ranks:
+        return find_ranks(self.mesh)

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
 from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.reading import read_config
 from fzero.ranks.agreement import meet
-from fzero.ranks.homes import Home, find_home
-from fzero.ranks.live import Live
-from fzero.ranks.virtual import virtual
+from fzero.ranks.live import find_ranks
+from fzero.ranks.ranks import Ranks, check_rank
+from fzero.ranks.virtual import ALONE
 from fzero.state.build.deferred import Deferred, defer_tensors
 from fzero.state.build.store import Allocation, Store
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
@@ -91,13 +90,13 @@ class Init(ContextDecorator):
 
     def __enter__(self) -> Init:
         if self._enabled:
-            home = _home_of(self._mesh)
-            if isinstance(home, Live) and len(home.ranks) > 1:
+            on = _ranks_of(self._mesh)
+            if not on.members.is_alone:
                 own = torch.get_rng_state()
-                torch.set_rng_state(_broadcast(home, own.clone(), home.ranks[0]))
-                if home.number:  # rank 0 goes on behind its draws, as without the context
+                torch.set_rng_state(_broadcast(on, own.clone(), on.ranks[0]))
+                if on.number:  # rank 0 goes on behind its draws, as without the context
                     self._stack.callback(torch.set_rng_state, own)
-            self._stack.enter_context(defer_tensors(Store(home)))
+            self._stack.enter_context(defer_tensors(Store(on)))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -138,13 +137,12 @@ class GatheredParameters:
                 raise FzeroError("zero.GatheredParameters", problem, way_out)
 
     def __enter__(self) -> None:
-        alone = Store(virtual(VirtualMesh(fsdp=1)))  # within the block ranks work apart
+        alone = Store(ALONE)  # within the block ranks work apart
         cut = [value for value in self._params if isinstance(value, Deferred)]
         # before one rank gathers and cuts: which of them a rank has whole depends on what it did before
-        for home in dict.fromkeys(value.allocation.store.on for value in cut):
-            if isinstance(home, Live):
-                what = "fzero.deepspeed.zero.GatheredParameters"
-                meet(home.members, f"{what} of {[list(value.shape) for value in cut]}", what=what)
+        for on in dict.fromkeys(value.allocation.store.on for value in cut):
+            what = "fzero.deepspeed.zero.GatheredParameters"
+            meet(on.members, f"{what} of {[list(value.shape) for value in cut]}", what=what)
         taken: dict[Allocation, Allocation] = {}
         for held in dict.fromkeys(value.allocation for value in cut):
             held.store.bring([held])
@@ -162,38 +160,34 @@ class GatheredParameters:
             for held, own in dict.fromkeys((held, own) for _, held, own in swaps):
                 own.store.bring([own])
                 assert own.flat is not None
-                held.store.replace(held, self._send(held.store.on, own.flat))
+                sent = own.flat if self._rank is None else _broadcast(held.store.on, own.flat, self._rank)
+                held.store.replace(held, sent)
         finally:
             for value, held, _ in swaps:
                 value.allocation = held
         for plain in self._params:
-            if not isinstance(plain, Deferred):
+            if self._rank is not None and not isinstance(plain, Deferred):
                 with torch.no_grad():
-                    plain.copy_(self._send(None, plain.detach()))
-
-    def _send(self, home: Home | None, values: Tensor) -> Tensor:
-        """The values of the rank that edits, on every rank."""
-        return values if self._rank is None else _broadcast(home, values, self._rank)
+                    plain.copy_(_broadcast(_find_all_ranks(), plain.detach(), self._rank))
 
 
-def _home_of(mesh: Any) -> Home:
-    """The home of a mesh; for None, of the mesh of all ranks."""
-    return find_home(make_mesh(find_local_rank(None), PORT, None) if mesh is None else mesh)
+def _ranks_of(mesh: Any) -> Ranks:
+    """The ranks of a mesh; for None, of the mesh of all ranks."""
+    return find_ranks(make_mesh(find_local_rank(None), PORT, None) if mesh is None else mesh)
 
 
-def _broadcast(home: Home | None, values: Tensor, rank: int) -> Tensor:
-    """`values` of a global rank, on every rank of a mesh; without `home`, of the mesh of all ranks, where there is a
-    process group."""
-    if home is None and dist.is_initialized():
-        home = _home_of(None)
-    if isinstance(home, Live):
-        if rank not in home.ranks:
-            raise FzeroError("modifier_rank", f"is {rank}, the mesh has ranks {list(home.ranks)}", "name one of them")
-        if len(home.ranks) == 1:
-            return values
-        sent, what = values.cpu().contiguous(), "broadcast of a parameter in fzero.deepspeed.zero"
-        meet(home.members, f"{what}: {values.dtype} {list(values.shape)} of rank {rank}", what=what)
-        with home.members.begin(what):
-            dist.broadcast(sent, rank, group=home.members.group)
-        return sent.to(values.device)
-    return values
+def _find_all_ranks() -> Ranks:
+    """All ranks, where there is a process group."""
+    return _ranks_of(None) if dist.is_initialized() else ALONE
+
+
+def _broadcast(on: Ranks, values: Tensor, rank: int) -> Tensor:
+    """`values` of a global rank, on every rank of a mesh."""
+    check_rank("modifier_rank", rank, on.ranks)
+    if on.members.is_alone:
+        return values
+    sent, what = values.cpu().contiguous(), "broadcast of a parameter in fzero.deepspeed.zero"
+    meet(on.members, f"{what}: {values.dtype} {list(values.shape)} of rank {rank}", what=what)
+    with on.members.begin(what):
+        dist.broadcast(sent, rank, group=on.members.group)
+    return sent.to(values.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 
+CPU = torch.device("cpu")
 BLOCK_NBYTES = 1 << 20
 BUFFER_NBYTES = 1 << 18
 """Buffers of so many bytes have pages of their own."""
@@ -22,16 +23,16 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 
-def new_buffer(numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] elements of the host without values, in pages of their own where they are many: the pages go back to the
-    system with the tensor.
+def new_buffer(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """[numel] elements without values. On the host, many are in pages of their own: the pages go back to the system
+    with the tensor.
 
     Memory of `torch.empty` stays with the process where a small object is put into it meanwhile: a birth on a disk that
     allocated a chunk for each leaf so ended with all leaves in memory.
     """
     nbytes = numel * dtype.itemsize
-    if nbytes < BUFFER_NBYTES:
-        return torch.empty(numel, dtype=dtype, device="cpu")
+    if nbytes < BUFFER_NBYTES or device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
     return torch.frombuffer(_map_pages(nbytes), dtype=dtype, count=numel)
 
 

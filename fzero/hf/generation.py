@@ -32,8 +32,7 @@ from fzero.hf.caches import (
 from fzero.hf.checks import check_model
 from fzero.hf.turns import WHAT, Request, choose, fail
 from fzero.ranks.agreement import meet
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
 from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
 
@@ -124,8 +123,7 @@ class Generator:
 
     @property
     def device(self) -> torch.device:
-        home = find_home(self.mesh)
-        return home.device if isinstance(home, Live) else torch.device("cpu")
+        return find_ranks(self.mesh).choose_device()
 
     def _bind(self, session: _Session) -> Any:
         """The model as `generate` takes it: its forward passes are those of a session."""
@@ -160,9 +158,7 @@ class _Session:
 
     def __init__(self, generator: Generator, params: tree.Tree) -> None:
         self._generator, self._params = generator, params
-        home = find_home(generator.mesh)
-        members = home.members if isinstance(home, Live) else None
-        self._members = members if members is not None and members.group is not None else None
+        self._members = find_ranks(generator.mesh).members
         self._is_over = False  # all ranks have ended
         self.at_end: list[Callable[[], None]] = []
 
@@ -171,16 +167,15 @@ class _Session:
         meet(self._members, WHAT)
         try:
             result = generate()
-            if self._members is not None:
+            if not self._members.is_alone:
                 self._perform(None)
             return result
         except Exception as error:
-            if self._members is not None and not self._is_over:
+            if not self._members.is_alone and not self._is_over:
                 fail(self._members, error)
             raise
         except BaseException as error:
-            if self._members is not None:
-                self._members.leave("generate", error)
+            self._members.leave("generate", error)
             raise
         finally:
             for act in self.at_end:
@@ -216,7 +211,7 @@ class _Session:
         while True:
             try:
                 chosen, is_own = (wanted, True)
-                if self._members is not None:
+                if not self._members.is_alone:
                     chosen, is_own = choose(self._members, self._generator.device, wanted)
                 if chosen is None:
                     return None

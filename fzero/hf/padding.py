@@ -25,9 +25,7 @@ TOKENS = ("input_ids", "decoder_input_ids")
 WAY_OUT = 'give the collator padding="max_length", or pad_to_multiple_of='
 
 
-def pad_to_longest(
-    inputs: Mapping[str, Any], members: Members | None, labels: Collection[str], token: int
-) -> dict[str, Any]:
+def pad_to_longest(inputs: Mapping[str, Any], members: Members, labels: Collection[str], token: int) -> dict[str, Any]:
     """`inputs`, with padding behind sequences that are shorter than those of another rank. Sequences lie along dim 1.
 
     Padding is IGNORED in `labels`, and `token` in tokens. Tokens without a mask get one, so that no model looks at
@@ -88,9 +86,9 @@ def cut_to_own(
     return tree.map(functools.partial(cut, ""), output)
 
 
-def _gather_shapes(members: Members | None, shapes: Shapes) -> list[Shapes]:
+def _gather_shapes(members: Members, shapes: Shapes) -> list[Shapes]:
     """The different shapes of all ranks."""
-    if members is None or members.group is None:
+    if members.is_alone:
         return [shapes]
     meet(members, WHAT)
     with members.begin(WHAT):

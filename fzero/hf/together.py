@@ -24,10 +24,10 @@ from fzero.hf.alike import (
 )
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.failure import hang_up
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
 from fzero.ranks.members import Members
 from fzero.ranks.together import tell_others
+from fzero.ranks.virtual import ALONE
 
 DISPATCH = "a batch that rank 0 gives to all ranks"
 
@@ -43,10 +43,9 @@ class Together(transformers.Trainer):
     _is_dispatched = False  # whether rank 0 draws the batches of all ranks
 
     @property
-    def _members(self) -> Members | None:
-        """The ranks that act together; None where one process has them all."""
-        home = None if self.mesh is None else find_home(self.mesh)
-        return home.members if isinstance(home, Live) and home.members.group is not None else None
+    def _members(self) -> Members:
+        """The ranks that act together."""
+        return (ALONE if self.mesh is None else find_ranks(self.mesh)).members
 
     def _meet(self, call: str, list_lines: Callable[[], list[str]] = list) -> None:
         """Return once all ranks are in this call, and have its lines alike.
@@ -54,7 +53,7 @@ class Together(transformers.Trainer):
         Raises:
             FzeroError: on all ranks, where one is in another call, or has another line; where one left by an error.
         """
-        if self._members is not None:
+        if not self._members.is_alone:
             lines = [f"call of {call}", *list_lines()]
             agree(self._members, digest(lines), lambda: lines, what=call)
 
@@ -113,14 +112,15 @@ class Together(transformers.Trainer):
 
         Where rank 0 draws for all, each batch is an exchange of accelerate. An error in there ends the exchange.
         """
-        members = self._members if is_dispatched else None
-        if members is not None:
+        members = self._members
+        is_shared = is_dispatched and not members.is_alone
+        if is_shared:
             self._meet(call)
         since = time.monotonic()
         try:
             return [batch for _, batch in zip(range(count), iterator)]
         except Exception as error:
-            if members is None:
+            if not is_shared:
                 raise
             if dist.group.WORLD is not None:
                 hang_up([dist.group.WORLD])  # of accelerate, whose ranks wait there for this one

@@ -125,16 +125,19 @@ def agree(
             ranks without an `error` when some ranks give the `error` that they failed with, which those ranks raise; on
             the remaining ranks when a rank does not take part within torch's timeout.
     """
-    found: Any = vote
-    if members.group is not None:
-        members.agreements += 1
-        steps, answer = compare(number, lines, error, vote), None
-        with members.begin(what):
-            try:
-                while True:
-                    answer = steps.send(answer).run(members)
-            except StopIteration as end:
-                found = end.value
+    if members.is_alone:
+        if error is not None:
+            raise error
+        return vote
+    members.agreements += 1
+    found: Any = None
+    steps, answer = compare(number, lines, error, vote), None
+    with members.begin(what):
+        try:
+            while True:
+                answer = steps.send(answer).run(members)
+        except StopIteration as end:
+            found = end.value
     members.told = error  # of which the other ranks know now
     if error is not None:
         raise error
@@ -144,7 +147,7 @@ def agree(
     raise members.told
 
 
-def meet(members: Members | None, call: str, vote: int = 0, what: str | None = None) -> int:
+def meet(members: Members, call: str, vote: int = 0, what: str | None = None) -> int:
     """Return once all ranks of `members` are in the same `call`. The result is the largest `vote` of any rank.
 
     A rank meets the others before it sends anything of another size outside of a step. Messages of different sizes end
@@ -153,7 +156,7 @@ def meet(members: Members | None, call: str, vote: int = 0, what: str | None = N
     Raises:
         FzeroError: as `agree`; on all ranks, when a rank is in another call.
     """
-    if members is None:
+    if members.is_alone:
         return vote
     lines = [f"call of {call}"]
     return agree(members, digest(lines), lambda: lines, vote=vote, what=what or call)

@@ -53,7 +53,8 @@ Groups = Sequence[dist.ProcessGroup]
 class Members:
     """All ranks of one mesh as one group on the host. All ranks make their `Members` together, from the mesh's groups.
 
-    `ranks` are the global ranks in order. `group` is a gloo process group of all ranks, None for one rank alone.
+    `ranks` are the global ranks in order. `group` is a gloo process group of all ranks, None for a process that is
+    alone: it has one rank, or all ranks of a virtual mesh.
     `timeout` is the shortest of torch's timeouts of `groups` and of the default group. `at_failure` holds functions to
     call when ranks lose each other. `agreements` counts the agreements that the ranks have come to, and `told` is the
     error that the last one raised on this rank, if any: all ranks know of it.
@@ -62,11 +63,10 @@ class Members:
         FzeroError: when another rank does not come within `timeout`.
     """
 
-    def __init__(self, ranks: Sequence[int], groups: Groups) -> None:
+    def __init__(self, ranks: Sequence[int] = (0,), groups: Groups = ()) -> None:
         self.ranks = sorted(ranks)
-        self.timeout = min(
-            timeout for group in (*groups, dist.group.WORLD) if group is not None for timeout in group_timeouts(group)
-        )
+        known = (group for group in (*groups, dist.group.WORLD) if group is not None)
+        self.timeout = min((timeout for group in known for timeout in group_timeouts(group)), default=timedelta.max)
         self.group: dist.ProcessGroup | None = None
         self._lost: FzeroError | None = None
         self._made: list[dist.ProcessGroup] = []
@@ -80,6 +80,11 @@ class Members:
             # the roll call has a group of its own: hanging up closes the connections of all others
             self._groups, self._roll = [*groups, self.group], self._new_group()
             self._processes = self._meet()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process has ranks of the mesh."""
+        return self.group is None
 
     def new_twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Make another process group of a group's ranks, on the group's backend. All ranks of the group call together.
@@ -156,7 +161,7 @@ class Members:
 
         Later collectives raise, because the connections are gone.
         """
-        if self.group is None or self._lost is not None:
+        if self.is_alone or self._lost is not None:
             return
         cause = f"{type(error).__name__}: {error}".rstrip(": ")
         self._lost = FzeroError(what, f"this rank left it by {cause}", RESTART)
@@ -194,7 +199,7 @@ class Attempt:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # while a CUDA graph is captured nothing runs, so no rank can fail: torch's error is about the capture
-        if error is None or isinstance(error, FzeroError) or _is_capturing():
+        if error is None or isinstance(error, FzeroError) or self.members.is_alone or _is_capturing():
             return
         if isinstance(error, RuntimeError):
             raise self.members.diagnose(self.what, self.since, error) from error

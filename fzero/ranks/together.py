@@ -20,10 +20,10 @@ _is_within: ContextVar[bool] = ContextVar("fzero_do_together", default=False)
 """Whether this rank is in a `do_together`, whose end tells the ranks of each error within."""
 
 
-def gather_words(members: Members | None, call: str, about: str = "") -> Gather:
+def gather_words(members: Members, call: str, about: str = "") -> Gather:
     """The `Gather` of all ranks of a mesh, or of a process that is alone. All ranks are in the same `call`, or it is an
     error on all of them. `about` are further words for errors, such as a path, which may differ."""
-    if members is None or members.group is None:
+    if members.is_alone:
         return lambda word: {0: word}
 
     def gather(word: Any) -> dict[int, Any]:
@@ -70,13 +70,13 @@ def do_together(gather: Gather, do: Callable[[], T], where: str, what: str, way_
 
 
 @contextmanager
-def tell_others(members: Members | None, what: str) -> Iterator[None]:
+def tell_others(members: Members, what: str) -> Iterator[None]:
     """Let an error of this rank alone take part in the agreement that the other ranks come to next. All of them then
     raise. An error that an agreement raised is known to all. Errors call the agreement `what`."""
     try:
         yield
     except Exception as error:
-        if members is not None and error is not members.told:
+        if not members.is_alone and error is not members.told:
             with suppress(Exception):  # it raises the error, or says that ranks have lost each other
                 agree(members, 0, list, error, what=what)
         raise
@@ -90,7 +90,7 @@ def write_together(members: Members, do: Callable[[], T], call: str) -> T:
     Raises:
         FzeroError: on all ranks, as `do_together`.
     """
-    if members.group is None or _is_within.get():
+    if members.is_alone or _is_within.get():
         return do()
     done: list[T] = []
     way_out = "see to that rank, or give it another disk"

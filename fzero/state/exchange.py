@@ -28,8 +28,8 @@ from fzero.files import OnDisk, load
 from fzero.layout.chunks import overlaps
 from fzero.layout.layout import Layout
 from fzero.layout.ranges import intersect
-from fzero.ranks.live import Live
 from fzero.ranks.members import TAG
+from fzero.ranks.ranks import Ranks
 
 NUMBERS, VALUES = TAG + 1, TAG + 2
 """Tags of a message's number and of its values. gloo keeps the order of messages of one tag only."""
@@ -108,7 +108,9 @@ def plan(have: Sequence[Part], want: Sequence[Part]) -> list[Message]:
     ]
 
 
-def perform(on: Live, what: str, messages: Iterable[Message], have: Stretch = NOTHING, room: Stretch = NOTHING) -> None:
+def perform(
+    on: Ranks, what: str, messages: Iterable[Message], have: Stretch = NOTHING, room: Stretch = NOTHING
+) -> None:
     """Send this rank's messages from `have` and write those for this rank into `room`. Collective: every sender and
     every receiver of `messages` calls `perform` with the same messages.
 
@@ -150,7 +152,7 @@ def perform(on: Live, what: str, messages: Iterable[Message], have: Stretch = NO
         raise errors[0]
 
 
-def report(on: Live, what: str, error: Exception, ranks: Iterable[int]) -> None:
+def report(on: Ranks, what: str, error: Exception, ranks: Iterable[int]) -> None:
     """Send the text of `error` to `ranks`, in place of the one message that each expects next from this rank."""
     text = f"{type(error).__name__}: {error}".encode()
     with on.members.begin(what):
@@ -163,7 +165,7 @@ def report(on: Live, what: str, error: Exception, ranks: Iterable[int]) -> None:
             work.wait(on.members.timeout)
 
 
-def _send(on: Live, rank: int, number: int, values: Tensor) -> list[tuple[Any, Tensor]]:
+def _send(on: Ranks, rank: int, number: int, values: Tensor) -> list[tuple[Any, Tensor]]:
     """Start sending a message. Returns each send with its tensor, which must live until the send ends."""
     head, group = torch.tensor(number, device="cpu"), on.members.group
     sends = [(dist.isend(head, rank, group, NUMBERS), head)]
@@ -173,7 +175,7 @@ def _send(on: Live, rank: int, number: int, values: Tensor) -> list[tuple[Any, T
     return sends
 
 
-def _receive_error(on: Live, rank: int, nbytes: int) -> FzeroError:
+def _receive_error(on: Ranks, rank: int, nbytes: int) -> FzeroError:
     text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     received: Any = dist.irecv(text, rank, on.members.group, VALUES)
     received.wait(on.members.timeout)

@@ -20,8 +20,8 @@ from fzero.base.placement import Disk, Placement, check_placement
 from fzero.base.state import State
 from fzero.files import check_writes
 from fzero.layout.layout import Layout
-from fzero.ranks.homes import Home, check_rank, find_home
-from fzero.ranks.live import Live, describe_leaf
+from fzero.ranks.live import describe_leaf, find_ranks
+from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves
 from fzero.state.large_buckets import warn_of_large_buckets
@@ -92,11 +92,10 @@ def partition(
             when the source rank fails to read.
     """
     check_placement(to)
-    on = find_home(mesh)
+    on = find_ranks(mesh)
     if persist < 0:
         raise FzeroError("persist", f"is {persist}", "give a number of elements, from 0 on")
-    if source_rank is not None:
-        check_rank("source_rank", source_rank, on)
+    check_rank("source_rank", source_rank, on.ranks)
     how: dict[str, Any] = {"layers": layers, "persist": persist, "granularity": granularity, "unit": unit}
     cut: Callable[..., tree.Tree] = functools.partial(
         _partition_tree, on=on, dtype=dtype, chunk=chunk, device=device, pin=pin, to=to, source_rank=source_rank, **how
@@ -107,7 +106,7 @@ def partition(
 def _partition_tree(
     params: tree.Tree,
     like: tree.Tree | None,
-    on: Home,
+    on: Ranks,
     dtype: Dtypes | None,
     chunk: int,
     device: torch.device | str | None,
@@ -130,10 +129,9 @@ def _partition_tree(
     planned = plan_leaves(keys, targets, on.mesh, like=like, **how)
     if how["layers"] is None and like is None:
         warn_of_large_buckets(keys, targets, planned)
-    feed = None
-    if isinstance(on, Live) and (source_rank is not None or any(map(is_on_ranks, sources))):
+    if source_rank is not None or any(map(is_on_ranks, sources)):
         _agree(on, source_rank, chunk, sources, targets, planned)
-        feed = None if source_rank is None else Feed(on, source_rank)
+    feed = None if source_rank is None or on.members.is_alone else Feed(on, source_rank)
     where = _find_devices(leaves, device, on, pin)
     values = fill_leaves(
         on, planned, sources, dtypes, where, chunk, pin, feed, places=dict.fromkeys(range(len(leaves)), to)
@@ -143,16 +141,16 @@ def _partition_tree(
     return tree.unflatten(treedef, [values[i] for i in range(len(leaves))])
 
 
-def _find_devices(leaves: Sequence[Any], device: torch.device | str | None, on: Home, pin: bool) -> list[torch.device]:
+def _find_devices(leaves: Sequence[Any], device: torch.device | str | None, on: Ranks, pin: bool) -> list[torch.device]:
     """The device of each leaf's slices: the one that is given, else the mesh's, else the leaf's own."""
     given = None if device is None else parse_device(device)
     if given is not None and not pin:  # only memory of the host is pinned, which allocation checks
         check_device(given)
-    return [torch.device(given or on.device or getattr(leaf, "device", None) or "cpu") for leaf in leaves]
+    return [given or on.choose_device(torch.device(getattr(leaf, "device", None) or "cpu")) for leaf in leaves]
 
 
 def fill_leaves(
-    on: Home,
+    on: Ranks,
     planned: LeafLayouts,
     sources: Mapping[int, Source] | Sequence[Source],
     dtypes: Mapping[int, torch.dtype] | Sequence[torch.dtype],
@@ -193,7 +191,7 @@ def fill_leaves(
                 if to is not None:
                     form = values[i].form._replace(device=torch.device(devices[i]), place=to)
                     values[i] = Sharded.of_form(slices[i], form)
-                values[i].origin = _origin_of(sources[i], values[i], feed, i)
+                values[i].origin = _origin_of(sources[i], values[i], on, feed, i)
         for value in values.values():  # at the end: ranks that exchange values wait for each other leaf by leaf
             check_writes(value.local)
         return values
@@ -217,13 +215,13 @@ def _partition_state(state: State, like: tree.Tree | None, partition: Callable[.
     return State(**tree.merge(done._replace(params=None)._asdict(), others))._replace(params=params)
 
 
-def _origin_of(source: Source, value: Sharded, feed: Feed | None, position: int) -> Origin:
+def _origin_of(source: Source, value: Sharded, on: Ranks, feed: Feed | None, position: int) -> Origin:
     """The origin of the leaf at a position, by which ranks notice later that they were given other values."""
-    if not isinstance(value.on, Live) or value.local.is_meta:
+    if on.members.is_alone or value.local.is_meta:
         return UNKNOWN
     # no rank knows what the values are that another one sends: all ranks know the call that sent them
     is_sent = feed is not None or is_on_ranks(source)
-    return make_origin(hash((value.on.members.agreements, position)) if is_sent else fingerprint(source))
+    return make_origin(hash((on.count_agreements(), position)) if is_sent else fingerprint(source))
 
 
 @dataclass
@@ -269,7 +267,7 @@ def _choose_dtype(dtype: Dtypes | None, source: Source) -> torch.dtype:
 
 
 def _agree(
-    on: Live,
+    on: Ranks,
     source_rank: int | None,
     chunk: int,
     sources: Sequence[Source],
@@ -285,7 +283,7 @@ def _agree(
     on.agree(f"partition from {origin}, {chunk} bytes at a time", lines)
 
 
-def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Home, chunk: int, feed: Feed | None) -> None:
+def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks, chunk: int, feed: Feed | None) -> None:
     if out.is_meta:
         return
     if feed is not None:

@@ -16,8 +16,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.layout.layout import Layout, layer_of
 from fzero.layout.ranges import intersect
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live, describe_leaf
+from fzero.ranks.live import describe_leaf
+from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Stretch
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.grouping import plan_leaves
@@ -143,7 +143,7 @@ def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
     return Quantized(*(torch.nn.Parameter(x, requires_grad=False) for x in made), coding)
 
 
-def _partition_codes(made: tree.Tree, on: Home, held: Mapping[str, Sharded]) -> tree.Tree:
+def _partition_codes(made: tree.Tree, on: Ranks, held: Mapping[str, Sharded]) -> tree.Tree:
     """A tree in which the codes and scales of the leaves that were `held` on a mesh are partitioned there. They lie
     where these leaves lie."""
     leaves, treedef = tree.flatten(made)
@@ -158,9 +158,8 @@ def _partition_codes(made: tree.Tree, on: Home, held: Mapping[str, Sharded]) -> 
         layers=lambda path: bucket_of[path.rpartition(".")[0]],
     )
     planned = {here[position]: where for position, where in layouts.items()}
-    if isinstance(on, Live):
-        lines = [f"leaf {leaves[i].path}: {describe_leaf(*planned[i], torch.uint8)}" for i in here]
-        on.agree("quantize", [*lines, *(describe_state(path, leaf.origin) for path, leaf in held.items())])
+    lines = [f"leaf {leaves[i].path}: {describe_leaf(*planned[i], torch.uint8)}" for i in here]
+    on.agree("quantize", [*lines, *(describe_state(path, leaf.origin) for path, leaf in held.items())])
     dtypes, devices = dict.fromkeys(here, torch.uint8), {i: leaves[i].value.device for i in here}
     places = {i: leaves[i].value.place for i in here}
     filled = fill_leaves(on, planned, sources, dtypes, devices, CHUNK_NBYTES, places=places)
@@ -237,7 +236,7 @@ class _StoredOnRanks(_Stored):
         """Nothing: one rank alone cannot read the values."""
         return b""
 
-    def fill(self, on: Home, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
+    def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of the codes or scales, 1-d. All ranks of the leaf's mesh call together."""
         room, many = Stretch(layout.part(leaf, on.rank).start, out), max(chunk // (4 * self._coding.block), 1)
         self._fill(room, range(self.shape.numel()), many)

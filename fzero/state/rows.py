@@ -18,8 +18,7 @@ from fzero.base.frozen import is_frozen
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
 from fzero.layout.ranges import intersect
-from fzero.ranks.homes import Home
-from fzero.ranks.live import Live
+from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan, ranks_by_position
 from fzero.state.fill import chunk_numel
 from fzero.state.sources import describe
@@ -60,13 +59,13 @@ class RowSource:
         """Nothing: the rows of ranks differ."""
         return b""
 
-    def fill(self, on: Home, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
+    def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of a leaf, 1-d, `chunk` bytes at a time. All ranks of `on` call together.
 
         Raises:
             FzeroError: for a mesh that lacks a rank that holds rows; when a rank is lost.
         """
-        if not isinstance(on, Live) or not {rank for rank, _ in self.parts} <= set(on.ranks):
+        if len(on.numbers) > 1 or not {rank for rank, _ in self.parts} <= set(on.ranks):
             problem = f"lies on ranks {[rank for rank, _ in self.parts]}, and is partitioned on {on.mesh}"
             raise FzeroError(self.path, problem, ON_ITS_RANKS)
         mine, ranks = self._rows(), ranks_by_position(on.mesh, on.ranks)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
-from fzero.ranks.live import Live
+from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Message, Part, Stretch, find_owners, perform, plan, ranks_by_position, report
 from fzero.state.fill import chunk_numel
 from fzero.state.sources import Source
@@ -17,7 +17,7 @@ class Feed:
     """Values from `source`, a global rank of the mesh of `on`, to all its ranks. All ranks make the same calls, `end`
     last."""
 
-    def __init__(self, on: Live, source: int) -> None:
+    def __init__(self, on: Ranks, source: int) -> None:
         self.on, self.source = on, source
         self.is_source = on.ranks[on.number] == source
         self._ranks = ranks_by_position(on.mesh, on.ranks)

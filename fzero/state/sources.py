@@ -21,7 +21,7 @@ from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
 from fzero.layout.boxes import boxes
 from fzero.layout.layout import Layout
-from fzero.ranks.homes import Home
+from fzero.ranks.ranks import Ranks
 
 SAMPLE = 64
 """Elements by which ranks compare values that they read."""
@@ -98,7 +98,7 @@ def is_source(value: Any) -> TypeGuard[Source]:
 class SourceOnRanks(Source, Protocol):
     """A source whose values lie on several ranks, which read them together."""
 
-    def fill(self, on: Home, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
+    def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of a leaf, 1-d, `chunk` bytes at a time. All ranks of `on` call together."""
 
 

@@ -16,8 +16,8 @@ from fzero.base.frozen import freeze
 from fzero.base.placement import Disk
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
-from fzero.ranks.homes import check_rank
-from fzero.ranks.live import Live, describe_leaf
+from fzero.ranks.live import describe_leaf
+from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, fingerprint
@@ -40,10 +40,9 @@ def unpartition(params: tree.Tree, *, rank: int | None = None) -> tree.Tree:
 
 def _agree(what: str, params: tree.Tree) -> None:
     """Let all ranks agree on `what` they are about to do, and on the leaves of a tree."""
-    leaves = [leaf for leaf in tree.leaves(params) if is_sharded(leaf)]
-    for on in dict.fromkeys(leaf.on for leaf in leaves):
-        if isinstance(on, Live):
-            on.agree(what, [line for leaf in leaves if leaf.on is on for line in _describe(leaf)])
+    leaves = [leaf for leaf in tree.leaves(params) if is_sharded(leaf) and not leaf.on.is_tracing]
+    for on in dict.fromkeys(leaf.ranks for leaf in leaves if not leaf.ranks.members.is_alone):
+        on.agree(what, [line for leaf in leaves if leaf.on is on for line in _describe(leaf)])
 
 
 def _describe(leaf: Sharded) -> list[str]:
@@ -129,24 +128,26 @@ def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
 
 def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
     """A leaf as a new whole tensor, on every rank or on `rank` alone."""
-    if rank is not None:
-        check_rank("rank", rank, leaf.on)
-    if not isinstance(leaf.on, Live) or torch_private.depth():  # under torch.func a slice has no memory of its own
-        full = leaf.full_tensor()
-        return full if leaf.on.is_tracing else freeze(full.detach(), leaf)
+    if leaf.on.is_tracing:
+        check_rank("rank", rank, range(leaf.on.mesh.size()))
+        return leaf.full_tensor()
+    on = leaf.ranks
+    check_rank("rank", rank, on.ranks)
+    if on.members.is_alone or torch_private.depth():  # under torch.func a slice has no memory of its own
+        return freeze(leaf.full_tensor().detach(), leaf)
     if rank is None:
-        return freeze(_gather(leaf, leaf.on), leaf)
-    whole = _collect(leaf, leaf.on, rank)
+        return freeze(_gather(leaf, on), leaf)
+    whole = _collect(leaf, on, rank)
     return None if whole is None else freeze(whole, leaf)
 
 
-def _gather(leaf: Sharded, on: Live) -> Tensor:
+def _gather(leaf: Sharded, on: Ranks) -> Tensor:
     """A whole leaf on every rank, once ranks have agreed on it."""
     local = leaf.local.detach()
     return local.clone() if leaf.is_replicated else on.gather_agreed(local, leaf.form.layout, leaf.index)
 
 
-def _collect(leaf: Sharded, on: Live, rank: int) -> Tensor | None:
+def _collect(leaf: Sharded, on: Ranks, rank: int) -> Tensor | None:
     """A whole leaf on one rank. Only the ranks of one copy of the state, those in the row of `rank`, send to it."""
     row, me = on.row(rank), on.ranks[on.number]
     if leaf.form.layout.replicated:
@@ -167,9 +168,10 @@ def assemble_piece(leaf: Tensor, piece: range) -> Tensor:
         out = torch.empty(len(piece), dtype=leaf.dtype, device="cpu")
         TensorSource(leaf).read(piece.start, out)
         return out
-    on, layout = leaf.on, leaf.form.layout
-    if not isinstance(on, Live) or layout.replicated:
-        return leaf.local.detach().reshape(-1)[piece.start : piece.stop].clone()
+    layout = leaf.form.layout
+    if leaf.on.is_tracing or layout.replicated or leaf.ranks.members.is_alone:
+        return leaf.local.detach().reshape(-1)[piece.start : piece.stop].clone().to(leaf.device)
+    on = leaf.ranks
     me = on.ranks[on.number]
     row = on.row(me)
     have = Stretch(leaf.part.start, leaf.local.detach())  # which may lie on the host

@@ -12,8 +12,7 @@ from torch import nn
 
 from fzero import lower, lower_stateful, partition, tree
 from fzero.base.errors import FzeroError
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
 from fzero.state.build.build import cut_into_slices, make_ordinary
 from fzero.state.build.deferred import Deferred
 from fzero.state.build.store import Store
@@ -99,15 +98,15 @@ def partition_model(model: nn.Module, params: tree.Tree, store: Store | None, me
     Raises:
         FzeroError: for a model of `zero.Init` on another mesh.
     """
-    home = find_home(mesh)
+    on = find_ranks(mesh)
     if store is None:
-        first = home.ranks[0] if isinstance(home, Live) and len(home.ranks) > 1 else None
+        first = None if on.members.is_alone else on.ranks[0]
         return partition(params, mesh, source_rank=first, **how)
-    if store.on is not home:
+    if store.on is not on:
         problem = f"is {mesh}, and zero.Init cut the model over {store.on.mesh}"
         raise FzeroError("mesh", problem, "give initialize and zero.Init the same mesh")
     held = cut_into_slices(params, mesh, store, how)
-    spent = Store(home)  # the store itself may serve a context that goes on
+    spent = Store(on)  # the store itself may serve a context that goes on
     for x in model.parameters():
         if isinstance(x, Deferred):
             store.allocations.discard(x.allocation)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fzero.ranks.performer import MovePerformer
 from fzero.values import rules
 from fzero.values.origin import UNKNOWN, Origin, follow
-from fzero.values.performer import MovePerformer
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded

@@ -14,9 +14,9 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.devices import parse_device
+from fzero.ranks.performer import MovePerformer
 from fzero.values.functions import is_sharded
 from fzero.values.moves import AllReduce, Extreme
-from fzero.values.performer import MovePerformer
 from fzero.values.quantized import read_quantized_leaves
 
 _current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)

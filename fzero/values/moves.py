@@ -42,7 +42,7 @@ from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.files import duplicate, is_alias
 from fzero.layout.layout import Layout
-from fzero.values.performer import MovePerformer
+from fzero.ranks.performer import MovePerformer
 
 UNPARTITION_FIRST = (
     "take the leaf whole before the transform, with fzero.unpartition, map and differentiate plain tensors, and "

@@ -15,9 +15,9 @@ from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Leaf
 from fzero.optim import operations
+from fzero.ranks.performer import MovePerformer
 from fzero.values.blockwise import is_part
 from fzero.values.moves import Peak, Total
-from fzero.values.performer import MovePerformer
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil

@@ -21,11 +21,12 @@ from fzero.base.placement import Disk, Host, Placement, check_placement
 from fzero.files import OnDisk, allocate
 from fzero.files.memory import allocate_pinned_memory
 from fzero.layout.layout import Layout, Leaf, replicated_layout
+from fzero.ranks.performer import MovePerformer
+from fzero.ranks.ranks import Ranks
 from fzero.values import functions, rules
 from fzero.values.functions import is_sharded
 from fzero.values.moves import UNPARTITION_FIRST, Gather, Take, UseReplicated, copy_alias
 from fzero.values.origin import UNKNOWN, Origin, describe_state, follow
-from fzero.values.performer import MovePerformer
 
 
 class Form(NamedTuple):
@@ -99,6 +100,17 @@ class Sharded(Tensor):
                 "in_place=False to fzero.passes.defaults",
             )
         return self._local
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that hold slices.
+
+        Raises:
+            FzeroError: inside of a step.
+        """
+        if not isinstance(self.on, Ranks):
+            raise FzeroError(self.path, "is inside of a step, where it has no values", "do that outside of the step")
+        return self.on
 
     @property
     def place(self) -> Placement | None:

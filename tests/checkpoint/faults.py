@@ -35,9 +35,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
-from fzero.checkpoint import folder, latest, load, open_checkpoint, save, verify
+from fzero.checkpoint import latest, load, open_checkpoint, save, verify
 from fzero.checkpoint.folder import LOCK, list_steps
 from fzero.checkpoint.manifest import MANIFEST, name_file
+from fzero.state import publishing
 
 SHAPES = {"w": (37, 11), "b": (13,), "scale": ()}
 STALL = timedelta(seconds=30)
@@ -55,7 +56,7 @@ class Calls:
     Not a call of Python's `os`, and not counted: the exchange of two names. Counted calls surround it.
     """
 
-    NAMES = "open mkdir rename unlink rmdir fsync pwrite ftruncate".split()
+    NAMES = "open mkdir rename replace unlink rmdir fsync pwrite ftruncate".split()
 
     def __init__(self, at: int = -1, strike: Callable[[str], None] = lambda name: None) -> None:
         self.at, self.strike, self.made = at, strike, list[str]()
@@ -264,11 +265,11 @@ def ranks(store: str, rank: int, world: int) -> Iterator[Any]:
 @contextmanager
 def without_exchange() -> Iterator[None]:
     """As on a filesystem that cannot exchange two names."""
-    known, folder._rename_exchange = folder._rename_exchange, lambda a, b: False
+    known, publishing._rename_exchange = publishing._rename_exchange, lambda a, b: False
     try:
         yield
     finally:
-        folder._rename_exchange = known
+        publishing._rename_exchange = known
 
 
 # kills

@@ -307,6 +307,14 @@ def test_a_step_that_goes_back_keeps_its_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path) == 2
 
 
+def test_a_load_inside_of_a_step_is_refused(tmp_path: Path) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    params = fzero.partition({"w": torch.ones(4)}, mesh)
+    save(tmp_path, params, step=1)
+    with pytest.raises(FzeroError, match=r"^w: is inside of a step, where it has no values"):
+        fzero.simulate(lambda params: load(tmp_path, params), mesh)(params)
+
+
 def test_a_checkpoint_is_replaced_only_when_asked(tmp_path: Path) -> None:
     save(tmp_path, {"x": torch.zeros(3)}, step=1)
     with pytest.raises(FzeroError, match=r"step-1: is there already; give another step, or overwrite=True"):
@@ -384,7 +392,7 @@ def test_the_next_save_waits_for_the_last_and_one_buffer_is_used_again(tmp_path:
 
 def test_a_failure_of_the_thread_is_raised_by_the_next_call_once(tmp_path: Path) -> None:
     params = fzero.partition({"x": torch.randn(100)}, VirtualMesh(fsdp=2))
-    failing = mock.patch.object(writing, "publish", side_effect=OSError(errno.EIO, "broken disk"))
+    failing = mock.patch.object(writing, "give_name", side_effect=OSError(errno.EIO, "broken disk"))
     with failing, pytest.warns(RuntimeWarning, match="broken disk"):
         save(tmp_path, params, step=1, wait=False)
         with pytest.raises(FzeroError, match=r"step-1: rank 0 could not save: OSError.*broken disk"):
@@ -445,15 +453,16 @@ def save_from_ranks(mesh: DeviceMesh, path: Path) -> Any:
 
 def load_on_ranks(mesh: DeviceMesh, path: Path) -> Any:
     """What is loaded, and the bytes that this rank read and that it holds."""
-    like, fill, read = build(mesh), TensorFile._fill, list[int]()
+    like, read, nbytes = build(mesh), TensorFile.read, list[int]()
 
-    def count(self: TensorFile, file: Any, out: Tensor, *args: Any) -> None:
-        read.append(out.nbytes)
-        fill(self, file, out, *args)
+    def count(self: TensorFile, *args: Any) -> None:
+        before = self.nbytes_read
+        read(self, *args)
+        nbytes.append(self.nbytes_read - before)
 
-    with mock.patch.object(TensorFile, "_fill", count):
+    with mock.patch.object(TensorFile, "read", count):
         got = load(path, like, step=2)
-    return whole(got), sum(read), sum(leaf.local.nbytes for leaf in tree.leaves(got))
+    return whole(got), sum(nbytes), sum(leaf.local.nbytes for leaf in tree.leaves(got))
 
 
 def move_on_disk(mesh: DeviceMesh, path: Path, saved: Path) -> Any:

@@ -30,9 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError
-from fzero.checkpoint import folder, latest, load, save, verify
+from fzero.checkpoint import latest, load, open_dcp, save, save_dcp, verify
 from fzero.checkpoint.folder import LOCK, list_steps, open_partial
 from fzero.checkpoint.manifest import MANIFEST
+from fzero.state import publishing
+from fzero.state.publishing import TEMPORARY
 
 MEMORY = Path("/dev/shm")
 NOBODY = 65534
@@ -116,7 +118,7 @@ def test_each_call_that_fails(place: Path, code: int, overwrite: str, monkeypatc
     """A save replaces a checkpoint or none and removes an older one, and each of its calls fails once. The save raises,
     names are as they were, and the same save succeeds. Or only a removal failed: then the checkpoint is there."""
     if overwrite == "by renames":
-        monkeypatch.setattr(folder, "_rename_exchange", lambda a, b: False)
+        monkeypatch.setattr(publishing, "_rename_exchange", lambda a, b: False)
     at, refused, moment, struck = Folder(place), 0, 0, "a call"
     at.save_next(MESH)
     while struck:
@@ -141,14 +143,53 @@ def test_each_call_that_fails(place: Path, code: int, overwrite: str, monkeypatc
     assert refused >= 12 and moment > refused
 
 
+WRITERS: dict[str, tuple[Callable[[Path, Any], None], Callable[[Path], Any], bool]] = {
+    "save_safetensors": (lambda at, values: fzero.save_safetensors(values, at), fzero.open_safetensors, False),
+    "over a file": (lambda at, values: fzero.save_safetensors(values, at), fzero.open_safetensors, True),
+    "save_dcp": (save_dcp, open_dcp, False),
+}
+"""A function that writes a file or a folder, one that opens it, and whether there is an older one."""
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_each_call_that_fails_in_a_save_of_another_format(place: Path, writer: str) -> None:
+    """Each call fails once: the save raises, and what was there before is as it was; or all of it is there."""
+    (write, read, has_old), refused, moment, struck = WRITERS[writer], 0, 0, [""]
+    while struck:
+        at, struck, version = place / f"{moment}", list[str](), 2
+
+        def strike(name: str, struck: list[str] = struck) -> None:
+            struck.append(name)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "a fault")
+
+        at.mkdir(parents=True)
+        if has_old:
+            write(at / "x", fzero.partition(tensors(1), MESH))
+        try:
+            with Calls(moment, strike).watch():
+                write(at / "x", fzero.partition(tensors(2), MESH))
+        except FzeroError as error:
+            assert "rank 0 could not write it" in str(error) and os.strerror(errno.EIO) in str(error)
+            refused, version = refused + 1, int(has_old)
+        is_removal = bool({"unlink", "rmdir"} & set(struck))  # then the next process removes it
+        left = [name for name in os.listdir(at) if not (is_removal and name.endswith(TEMPORARY))]
+        assert left == ["x"] * (version > 0), struck
+        for name, source in (read(at / "x") if version else {}).items():
+            values = torch.empty(source.shape)
+            source.read(0, values.view(-1))
+            assert values.equal(tensors(version)[name]), struck
+        moment += 1
+    assert refused >= 4 and moment > refused
+
+
 def test_a_kill_between_two_renames_leaves_the_replaced_checkpoint(place: Path) -> None:
     """On a filesystem that cannot exchange names, a checkpoint that is being replaced has another name for a moment."""
     save(place, state(1, MESH), step=4)
-    os.rename(place / "step-4", place / f"step-4{folder.REPLACED}")
+    os.rename(place / "step-4", place / f"step-4{publishing.REPLACED}")
     assert list_steps(place) == [4] and holds(place, 4, 1)
     save(place, state(2, MESH), step=4, overwrite=True)
     assert names(place) == {"step-4"} and holds(place, 4, 2)
-    shutil.copytree(place / "step-4", place / f"step-4{folder.REPLACED}")
+    shutil.copytree(place / "step-4", place / f"step-4{publishing.REPLACED}")
     save(place, state(3, MESH), step=5)
     assert names(place) == {"step-4", "step-5"} and holds(place, 4, 2)
 
@@ -256,7 +297,7 @@ def raise_error(code: int) -> Callable[..., None]:
 
 
 def test_a_filesystem_that_cannot_exchange_names(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_rename_exchange", lambda a, b: False)
+    monkeypatch.setattr(publishing, "_rename_exchange", lambda a, b: False)
     for version in 1, 2:
         save(place, state(version, MESH), step=1, overwrite=True)
         assert names(place) == {"step-1"} and holds(place, 1, version)

@@ -18,7 +18,7 @@ from fzero.deepspeed.keys import KEYS, Key
 from fzero.deepspeed.plan import OF_A_RANK, make_plan
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.settings import Settings, find_batch_sizes, find_shard_size, settle
-from fzero.ranks.homes import find_home
+from fzero.ranks.live import find_ranks
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
 
@@ -238,7 +238,7 @@ def list_lines(config: dict[str, Any]) -> list[str]:
     try:
         given = BATCH | {"optimizer": {"type": "Adam"}} | config
         return make_plan(
-            None, {"config": given}, make_model(), None, None, None, home=find_home(MESH), version="0"
+            None, {"config": given}, make_model(), None, None, None, on=find_ranks(MESH), version="0"
         ).lines
     except FzeroError as error:
         return [str(error)]

@@ -329,7 +329,7 @@ def test_schedulers_that_are_not_converted_are_named() -> None:
 
 
 def test_weights_of_a_checkpoint_of_deepspeed_are_loaded() -> None:
-    run = Path(__file__).parents[1] / "checkpoint" / "deepspeed" / "stage3-three-ranks"
+    run = Path(__file__).parents[1] / "formats" / "deepspeed" / "stage3-three-ranks"
     engine = make_engine(PLAIN | ADAMW | {"zero_optimization": {"stage": 3}}, model=TiedModel())
     with pytest.raises(FzeroError, match=r"is DeepSpeed's own, of which an engine reads weights alone; .*load_module"):
         engine.load_checkpoint(str(run))

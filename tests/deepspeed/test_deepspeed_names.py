@@ -151,7 +151,7 @@ def test_weights_of_a_checkpoint_are_read_in_one_process(tmp_path: Path) -> None
 
 
 def test_weights_of_deepspeeds_own_checkpoint_are_read() -> None:
-    run = Path(__file__).parents[1] / "checkpoint" / "deepspeed" / "stage3-three-ranks"
+    run = Path(__file__).parents[1] / "formats" / "deepspeed" / "stage3-three-ranks"
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(run))
     assert found["layers.1.weight"].shape == (6, 6) and found["fixed"].shape == (6,)
 
@@ -160,7 +160,7 @@ def test_the_command_writes_what_the_functions_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """`python -m fzero.deepspeed.utils.zero_to_fp32 CHECKPOINT OUT`, with DeepSpeed's options."""
-    run = Path(__file__).parents[1] / "checkpoint" / "deepspeed" / "stage3-three-ranks"
+    run = Path(__file__).parents[1] / "formats" / "deepspeed" / "stage3-three-ranks"
     expected = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(run)
 
     def call(*words: Any) -> int:

@@ -128,6 +128,12 @@ def test_what_is_not_supported_is_named() -> None:
             zero.Init(**how)
 
 
+def test_a_rank_that_there_is_not_edits_nothing() -> None:
+    with pytest.raises(FzeroError, match=r"modifier_rank: is 3, the mesh has ranks \[0\]; name one of them"):  # noqa: SIM117
+        with zero.GatheredParameters(nn.Parameter(torch.ones(2)), modifier_rank=3):
+            pass
+
+
 def test_disabled_contexts_do_nothing() -> None:
     with zero.Init(enabled=False, mesh=MESH):
         model = Wide()

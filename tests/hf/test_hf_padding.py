@@ -10,12 +10,13 @@ import torch
 
 from fzero import FzeroError
 from fzero.hf.padding import cut_to_own, pad_to_longest
+from fzero.ranks.virtual import ALONE
 
 INPUTS = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 4), "count": torch.tensor(7)}
 
 
 def test_a_process_that_is_alone_pads_nothing() -> None:
-    padded = pad_to_longest(INPUTS, None, ["labels"], 0)
+    padded = pad_to_longest(INPUTS, ALONE.members, ["labels"], 0)
     assert all(padded[name] is x for name, x in INPUTS.items())
     output = {"logits": torch.ones(2, 3, 3)}
     assert cut_to_own(output, INPUTS, padded, ["labels"], [])["logits"].shape == (2, 3, 3)

@@ -32,8 +32,7 @@ import fzero.checkpoint
 import fzero.hf
 from fzero import FzeroError
 from fzero.hf.padding import pad_to_longest
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
 
 FEW = 7
 """Rows that two ranks cannot share equally."""
@@ -79,8 +78,7 @@ def train_seq2seq_on_ranks(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
 
 def pad_unequal(mesh: DeviceMesh) -> dict[str, Any]:
     """What a rank gets for batches that differ from those of the other rank."""
-    longer, home = mesh.get_local_rank(), find_home(mesh)
-    assert isinstance(home, Live)
+    longer, home = mesh.get_local_rank(), find_ranks(mesh)
     tokens, labels = torch.ones(2, 3 + longer, dtype=torch.long), torch.ones(2, 4 - longer, dtype=torch.long)
     padded = pad_to_longest({"input_ids": tokens, "labels": labels, "count": 1}, home.members, ["labels"], 5)
     found: dict[str, Any] = {name: x.tolist() for name, x in padded.items() if isinstance(x, torch.Tensor)}
@@ -128,8 +126,7 @@ def call_apart(mesh: DeviceMesh, folder: Path) -> dict[str, str]:
     """What a rank gets where ranks are in different calls: the error of each pair, and of each event."""
     act_as_torchrun(mesh)
     trainer, rank = make_trainer(fzero.hf.Trainer, folder, per_device_train_batch_size=2), mesh.get_local_rank()
-    home = find_home(mesh)
-    assert isinstance(home, Live)
+    home = find_ranks(mesh)
     calls: dict[str, Callable[[], Any]] = {
         "trainer.train": trainer.train,
         "trainer.save_model": trainer.save_model,

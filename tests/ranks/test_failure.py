@@ -28,8 +28,7 @@ import fzero
 from fzero import optim
 from fzero.passes import defaults
 from fzero.ranks.failure import _wait_until, format_seconds, group_by_word, name_ranks, roll_error
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live, live
+from fzero.ranks.live import find_ranks, live
 from fzero.ranks.transports import Native, PointToPoint, Transport, process_memory
 
 STALL = timedelta(seconds=5)
@@ -256,8 +255,7 @@ def test_an_error_that_is_not_about_a_connection_is_told_as_it_is() -> None:
 
 
 def fail_in_a_collective(mesh: DeviceMesh) -> str:
-    live = find_home(mesh)
-    assert isinstance(live, Live)
+    live = find_ranks(mesh)
 
     def exchange() -> None:
         with live.members.begin("a collective"):
@@ -269,6 +267,10 @@ def fail_in_a_collective(mesh: DeviceMesh) -> str:
 def test_ranks_that_fail_alike_in_a_collective_say_why() -> None:
     for message in run(2, fail_in_a_collective, lost=()):
         assert "failed on this rank: no room for a tensor" in message
+
+
+def test_a_rank_that_is_alone_gets_the_error_itself() -> None:
+    assert run(1, fail_in_a_collective) == ["no room for a tensor"]
 
 
 def two_axes(mesh: DeviceMesh) -> Refusal:

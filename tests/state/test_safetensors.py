@@ -18,7 +18,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.state.safetensors import FileSource, TensorFile, load_safetensors, load_sources, open_safetensors
 from fzero.state.safetensors.header import DTYPES, MAX_NBYTES, Header, parse_header, plan_header, render_header
-from fzero.state.safetensors.reading import CAST_NBYTES
+from fzero.state.safetensors.transfer import CAST_NBYTES
 from fzero.state.sources import Source, TensorSource
 
 W = torch.arange(6.0).view(2, 3)

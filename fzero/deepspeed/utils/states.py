@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fzero import tree, update_leaf
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.foreign import MOMENTS
 from fzero.deepspeed.marks import find_owner
+from fzero.formats.foreign import MOMENTS
 
 
 def safe_get_full_fp32_param(param: Any) -> Tensor:

@@ -24,8 +24,8 @@ from fzero.base.tree import Tree
 from fzero.files import allocate as allocate_on_disk
 from fzero.files.memory import memory_of
 from fzero.ranks.agreement import agree, digest
-from fzero.ranks.homes import find_home
-from fzero.ranks.live import Live
+from fzero.ranks.live import find_ranks
+from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import tell_others
 from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
 from fzero.state.build.store import Store
@@ -99,23 +99,22 @@ def _construct(
     constructor: Constructor, mesh: Any, seed: int, to: Placement | None
 ) -> Iterator[tuple[nn.Module, Store]]:
     """The module, with deferred parameters and ordinary buffers. The parameters are freed at the end of the block."""
-    on = find_home(mesh)
-    members = on.members if isinstance(on, Live) else None
+    on = find_ranks(mesh)
     store = Store(on, to if isinstance(to, Disk) else None)
     try:
-        with tell_others(members, WHAT), torch.random.fork_rng(_cuda_devices()):
+        with tell_others(on.members, WHAT), torch.random.fork_rng(_cuda_devices()):
             torch.manual_seed(seed)
             with defer_tensors(store):
                 module = constructor()
             random_state = torch.get_rng_state()
             drawn = hashlib.sha256(memory_of(random_state)).hexdigest()
-        if isinstance(on, Live) and isinstance(module, nn.Module):
+        if isinstance(module, nn.Module):
             _agree(on, module, drawn)
-        with tell_others(members, WHAT) if store.place else nullcontext():
+        with tell_others(on.members, WHAT) if store.place else nullcontext():
             if isinstance(module, nn.Module):
                 make_ordinary(module)
             yield module, store
-        if isinstance(on, Live) and store.place:
+        if store.place:
             on.agree("the end of fzero.build")
     finally:
         store.close()
@@ -126,7 +125,7 @@ def _cuda_devices() -> list[int]:
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-def _agree(on: Live, module: nn.Module, drawn: str) -> None:
+def _agree(on: Ranks, module: nn.Module, drawn: str) -> None:
     """Raise unless all ranks built the same shapes and dtypes, and drew the same random numbers. `drawn` is a digest of
     the random state."""
     named = (*module.named_parameters(), *module.named_buffers())
@@ -167,7 +166,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
     uses = Counter(leaf.allocation for leaf in leaves if isinstance(leaf, Deferred))
     values: dict[int, Sharded] = {}
     for positions in _group_by_storage(planned):
-        device = how.get("device") or store.on.device or leaves[positions[0]].device
+        device = how.get("device") or store.on.choose_device(leaves[positions[0]].device)
         zeros = _allocate([planned[position] for position in positions], device, how.get("pin", False))
         for position, value in zip(positions, zeros):
             values[position], leaf = value, leaves[position]

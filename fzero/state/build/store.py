@@ -18,12 +18,10 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
-from fzero.files import allocate, load
+from fzero.files import allocate
 from fzero.files.memory import new_buffer
 from fzero.layout.ranges import intersect, pad
-from fzero.ranks.agreement import meet
-from fzero.ranks.live import Live
-from fzero.ranks.virtual import Virtual
+from fzero.ranks.ranks import Ranks
 
 ALIGN = 16
 """A piece is a multiple of this number of bytes: the size of the widest element, so that no cut splits an element."""
@@ -54,7 +52,7 @@ class Allocation:
 class Store:
     """The allocations of one construction on a mesh. Pieces lie on the mesh's device, or on a disk with a `place`."""
 
-    def __init__(self, on: Live | Virtual, place: Disk | None = None) -> None:
+    def __init__(self, on: Ranks, place: Disk | None = None) -> None:
         self.on, self.place = on, place
         self.world: int = on.mesh.size(on.mesh.shard_axis)
         self.ranks = range(self.world) if on.rank is None else range(on.rank, on.rank + 1)
@@ -89,17 +87,17 @@ class Store:
             if allocation.flat is not None:
                 continue
             if allocation is overwritten:
-                allocation.pieces, allocation.flat = None, _new_bytes(nbytes, device)
+                allocation.pieces, allocation.flat = None, new_buffer(nbytes, torch.uint8, device)
             elif pieces is not None:
                 allocation.flat, allocation.pieces = self._gather(allocation, pieces)[:nbytes].to(device), None
             else:
-                allocation.flat = _new_bytes(nbytes, device).zero_()
+                allocation.flat = new_buffer(nbytes, torch.uint8, device).zero_()
 
     def cut(self, allocation: Allocation) -> None:
         """Keep only this process's pieces of a whole allocation."""
         if allocation.flat is None:
             return
-        device = self.on.device or allocation.device
+        device = self.on.choose_device(allocation.device)
         if self.world == 1 and self.place is None:
             allocation.pieces = [allocation.flat.to(device)]
         else:
@@ -161,18 +159,8 @@ class Store:
 
     def _gather(self, allocation: Allocation, pieces: list[Tensor]) -> Tensor:
         """[N * S] the pieces of all ranks, in rank order."""
-        if not isinstance(self.on, Live):
-            whole = _new_bytes(sum(piece.numel() for piece in pieces), pieces[0].device)
-            torch._foreach_copy_(list(whole.split([piece.numel() for piece in pieces])), pieces)
-            return whole
-        sharding = self.on.transports[self.on.mesh.shard_axis]
-        what = "all_gather of a parameter in fzero.build"
         where = f"{pieces[0].nbytes} bytes a rank of tensor {allocation.number} of construction {self._number}"
-        meet(self.on.members, f"{what}: {where}", what=what)
-        attempt = self.on.members.begin(what)
-        gathered = sharding.all_gather(load(pieces[0]), attempt).wait()
-        sharding.settle()
-        return gathered
+        return self.on.gather_pieces(pieces, "all_gather of a parameter in fzero.build", where)
 
     def _cut_piece(self, flat: Tensor, part: range, stride: int, device: torch.device) -> Tensor:
         # Not a view: a view would keep all of `flat` in memory.
@@ -183,13 +171,6 @@ class Store:
             piece[len(part) :].zero_()
         piece[: len(part)].copy_(flat[part.start : part.stop])
         return piece
-
-
-def _new_bytes(nbytes: int, device: torch.device) -> Tensor:
-    """[nbytes] bytes without values."""
-    if device.type == "cpu":
-        return new_buffer(nbytes, torch.uint8)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _copy(piece: Tensor) -> Tensor:

@@ -23,13 +23,10 @@ from torch import Tensor
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.files.memory import memory_of
 from fzero.state.safetensors.header import DAMAGED, PREFIX, Entry, Header, parse_header, parse_length
-from fzero.state.safetensors.transfer import read_into
+from fzero.state.safetensors.transfer import read_elements
 from fzero.state.sources import check_range, describe
 
-CAST_NBYTES = 2**20
-"""Bytes that are read at a time when the values are cast to another dtype."""
 CHANGED = "leave a file alone until every rank has read its part, then open it again"
 PATTERNS = ("model.safetensors", "model.safetensors.index.json", "*.safetensors.index.json", "*.safetensors")
 """Files that stand for a directory, in order of preference: Hugging Face's names first, then any other name."""
@@ -56,31 +53,19 @@ class TensorFile:
             self.header: Header = parse_header(file.read(count), self._size - self._data, name)
 
     def read(self, entry: Entry, start: int, out: Tensor, leaf: str) -> None:
-        """Fill `out` with the elements of a tensor from `start` on. Bytes are read straight into the memory of `out`;
-        where `out` has another dtype, `CAST_NBYTES` at a time are read and cast.
+        """Fill `out`, 1-d, with the elements of a tensor from `start` on.
 
         Raises:
             FzeroError: naming `leaf`, when the file cannot be read, or changed since the constructor read its header.
         """
-        direct = out.dtype == entry.dtype and out.is_contiguous() and out.is_cpu
-        step = max(1, out.numel() if direct else CAST_NBYTES // entry.dtype.itemsize)
-        stage = out if direct else torch.empty(min(step, out.numel()), dtype=entry.dtype, device="cpu")
+        begin, wanted = entry.span.start + start * entry.dtype.itemsize, out.numel() * entry.dtype.itemsize
         with self._open(leaf) as file:
             self._check_unchanged(file, leaf)
-            for begin in range(0, out.numel(), step):
-                piece = out[begin : begin + step]
-                stored = stage[: piece.numel()]
-                self._fill(file, stored, entry.span.start + (start + begin) * entry.dtype.itemsize, leaf)
-                if not direct:
-                    piece.copy_(stored)
+            count = read_elements(file.fileno(), out, entry.dtype, self._data + begin)
+            self.nbytes_read += count
             self._check_unchanged(file, leaf)
-
-    def _fill(self, file: BinaryIO, out: Tensor, offset: int, leaf: str) -> None:
-        count = read_into(file.fileno(), memory_of(out), self._data + offset)
-        self.nbytes_read += count
-        if count < out.nbytes:
-            self._check_unchanged(file, leaf)
-            raise FzeroError(leaf, f"{self.path} gave {count} of the {out.nbytes} bytes asked for", DAMAGED)
+        if count < wanted:
+            raise FzeroError(leaf, f"{self.path} gave {count} of the {wanted} bytes asked for", DAMAGED)
 
     @contextmanager
     def _open(self, leaf: str) -> Iterator[BinaryIO]:

@@ -11,12 +11,13 @@ from typing import Any
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.ranks.live import Live
-from fzero.state.common_home import find_common_home
+from fzero.ranks.ranks import Ranks
 from fzero.state.fill import CHUNK_NBYTES
+from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.writing import ITSELF, Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
+from fzero.values.origin import describe_state
 from fzero.values.sharded import Sharded
 
 
@@ -48,14 +49,14 @@ def save_safetensors(
             removed, and an old file at `path` is unchanged.
     """
     leaves = tree.leaves(values)
-    on = find_live(zip(tree.paths(values), leaves))
+    on = find_common_ranks(zip(tree.paths(values), leaves))
 
     def make_plan() -> Plan:
         paths = tree.paths(values)
         check_paths(paths)
         given = {path: name_value(path, leaf) for path, leaf in zip(paths, leaves)}
         header = plan_header(given, metadata or {})
-        return Plan({ITSELF: header}, plan_pieces(given, header, on), name_origins(leaves))
+        return Plan({ITSELF: header}, plan_pieces(given, header, on), list_origins(leaves))
 
     write(Path(path), make_plan, on, chunk, "save_safetensors")
 
@@ -76,12 +77,12 @@ def name_value(path: str, leaf: Any) -> Sharded | Source:
     return leaf if isinstance(leaf, Sharded) else source_of(leaf, path)
 
 
-def name_origins(leaves: Iterable[Any]) -> str:
+def list_origins(leaves: Iterable[Any]) -> list[str]:
     """Where the `Sharded` leaves came from, which is the same on all ranks."""
-    return "".join(f"{leaf.origin}\n" for leaf in leaves if isinstance(leaf, Sharded))
+    return [describe_state(leaf.path, leaf.origin) for leaf in leaves if isinstance(leaf, Sharded)]
 
 
-def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Live | None) -> list[Piece]:
+def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Ranks) -> list[Piece]:
     """The pieces that this process writes. All ranks of a mesh together write each byte once."""
     found = []
     for path, value in values.items():
@@ -92,23 +93,10 @@ def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Live
     return found
 
 
-def choose_part(value: Sharded | Source, on: Live | None) -> range | None:
+def choose_part(value: Sharded | Source, on: Ranks) -> range | None:
     """The elements of a leaf that this process writes; None where other ranks write the leaf."""
     everything = range(value.shape.numel())
-    if on is None:
-        return everything
     if not isinstance(value, Sharded) or value.form.layout.replicated:
         return everything if on.number == 0 else None
     copies = (axis for axis in on.mesh.names if axis != on.mesh.shard_axis)
-    return None if any(on.transports[axis].rank for axis in copies) else value.part
-
-
-def find_live(leaves: Iterable[tuple[str, Any]]) -> Live | None:
-    """This rank of the mesh that the `Sharded` leaves lie on, of leaves with their paths; None for a process that saves
-    alone, also for all virtual ranks.
-
-    Raises:
-        FzeroError: as `find_common_home` does.
-    """
-    home = find_common_home(leaves)
-    return home if isinstance(home, Live) else None
+    return None if any(map(on.along, copies)) else value.part

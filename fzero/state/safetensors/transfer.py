@@ -8,13 +8,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fzero.files import OnDisk
-from fzero.files.memory import new_buffer
+from fzero.files.memory import memory_of, new_buffer
 from fzero.state.fill import chunk_numel
 from fzero.state.sources import Source, TensorSource
 
+CAST_NBYTES = 2**20
+"""Bytes that are read at a time when the values are cast to another dtype."""
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """Errors of a filesystem that cannot sync a directory, as some network filesystems."""
 SYNC_FILE_RANGE_WRITE = 2
@@ -30,6 +33,24 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> int:
         if count == 0:
             break
         done += count
+    return done
+
+
+def read_elements(fd: int, out: Tensor, dtype: torch.dtype, offset: int) -> int:
+    """Fill `out`, 1-d, with elements of a dtype that lie in a file from byte `offset` on. They are read straight into
+    the memory of `out`; where that is no such memory, `CAST_NBYTES` at a time are read and copied. Returns the bytes
+    read: fewer than asked for only at the file's end."""
+    if out.dtype == dtype and out.is_contiguous() and out.is_cpu:
+        return read_into(fd, memory_of(out), offset)
+    step, done = max(1, CAST_NBYTES // dtype.itemsize), 0
+    stage = torch.empty(min(step, out.numel()), dtype=dtype, device="cpu")
+    for part in out.split(step):
+        stored = stage[: part.numel()]
+        count = read_into(fd, memory_of(stored), offset + done)
+        done += count
+        if count < stored.nbytes:
+            break
+        part.copy_(stored)
     return done
 
 

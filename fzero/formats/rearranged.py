@@ -19,16 +19,11 @@ from torch import Tensor
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.layout.strides import Copy, compose, extent, halve, runs, view_to_view, within
-from fzero.state.sources import Source, check_range, describe
+from fzero.layout.strides import Copy, compose, view_to_view
+from fzero.state.pieces import PiecedSource
+from fzero.state.sources import Source
 
 aten = torch.ops.aten
-SPAN_NBYTES = 2**20
-"""The most bytes that are read at once for elements that do not lie side by side."""
-SPARSE = 4
-"""Elements that do not lie side by side are read with all those between them up to this many times their number."""
-PAGE_NBYTES = 4096
-"""So many bytes are read at once even for one element: a disk reads no fewer."""
 
 
 class Memory(NamedTuple):
@@ -178,49 +173,15 @@ _COPIES: dict[Any, Callable[[tuple[Any, ...], Tensor], Parts | None]] = {
 }
 
 
-class RearrangedSource:
-    """The values of a `Rearranged`, read by ranges from the `sources` of the tensors that it comes from. `where` names
-    their files.
+class RearrangedSource(PiecedSource):
+    """The values of a `Rearranged`, of the `sources` of the tensors that it comes from. `where` names their files.
 
     Raises:
         FzeroError: for values that some operation computed.
     """
 
     def __init__(self, path: str, value: Rearranged, sources: Mapping[str, Source]) -> None:
-        self.path, self.shape = path, value.shape
-        parts = [(copy.swap(), sources[name]) for name, copy in value.pieces(path)]
-        # by where they begin: tensors that are joined along an plain dimension take turns
-        self._parts = sorted(parts, key=lambda part: part[0].source)
+        parts = [(copy, sources[name]) for name, copy in value.pieces(path)]
         dtypes = {source.dtype for _, source in parts} or {value.dtype}
-        self.dtype = functools.reduce(torch.promote_types, dtypes)
         self.where = ", ".join(sorted({getattr(source, "where", source.path) for _, source in parts}))
-
-    def __repr__(self) -> str:
-        return f"RearrangedSource({self.path}: {describe(self)} of {self.where})"
-
-    def read(self, start: int, out: Tensor) -> None:
-        flat = check_range(self, start, out)
-        for copy, source in self._parts:
-            if copy.source >= flat.stop:
-                break
-            if copy.source + extent(copy) > flat.start:
-                for part in within(copy, flat):
-                    _read(source, part.swap(), start, out)
-
-
-def _read(source: Source, copy: Copy, start: int, out: Tensor) -> None:
-    """Read the elements of a copy from its source into `out`, which holds the target's elements from `start` on."""
-    span = extent(copy)
-    nbytes = span * source.dtype.itemsize
-    first = next(runs(copy))
-    if first.numel == copy.numel:
-        source.read(first.source, out[first.target - start :][: first.numel])
-    elif nbytes <= PAGE_NBYTES or (nbytes <= SPAN_NBYTES and span <= SPARSE * copy.numel):
-        stage = torch.empty(span, dtype=source.dtype, device="cpu")
-        source.read(copy.source, stage)
-        sizes, sources, targets = zip(*copy.dims)
-        place = out.as_strided(sizes, targets, out.storage_offset() + copy.target - start)
-        place.copy_(stage.as_strided(sizes, sources))
-    else:
-        for half in halve(copy):
-            _read(source, half, start, out)
+        super().__init__(path, value.shape, functools.reduce(torch.promote_types, dtypes), parts, self.where)

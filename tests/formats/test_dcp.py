@@ -23,10 +23,10 @@ import fzero
 from fzero import FzeroError, State, VirtualMesh, optim, tree
 from fzero.base.torch_private import make_wrapper_subclass
 from fzero.checkpoint import load_adam, load_params, open_dcp, read_dcp_values, save_dcp
-from fzero.checkpoint.dcp import DcpSource
+from fzero.formats.dcp import DcpSource
 from fzero.layout.boxes import Box, boxes
 from fzero.layout.chunks import chunks
-from fzero.state.safetensors.writing import TEMPORARY
+from fzero.state.publishing import TEMPORARY
 from fzero.state.sources import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.rearranged import Rearranged, name_tensor
+from fzero.formats.rearranged import Rearranged, name_tensor
 from fzero.state.sources import Source
 
 Model = Any

@@ -1,10 +1,10 @@
-"""Make the checkpoints in tests/checkpoint/deepspeed: DeepSpeed trains a tiny model on gloo ranks and saves it.
+"""Make the checkpoints in tests/formats/deepspeed: DeepSpeed trains a tiny model on gloo ranks and saves it.
 
 Beside each checkpoint lies what DeepSpeed's own converters make of it, `expected.safetensors`: weights by
 `zero_to_fp32`, moments by `ds_to_universal`. The tests compare. Not a test itself, because it needs DeepSpeed:
 
     benchmarks/deepspeed_environment.sh
-    DS_ACCELERATOR=cpu build/deepspeed/bin/python tests/checkpoint/make_deepspeed.py
+    DS_ACCELERATOR=cpu build/deepspeed/bin/python tests/formats/make_deepspeed.py
 """
 
 from __future__ import annotations

@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import fzero
 from fzero import tree
 from fzero.checkpoint import export_hf, load_hf
-from fzero.checkpoint.hugging_face import plan_export
+from fzero.formats.hugging_face import plan_export
+from fzero.ranks.virtual import ALONE
 from fzero.state.fill import copy_slices
+from fzero.state.publishing import TEMPORARY
 from fzero.state.safetensors import open_safetensors
-from fzero.state.safetensors.writing import TEMPORARY, write
+from fzero.state.safetensors.writing import write
 from fzero.state.sources import SAMPLE
 from fzero.values.sharded import Sharded
 
@@ -101,7 +103,7 @@ def test_ranks_write_their_own_parts_once(name: str, axes: dict[str, int], tmp_p
     assert sum(numels) == model.num_parameters()
     assert max(numels) <= model.num_parameters() / axes["fsdp"] + 16 * len(tree.leaves(params))
     whole = plans[0]._replace(pieces=[piece for plan in plans for piece in plan.pieces])
-    write(tmp_path / "ours", lambda: whole, None, 64, "test")
+    write(tmp_path / "ours", lambda: whole, ALONE, 64, "test")
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
 
 

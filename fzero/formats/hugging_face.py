@@ -15,8 +15,8 @@ from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.sizes import parse_size
-from fzero.checkpoint.rearranged import Rearranged, RearrangedSource
-from fzero.checkpoint.transformers_models import (
+from fzero.formats.rearranged import Rearranged, RearrangedSource
+from fzero.formats.transformers_models import (
     Model,
     find_class,
     make_model,
@@ -29,13 +29,14 @@ from fzero.checkpoint.transformers_models import (
 )
 from fzero.layout.chunks import chunks
 from fzero.layout.strides import Copy, dense, view_to_view, within
-from fzero.ranks.live import Live
+from fzero.ranks.ranks import Ranks
 from fzero.state.fill import CHUNK_NBYTES, chunk_numel
 from fzero.state.partition import partition
+from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors import load_sources, open_safetensors
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.loading import Rename
-from fzero.state.safetensors.saving import check_paths, choose_part, find_live, name_origins, name_value
+from fzero.state.safetensors.saving import check_paths, choose_part, list_origins, name_value
 from fzero.state.safetensors.writing import Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.quantized import is_quantized
@@ -81,7 +82,7 @@ def export_hf(
     """
     given = zip([rename(at) if rename else at for at in tree.paths(params)], tree.leaves(params))
     named = [(name, leaf) for name, leaf in given if name is not None]
-    on = find_live(named)
+    on = find_common_ranks(named)
 
     def make_plan() -> Plan:
         check_paths(name for name, _ in named)
@@ -91,7 +92,7 @@ def export_hf(
 
 
 def plan_export(
-    leaves: Mapping[str, Any], model_or_config: Any, dtype: torch.dtype | None, limit: int, on: Live | None
+    leaves: Mapping[str, Any], model_or_config: Any, dtype: torch.dtype | None, limit: int, on: Ranks
 ) -> Plan:
     """What the ranks write to export the leaves of a model, given by name, in files of at most `limit` bytes."""
     model = make_model(model_or_config)
@@ -104,7 +105,7 @@ def plan_export(
     if len(files) > 1:
         texts[INDEX] = _render_index(model, headers)
     pieces = list(plan_pieces(values, tensors, headers, on))
-    return Plan(headers, pieces, name_origins(leaves.values()), texts)
+    return Plan(headers, pieces, list_origins(leaves.values()), texts)
 
 
 @check_arguments
@@ -220,7 +221,7 @@ def _render_index(model: Model, headers: Mapping[str, Header]) -> bytes:
 
 
 def plan_pieces(
-    values: Values, tensors: Mapping[str, Rearranged], headers: Mapping[str, Header], on: Live | None
+    values: Values, tensors: Mapping[str, Rearranged], headers: Mapping[str, Header], on: Ranks
 ) -> Iterator[Piece]:
     """The pieces that this process writes of tensors that are made of leaves. All ranks of a mesh together write each
     byte once."""

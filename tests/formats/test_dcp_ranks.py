@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fzero
 from fzero import VirtualMesh, optim, tree
 from fzero.checkpoint import load_adam, load_params, open_dcp, open_state_dict, save_dcp
-from fzero.state.safetensors.writing import TEMPORARY
+from fzero.state.publishing import TEMPORARY
 from fzero.state.sources import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -256,7 +256,8 @@ def test_two_axes(path: Path) -> None:
         assert any("Strided" in each for each in placements)  # what FSDP2 makes of what is sharded already
     written: Any = open_dcp(path / "hybrid")
     assert whole(written["w"]).equal(torch.arange(70.0).view(7, 10)) and whole(written["b"]).equal(torch.arange(3.0))
-    stored = [torch.Size(piece.box.size).numel() for source in written.values() for piece in source.entry.pieces]
+    entries = written["w"].folder.contents.tensors.values()
+    stored = [torch.Size(piece.box.size).numel() for entry in entries for piece in entry.pieces]
     assert sum(stored) == 73 and len(os.listdir(path / "hybrid")) == 5  # one replica of each element, of four ranks
 
 

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class MovePerformer(Protocol):
-    """Performs moves on one mesh. Every `Sharded` has one, its attribute `on`. Three classes implement the protocol:
+    """Performs moves on one mesh. Every `Sharded` has one, its attribute `on`. Three classes implement the protocol, of
+    which the last two are `Ranks` (`fzero/ranks/ranks.py`):
 
     * `Tracer` (`fzero/tracing/trace.py`) writes each move into the graph of a program, and performs nothing.
     * `Live` (`fzero/ranks/live.py`) is one rank of a `DeviceMesh`, and communicates at once.

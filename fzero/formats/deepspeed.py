@@ -15,9 +15,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +24,11 @@ from torch import Tensor
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.torch_files import load_torch_file
-from fzero.layout.ranges import intersect, pad, shift, tile
-from fzero.state.sources import Source, TensorSource, check_range, describe
+from fzero.formats.torch_files import load_torch_file
+from fzero.layout.ranges import intersect, pad, tile
+from fzero.layout.strides import Copy, view_to_view
+from fzero.state.pieces import PiecedSource
+from fzero.state.sources import Source, TensorSource
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 ALIGN = 2
@@ -99,27 +99,6 @@ def _open(folder: Path) -> dict[str, Source]:
         if f"model.{name}" in found:
             found[f"model.{alias}"] = copy.copy(found[f"model.{name}"])
     return found
-
-
-class JoinedSource:
-    """The elements from `start` on of consecutive 1-d tensors, as a value of a shape."""
-
-    def __init__(self, shape: torch.Size, pieces: Sequence[Tensor], folder: Path, start: int = 0) -> None:
-        self.shape, self.dtype, self.path, self.folder = shape, pieces[0].dtype, "", folder
-        self.pieces, self.start = pieces, start
-        self._ends = list(accumulate(piece.numel() for piece in pieces))
-
-    def read(self, start: int, out: Tensor) -> None:
-        flat, done = shift(check_range(self, start, out), self.start), 0
-        while done < len(flat):
-            number = bisect_right(self._ends, flat[done])
-            begin = flat[done] - (self._ends[number] - self.pieces[number].numel())
-            piece = self.pieces[number][begin : begin + len(flat) - done]
-            out[done : done + piece.numel()].copy_(piece)
-            done += piece.numel()
-
-    def __repr__(self) -> str:
-        return f"JoinedSource({self.path}: {describe(self)} in {self.folder})"
 
 
 class _Part(NamedTuple):
@@ -232,7 +211,7 @@ def _join_groups(
             problem = f"group {number} has {had} elements of {what}, its parameters need {needed}"
             raise FzeroError(str(folder), problem, INCOMPLETE)
         for (name, shape), place in zip(group.items(), places):
-            yield name, JoinedSource(torch.Size(shape), flat, folder, place.start)
+            yield name, _join(shape, flat, folder, place.start)
 
 
 def _join_each(
@@ -248,7 +227,16 @@ def _join_each(
             raise FzeroError(str(folder), problem, INCOMPLETE)
     for (name, shape), place in zip(table.items(), places):
         pieces = [piece for part in parts for piece in _cut(part, place)]
-        yield name, JoinedSource(torch.Size(shape), pieces or parts[0], folder)
+        yield name, _join(shape, pieces or parts[0], folder)
+
+
+def _join(shape: Any, tensors: Sequence[Tensor], folder: Path, start: int = 0) -> PiecedSource:
+    """The elements from `start` on of consecutive 1-d tensors, as a value of a shape."""
+    numel, done, parts = torch.Size(shape).numel(), 0, list[tuple[Copy, Source]]()
+    for piece in _cut(tensors, range(start, start + numel)):
+        parts += [(copy, TensorSource(piece)) for copy in view_to_view(piece.shape, [1], [1], to=done)]
+        done += piece.numel()
+    return PiecedSource("", torch.Size(shape), tensors[0].dtype, parts, str(folder), INCOMPLETE)
 
 
 def _cut(tensors: Sequence[Tensor], span: range) -> Iterator[Tensor]:
@@ -271,7 +259,7 @@ def _iter_beside(models: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[
         if sum(piece.numel() for piece in whole) < torch.Size(shape).numel():
             problem = f"has {[piece.numel() for piece in whole]} elements of {name}, of shape {list(shape)}"
             raise FzeroError(str(folder), problem, INCOMPLETE)
-        yield f"model.{name}", JoinedSource(torch.Size(shape), whole, folder)
+        yield f"model.{name}", _join(shape, whole, folder)
 
 
 def _find_steps(parts: Sequence[_Part], shapes: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Source]:

@@ -1,0 +1,149 @@
+"""Ranks: who takes part in a mesh, and which of them this process is."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.layout.layout import Layout
+from fzero.ranks.agreement import agree, digest, meet
+from fzero.ranks.members import Members
+from fzero.ranks.performer import MovePerformer
+from fzero.ranks.together import write_together
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class Ranks(MovePerformer, ABC):
+    """The ranks of a mesh, as a process outside of a step has them: one rank of a `DeviceMesh` (`Live`), or all ranks
+    of a `VirtualMesh` (`Virtual`). Moves are performed at once.
+
+    `ranks` are the global ranks of the mesh, row by row. `members` are the processes that have them. This process is
+    at position `rank` along the shard axis, None for all positions. `number` is its first rank, and the first process
+    of a mesh has number 0. So code for both asks for no class: alone, agreements are nothing.
+    """
+
+    rank: int | None = None
+    number = 0
+    device: torch.device | None = None
+    is_tracing = False
+    writes = 0
+    _purpose: tuple[str, tuple[str, ...]] = "", ()  # that of `specify`
+
+    def __init__(self, mesh: VirtualMesh, ranks: Sequence[int], members: Members) -> None:
+        self.mesh, self.ranks, self.members = mesh, ranks, members
+        self.readers: list[Callable[[], None]] = []  # each waits until a copy of state, such as a checkpoint's, is made
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the ranks that this process has, among all ranks of the mesh, row by row."""
+        return range(self.number, self.number + self.mesh.size() // len(self.members.ranks))
+
+    @abstractmethod
+    def along(self, axis: str) -> int:
+        """The position along an axis of this process's first rank."""
+
+    def choose_device(self, given: torch.device = CPU) -> torch.device:
+        """The device of the mesh; on virtual ranks the `given` one, such as a tensor's own."""
+        return self.device or given
+
+    def row(self, rank: int) -> list[int]:
+        """The global ranks in line with global rank `rank` along the shard axis. They hold one copy of all state."""
+        number, axes = self.ranks.index(rank), [name for name in self.mesh.names if name != self.mesh.shard_axis]
+        position = [self.mesh.position(number, axis) for axis in axes]
+        others = ([self.mesh.position(other, axis) for axis in axes] for other in range(len(self.ranks)))
+        return [rank for rank, where in zip(self.ranks, others) if where == position]
+
+    def settle(self) -> None:
+        """Wait until nothing reads this process's state: no other rank, and none of `readers`. Call before memory of
+        state is overwritten."""
+        while self.readers:
+            self.readers.pop()()
+
+    # what ranks do together
+
+    def specify(self, what: str, details: Sequence[str]) -> Self:
+        if self.members.is_alone:
+            return self
+        purposeful = copy.copy(self)
+        purposeful._purpose = f"{what}: ", tuple(details)
+        return purposeful
+
+    def count_agreements(self) -> int:
+        return self.members.agreements
+
+    def agree(self, what: str, details: Sequence[str] = ()) -> None:
+        """Return once all ranks of the mesh are about to communicate about `what`, outside of a step.
+
+        Raises:
+            FzeroError: on all ranks, when one is about to do something else.
+        """
+        if self.members.is_alone:
+            return
+        for_what, more = self._purpose
+        lines = [f"collective {for_what}{what}", *details, *more]
+        agree(self.members, digest(lines), lambda: lines, what=f"agreement before {what}")
+
+    def find_largest(self, number: int, what: str) -> int:
+        """The largest of the numbers that all ranks of the mesh give, outside of a step. One all-reduce of 24 bytes on
+        the host, which errors call the agreement on `what`."""
+        return meet(self.members, what, number, f"the agreement on {what}")
+
+    def do_together(self, do: Callable[[], T], call: str) -> T:
+        return write_together(self.members, do, call)
+
+    @abstractmethod
+    def gather_agreed(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
+        """`gather`, once all ranks have agreed on it."""
+
+    @abstractmethod
+    def gather_pieces(self, pieces: Sequence[Tensor], what: str, where: str) -> Tensor:
+        """[N * S] bytes: pieces of equal sizes of all ranks along the shard axis, of which this process has some.
+        Ranks agree on `where`, and errors call the collective `what`."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
+        """Overwrite `x`, elements of a bucket, with `x` of the rank at position `rank` along the shard axis."""
+
+    # moves that do not communicate
+
+    def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
+        part = layout.part(leaf, self.rank)
+        return x.reshape(-1)[part.start : part.stop].clone()
+
+    def beside(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def axis_index(self, axis: str, device: torch.device) -> Tensor:
+        return torch.full((), self.along(axis), device=device)  # not torch.tensor, which a CUDA graph cannot capture
+
+    # what only a trace notes
+
+    def varies(self, x: Tensor) -> bool:
+        return False
+
+    def may_write(self, x: Tensor) -> bool:
+        return False
+
+    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
+        return
+
+    def note_write(self) -> None:
+        raise NotImplementedError  # nothing may write
+
+    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
+        return
+
+
+def check_rank(where: str, rank: int | None, ranks: Sequence[int]) -> None:
+    """Refuse a global rank that is not among those of a mesh. None is no rank."""
+    if rank is not None and rank not in ranks:
+        raise FzeroError(where, f"is {rank}, the mesh has ranks {list(ranks)}", "name one of them")
