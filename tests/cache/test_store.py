@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_used_fails_no_step(
     if folder == "a file":
         place.write_text("")
     elif folder == "no permission":
-        monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(PermissionError("no permission")))
+        monkeypatch.setattr(os, "rename", lambda *args: (_ for _ in ()).throw(PermissionError("no permission")))
     else:
         Process(CASE, place).prepare()
         file = only_file(place)
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_used_fails_no_step(
 def test_a_full_disk_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "rename", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert Process(CASE, tmp_path).prepare()
     assert "No space left" in caplog.text and not list(tmp_path.iterdir())
 
