@@ -32,7 +32,9 @@ SLOW = frozenset(
     test_each_pass_preserves_meaning test_ranks_agree_on_what_is_uniform_in_a_step_that_is_accepted
     test_a_step_is_refused_or_all_that_it_leaves_has_data test_derivatives_are_those_of_plain_torch
     test_metrics_are_of_the_tokens_that_transformers_generates test_predicted_memory_bounds_that_of_each_rank
-    test_predicted_comm_is_what_each_rank_exchanges
+    test_predicted_comm_is_what_each_rank_exchanges test_training_goes_on_from_adapters
+    test_peft_reads_what_was_saved_and_generates_the_same_tokens test_arguments_mean_the_same_for_adapters
+    test_adapters_of_another_shape_are_refused test_a_random_step_from_a_file_is_the_one_that_was_traced
     """.split()
 )
 """Functions of which a case takes more than five seconds."""

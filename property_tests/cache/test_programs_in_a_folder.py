@@ -31,7 +31,7 @@ class Counting(Pipeline[Program]):
 @given(steps())
 @slow
 @everything
-def test_a_program_from_a_file_is_the_one_that_was_traced(step: Step) -> None:
+def test_a_random_step_from_a_file_is_the_one_that_was_traced(step: Step) -> None:
     args = (*step.sharded(), *step.batch())
     leaves, treedef = tree.flatten(args)
     rows = fzero.simulate(step, step.mesh)._select_rank(0, treedef, leaves)
