@@ -157,10 +157,14 @@ class Repeats:
         if len(first) == count:
             return False
         args = [[x[i] for i in first.values()] if type(x) is list else x for x in call.args]
+        memory = set(map(storage_key, call.tensors))
         with without_proxies():
             result = call.operation(*args, **call.kwargs)
             is_one = not isinstance(result, tuple)
-            columns = [dict(zip(first, map(self._find_new, column))) for column in ([result] if is_one else result)]
+            columns = [
+                {row: self._find_new(x, memory) for row, x in zip(first, column)}
+                for column in ([result] if is_one else result)
+            ]
         if any(None in column.values() for column in columns):
             return False
         made = [[column[row] for row in rows] for column in columns]
@@ -170,10 +174,12 @@ class Repeats:
     def _describe_item(self, x: Any) -> Any:
         return self._describe_form(x) if isinstance(x, Tensor) else type(x)
 
-    def _find_new(self, x: Any) -> _Form | None:
-        """The form of a result that lies in memory of its own."""
-        form = self._find_form(x, [], [], set())
-        return form if isinstance(form, _Form) else None
+    def _find_new(self, x: Any, memory: set[int]) -> _Form | None:
+        """The form of a result, None where it is no tensor in memory of its own."""
+        if not isinstance(x, FakeTensor) or storage_key(x) in memory:
+            return None
+        form: _Form | None = self._find_form(x, [], [], set())
+        return form
 
     def _find_forms(self, call: Call, last: Node | None, result: Any) -> Any:
         again = self.sign(call.operation, call.args, call.kwargs)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fzero
 from fzero.base.torch_private import storage_key
+from fzero.program.open import find_difference
 from fzero.program.program import Program
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.trace import trace
@@ -127,3 +128,43 @@ def test_nothing_is_known_in_inference_mode() -> None:
             return [(x + 1) * 2 for _ in range(3)]
 
     assert len(trace(step, (torch.zeros(1),), MESH).output.args[0]) == 3
+
+
+LISTS = {
+    "tensors": lambda xs: torch._foreach_add(xs, [x.double() for x in xs]),
+    "numbers": lambda xs: torch._foreach_mul(xs, [2, 2.0, 2, True, 2.0, 2]),
+    "transposed": lambda xs: torch._foreach_neg([x.T for x in xs]),
+    "norms": lambda xs: torch._foreach_norm([x.float() for x in xs]),
+    "one number": lambda xs: torch._foreach_lerp([x.float() for x in xs], [x.float() for x in xs], 0.5),
+    "Adam": lambda xs: [
+        y
+        for column in fzero.optim.operations.STAGES["scale_by_adam"](
+            *([x.float() for x in xs] for _ in range(3)), torch.ones(()), 0.9, 0.99, 1e-8
+        )
+        for y in column
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_function_of_lists_is_traced_as_torch_traces_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called on one position of each form: here the positions have four."""
+    forms = [(2, 3), (3, 2), (2, 3), (2, 2), (3, 2), (2, 3)]
+    given = [torch.ones(shape, dtype=torch.int64 if i == 2 else torch.float32) for i, shape in enumerate(forms)]
+
+    def step(xs: Any) -> Any:
+        return LISTS[name](xs)
+
+    ours = trace(step, (given,), MESH)
+    with monkeypatch.context() as patch:
+        patch.setattr(Repeats, "learn_lists", lambda self, call: False)
+        theirs = trace(step, (given,), MESH)
+    assert find_difference(ours, theirs) is None
+
+
+def test_a_function_of_lists_is_called_on_one_position_of_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    find = Repeats._find_new
+    monkeypatch.setattr(Repeats, "_find_new", lambda self, x, memory: (counts.append(x), find(self, x, memory))[1])
+    trace(lambda xs: torch._foreach_neg(xs), ([torch.zeros(2 + i % 2) for i in range(50)],), MESH)
+    assert len(counts) == 2
