@@ -27,7 +27,6 @@ from fzero.program.program import Program
 from fzero.program.records import body_of, early_of, find_writes, record
 from fzero.ranks.live import Live
 
-_SEED = Expression("seed")
 Runner = Callable[[list[Tensor]], list[Tensor]]
 Compile = Callable[[Fragment], Callable[..., Any]]
 CompileOpen = Callable[[Fragment], Callable[[Sequence[int]], Callable[..., Any]]]
@@ -123,18 +122,18 @@ def _generate(
     """The code of a program. That of a `template` takes the numbers that are computed from sizes."""
     begun: list[Early] = []
     kinds = infer(program) if is_held and has_foreign(program) else None
-    source = Source(program.name, ("calls", "seed", "numbers"), program.graph)
+    source = Source(program.name, program.graph)
     calls: dict[str, Call] = {}
     bound: dict[str, Node] = {}
     loops: dict[str, tuple[Node, _Linked]] = {}
     fragments: dict[Fragment, str] = {}
     for node in program.graph.nodes:
         if node.op == "output" or find_writes(node):  # other ranks may still read memory that this rank has sent
-            source.run("calls.settle()")
+            source.run(f"{source.calls}.settle()")
         args, kwargs = node.args, node.kwargs
         is_open = template is not None and template.is_open(node)
         if template is not None and node in template.arguments:
-            args, kwargs = fill_numbers(template.arguments[node], lambda i: Expression(f"numbers[{i}]"))
+            args, kwargs = fill_numbers(template.arguments[node], lambda i: Expression(f"{source.numbers}[{i}]"))
         if node.op == "placeholder":
             source.take(node)
         elif node.op == "output":
@@ -143,7 +142,7 @@ def _generate(
             source.set(node, source.name(program.constants[node.target]))
         elif isinstance(node.target, Fragment):
             name = fragments.setdefault(node.target, f"fragment_{len(fragments)}")
-            source.set(node, source.call(f"calls.{name}", args, kwargs))
+            source.set(node, source.call(f"{source.calls}.{name}", args, kwargs))
         elif (body := body_of(node)) is not None:
             name = f"loop_{len(calls) + len(loops)}"
             if template is not None:
@@ -152,7 +151,7 @@ def _generate(
             else:
                 run = _link_turns(node, *_link(body, on, compile, is_held, early_of(node)))
                 calls[name] = Call(run, name, False, False)
-            source.set(node, source.call(f"calls.{name}", (_SEED, *operands(args)), {}))
+            source.set(node, source.call(f"{source.calls}.{name}", (source.seed, *operands(args)), {}))
         elif not (is_open or (kinds and is_foreign(node))) and (span := _find_span(program, node, on)) is not None:
             source.set(node, _take_view(source, args[0], span, node))
         elif record(node).perform is not None or (kinds and is_foreign(node)):
@@ -162,8 +161,8 @@ def _generate(
                 wait = next((bind(program, user, on, kinds).run for user in node.users if record(user).arrives), None)
                 begun.append(Early(node, early[node], calls[name].run, begun, wait))
                 calls[name] = calls[name]._replace(run=begun[-1])
-            how = {**kwargs, "seed": _SEED} if record(node).draws else kwargs
-            source.set(node, source.call(f"calls.{name}", args, how))
+            how = {**kwargs, "seed": source.seed} if record(node).draws else kwargs
+            source.set(node, source.call(f"{source.calls}.{name}", args, how))
         else:
             source.set(node, source.call_target(node.target, args, kwargs))
     return _Linked(source.make(), calls, bound, loops, fragments, list(program.graph.nodes), begun)

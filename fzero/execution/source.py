@@ -25,15 +25,17 @@ class Expression(str):
 
 
 class Source:
-    """The lines of a function, and the objects that they name.
+    """The lines of a function, and the objects that they name. Its first parameters are `calls`, `seed` and `numbers`.
 
     A node's variable has the node's name, and is dropped on the line of its last use. Numbers, texts, lists and slices
     are written as they are; every other object is a global of the function, under a name that no node has.
     """
 
-    def __init__(self, name: str, parameters: Sequence[str], graph: fx.Graph) -> None:
-        self._name, self._parameters, self._lines = name, list(parameters), list[str]()
-        self._taken = {*parameters, *(node.name for node in graph.nodes)}
+    def __init__(self, name: str, graph: fx.Graph) -> None:
+        self._name, self._lines = name, list[str]()
+        self._taken = {node.name for node in graph.nodes}  # also names of state that a pass added, such as "seed"
+        self.calls, self.seed, self.numbers = (Expression(self._find_free(x)) for x in ("calls", "seed", "numbers"))
+        self._parameters: list[str] = [self.calls, self.seed, self.numbers]
         self._globals: dict[str, Any] = {}
         self._names: dict[Any, str] = {}  # of globals, by identity
         self._dropped = _find_last_uses(graph)
@@ -97,9 +99,7 @@ class Source:
             return self._names[key]
         words = getattr(x, "__qualname__", None) or getattr(x, "__name__", None) or type(x).__name__
         base = "".join(c if c.isidentifier() or c.isdigit() else "_" for c in str(words)).strip("_0123456789")
-        names = (f"{base or 'value'}_{i}" for i in itertools.count())
-        name = next(name for name in names if name not in self._taken)
-        self._taken.add(name)
+        name = self._find_free(f"{base or 'value'}_0")
         self._globals[name], self._names[key] = x, name
         return name
 
@@ -114,6 +114,13 @@ class Source:
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
         weakref.finalize(made, linecache.cache.pop, file, None)
         return made
+
+    def _find_free(self, wanted: str) -> str:
+        """A name that no node and no other object has."""
+        names = itertools.chain([wanted], (f"{wanted}_{i}" for i in itertools.count(1)))
+        name = next(name for name in names if name not in self._taken)
+        self._taken.add(name)
+        return name
 
     def _drop(self, node: Node) -> str:
         dropped = self._dropped.get(node)
