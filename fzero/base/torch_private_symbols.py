@@ -14,6 +14,7 @@ _REMEMBERED = ("_add", "_sub", "_mul", "_mod", "_int_floordiv", "_eq", "_ne", "_
 
 @cache
 def _find_environment() -> type:
+    from sympy.logic.boolalg import BooleanAtom  # type: ignore[import-untyped]
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
 
     nowhere = SLoc(None, None)
@@ -27,6 +28,18 @@ def _find_environment() -> type:
             result = super().evaluate_expr(*args, **kwargs)
             self.lines.extend([self.find_line()] * (len(self.guards) - len(self.lines)))
             return result
+
+        def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(sym_node._expr, BooleanAtom):  # two questions of three
+                return sym_node._expr
+            version = getattr(self, "_replacements_version_counter", None)
+            key = "asked", sym_node._expr, version, args, *kwargs
+            if version is None or key not in self.known:
+                answer = super().evaluate_sym_node(sym_node, *args, **kwargs)
+                if version is None or self._suppress_guards_tls():  # no condition was noted
+                    return answer
+                self.known[key] = answer
+            return self.known[key]
 
         def _get_stack_summary(self, *args: Any, **kwargs: Any) -> Any:
             return nowhere, ""  # torch's own reads the stack, and imports 370 modules to see which frames are its own
