@@ -14,7 +14,6 @@ _REMEMBERED = ("_add", "_sub", "_mul", "_mod", "_int_floordiv", "_eq", "_ne", "_
 
 @cache
 def _find_environment() -> type:
-    from sympy.logic.boolalg import BooleanAtom  # type: ignore[import-untyped]
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
 
     nowhere = SLoc(None, None)
@@ -30,8 +29,6 @@ def _find_environment() -> type:
             return result
 
         def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(sym_node._expr, BooleanAtom):  # two questions of three
-                return sym_node._expr
             version = getattr(self, "_replacements_version_counter", None)
             key = "asked", sym_node._expr, version, args, *kwargs
             if version is None or key not in self.known:
