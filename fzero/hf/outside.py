@@ -15,7 +15,7 @@ from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.hf.checks import check_model, check_values, refuse_use
-from fzero.hf.padding import cut_to_own
+from fzero.hf.padding import cut_to_own, pad_to_rung
 from fzero.hf.sliced import Call, Held, Sliced, refuse_stale, stand_for
 from fzero.hf.trainer import Trainer
 from fzero.training.models import find_store, lower_modes, partition_model
@@ -95,13 +95,18 @@ class Outside(Trainer):
 
         return Sliced(structure, compile, self._call, self._virtual_ranks)
 
+    def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """As in `Trainer`, and further, to one of few lengths: `compute_loss` sees no padding, whatever it computes."""
+        most = getattr(getattr(self._structure, "config", None), "max_position_embeddings", None)
+        return pad_to_rung(super()._pad(inputs), self.label_names, self._pad_token, most)
+
     @property
     def _virtual_ranks(self) -> int:
         """How many ranks of the mesh run in this process."""
         return mesh_shape(self.mesh).size() // self.accelerator.num_processes
 
     def _compute(self, compute: Callable[..., Any], held: Held, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What `compute` returns for inputs of the length of the longest rank, cut to that of this rank."""
+        """What `compute` returns for inputs that are padded to one length on all ranks, cut to that of this rank."""
         given = {name: x for name, x in kwargs.items() if name not in OF_PACKING}
         padded = self._pad(given)
         if "attention_mask" not in given and "position_ids" in given:
