@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
-from fzero.hf.checks import check_model, check_values, refuse_use
+from fzero.hf.checks import check_frozen, check_model, check_values, refuse_use
 from fzero.hf.padding import cut_to_own, pad_to_rung
 from fzero.hf.sliced import Call, Held, Sliced, refuse_stale, stand_for
 from fzero.hf.trainer import Trainer
 from fzero.training.models import find_store, lower_modes, partition_model
 from fzero.training.programs import compile_function
-from fzero.training.spent import spend_model
+from fzero.training.spent import let_freeze, spend_model
 
 OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What a collator says of packed rows beside `position_ids`, for kernels that are not here. Masks are made from
@@ -60,7 +60,8 @@ class Outside(Trainer):
         self.model = self.model_wrapped = stand_for(structure, self._call_model, self._generate)
         self._is_bound = True
         try:
-            yield self.model
+            with let_freeze(structure):
+                yield self.model
         finally:
             self.model, self.model_wrapped, self._is_bound = structure, wrapped, False
 
@@ -78,6 +79,7 @@ class Outside(Trainer):
         held = Held(self.sharded.params, self.sharded.buffers)
         compute: Any = self._sliced.forward
         if torch.is_grad_enabled():
+            check_frozen(self._structure, self.sharded.params)
             compute = functools.partial(self._sliced.follow, add=self._add_gradients)
         output, after = self._compute(compute, held, args, kwargs)
         if self.model.training:
