@@ -57,7 +57,7 @@ class Outside(Trainer):
             return
         self._adopt()
         structure, wrapped = self.model, self.model_wrapped
-        self.model = self.model_wrapped = stand_for(structure, self._call_model, self._generate)
+        self.model = self.model_wrapped = stand_for(structure, self._call_model, self._generate_from_slices)
         self._is_bound = True
         try:
             with let_freeze(structure):
@@ -65,7 +65,7 @@ class Outside(Trainer):
         finally:
             self.model, self.model_wrapped, self._is_bound = structure, wrapped, False
 
-    def _generate(self, *args: Any, **named: Any) -> Any:
+    def _generate_from_slices(self, *args: Any, **named: Any) -> Any:
         bound, self.model = self.model, self._structure
         try:
             return self.generate(*args, **named)
@@ -99,7 +99,8 @@ class Outside(Trainer):
 
     def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """As in `Trainer`, and further, to one of few lengths: `compute_loss` sees no padding, whatever it computes."""
-        most = getattr(getattr(self._structure, "config", None), "max_position_embeddings", None)
+        is_packed = "position_ids" in inputs  # then positions begin anew in each row
+        most = None if is_packed else getattr(self._structure.config, "max_position_embeddings", None)
         return pad_to_rung(super()._pad(inputs), self.label_names, self._pad_token, most)
 
     @property
@@ -119,7 +120,7 @@ class Outside(Trainer):
     def _cut(self, output: Any, given: Mapping[str, Any], padded: Mapping[str, Any]) -> Any:
         """An output without the results at padding. Those of a fused head are of all positions but the last."""
         if not given.get("fused_lm_head"):
-            sizes = [x for x in vars(getattr(self._structure, "config", self._structure)).values() if isinstance(x, int)]
+            sizes = [x for x in vars(self._structure.config).values() if isinstance(x, int)]
             return cut_to_own(output, given, padded, self.label_names, sizes)
         more = padded["labels"].shape[1] - given["labels"].shape[1]
         if not more:

@@ -132,7 +132,7 @@ class Call:
 def _describe(structure: nn.Module) -> tuple[Any, ...]:
     """What of a structure may change between calls, and changes what they compute. `disable_adapter` of peft replaces
     the forward of a model with virtual tokens, and tells the layers of others."""
-    is_checkpointing = getattr(structure, "is_gradient_checkpointing", False)
+    is_checkpointing = getattr(structure, "is_activation_checkpointing", False)
     return structure.training, is_checkpointing, "forward" in vars(structure), list_active(structure)
 
 

@@ -91,3 +91,8 @@ class DPOTrainer(_WithReference, trl.DPOTrainer, _Base):
             self._finish()
         with self._bind():
             return super()._precompute_ref_logps(*args, **named)
+
+
+class GRPOTrainer(_WithReference, trl.GRPOTrainer, _Base):
+    """TRL's GRPOTrainer, with its arguments and those of `fzero.hf.Trainer`. Completions come from slices
+    (`fzero.hf.Generator`)."""
