@@ -48,8 +48,8 @@ def list_active(model: nn.Module) -> frozenset[tuple[bool, tuple[str, ...]]]:
     """Which adapters of a model are active: for each kind of layer, whether all are disabled, and the active ones."""
     if not has_adapters(model):
         return frozenset()
-    layers = [each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool)]
-    return frozenset((each.disable_adapters, tuple(each.active_adapters)) for each in layers)  # type: ignore[arg-type]
+    layers: list[Any] = [each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool)]
+    return frozenset((each.disable_adapters, tuple(each.active_adapters)) for each in layers)
 
 
 def list_files(model: Any) -> list[str]:

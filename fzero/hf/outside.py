@@ -12,15 +12,13 @@ import transformers
 from torch import Tensor, nn
 
 from fzero import tree
-from fzero.base.errors import FzeroError
-from fzero.base.mesh import mesh_shape
-from fzero.hf.checks import check_frozen, check_model, check_values, refuse_use
+from fzero.hf.checks import check_frozen
 from fzero.hf.padding import cut_to_own, pad_to_rung
 from fzero.hf.sliced import Call, Held, Sliced, refuse_stale, stand_for
 from fzero.hf.trainer import Trainer
-from fzero.training.models import find_store, lower_modes, partition_model
+from fzero.ranks.live import find_ranks
 from fzero.training.programs import compile_function
-from fzero.training.spent import let_freeze, spend_model
+from fzero.training.spent import let_freeze
 
 OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What a collator says of packed rows beside `position_ids`, for kernels that are not here. Masks are made from
@@ -35,6 +33,7 @@ class Outside(Trainer):
     Trainer. An update computes the forward pass once more than `fzero.hf.Trainer` does.
     """
 
+    model_wrapped: Any
     _sliced: Sliced | None = None
     _is_bound = False
 
@@ -75,13 +74,13 @@ class Outside(Trainer):
     def _call_model(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model for this rank's batch. All ranks call the model together."""
         if self._sliced is None:
-            self._sliced = self._make_sliced(self._structure, "model")
+            self._sliced = self.make_sliced(self._structure, "model")
         held = Held(self.sharded.params, self.sharded.buffers)
         compute: Any = self._sliced.forward
         if torch.is_grad_enabled():
             check_frozen(self._structure, self.sharded.params)
             compute = functools.partial(self._sliced.follow, add=self._add_gradients)
-        output, after = self._compute(compute, held, args, kwargs)
+        output, after = self.compute(compute, held, args, kwargs)
         if self.model.training:
             self.sharded = self.sharded._replace(buffers=after.buffers)
         return output
@@ -91,11 +90,13 @@ class Outside(Trainer):
             raise refuse_stale(call)
         self._sums = find_sums(self._sums)
 
-    def _make_sliced(self, structure: nn.Module, what: str) -> Sliced:
+    def make_sliced(self, structure: nn.Module, what: str) -> Sliced:
+        """The calls of a model in slices of the mesh. `what` is its name in logs."""
+
         def compile(name: str, function: Callable[..., Any], **how: Any) -> Any:
             return compile_function(function, self.mesh, title=f"Trainer: {name} of the {what}", **self._how, **how)
 
-        return Sliced(structure, compile, self._call, self._virtual_ranks)
+        return Sliced(structure, compile, self._call, self.virtual_ranks)
 
     def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """As in `Trainer`, and further, to one of few lengths: `compute_loss` sees no padding, whatever it computes."""
@@ -104,11 +105,11 @@ class Outside(Trainer):
         return pad_to_rung(super()._pad(inputs), self.label_names, self._pad_token, most)
 
     @property
-    def _virtual_ranks(self) -> int:
+    def virtual_ranks(self) -> int:
         """How many ranks of the mesh run in this process."""
-        return mesh_shape(self.mesh).size() // self.accelerator.num_processes
+        return len(find_ranks(self.mesh).numbers)
 
-    def _compute(self, compute: Callable[..., Any], held: Held, args: Any, kwargs: dict[str, Any]) -> Any:
+    def compute(self, compute: Callable[..., Any], held: Held, args: Any, kwargs: dict[str, Any]) -> Any:
         """What `compute` returns for inputs that are padded to one length on all ranks, cut to that of this rank."""
         given = {name: x for name, x in kwargs.items() if name not in OF_PACKING}
         padded = self._pad(given)
@@ -125,25 +126,4 @@ class Outside(Trainer):
         more = padded["labels"].shape[1] - given["labels"].shape[1]
         if not more:
             return output
-        return tree.map(
-            lambda x: x[:, : x.shape[1] - more] if isinstance(x, Tensor) and x.ndim == 2 else x, output
-        )
-
-    def _shard_frozen(self, model: nn.Module, what: str) -> Any:
-        """A further model, whose values move into slices and are not trained. It is called as a whole one, by all ranks
-        together."""
-        check_model(model)
-        check_values(model)
-        lowered = lower_modes(model)
-        if lowered.buffers is not None:
-            problem = f"{type(model).__name__} has running statistics, which a {what} does not keep"
-            raise FzeroError(what, problem, "give it in evaluation mode")
-        held = Held(partition_model(model, lowered.params, find_store(model), self.mesh), None)
-        spend_model(model, self.args.device, refuse_use)
-        sliced = self._make_sliced(model, what)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                return self._compute(sliced.forward, held, args, kwargs)[0]
-
-        return stand_for(model, call)
+        return tree.map(lambda x: x[:, : x.shape[1] - more] if isinstance(x, Tensor) and x.ndim == 2 else x, output)

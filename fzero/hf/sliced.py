@@ -140,7 +140,10 @@ def stand_for(structure: nn.Module, call: Callable[..., Any], generate: Callable
     """An object that is `structure`, in its class and its attributes, which it shares. A call of it is
     `call(*args, **kwargs)`, and its `generate` the given one."""
     cls: Any = type(structure)
-    replaced: dict[str, Any] = {"__module__": cls.__module__, "__call__": lambda _, *args, **named: call(*args, **named)}
+    replaced: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__call__": lambda _, *args, **named: call(*args, **named),
+    }
     if generate is not None:
         replaced["generate"] = lambda _, *args, **named: generate(*args, **named)
     made: Any = type(cls.__name__, (cls,), replaced)

@@ -93,8 +93,8 @@ class _Binder:
         for function, made in self._functions:
             made.__defaults__, made.__kwdefaults__ = map(self._copy, (function.__defaults__, function.__kwdefaults__))
             vars(made).update(self._copy(vars(function)))
-        for made, make in self._values:
-            made.value = make()
+        for later, make in self._values:
+            later.value = make()
 
     def _add_later(self, value: Any, made: _Later, make: Callable[[], Any]) -> None:
         self._values.append((made, make))
