@@ -32,7 +32,7 @@ def make_language_model(folder: Path, cls: Any = LlamaForCausalLM) -> Any:
     base = folder.parent / cls.__name__
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=1, num_labels=1,
     )  # fmt: skip
     if not base.is_dir():
@@ -102,10 +102,12 @@ def read_all_logs(trainer: Any) -> list[dict[str, float]]:
     ]
 
 
-def assert_equal_logs(got: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_equal_logs(
+    got: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float = TOLERANCE
+) -> None:
     assert len(got) == len(expected) > 0
     for ours, theirs in zip(got, expected):
-        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
 
 
 def find_class(module: Any, kind: str) -> Any:

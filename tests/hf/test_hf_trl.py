@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +11,50 @@ pytest.importorskip("accelerate")  # without which transformers has no Trainer
 pytest.importorskip("peft")
 pytest.importorskip("trl", reason="TRL is not installed: pip install fzero[trl]")
 
-import peft
 import torch
-import transformers
 import trl
 from hf_trl import (
+    TOLERANCE,
     assert_equal_logs,
     find_class,
-    make_language_model,
-    make_rows,
-    make_tokenizer,
     make_trainer,
     read_all_logs,
 )
 from safetensors.torch import load_file
 
 import fzero.hf
-from fzero import FzeroError, VirtualMesh
+from fzero import VirtualMesh
 
 CASES: dict[str, dict[str, Any]] = {
     "SFT of texts": {"kind": "text"},
-    "SFT of completions": {"kind": "SFT", "changed": {"gradient_accumulation_steps": 2, "max_steps": 6}},
+    "SFT of completions, several batches an update": {"kind": "SFT", "changed": {"gradient_accumulation_steps": 2}},
     "SFT of packed texts": {
         "kind": "text", "ranks": 1, "changed": {"packing": True, "max_length": 40, "per_device_train_batch_size": 2},
     },
     "SFT of wrapped texts": {
-        "kind": "text", "changed": {"packing": True, "packing_strategy": "wrapped", "max_length": 12},
+        "kind": "text",
+        "changed": {"packing": True, "packing_strategy": "wrapped", "max_length": 12, "dataloader_drop_last": True},
     },
     "SFT of adapters": {"kind": "SFT", "lora": "new"},
     "SFT without checkpointing, DFT": {
         "kind": "SFT", "changed": {"gradient_checkpointing": False, "loss_type": "dft", "max_steps": 4},
     },
-    "SFT in bfloat16, label smoothing": {
-        "kind": "SFT", "changed": {"bf16": True, "label_smoothing_factor": 0.1, "max_steps": 4},
-    },
+    "SFT with label smoothing": {"kind": "SFT", "changed": {"label_smoothing_factor": 0.1, "max_steps": 4}},
+    "SFT in bfloat16": {"kind": "SFT", "changed": {"bf16": True, "max_steps": 4}},
     "DPO": {"kind": "DPO"},
     "DPO of new adapters": {"kind": "DPO", "lora": "new"},
     "DPO of given adapters": {"kind": "DPO", "lora": "given", "changed": {"max_steps": 4}},
     "DPO with a computed reference": {"kind": "DPO", "changed": {"precompute_ref_log_probs": True, "max_steps": 4}},
     "DPO with a reference that moves, weights": {
-        "kind": "DPO", "changed": {
+        "kind": "DPO",
+        "changed": {
             "sync_ref_model": True, "ref_model_sync_steps": 2, "use_weighting": True, "ld_alpha": 0.5, "max_steps": 5,
         },
     },
     "Reward": {"kind": "Reward", "changed": {"center_rewards_coefficient": 0.01}},
     "GRPO": {"kind": "GRPO"},
     "GRPO of adapters": {
-        "kind": "GRPO", "lora": "new", "changed": {
-            "max_steps": 4, "num_iterations": 2, "top_entropy_quantile": 0.5, "gradient_checkpointing": False,
-        },
+        "kind": "GRPO", "lora": "new", "changed": {"max_steps": 4, "num_iterations": 2, "top_entropy_quantile": 0.5},
     },
 }  # fmt: skip
 
@@ -74,7 +68,7 @@ def train(module: Any, folder: Path, kind: str, ranks: int = 2, resume: Any = No
     return trainer
 
 
-def assert_equal_weights(ours: Path, theirs: Path) -> None:
+def assert_equal_weights(ours: Path, theirs: Path, tolerance: float) -> None:
     """Files of the same names, and tensors of the same values. README.md is of `create_model_card`."""
     files = {folder: sorted(str(x.relative_to(folder)) for x in folder.rglob("*")) for folder in (ours, theirs)}
     assert files[ours] == files[theirs]
@@ -84,7 +78,7 @@ def assert_equal_weights(ours: Path, theirs: Path) -> None:
         mine, their = load_file(ours / name), load_file(theirs / name)
         assert mine.keys() == their.keys()
         for key, x in mine.items():
-            torch.testing.assert_close(x, their[key], rtol=1e-4, atol=1e-4, msg=lambda text, k=key: k + text)
+            torch.testing.assert_close(x, their[key], rtol=tolerance, atol=tolerance, msg=lambda text, k=key: k + text)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,5 +87,6 @@ def test_logs_and_files_are_those_of_trl(case: str, tmp_path: Path) -> None:
     named = {name: x for name, x in CASES[case].items() if name != "ranks"}
     expected = train(trl, tmp_path / "theirs", **named)
     got = train(fzero.hf, tmp_path / "ours", **ranks, **named)
-    assert_equal_logs(read_all_logs(got), read_all_logs(expected))
-    assert_equal_weights(tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+    tolerance = 1e-3 if "bfloat16" in case else TOLERANCE  # autocast rounds to 8 bits
+    assert_equal_logs(read_all_logs(got), read_all_logs(expected), tolerance)
+    assert_equal_weights(tmp_path / "ours" / "last", tmp_path / "theirs" / "last", tolerance)
