@@ -82,7 +82,7 @@ def make_trainer(cls: Any, folder: Path, kind: str, *, lora: str = "", changed: 
         "DPO": trl.DPOConfig, "Reward": trl.RewardConfig, "GRPO": trl.GRPOConfig
     }  # fmt: skip
     plain: dict[str, Any] = {
-        "output_dir": str(folder), "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
         "max_steps": UPDATES, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "disable_tqdm": True,
         "save_strategy": "no", "use_cpu": True, "bf16": False, "seed": 3, "dataloader_pin_memory": False,
     }  # fmt: skip

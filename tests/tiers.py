@@ -34,6 +34,9 @@ SLOW = frozenset(
     test_metrics_are_of_the_tokens_that_transformers_generates test_predicted_memory_bounds_that_of_each_rank
     test_predicted_comm_is_what_each_rank_exchanges test_training_goes_on_from_adapters
     test_peft_reads_what_was_saved_and_generates_the_same_tokens test_arguments_mean_the_same_for_adapters
+    test_logs_and_files_are_those_of_trl test_a_model_of_from_pretrained_trains_and_takes_no_peft_config
+    test_plain_libraries_read_what_was_saved test_metrics_of_logits_and_a_loss_function_of_the_user_are_those_of_trl
+    test_training_of_trl_goes_on_from_a_checkpoint test_a_loss_of_parameters_that_have_changed_is_refused
     test_adapters_of_another_shape_are_refused test_a_random_step_from_a_file_is_the_one_that_was_traced
     """.split()
 )

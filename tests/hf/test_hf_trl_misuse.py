@@ -111,7 +111,7 @@ def test_a_model_of_from_pretrained_trains_and_takes_no_peft_config(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_training_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_training_of_trl_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     changed = {**FEW, "save_strategy": "steps", "save_steps": 2}
     whole = make_ours(tmp_path / "whole", kind, lora="new", changed=changed)
     whole.train()
