@@ -26,6 +26,8 @@ REFUSED = {
     "activation_offloading": "leave it out: gradient_checkpointing=True computes activations again",
 }
 """The fields of TRL's configurations that are refused, with what to do instead."""
+STATEFUL = frozenset({"linear_attention", "conv"})
+"""The types of layers of transformers' configurations that see earlier tokens in another way than by attention."""
 
 
 def check_release() -> None:
@@ -66,6 +68,9 @@ def check_options(args: Any, model: Any, virtual_ranks: int) -> None:
     if "flash" in attention:
         problem = f"joins rows for kernels of {attention!r}, which take lengths that change from batch to batch"
         raise FzeroError(f"{name}: {joins}", problem, 'give a model with attn_implementation="sdpa"')
+    if getattr(model, "_is_stateful", False) or STATEFUL & set(getattr(model.config, "layer_types", None) or ()):
+        problem = f"joins rows, and {type(model).__name__} has layers with a state, which would go from row to row"
+        raise FzeroError(f"{name}: {joins}", problem, 'leave it out, or give packing_strategy="wrapped"')
     if virtual_ranks > 1:
         problem = f"joins the rows of a batch into one, which {virtual_ranks} virtual ranks cannot share"
         way_out = 'give packing_strategy="wrapped", VirtualMesh(fsdp=1), or ranks of torchrun'
