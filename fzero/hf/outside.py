@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fzero import tree
 from fzero.hf.checks import check_frozen
-from fzero.hf.padding import cut_to_own, pad_to_rung
+from fzero.hf.padding import cut_to_own, pad_to_longest, pad_to_rung
 from fzero.hf.sliced import Call, Held, Sliced, refuse_stale, stand_for
 from fzero.hf.trainer import Trainer
 from fzero.ranks.live import find_ranks
@@ -100,9 +100,11 @@ class Outside(Trainer):
 
     def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """As in `Trainer`, and further, to one of few lengths: `compute_loss` sees no padding, whatever it computes."""
+        labels = {*self.label_names, "labels"}
         is_packed = "position_ids" in inputs  # then positions begin anew in each row
         most = None if is_packed else getattr(self._structure.config, "max_position_embeddings", None)
-        return pad_to_rung(super()._pad(inputs), self.label_names, self._pad_token, most)
+        padded = pad_to_longest(inputs, self._members, labels, self._pad_token)
+        return pad_to_rung(padded, labels, self._pad_token, most)
 
     @property
     def virtual_ranks(self) -> int:

@@ -60,21 +60,32 @@ def check_options(args: Any, model: Any, virtual_ranks: int) -> None:
     for field, way_out in REFUSED.items():
         if getattr(args, field, None):
             raise FzeroError(f"{name}: {field}", f"is {getattr(args, field)!r}, which is not supported", way_out)
+    _check_joined_rows(args, model, virtual_ranks)
+
+
+def _check_joined_rows(args: Any, model: Any, virtual_ranks: int) -> None:
+    """Refuse to join the rows of a batch into one, where something would go from row to row, or padding would count."""
+    name, config = type(args).__name__, model.config
     is_packed = getattr(args, "packing", False) and args.packing_strategy != "wrapped"
     joins = "packing" if is_packed else "padding_free" if getattr(args, "padding_free", False) else None
     if joins is None or name == "DPOConfig":  # which TRL 1.16 pads all the same
         return
-    attention = str(getattr(model.config, "_attn_implementation", None))
+    where, wrapped = f"{name}: {joins}", 'packing_strategy="wrapped"'
+    attention = str(getattr(config, "_attn_implementation", None))
     if "flash" in attention:
         problem = f"joins rows for kernels of {attention!r}, which take lengths that change from batch to batch"
-        raise FzeroError(f"{name}: {joins}", problem, 'give a model with attn_implementation="sdpa"')
-    if getattr(model, "_is_stateful", False) or STATEFUL & set(getattr(model.config, "layer_types", None) or ()):
+        raise FzeroError(where, problem, 'give a model with attn_implementation="sdpa"')
+    if getattr(model, "_is_stateful", False) or STATEFUL & set(getattr(config, "layer_types", None) or ()):
         problem = f"joins rows, and {type(model).__name__} has layers with a state, which would go from row to row"
-        raise FzeroError(f"{name}: {joins}", problem, 'leave it out, or give packing_strategy="wrapped"')
+        raise FzeroError(where, problem, f"leave it out, or give {wrapped}")
+    weight = getattr(args, "router_aux_loss_coef", None)
+    weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
+    if weight and hasattr(config, "output_router_logits"):
+        problem = f"joins rows without a mask, and the load of experts, which weighs {weight}, would count padding"
+        raise FzeroError(where, problem, f"give router_aux_loss_coef=0.0, or {wrapped}")
     if virtual_ranks > 1:
         problem = f"joins the rows of a batch into one, which {virtual_ranks} virtual ranks cannot share"
-        way_out = 'give packing_strategy="wrapped", VirtualMesh(fsdp=1), or ranks of torchrun'
-        raise FzeroError(f"{name}: {joins}", problem, way_out)
+        raise FzeroError(where, problem, f"give {wrapped}, VirtualMesh(fsdp=1), or ranks of torchrun")
 
 
 def list_fields(args: Any) -> Iterator[str]:

@@ -90,6 +90,12 @@ def test_options_that_a_model_or_a_missing_package_rules_out_name_themselves(tmp
     model.config._attn_implementation, model.config.layer_types = "sdpa", ["full_attention", "conv"]
     with pytest.raises(FzeroError, match=r"packing: joins rows, and LlamaForCausalLM has layers with a state"):
         check_options(args, model, 1)
+    model.config.layer_types, model.config.output_router_logits = None, False
+    model.config.router_aux_loss_coef = 0.01
+    with pytest.raises(FzeroError, match=r"packing: joins rows without a mask.*weighs 0.01.*router_aux_loss_coef=0"):
+        check_options(args, model, 1)
+    args.router_aux_loss_coef = 0.0
+    check_options(args, model, 1)
     vllm = trl.GRPOConfig(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False)
     with pytest.raises(FzeroError, match=r"GRPOConfig: use_vllm: is True"):
         check_options(vllm, model, 1)
