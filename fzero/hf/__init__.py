@@ -18,19 +18,18 @@ from fzero.hf.seq2seq import Seq2SeqTrainer  # noqa: E402
 from fzero.hf.trainer import Trainer  # noqa: E402
 
 if TYPE_CHECKING:
-    from fzero.hf.trl_trainers import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
+    from fzero.hf.trl_trainers import DPOTrainer as DPOTrainer
+    from fzero.hf.trl_trainers import GRPOTrainer as GRPOTrainer
+    from fzero.hf.trl_trainers import RewardTrainer as RewardTrainer
+    from fzero.hf.trl_trainers import SFTTrainer as SFTTrainer
 
 __all__ = [
-    "DPOTrainer",
-    "GRPOTrainer",
     "Generator",
     "Pretrained",
-    "RewardTrainer",
-    "SFTTrainer",
     "Seq2SeqTrainer",
     "Trainer",
     "from_pretrained",
-]
+]  # and TRL's, if installed
 
 
 def __getattr__(name: str) -> Any:
