@@ -17,6 +17,10 @@ from fzero.training.models import find_store, lower_modes, partition_model
 from fzero.training.programs import compile_function
 from fzero.training.spent import spend_model
 
+WITHOUT_AUTOCAST = "_original_forward"
+"""The attribute where accelerate's `prepare_model` keeps the forward that it put autocast around. Programs have their
+own autocast."""
+
 
 class Reference:
     """A model whose values move into slices. `stand_in` is called as the whole model, by all ranks together.
@@ -28,6 +32,8 @@ class Reference:
     def __init__(self, trainer: Outside, model: nn.Module) -> None:
         check_model(model)
         check_values(model)
+        if WITHOUT_AUTOCAST in vars(model):
+            model.forward = vars(model).pop(WITHOUT_AUTOCAST)
         lowered = lower_modes(model)
         if lowered.buffers is not None:
             problem = f"{type(model).__name__} has running statistics, which a reference does not keep"

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "SFT with label smoothing": {"kind": "SFT", "changed": {"label_smoothing_factor": 0.1, "max_steps": 4}},
     "SFT in bfloat16": {"kind": "SFT", "changed": {"bf16": True, "max_steps": 4}},
     "DPO": {"kind": "DPO"},
+    "DPO in bfloat16": {"kind": "DPO", "changed": {"bf16": True, "gradient_checkpointing": False, "max_steps": 2}},
     "DPO of new adapters": {"kind": "DPO", "lora": "new"},
     "DPO of given adapters": {"kind": "DPO", "lora": "given", "changed": {"max_steps": 4}},
     "DPO with a computed reference": {"kind": "DPO", "changed": {"precompute_ref_log_probs": True, "max_steps": 4}},
