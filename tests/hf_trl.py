@@ -68,7 +68,7 @@ def make_trainer(cls: Any, folder: Path, kind: str, *, lora: str = "", changed: 
         "Reward": ["chosen", "rejected"], "GRPO": ["prompt"],
     }  # fmt: skip
     made = LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM
-    model = make_language_model(folder, made)
+    model = named.pop("model", None) or make_language_model(folder, made)
     if lora:
         config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA)
         if lora == "given":

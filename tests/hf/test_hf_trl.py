@@ -21,6 +21,7 @@ from hf_trl import (
     read_all_logs,
 )
 from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import fzero.hf
 from fzero import VirtualMesh
@@ -91,3 +92,21 @@ def test_logs_and_files_are_those_of_trl(case: str, tmp_path: Path) -> None:
     tolerance = 1e-3 if "bfloat16" in case else TOLERANCE  # autocast rounds to 8 bits
     assert_equal_logs(read_all_logs(got), read_all_logs(expected), tolerance)
     assert_equal_weights(tmp_path / "ours" / "last", tmp_path / "theirs" / "last", tolerance)
+
+
+def test_the_load_of_experts_is_logged_and_counts_as_in_trl(tmp_path: Path) -> None:
+    """On one virtual rank: on several the loss of the load is the mean of those of their parts of a batch."""
+    found = []
+    for module, mesh in ((trl, {}), (fzero.hf, {"mesh": VirtualMesh(fsdp=1)})):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, router_aux_loss_coef=0.02, pad_token_id=0))
+        changed = {"max_steps": 2, "gradient_checkpointing": False}
+        trainer = make_trainer(
+            module.SFTTrainer, tmp_path / module.__name__, "text", changed=changed, model=model, **mesh
+        )
+        trainer.train()
+        found.append(read_all_logs(trainer))
+    assert found[0][0]["aux_loss"] > 1
+    assert_equal_logs(found[1], found[0])
