@@ -72,6 +72,7 @@ def make_trainer(cls: Any, folder: Path, kind: str, *, lora: str = "", changed: 
     if lora:
         config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA)
         if lora == "given":
+            torch.manual_seed(1)
             model = peft.get_peft_model(model, config)
             for path, x in model.named_parameters():
                 if "lora_B" in path:
