@@ -32,6 +32,7 @@ from fzero.program.work import work
 from fzero.ranks.agreement import agree
 from fzero.ranks.link import Link
 from fzero.ranks.live import Live
+from fzero.values.moves import reduce
 
 SMALL = 1 << 16
 """Bytes below which the time of an operation is all launch."""
@@ -65,7 +66,7 @@ def calibrate(on: Live, program: Program, tensors: Sequence[Tensor], disk: Disk 
         failed = error
     align(failed)
     rates = rates._replace(disk=min(found))
-    return average_rates(rates, on.all_reduce, program.mesh.names, on.device)
+    return average_rates(rates, lambda x, op, axis: reduce(x, on, op, axis), program.mesh.names, on.device)
 
 
 def _copy_arguments(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,27 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fzero.layout.owners import Owners, Piece, Places, plan_owners
-from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops
+from fzero.layout.owners import Owners, Piece
+from fzero.optim.newton_schulz import NewtonSchulz
 from fzero.ranks.exchanges import AllToAll, Steps
-
-
-def orthogonalize_leaves(
-    slices: Sequence[Tensor],
-    places: Places,
-    rank: int,
-    axis: str,
-    blocks: Blocks,
-    how: NewtonSchulz,
-) -> Steps:
-    """This rank's slices of these leaves, orthogonalized on the owners of their matrices."""
-    each = list(itertools.chain.from_iterable(blocks))
-    plan = plan_owners(tuple(places), tuple(block.rows for block in each), count_flops)
-    owned = yield from bring_to_owners(slices, plan, rank, axis, DTYPE)
-    made = orthogonalize_matrices(owned, plan, rank, how)
-    sizes, dtypes = [x.numel() for x in slices], [x.dtype for x in slices]
-    back = yield from bring_back(made, plan, rank, axis, [block.scale for block in each], sizes, dtypes)
-    return [x.view(like.shape) for x, like in zip(back, slices)]
 
 
 def bring_to_owners(slices: Sequence[Tensor], plan: Owners, rank: int, axis: str, dtype: torch.dtype) -> Steps:

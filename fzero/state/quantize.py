@@ -17,7 +17,7 @@ from fzero.base.frozen import is_frozen
 from fzero.layout.layout import Layout, layer_of
 from fzero.layout.ranges import intersect
 from fzero.program.blockwise import Coding, check_coding, encode
-from fzero.ranks.live import describe_leaf
+from fzero.ranks.calls import describe_leaf
 from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Stretch
 from fzero.state.fill import CHUNK_NBYTES

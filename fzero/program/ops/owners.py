@@ -18,14 +18,16 @@ from torch import Tensor
 
 from fzero.base.torch_private_functions import take_dtypes
 from fzero.layout.owners import Owners, Places, plan_owners
+from fzero.optim import newton_schulz
 from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops, count_scratch
 from fzero.program.comm import Comm
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import Node, Work, read_and_write
-from fzero.program.records import register_for_tracing
+from fzero.program.records import record, register_for_tracing
 from fzero.program.refusals import refuse_node
 from fzero.ranks.exchanges import Rank, Steps
 from fzero.ranks.owners import bring_back, bring_to_owners, orthogonalize_matrices
+from fzero.ranks.performer import MovePerformer
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -34,20 +36,21 @@ if TYPE_CHECKING:
 
 
 def orthogonalize_on_owners(
-    slices: Sequence[Tensor],
-    buckets: Sequence[str],
-    places: Places,
-    blocks: Blocks,
-    how: NewtonSchulz,
+    on: MovePerformer, slices: Sequence[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz
 ) -> list[Tensor]:
-    """The slices of these leaves, orthogonalized and flat, by three operations of a trace."""
+    """The slices of these leaves, orthogonalized: by three operations on `on`, or at once where all slices are here."""
+    if on.rank is None:
+        fulls = [x.view(layout.leaves[leaf].shape) for x, (layout, leaf) in zip(slices, places)]
+        return [made.view(x.shape) for made, x in zip(newton_schulz.orthogonalize(fulls, blocks, how), slices)]
     each = [block for row in blocks for block in row]
     rows, scales = [block.rows for block in each], [block.scale for block in each]
     plan = plan_owners(tuple(places), tuple(rows), count_flops)
-    named = list(buckets), [leaf for _, leaf in places], rows
-    owned = to_owners(slices, *named, plan.largest, DTYPE)
-    made = orthogonalize(owned, *named, *how, how.steps * plan.costliest)
-    return from_owners(made, *named, scales, [x.numel() for x in slices], [x.dtype for x in slices])
+    named = [layout for layout, _ in places], [leaf for _, leaf in places], rows
+    sizes = [len(layout.part(leaf, 0)) for layout, leaf in places]
+    owned = on.perform(record(to_owners), list(slices), *named, plan.largest, DTYPE)
+    made = on.perform(record(orthogonalize), owned, *named, *how, how.steps * plan.costliest)
+    back = on.perform(record(from_owners), made, *named, scales, sizes, [x.dtype for x in slices])
+    return [x if x.ndim == like.ndim else x.view(like.shape) for x, like in zip(back, slices)]
 
 
 def owners_of(program: Program, node: Node) -> Owners:

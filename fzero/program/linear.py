@@ -1,0 +1,137 @@
+"""Linear: the derivative of every operation whose record has a transpose.
+
+One convention makes `torch.func` transforms compose. The cotangent of a uniform or per-rank value is per-rank: its mean
+over ranks has not been taken yet. The cotangent of a sharded value is the slice of that mean. So a scatter takes a mean
+over ranks, and is the transpose of a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from fzero.base.errors import FzeroError
+from fzero.base.torch_private import below_autograd
+from fzero.layout.layout import Layout
+from fzero.program.operation import Operation
+from fzero.ranks.performer import MovePerformer, bind_axes, current_performer
+from fzero.ranks.virtual import ALONE
+
+UNPARTITION_FIRST = (
+    "take the leaf whole before the transform, with fzero.unpartition, map and differentiate plain tensors, and "
+    "average what depends on this rank's batch with fzero.pmean"
+)
+"""The way out in every error that refuses a batch."""
+
+ONE_SLICE = "a Sharded holds one slice of the leaf, not a batch of them"
+_MIXES = {
+    name: f"the mean over ranks that the transpose of its {move} takes would mix the i-th example of each rank's batch"
+    for name, move in {"scatter": "gather", "mean": "use"}.items()
+}
+
+
+class Composite(NamedTuple):
+    """A linear function that takes the place of an operation: `run(x, on, path)` of a value of the leaf at `path`, and
+    its transpose `(cotangent, path)`."""
+
+    name: str
+    run: Callable[[Tensor, MovePerformer, str], Tensor]
+    transpose: Callable[[Tensor, str], Tensor]
+
+
+def apply(operation: Operation | Composite, x: Any, *args: Any, on: MovePerformer | None = None, **kwargs: Any) -> Any:
+    """`operation(x, *args)`, differentiable by x. Performed by `on`, or else by the performer of the step."""
+    return Linear.apply(x, on or current_performer(), operation, args, kwargs)
+
+
+def make_kernel(operation: Operation) -> Callable[..., Any]:
+    """The autograd kernel of an operation of torch that has a record. It differentiates by the first argument.
+
+    Raises:
+        FzeroError: for an operation without a transpose, and where another argument is differentiated. torch's own
+            refusals come later, and in other words under torch.func.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        where, (x, *rest) = f"operation {operation.name!r}", args or (None,)
+        if any(map(_is_differentiated, (*rest, *kwargs.values()) if operation.transpose else args)):
+            problem = (
+                "has no derivative" if operation.transpose is None else "has no derivative but by its first operand"
+            )
+            way_out = "detach its operands, or call it in the forward of a torch.autograd.Function that has a backward"
+            raise FzeroError(where, problem, way_out)
+        if operation.transpose is None or not _is_differentiated(x):
+            with below_autograd():
+                return operation.target(*args, **kwargs)
+        try:
+            return Linear.apply(x, None, operation, rest, kwargs)
+        except NotImplementedError as error:
+            problem = "is differentiated by torch.func, which takes no operation that has a derivative of its own"
+            raise FzeroError(where, problem, "differentiate by fzero.grad or fzero.value_and_grad") from error
+
+    return call
+
+
+def _is_differentiated(x: Any) -> bool:
+    """Whether the transform that a kernel runs in, or autograd, differentiates by x."""
+    if not isinstance(x, Tensor):
+        return isinstance(x, (list, tuple)) and any(map(_is_differentiated, x))
+    return (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
+
+
+def perform_here(operation: Operation) -> Callable[..., Any]:
+    """The kernel of an operation outside of a step: one rank performs it."""
+    return lambda *args, **kwargs: (current_performer() or ALONE).perform(operation, *args, **kwargs)
+
+
+class Linear(torch.autograd.Function):
+    """`(x, on, operation, args, kwargs)`: a linear function of x, whose transpose the operation's record has.
+
+    * Without `on`, in the autograd kernel of the operation, torch's dispatcher goes on to what performs the operation.
+    * `torch.func.vmap` works over operations that belong to no leaf: these are elementwise. A slice has no dimension
+      for a batch, and the means over ranks of reverse mode would mix the i-th examples of different ranks.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, on: MovePerformer | None, operation: Any, args: Any, kwargs: Any) -> Tensor:
+        if on is None:
+            with below_autograd():
+                return operation.target(x, *args, **kwargs)
+        return (
+            operation.run(x, on, *args)
+            if isinstance(operation, Composite)
+            else on.perform(operation, x, *args, **kwargs)
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *ctx.constants = inputs
+        ctx.set_materialize_grads(False)  # zeros that autograd makes for a slice are no slice to a program
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> tuple[Any, ...]:
+        on, operation, args, kwargs = ctx.constants
+        if cotangent is not None:
+            with bind_axes(on or current_performer()):
+                cotangent = operation.transpose(cotangent, *args, **kwargs)
+        return cotangent, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return Linear.apply(tangent, *ctx.constants)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, on: MovePerformer, operation: Any, *given: Any) -> Any:
+        args, path = given[0], ""
+        if isinstance(operation, Composite):
+            (path,) = args
+        elif isinstance(args[0], Layout):
+            path = args[0].leaves[args[1]].path
+        if path:
+            problem = f"vmap over its {operation.name}: {_MIXES.get(operation.name, ONE_SLICE)}"
+            raise FzeroError(path, problem, UNPARTITION_FIRST)
+        return Linear.apply(x, on, operation, *given), in_dims[0]

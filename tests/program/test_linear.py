@@ -1,0 +1,172 @@
+"""Operations from outside with a transpose: their derivatives inside of a step and outside, and docs/operations.md."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero
+from fzero import FzeroError, VirtualMesh, ops
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+
+
+@functools.cache
+def page() -> tuple[dict[str, Any], str]:
+    """The names of the page once its code has run, and what it printed. Operations are defined once a process."""
+    names, printed = dict[str, Any](), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in PAGE.split("```python\n")[1:]:
+            exec(compile(block.partition("```")[0], "docs/operations.md", "exec"), names)
+    return names, printed.getvalue()
+
+
+def shift(x: Tensor, axis: str, by: int) -> Tensor:
+    return page()[0]["shift"](x, axis, by)
+
+
+def test_the_page_prints_what_it_says() -> None:
+    assert page()[1] == "".join(block.partition("```")[0] for block in PAGE.split("```text\n")[1:])
+
+
+def loss(x: Tensor) -> Tensor:
+    """This rank's value, squared, times the value of the rank two places before it."""
+    return (x.square() * shift(x, "fsdp", 2)).sum()
+
+
+def closed_form(x: Tensor) -> Tensor:
+    """[N, S] the gradient of each rank's value by the sum of all losses."""
+    return 2 * x * x.roll(2, 0) + x.roll(-2, 0).square()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_the_gradient_on_virtual_ranks_is_the_closed_form(world: int) -> None:
+    x = torch.arange(1.0, 4 * world + 1).view(world, 4)
+    assert torch.equal(fzero.simulate(fzero.grad(loss), VirtualMesh(fsdp=world))(x), closed_form(x))
+
+
+def gradient_here(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of this rank's rows; those of the loss outside of the step, by fzero and by autograd."""
+    mine = x.chunk(mesh.size())[mesh.get_local_rank()].contiguous()
+    leaf = mine.clone().requires_grad_()
+    loss(leaf).backward()
+    assert leaf.grad is not None
+    return fzero.shard(fzero.grad(loss), mesh)(mine), fzero.grad(loss)(mine), leaf.grad
+
+
+def test_the_gradient_on_live_ranks_is_the_closed_form() -> None:
+    x = torch.arange(1.0, 13.0).view(3, 4)
+    inside, outside, eager = (torch.cat(each) for each in zip(*run(3, gradient_here, x)))
+    assert torch.equal(inside, closed_form(x))
+    assert torch.equal(outside, 3 * x.square()) and torch.equal(eager, 3 * x.square())  # the loss of one rank is x**3
+
+
+def test_two_ranks_shift_to_each_other() -> None:
+    x = torch.arange(1.0, 9.0).view(2, 4)
+    inside = torch.cat([each for each, _, _ in run(2, odd_gradient_here, x)])
+    assert torch.equal(inside, 2 * x * x.roll(1, 0) + x.roll(1, 0).square())
+
+
+def odd_gradient_here(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mine = x.chunk(2)[mesh.get_local_rank()].contiguous()
+    made = fzero.shard(fzero.grad(lambda x: (x.square() * shift(x, "fsdp", 1)).sum()), mesh)(mine)
+    return made, mine, mine
+
+
+@pytest.mark.parametrize("axis", ["replica", "fsdp"])
+def test_each_axis_of_a_mesh_shifts(axis: str) -> None:
+    mesh = VirtualMesh(replica=2, fsdp=3)
+    x = torch.arange(1.0, 7.0)
+    along = ["replica", "fsdp"].index(axis)
+    grid = x.view(2, 3)
+    made = fzero.simulate(fzero.grad(lambda x: (x.square() * shift(x, axis, 1)).sum()), mesh)(x)
+    assert torch.equal(made, (2 * grid * grid.roll(1, along) + grid.roll(-1, along).square()).view(-1))
+
+
+def test_tangents_and_second_derivatives_are_the_closed_forms() -> None:
+    mesh, x = VirtualMesh(fsdp=3), torch.tensor([1.0, 2.0, 4.0])
+    before, behind = x.roll(2), x.roll(-2)
+
+    def tangent(x: Tensor) -> Tensor:
+        return torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1].reshape(1)
+
+    def second(x: Tensor) -> Tensor:
+        return fzero.grad(lambda x: fzero.grad(loss)(x).sum())(x)
+
+    assert torch.equal(fzero.simulate(tangent, mesh)(x), 2 * x * before + x.square())
+    assert torch.equal(fzero.simulate(second, mesh)(x), 2 * before + 2 * behind + 2 * x + 2 * x)
+    assert torch.equal(fzero.grad(lambda x: fzero.grad(loss)(x).sum())(x), 6 * x)
+
+
+def test_a_batch_of_vmap_is_shifted_item_by_item() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    made = fzero.simulate(torch.vmap(lambda row: shift(row, "fsdp", 1)), VirtualMesh(fsdp=3))(x)
+    assert torch.equal(made, x.roll(1, 0))
+
+
+KNOWN: dict[str, Any] = {"kind": lambda walk, node: walk.of(node.args[0]), "fake": lambda x, *_: torch.empty_like(x)}
+double = ops.define(
+    "test_double", schema="(Tensor x) -> Tensor", perform=lambda program, node, rank: lambda x: 2 * x, **KNOWN
+)
+scale = ops.define(
+    "test_scale",
+    schema="(Tensor x, Tensor by) -> Tensor",
+    perform=lambda program, node, rank: torch.mul,
+    transpose=lambda cotangent, by: scale(cotangent, by),
+    **KNOWN,
+)
+
+
+def test_an_operation_runs_outside_of_a_step() -> None:
+    x = torch.arange(3.0)
+    assert torch.equal(double(x), 2 * x)
+    assert torch.equal(fzero.grad(lambda x: scale(x, torch.full((), 3.0)).sum())(x), torch.full((3,), 3.0))
+
+
+def jvp(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.func.jvp(fn, (x,), (torch.ones_like(x),))[1]
+
+
+@pytest.mark.parametrize("transform", [jvp, fzero.grad])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, lambda fn: fzero.simulate(fn, VirtualMesh(fsdp=3))])
+def test_an_operation_without_a_transpose_is_refused_in_both_modes(transform: Any, wrap: Any) -> None:
+    """In forward mode its tangent was zero, without a word."""
+    with pytest.raises(FzeroError, match="operation 'test_double': has no derivative; detach its operands"):
+        wrap(transform(lambda x: double(x).sum()))(torch.ones(3))
+
+
+def test_only_the_first_argument_has_a_derivative() -> None:
+    with pytest.raises(FzeroError, match="operation 'test_scale': has none but by its first argument; detach"):
+        fzero.grad(lambda by: scale(torch.ones(3), by).sum())(torch.ones(()))
+
+
+def test_torch_func_alone_is_told_which_transform_to_take() -> None:
+    with pytest.raises(FzeroError, match=r"'shift': is differentiated by torch\.func.*; differentiate by fzero\.grad"):
+        torch.func.grad(loss)(torch.ones(3))
+
+
+def test_a_transpose_needs_a_schema() -> None:
+    with pytest.raises(FzeroError, match="operation 'test_passes_only': has a transpose, and no step can call it"):
+        ops.define("test_passes_only", perform=lambda *_: torch.clone, transpose=lambda x: x, **KNOWN)
+
+
+def test_a_mistake_in_a_transpose_is_named() -> None:
+    wrong = ops.define(
+        "test_wrong_transpose",
+        schema="(Tensor x) -> Tensor",
+        perform=lambda *_: torch.clone,
+        transpose=lambda cotangent, axis: cotangent,
+        **KNOWN,
+    )
+    with pytest.raises(FzeroError, match="operation 'test_wrong_transpose': its transpose raises TypeError: .*axis"):
+        fzero.simulate(fzero.grad(lambda x: wrong(x).sum()), VirtualMesh(fsdp=2))(torch.ones(2))
