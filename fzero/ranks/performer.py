@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ Record = Any
 """An `Operation` of `fzero.program`, which lives above."""
 
 
-class MovePerformer(Protocol):
-    """Performs operations on one mesh. Every `Sharded` has one, its attribute `on`. Three classes implement the
-    protocol, of which the last two are `Ranks` (`fzero/ranks/ranks.py`):
+class MovePerformer:
+    """Performs operations on one mesh. Every `Sharded` has one, its attribute `on`. There are three classes, of which
+    the last two are `Ranks` (`fzero/ranks/ranks.py`):
 
     * `Tracer` (`fzero/tracing/trace.py`) writes each operation into the graph of a program, and performs nothing.
     * `Live` (`fzero/ranks/live.py`) is one rank of a `DeviceMesh`, and communicates at once.
@@ -27,31 +27,34 @@ class MovePerformer(Protocol):
     """
 
     mesh: VirtualMesh
-    is_tracing: bool  # whether operations are written into a program instead of performed
-    writes: int  # how many functions have written into slices
-
-    @property
-    def rank(self) -> int | None:
-        """This rank's position along the mesh's shard axis; None for all ranks together."""
+    is_tracing = False  # whether operations are written into a program instead of performed
+    writes = 0  # how many functions have written into slices
+    rank: int | None = None
+    """This rank's position along the mesh's shard axis; None for all ranks together."""
 
     def perform(self, operation: Record, *args: Any, **kwargs: Any) -> Any:
         """The result of an operation. The arguments are those of a node, but for a `Layout` in the place of its name.
         Outside of a trace the result is new memory."""
+        raise NotImplementedError
 
-    def specify(self, what: str, details: Sequence[str]) -> MovePerformer:
+    def specify(self, what: str, details: Sequence[str]) -> Self:
         """What performs operations for `what`, such as "sum of layers.0.w". Live ranks compare that and the lines
         `details` before they communicate. In a trace, and on virtual ranks, this performer itself."""
+        return self
 
     def count_agreements(self) -> int:
         """How many agreements the ranks have come to: the same number on all of them. 0 in a trace, and on virtual
         ranks."""
+        return 0
 
     def varies(self, x: Tensor) -> bool:
         """Whether the plain tensor `x` may differ between ranks. Only a trace knows: elsewhere, no."""
+        return False
 
     def may_write(self, x: Tensor) -> bool:
         """Whether a function may write into the slice `x`: inside of a step, where no argument has that memory, and
         where the step has no view of the gathered value, which would not see the write."""
+        return False
 
     def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
         """Note what a function returned for `full`, which was gathered from the slice `x`: maybe a view."""
@@ -68,6 +71,7 @@ class MovePerformer(Protocol):
         Raises:
             FzeroError: on all ranks, where `do` fails on any. A rank that is alone raises what `do` raises.
         """
+        return do()
 
 
 _current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)

@@ -36,12 +36,9 @@ class Ranks(MovePerformer, ABC):
     of a mesh has number 0. So code for both asks for no class: alone, agreements are nothing.
     """
 
-    rank: int | None = None
     number = 0
     device: torch.device | None = None
     link: Link = AtOnce()
-    is_tracing = False
-    writes = 0
     _purpose: tuple[str, tuple[str, ...]] = "", ()  # that of `specify`
 
     def __init__(self, mesh: VirtualMesh, ranks: Sequence[int], members: Members) -> None:
@@ -145,23 +142,6 @@ class Ranks(MovePerformer, ABC):
     @abstractmethod
     def begin(self, exchange: Exchange) -> Pending:
         """Start an exchange."""
-
-    # what only a trace notes
-
-    def varies(self, x: Tensor) -> bool:
-        return False
-
-    def may_write(self, x: Tensor) -> bool:
-        return False
-
-    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
-        return
-
-    def note_write(self) -> None:
-        raise NotImplementedError  # nothing may write
-
-    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
-        return
 
 
 def check_rank(where: str, rank: int | None, ranks: Sequence[int]) -> None:

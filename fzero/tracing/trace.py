@@ -31,7 +31,7 @@ from fzero.program.operation import Node
 from fzero.program.places import place_results
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
-from fzero.ranks.performer import Record, bind_axes
+from fzero.ranks.performer import MovePerformer, Record, bind_axes
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
@@ -57,8 +57,8 @@ OpenForm = tuple[Sequence[Any], Sequence[Any]]
 """The shape and the strides of a batch, with open sizes."""
 
 
-class Tracer:
-    """The `MovePerformer` of a trace: each operation becomes a node.
+class Tracer(MovePerformer):
+    """The performer of a trace: each operation becomes a node.
 
     `layouts` is the program's table of layouts: key -> layout. Nodes name a layout by its key.
     """
@@ -71,7 +71,6 @@ class Tracer:
         self.layouts: dict[str | None, Layout] = {}
         self.kinds: Kinds | None = None  # while the step runs
         self._names: dict[Layout, str] = {}
-        self.writes = 0
         self.reduce_dtypes: dict[str, torch.dtype] = {}
 
     def name(self, layout: Layout) -> str:
@@ -91,12 +90,6 @@ class Tracer:
             return [self._name_layouts(x) for x in given]
         return self.name(given) if isinstance(given, Layout) else given
 
-    def specify(self, what: str, details: Sequence[str]) -> Tracer:
-        return self
-
-    def count_agreements(self) -> int:
-        return 0
-
     def varies(self, x: Tensor) -> bool:
         return self.kinds is not None and self.kinds.varies(x)
 
@@ -114,9 +107,6 @@ class Tracer:
         known = self.reduce_dtypes.setdefault(path, dtype)
         if known != dtype:
             raise FzeroError(path, f"is used with reduce={known} and reduce={dtype}", "give one dtype for one leaf")
-
-    def do_together(self, do: Callable[[], T], call: str) -> T:
-        return do()
 
 
 def trace(
