@@ -57,18 +57,16 @@ def make_kernel(operation: Operation) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        where, (x, *rest) = f"operation {operation.name!r}", args or (None,)
-        if any(map(_is_differentiated, (*rest, *kwargs.values()) if operation.transpose else args)):
-            problem = (
-                "has no derivative" if operation.transpose is None else "has no derivative but by its first operand"
-            )
+        where, is_linear = f"operation {operation.name!r}", operation.transpose is not None
+        if any(map(_is_differentiated, (*args[is_linear:], *kwargs.values()))):
+            problem = "has no derivative but by its first operand" if is_linear else "has no derivative"
             way_out = "detach its operands, or call it in the forward of a torch.autograd.Function that has a backward"
             raise FzeroError(where, problem, way_out)
-        if operation.transpose is None or not _is_differentiated(x):
+        if not any(map(_is_differentiated, args)):
             with below_autograd():
                 return operation.target(*args, **kwargs)
         try:
-            return Linear.apply(x, None, operation, rest, kwargs)
+            return Linear.apply(args[0], None, operation, args[1:], kwargs)
         except NotImplementedError as error:
             problem = "is differentiated by torch.func, which takes no operation that has a derivative of its own"
             raise FzeroError(where, problem, "differentiate by fzero.grad or fzero.value_and_grad") from error
@@ -101,11 +99,8 @@ class Linear(torch.autograd.Function):
         if on is None:
             with below_autograd():
                 return operation.target(x, *args, **kwargs)
-        return (
-            operation.run(x, on, *args)
-            if isinstance(operation, Composite)
-            else on.perform(operation, x, *args, **kwargs)
-        )
+        is_composite = isinstance(operation, Composite)
+        return operation.run(x, on, *args) if is_composite else on.perform(operation, x, *args, **kwargs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

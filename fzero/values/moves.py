@@ -3,10 +3,8 @@
 A *sharded* value is one global value of which a rank holds a slice. A *uniform* value is the same on every rank. A
 *per-rank* value may differ between ranks.
 
-One convention makes `torch.func` transforms compose:
-
-* The cotangent of a uniform or per-rank value is per-rank. Its mean over ranks has not been taken yet.
-* The cotangent of a sharded value is the slice of that mean.
+`fzero.program.linear` says what cotangents are, and differentiates the linear moves. Those of one operation have their
+transpose in its record (`fzero.program.ops`); the others are here.
 
     move                                        transpose
     gather   sharded -> uniform                 scatter
@@ -24,8 +22,7 @@ One convention makes `torch.func` transforms compose:
 
 A linear move's tangent is the move of the tangent. An extreme's is the mean of those at the elements that equal it.
 
-`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch: a slice has no
-dimension for it, and the means over ranks of reverse mode would mix the i-th examples of different ranks.
+`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch.
 """
 
 from __future__ import annotations
