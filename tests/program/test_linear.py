@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +115,27 @@ def test_a_batch_of_vmap_is_shifted_item_by_item() -> None:
     x = torch.arange(6.0).view(3, 2)
     made = fzero.simulate(torch.vmap(lambda row: shift(row, "fsdp", 1)), VirtualMesh(fsdp=3))(x)
     assert torch.equal(made, x.roll(1, 0))
+
+
+BROADCAST = """
+import torch, fzero
+assert "copy" in fzero.__file__
+step = fzero.simulate(lambda x: fzero.grad(lambda x: (x * fzero.broadcast(x, "fsdp", 1)).sum())(x), 3)
+print(step(torch.tensor([1.0, 2.0, 4.0])).tolist())
+"""
+
+
+def test_a_collective_is_a_diff_of_three_files_and_sixty_lines(tmp_path: Path) -> None:
+    (diff,) = (block.partition("```")[0] for block in PAGE.split("```diff\n")[1:])
+    added = re.findall(r"^\+(?!\+\+ )", diff, re.MULTILINE)
+    assert diff.count("\n+++ ") <= 3 and len(added) <= 60
+    root = tmp_path / "copy"
+    shutil.copytree(Path(fzero.__file__).parent, root / "fzero", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], cwd=root, input=diff, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    told = subprocess.run([sys.executable, "-c", BROADCAST], env=environment, cwd=root, capture_output=True, text=True)
+    # x[r] * x[1] on rank r: its gradient is x[1], and on rank 1 the sum of all x beside
+    assert told.stdout == "[2.0, 9.0, 2.0]\n", told.stderr
 
 
 KNOWN: dict[str, Any] = {"kind": lambda walk, node: walk.of(node.args[0]), "fake": lambda x, *_: torch.empty_like(x)}
