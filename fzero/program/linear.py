@@ -43,9 +43,18 @@ class Composite(NamedTuple):
     transpose: Callable[[Tensor, str], Tensor]
 
 
+class _Given:
+    """An operation and its arguments but the first: one constant to torch.func, which opens tuples, lists and dicts."""
+
+    __slots__ = ("args", "kwargs", "operation")
+
+    def __init__(self, operation: Operation | Composite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.operation, self.args, self.kwargs = operation, args, kwargs
+
+
 def apply(operation: Operation | Composite, x: Any, *args: Any, on: MovePerformer | None = None, **kwargs: Any) -> Any:
     """`operation(x, *args)`, differentiable by x. Performed by `on`, or else by the performer of the step."""
-    return Linear.apply(x, on or current_performer(), operation, args, kwargs)
+    return Linear.apply(x, on or current_performer(), _Given(operation, args, kwargs))
 
 
 def make_kernel(operation: Operation) -> Callable[..., Any]:
@@ -66,7 +75,7 @@ def make_kernel(operation: Operation) -> Callable[..., Any]:
             with below_autograd():
                 return operation.target(*args, **kwargs)
         try:
-            return Linear.apply(args[0], None, operation, args[1:], kwargs)
+            return Linear.apply(args[0], None, _Given(operation, args[1:], kwargs))
         except NotImplementedError as error:
             problem = "is differentiated by torch.func, which takes no operation that has a derivative of its own"
             raise FzeroError(where, problem, "differentiate by fzero.grad or fzero.value_and_grad") from error
@@ -87,7 +96,7 @@ def perform_here(operation: Operation) -> Callable[..., Any]:
 
 
 class Linear(torch.autograd.Function):
-    """`(x, on, operation, args, kwargs)`: a linear function of x, whose transpose the operation's record has.
+    """`(x, on, given)`: a linear function of x, whose transpose the operation's record has.
 
     * Without `on`, in the autograd kernel of the operation, torch's dispatcher goes on to what performs the operation.
     * `torch.func.vmap` works over operations that belong to no leaf: these are elementwise. A slice has no dimension
@@ -95,38 +104,38 @@ class Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, on: MovePerformer | None, operation: Any, args: Any, kwargs: Any) -> Tensor:
+    def forward(x: Tensor, on: MovePerformer | None, given: _Given) -> Tensor:
+        operation: Any = given.operation
         if on is None:
             with below_autograd():
-                return operation.target(x, *args, **kwargs)
-        is_composite = isinstance(operation, Composite)
-        return operation.run(x, on, *args) if is_composite else on.perform(operation, x, *args, **kwargs)
+                return operation.target(x, *given.args, **given.kwargs)
+        if isinstance(operation, Composite):
+            return operation.run(x, on, *given.args)
+        return on.perform(operation, x, *given.args, **given.kwargs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *ctx.constants = inputs
+        _, ctx.on, ctx.given = inputs
         ctx.set_materialize_grads(False)  # zeros that autograd makes for a slice are no slice to a program
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> tuple[Any, ...]:
-        on, operation, args, kwargs = ctx.constants
         if cotangent is not None:
-            with bind_axes(on or current_performer()):
-                cotangent = operation.transpose(cotangent, *args, **kwargs)
-        return cotangent, None, None, None, None
+            with bind_axes(ctx.on or current_performer()):
+                cotangent = ctx.given.operation.transpose(cotangent, *ctx.given.args, **ctx.given.kwargs)
+        return cotangent, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return Linear.apply(tangent, *ctx.constants)
+        return Linear.apply(tangent, ctx.on, ctx.given)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, on: MovePerformer, operation: Any, *given: Any) -> Any:
-        args, path = given[0], ""
-        if isinstance(operation, Composite):
-            (path,) = args
-        elif isinstance(args[0], Layout):
-            path = args[0].leaves[args[1]].path
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, on: MovePerformer, given: _Given) -> Any:
+        name, first, path = given.operation.name, given.args[0], ""
+        if isinstance(given.operation, Composite):
+            path = first
+        elif isinstance(first, Layout):
+            path = first.leaves[given.args[1]].path
         if path:
-            problem = f"vmap over its {operation.name}: {_MIXES.get(operation.name, ONE_SLICE)}"
-            raise FzeroError(path, problem, UNPARTITION_FIRST)
-        return Linear.apply(x, on, operation, *given), in_dims[0]
+            raise FzeroError(path, f"vmap over its {name}: {_MIXES.get(name, ONE_SLICE)}", UNPARTITION_FIRST)
+        return Linear.apply(x, on, given), in_dims[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.mesh import VirtualMesh
-from fzero.base.torch_private import FakeTensorMode, map_pytree_only, pytree_leaves
+from fzero.base.torch_private import FakeTensorMode, pytree_leaves
 from fzero.files import duplicate, is_alias
 from fzero.layout.layout import Layout, LayoutTable
 from fzero.ranks.performer import Record
@@ -28,7 +28,10 @@ class EagerCall(LayoutTable):
     ) -> None:
         self.operation, self.mesh, self.args, self.kwargs = operation, mesh, args, kwargs or {}
         self.target = operation.target
-        self.layouts = {x: x for x in pytree_leaves(args) if isinstance(x, Layout)}
+
+    @cached_property
+    def layouts(self) -> dict[Layout, Layout]:  # type: ignore[override]
+        return {x: x for x in pytree_leaves(self.args) if isinstance(x, Layout)}
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -48,14 +51,20 @@ class EagerCall(LayoutTable):
         lines = [f"leaf {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}" for layout, leaf, x in each]
         return f"{name} of {len(lines)} leaves", [*lines, f"{name} {self.args[3:]} {dict(self.kwargs)}"]
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Any:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> list[Any]:
         """The arguments, with `function` of each tensor among them and in their lists."""
-        return map_pytree_only(Tensor, function, self.args)
+        return _map_tensors(function, self.args)
 
     def separate(self, made: Any) -> Any:
         """A result, or a list of results, copied where one lies in the memory of an operand."""
-        operands = pytree_leaves(self.args)
-        return map_pytree_only(Tensor, lambda x: copy_alias(x, operands), made)
+        operands = [x for each in self.args for x in (each if isinstance(each, list) else (each,))]
+        return _map_tensors(lambda x: copy_alias(x, operands), [made])[0]
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], given: Sequence[Any]) -> list[Any]:
+    return [
+        function(x) if isinstance(x, Tensor) else _map_tensors(function, x) if isinstance(x, list) else x for x in given
+    ]
 
 
 def copy_alias(x: Tensor, operands: Sequence[Any]) -> Tensor:
