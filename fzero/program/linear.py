@@ -8,6 +8,7 @@ over ranks, and is the transpose of a gather.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,16 @@ UNPARTITION_FIRST = (
 )
 """The way out in every error that refuses a batch."""
 
-ONE_SLICE = "a Sharded holds one slice of the leaf, not a batch of them"
 _MIXES = {
     name: f"the mean over ranks that the transpose of its {move} takes would mix the i-th example of each rank's batch"
     for name, move in {"scatter": "gather", "mean": "use"}.items()
 }
+
+
+def refuse_batch(path: str, move: str) -> FzeroError:
+    """The error of a batch of vmap, of the leaf at `path`."""
+    why = _MIXES.get(move, "a Sharded holds one slice of the leaf, not a batch of them")
+    return FzeroError(path, f"vmap over its {move}: {why}", UNPARTITION_FIRST)
 
 
 class Composite(NamedTuple):
@@ -43,18 +49,9 @@ class Composite(NamedTuple):
     transpose: Callable[[Tensor, str], Tensor]
 
 
-class _Given:
-    """An operation and its arguments but the first: one constant to torch.func, which opens tuples, lists and dicts."""
-
-    __slots__ = ("args", "kwargs", "operation")
-
-    def __init__(self, operation: Operation | Composite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.operation, self.args, self.kwargs = operation, args, kwargs
-
-
 def apply(operation: Operation | Composite, x: Any, *args: Any, on: MovePerformer | None = None, **kwargs: Any) -> Any:
     """`operation(x, *args)`, differentiable by x. Performed by `on`, or else by the performer of the step."""
-    return Linear.apply(x, on or current_performer(), _Given(operation, args, kwargs))
+    return Linear.apply(x, on or current_performer(), SimpleNamespace(operation=operation, args=args, kwargs=kwargs))
 
 
 def make_kernel(operation: Operation) -> Callable[..., Any]:
@@ -75,7 +72,7 @@ def make_kernel(operation: Operation) -> Callable[..., Any]:
             with below_autograd():
                 return operation.target(*args, **kwargs)
         try:
-            return Linear.apply(args[0], None, _Given(operation, args[1:], kwargs))
+            return Linear.apply(args[0], None, SimpleNamespace(operation=operation, args=args[1:], kwargs=kwargs))
         except NotImplementedError as error:
             problem = "is differentiated by torch.func, which takes no operation that has a derivative of its own"
             raise FzeroError(where, problem, "differentiate by fzero.grad or fzero.value_and_grad") from error
@@ -96,7 +93,8 @@ def perform_here(operation: Operation) -> Callable[..., Any]:
 
 
 class Linear(torch.autograd.Function):
-    """`(x, on, given)`: a linear function of x, whose transpose the operation's record has.
+    """`(x, on, given)`: a linear function of x, `given.operation` with `given.args` and `given.kwargs`, whose transpose
+    its record has. torch.func would open a tuple of these.
 
     * Without `on`, in the autograd kernel of the operation, torch's dispatcher goes on to what performs the operation.
     * `torch.func.vmap` works over operations that belong to no leaf: these are elementwise. A slice has no dimension
@@ -104,8 +102,8 @@ class Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, on: MovePerformer | None, given: _Given) -> Tensor:
-        operation: Any = given.operation
+    def forward(x: Tensor, on: MovePerformer | None, given: Any) -> Tensor:
+        operation = given.operation
         if on is None:
             with below_autograd():
                 return operation.target(x, *given.args, **given.kwargs)
@@ -130,12 +128,12 @@ class Linear(torch.autograd.Function):
         return Linear.apply(tangent, ctx.on, ctx.given)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, on: MovePerformer, given: _Given) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, on: MovePerformer, given: Any) -> Any:
         name, first, path = given.operation.name, given.args[0], ""
         if isinstance(given.operation, Composite):
             path = first
         elif isinstance(first, Layout):
             path = first.leaves[given.args[1]].path
         if path:
-            raise FzeroError(path, f"vmap over its {name}: {_MIXES.get(name, ONE_SLICE)}", UNPARTITION_FIRST)
+            raise refuse_batch(path, name)
         return Linear.apply(x, on, given), in_dims[0]

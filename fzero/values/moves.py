@@ -36,9 +36,8 @@ from torch import Tensor
 
 from fzero.base.ambient import disable_autocast
 from fzero.base.dtypes import accumulator
-from fzero.base.errors import FzeroError
 from fzero.program import ops
-from fzero.program.linear import ONE_SLICE, UNPARTITION_FIRST, Composite, apply
+from fzero.program.linear import Composite, apply, refuse_batch
 from fzero.program.records import record
 from fzero.ranks import calls
 from fzero.ranks.performer import MovePerformer
@@ -100,8 +99,7 @@ class _OfSlice(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, x: Tensor, *given: Any) -> Any:
-        path = next(x for x in given if isinstance(x, str))
-        raise FzeroError(path, f"vmap over its {cls.__name__.lower()}: {ONE_SLICE}", UNPARTITION_FIRST)
+        raise refuse_batch(next(x for x in given if isinstance(x, str)), cls.__name__.lower())
 
 
 class Total(_OfSlice):
