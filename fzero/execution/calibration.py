@@ -255,12 +255,12 @@ def _clock_runs(run: Callable[[], Any], clock: _Clock) -> float:
 
 
 def average_rates(
-    rates: Rates, all_reduce: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any
+    rates: Rates, reduce_over: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any
 ) -> Rates:
     """The mean of the rates of all ranks, the same on all of them to the last bit: ranks that schedule by other rates
     would make other programs."""
     values = torch.tensor(rates, dtype=torch.float64, device=device)
     for op in ("avg", "max"):  # backends may round a mean differently on each rank; the maximum of the means is one
         for axis in axes:
-            values = all_reduce(values, op, axis)
+            values = reduce_over(values, op, axis)
     return Rates(*values.tolist())

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, VirtualMesh, ops
+from fzero.program.records import record
+from fzero.ranks.live import live
+from fzero.ranks.virtual import virtual
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
 
@@ -75,16 +78,35 @@ def test_the_gradient_on_live_ranks_is_the_closed_form() -> None:
     assert torch.equal(outside, 3 * x.square()) and torch.equal(eager, 3 * x.square())  # the loss of one rank is x**3
 
 
-def test_two_ranks_shift_to_each_other() -> None:
+class OnTwo(NamedTuple):
+    """What one of two ranks has: the gradient in a step, its value shifted at once, and the error of unlike shifts."""
+
+    gradient: Tensor
+    shifted: Tensor
+    error: str
+
+
+def on_two(mesh: DeviceMesh, x: Tensor) -> OnTwo:
+    rank, on = mesh.get_local_rank(), live(mesh)
+    mine = x.chunk(2)[rank].contiguous()
+    gradient = fzero.shard(fzero.grad(lambda x: (x.square() * shift(x, "fsdp", 1)).sum()), mesh)(mine)
+    with pytest.raises(FzeroError) as refused:
+        on.perform(record(shift), mine, "fsdp", rank)
+    return OnTwo(gradient, on.perform(record(shift), mine, "fsdp", 1), str(refused.value))
+
+
+def test_two_live_ranks_shift_to_each_other_in_a_step_and_at_once() -> None:
     x = torch.arange(1.0, 9.0).view(2, 4)
-    inside = torch.cat([each for each, _, _ in run(2, odd_gradient_here, x)])
-    assert torch.equal(inside, 2 * x * x.roll(1, 0) + x.roll(1, 0).square())
+    each = run(2, on_two, x)
+    assert torch.equal(torch.cat([rank.gradient for rank in each]), 2 * x * x.roll(1, 0) + x.roll(1, 0).square())
+    assert torch.equal(torch.cat([rank.shifted for rank in each]), x.roll(1, 0))
+    for rank in each:
+        assert "rank 0 has 'collective shift: ['torch.float32 [1, 4]'] ('fsdp', 0)" in rank.error.replace('"', "'")
 
 
-def odd_gradient_here(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    mine = x.chunk(2)[mesh.get_local_rank()].contiguous()
-    made = fzero.shard(fzero.grad(lambda x: (x.square() * shift(x, "fsdp", 1)).sum()), mesh)(mine)
-    return made, mine, mine
+def test_all_ranks_of_a_process_need_to_be_told_what_an_operation_does_to_them() -> None:
+    with pytest.raises(FzeroError, match=r"shift over fsdp: communicates outside of a step, where .*; give of_all="):
+        virtual(VirtualMesh(fsdp=2)).perform(record(shift), torch.ones(2), "fsdp", 1)
 
 
 @pytest.mark.parametrize("axis", ["replica", "fsdp"])
