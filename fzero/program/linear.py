@@ -113,7 +113,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.on, ctx.given = inputs
+        x, ctx.on, ctx.given = inputs
+        ctx.shape = x.shape
         ctx.set_materialize_grads(False)  # zeros that autograd makes for a slice are no slice to a program
 
     @staticmethod
@@ -121,6 +122,10 @@ class Linear(torch.autograd.Function):
         if cotangent is not None:
             with bind_axes(ctx.on or current_performer()):
                 cotangent = ctx.given.operation.transpose(cotangent, *ctx.given.args, **ctx.given.kwargs)
+            if ctx.on is None and getattr(cotangent, "shape", None) != ctx.shape:
+                gives = list(cotangent.shape) if isinstance(cotangent, Tensor) else f"a {type(cotangent).__name__}"
+                problem = f"its transpose gives {gives}, where the first operand has the shape {list(ctx.shape)}"
+                raise FzeroError(f"operation {ctx.given.operation.name!r}", problem, "give that operand's cotangent")
         return cotangent, None, None
 
     @staticmethod

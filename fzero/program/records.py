@@ -111,10 +111,9 @@ def define(
     if base is not None:
         known = _inherit(base, "perform" in known) | known
         fake = fake or base.fake
-    if known.get("transpose") and schema is None:
-        raise FzeroError(
-            where, "has a transpose, and no step can call it", "give schema=, such as '(Tensor x) -> Tensor'"
-        )
+    if known.get("transpose") and not (schema and schema.startswith("(Tensor ") and schema.endswith("-> Tensor")):
+        problem = f"has a transpose and the schema {schema!r}"
+        raise FzeroError(where, problem, "give a schema from a tensor to a tensor, such as '(Tensor x) -> Tensor'")
     if (known.get("moves") or known.get("starts")) and not known.get("perform"):
         raise FzeroError(where, "communicates, and nothing performs it", "give perform=..., a generator of exchanges")
     assert fake is not None

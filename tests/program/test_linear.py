@@ -201,9 +201,18 @@ def test_torch_func_alone_is_told_which_transform_to_take() -> None:
         torch.func.grad(loss)(torch.ones(3))
 
 
-def test_a_transpose_needs_a_schema() -> None:
-    with pytest.raises(FzeroError, match="operation 'test_passes_only': has a transpose, and no step can call it"):
-        ops.define("test_passes_only", perform=lambda *_: torch.clone, transpose=lambda x: x, **KNOWN)
+@pytest.mark.parametrize("schema", [None, "(Tensor x) -> Tensor[]", "(Tensor[] x) -> Tensor", "(str axis) -> Tensor"])
+def test_a_transpose_is_of_one_tensor_by_another(schema: str | None) -> None:
+    with pytest.raises(FzeroError, match="'test_passes_only': has a transpose and the schema .*; give a schema from a"):
+        ops.define("test_passes_only", schema=schema, perform=lambda *_: torch.clone, transpose=lambda x: x, **KNOWN)
+
+
+@pytest.mark.parametrize(("made", "gives"), [(lambda x: x[:1], r"\[1, 3\]"), (lambda x: None, "a NoneType")])
+def test_a_transpose_gives_a_cotangent_of_the_operand(made: Any, gives: str) -> None:
+    name = f"test_gives_{len(gives)}"
+    wrong = ops.define(name, schema="(Tensor x) -> Tensor", perform=lambda *_: torch.clone, transpose=made, **KNOWN)
+    with pytest.raises(FzeroError, match=f"its transpose gives {gives}, where the first operand has the shape"):
+        fzero.grad(lambda x: wrong(x).sum())(torch.ones(2, 3))
 
 
 def test_a_mistake_in_a_transpose_is_named() -> None:
