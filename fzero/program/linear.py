@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from fzero.base.errors import FzeroError
+from fzero.base.tangents import has_tangent
 from fzero.base.torch_private import below_autograd
 from fzero.layout.layout import Layout
 from fzero.program.operation import Operation
@@ -84,7 +84,7 @@ def _is_differentiated(x: Any) -> bool:
     """Whether the transform that a kernel runs in, or autograd, differentiates by x."""
     if not isinstance(x, Tensor):
         return isinstance(x, (list, tuple)) and any(map(_is_differentiated, x))
-    return (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
+    return (torch.is_grad_enabled() and x.requires_grad) or has_tangent(x)
 
 
 def perform_here(operation: Operation) -> Callable[..., Any]:
