@@ -18,7 +18,8 @@ from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.ranks import Ranks
-from fzero.training.groups import Group, convert_optimizer, list_groups
+from fzero.training.groups import convert_optimizer, list_groups
+from fzero.training.kinds import Group
 
 OF_A_RANK = ("steps_per_print", "wall_clock_breakdown", "flops_profiler.", *(f"{x}." for x in MONITORS))
 """Parts of keys that each rank may have for itself: what it prints."""

@@ -12,7 +12,7 @@ from fzero.deepspeed.schedulers import Scheduled, rate_at, values_at
 from fzero.deepspeed.settings import Settings
 from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks
-from fzero.training.groups import Group
+from fzero.training.kinds import Group
 
 
 class Status:

@@ -14,7 +14,7 @@ from fzero.base.errors import FzeroError
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.runtime.lr_schedules import NamedScheduler
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
-from fzero.training.groups import Group
+from fzero.training.kinds import Group
 
 LENGTH = 100_000
 """Updates that a table has rates for."""

@@ -13,6 +13,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.hf.adapters import has_adapters
 from fzero.hf.arguments import ARGUMENTS
+from fzero.hf.optimizers import check_optimizer
 from fzero.training.spent import Spent
 
 SEAMS = (
@@ -64,6 +65,7 @@ def _check_options(args: Any, allowed: Collection[str]) -> None:
         value = getattr(args, name, None)
         if value and name not in allowed:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
+    check_optimizer(getattr(args.optim, "value", args.optim))
     precision = getattr(args, "mixed_precision", "no")
     if precision not in ("no", "bf16"):
         raise FzeroError(

@@ -33,6 +33,7 @@ from fzero.hf.checks import (
 )
 from fzero.hf.files import Files
 from fzero.hf.generation import Generator
+from fzero.hf.optimizers import BLOCK, choose_held, needs_blocks, separate_embeddings
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.progress import TracedState
@@ -40,9 +41,11 @@ from fzero.hf.wrapped import Wrapped
 from fzero.optim.base import GradientTransformation
 from fzero.passes.release import check_stage
 from fzero.ranks.together import tell_others
-from fzero.training.groups import Group, check_options, convert_optimizer, join, list_options
+from fzero.training.groups import check_options, convert_optimizer, join, list_options
+from fzero.training.kinds import Group
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import (
+    WHOLE,
     Bound,
     Call,
     average_buffers,
@@ -149,7 +152,8 @@ class Trainer(Files):
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         lowered = lower_modes(self.model)
-        params = partition_model(self.model, lowered.params, store, self.mesh)
+        unit = {"unit": BLOCK} if needs_blocks(self.args) else {}
+        params = partition_model(self.model, lowered.params, store, self.mesh, **unit)
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
         spend_model(self.model, self.args.device, refuse_use)
@@ -331,6 +335,7 @@ class Trainer(Files):
         if self.sharded.opt_state is None:
             like = copy_without_values(self.model) if self.optimizer is None else self.model
             optimizer = super().create_optimizer(like)
+            separate_embeddings(optimizer, like)
             self._groups = self._groups or convert_optimizer(optimizer, like)
             rates = [group.rate for group in self._groups]
             self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
@@ -340,6 +345,11 @@ class Trainer(Files):
             for group in optimizer.param_groups:
                 group["params"] = [forget_values(x) for x in group["params"]]
         return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As transformers' `get_optimizer_cls_and_kwargs`. The names of bitsandbytes need no bitsandbytes."""
+        return choose_held(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def _make(self, rates: Any) -> GradientTransformation:
         """The optimizer of all groups, at these rates."""
@@ -353,6 +363,6 @@ class Trainer(Files):
         check_options(self.optimizer, self._options)
         groups = self.optimizer.param_groups
         rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in groups]}  # the name is for errors
-        rates, held = partition(rates, self.mesh), self.sharded
+        rates, held = partition(rates, self.mesh, persist=WHOLE), self.sharded
         params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
         self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None
