@@ -64,7 +64,7 @@ def check_optimizer(name: str) -> None:
         raise FzeroError("TrainingArguments: optim", f"is {name!r}, which is not supported", REFUSED[name])
 
 
-def choose_held(args: Any) -> tuple[type[Held], dict[str, Any]] | None:
+def choose_optimizer(args: Any) -> tuple[type[Held], dict[str, Any]] | None:
     """`(class, keywords)` of an optimizer of bitsandbytes, as `get_optimizer_cls_and_kwargs` returns them; None for the
     name of another."""
     name = getattr(args.optim, "value", args.optim)
@@ -88,7 +88,7 @@ def _read_numbers(text: str | None) -> dict[str, float]:
         raise FzeroError("TrainingArguments: optim_args", f"is {text!r:.80}", 'give numbers: "alpha=0.9"') from None
 
 
-def needs_blocks(args: Any) -> bool:
+def has_codes(args: Any) -> bool:
     """Whether the state of the optimizer has codes of 8 bits."""
     return HELD.get(getattr(args.optim, "value", args.optim)) is _EIGHT
 

@@ -33,7 +33,7 @@ from fzero.hf.checks import (
 )
 from fzero.hf.files import Files
 from fzero.hf.generation import Generator
-from fzero.hf.optimizers import BLOCK, choose_held, needs_blocks, separate_embeddings
+from fzero.hf.optimizers import BLOCK, choose_optimizer, has_codes, separate_embeddings
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.progress import TracedState
@@ -152,7 +152,7 @@ class Trainer(Files):
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         lowered = lower_modes(self.model)
-        unit = {"unit": BLOCK} if needs_blocks(self.args) else {}
+        unit = {"unit": BLOCK} if has_codes(self.args) else {}
         params = partition_model(self.model, lowered.params, store, self.mesh, **unit)
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
@@ -349,7 +349,7 @@ class Trainer(Files):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As transformers' `get_optimizer_cls_and_kwargs`. The names of bitsandbytes need no bitsandbytes."""
-        return choose_held(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return choose_optimizer(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def _make(self, rates: Any) -> GradientTransformation:
         """The optimizer of all groups, at these rates."""

@@ -119,7 +119,7 @@ def _scale_matrices(
     means = factors.average_rows_and_columns(grads, sizes, whole, whole, 0)
     both = _average([*rows, *columns], means, weight)
     rows, columns = both[: len(grads)], both[len(grads) :]
-    above = (rows, columns)
+    above: tuple[Any, Any] = (rows, columns)
     if added:  # a common factor of rows changes nothing, and keeps their mean above the bound
         above = (
             torch._foreach_mul(torch._foreach_add(rows, added), 2.0**37),

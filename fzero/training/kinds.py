@@ -185,7 +185,7 @@ def _make_adafactor(options: Options, torch_defaults: bool) -> Group:
     return Group(optim.adafactor, options.number("lr", 1e-2), mine)
 
 
-def _make_factored(options: Options, torch_defaults: bool) -> Group:
+def _make_adafactor_of_transformers(options: Options, torch_defaults: bool) -> Group:
     """transformers' Adafactor. It adds `eps[0]` to squares, where torch's has a floor."""
     if options.flag("relative_step", True):
         raise FzeroError(f"{options.where}.relative_step", "is true, which is not supported", "give false, and lr")
@@ -271,7 +271,7 @@ KINDS: dict[str, Callable[[Options, bool], Group]] = {
 }
 """Type in lower case -> the function that makes a group of its params."""
 OF_OBJECTS: dict[str, Callable[[Options, bool], Group]] = {
-    "adafactor of transformers": _make_factored,
+    "adafactor of transformers": _make_adafactor_of_transformers,
     "adamw8bit": _make_adamw8bit,
 }
 """Likewise, for optimizers that are objects, and no types of a configuration."""
