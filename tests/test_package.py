@@ -28,7 +28,7 @@ MAX_PUBLIC = 45
 ROOMS = (
     "base | files layout optim | ranks | values | program | tracing passes execution state | budget formats | cache"
     " | fzero"
-    " | variants data checkpoint | training | deepspeed hf | __main__"
+    " | variants data checkpoint | training | deepspeed | hf | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
 command line."""

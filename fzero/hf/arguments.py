@@ -33,6 +33,8 @@ LOOP = (
     *_same("local_rank", note="torchrun sets it"),
     *_same("tf32", note="a setting of torch"),
     *_same("bf16", note="torch.autocast"),
+    *_same("fp16", note="torch.autocast, and the loss scale of torch.amp.GradScaler; on CPUs too"),
+    *_same("neftune_noise_alpha", note="each rank draws its own noise"),
 )
 OPTIMIZER = (
     *_same("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
@@ -77,20 +79,19 @@ MEMORY = (
     Argument("torch_empty_cache_steps", "no meaning", "the caching allocator is left alone"),
 )
 RANKS = (
+    Argument("deepspeed", "mapped", "read by fzero.deepspeed; without the package give fzero.hf.TrainingArguments"),
+    Argument("fsdp", "mapped", "parameters are in slices in any case; fsdp_config counts with it alone"),
+    Argument("fsdp_config", "mapped", "to stage=, fzero.host() and activation checkpointing: see below"),
+    Argument("parallelism_config", "mapped", "dp_replicate_size and dp_shard_size to a mesh; other axes are refused"),
     *_same("ddp_backend", "ddp_timeout", note="of the process group"),
     Argument("ddp_find_unused_parameters", "no meaning", "there is no DDP"),
     Argument("ddp_bucket_cap_mb", "no meaning", "there is no DDP"),
     Argument("ddp_broadcast_buffers", "no meaning", "there is no DDP; running statistics are means over ranks"),
     Argument("ddp_static_graph", "no meaning", "there is no DDP"),
-    Argument("fsdp_config", "no meaning", "without fsdp, as in transformers"),
     Argument("liger_kernel_config", "no meaning", "without use_liger_kernel, as in transformers"),
 )
 REFUSED = (
-    Argument("fp16", "refused", "give bf16=True, or fzero.deepspeed with fp16"),
-    Argument("deepspeed", "refused", "fzero.deepspeed.initialize reads a ds_config.json; leave it out here"),
-    Argument("fsdp", "refused", "leave it out: parameters are in slices anyway; mesh= says over which ranks"),
     Argument("auto_find_batch_size", "refused", "give per_device_train_batch_size"),
-    Argument("neftune_noise_alpha", "refused", "add the noise in the model"),
     Argument("fp16_full_eval", "refused", "give bf16=True, which evaluation follows"),
     Argument("bf16_full_eval", "refused", "give bf16=True, which evaluation follows"),
     Argument("use_liger_kernel", "refused", "fzero.tiled_cross_entropy needs little memory for logits"),
@@ -99,7 +100,6 @@ REFUSED = (
         "refused",
         "give torch_compile=True alone: inductor compiles what stands between collectives",
     ),
-    Argument("parallelism_config", "refused", "leave it out: mesh= says over which ranks parameters are cut"),
     Argument("debug", "refused", "leave it out, and look for overflows with transformers.Trainer"),
     Argument("save_on_each_node", "refused", "leave it out: all ranks write parts of one folder, which they share"),
 )

@@ -67,10 +67,9 @@ def _check_options(args: Any, allowed: Collection[str]) -> None:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
     check_optimizer(getattr(args.optim, "value", args.optim))
     precision = getattr(args, "mixed_precision", "no")
-    if precision not in ("no", "bf16"):
-        raise FzeroError(
-            "accelerate: mixed_precision", f"is {precision!r}, which is not supported", ARGUMENTS["fp16"].note
-        )
+    if precision not in ("no", "bf16", "fp16"):
+        problem = f"is {precision!r}, which is not supported"
+        raise FzeroError("accelerate: mixed_precision", problem, 'give "bf16", "fp16" or "no"')
     if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
         problem = f"is {args.torch_compile_backend!r}, which is not supported"
         raise FzeroError("TrainingArguments: torch_compile_backend", problem, 'give "inductor"')

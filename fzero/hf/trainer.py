@@ -12,11 +12,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from fzero import optim, partition, tree
+from fzero import optim, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
+from fzero.deepspeed.quantized import quantize_frozen
 from fzero.hf.adapters import find_base
 from fzero.hf.alike import list_arguments, list_model
 from fzero.hf.checks import (
@@ -31,28 +32,26 @@ from fzero.hf.checks import (
     refuse_model,
     refuse_use,
 )
-from fzero.hf.files import Files
 from fzero.hf.generation import Generator
-from fzero.hf.optimizers import BLOCK, choose_optimizer, has_codes, separate_embeddings
 from fzero.hf.padding import cut_to_own, pad_to_longest
+from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.progress import TracedState
+from fzero.hf.scaling import Scaler, make_unscale
+from fzero.hf.updates import Updates
 from fzero.hf.wrapped import Wrapped
-from fzero.optim.base import GradientTransformation
 from fzero.passes.release import check_stage
 from fzero.ranks.together import tell_others
-from fzero.training.groups import check_options, convert_optimizer, join, list_options
+from fzero.training.groups import convert_optimizer
 from fzero.training.kinds import Group
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import (
-    WHOLE,
     Bound,
     Call,
     average_buffers,
     carry_buffers,
     copy_without_values,
     find_store,
-    forget_values,
     lower_modes,
     partition_buffers,
     partition_model,
@@ -64,7 +63,7 @@ CONSTRUCT = "fzero.hf.Trainer"
 _log = logging.getLogger("fzero")
 
 
-class Trainer(Files):
+class Trainer(Updates):
     """transformers' Trainer, with its arguments.
 
         trainer = fzero.hf.Trainer(model=model, args=TrainingArguments("out"), train_dataset=dataset)
@@ -91,9 +90,9 @@ class Trainer(Files):
 
     @check_arguments
     def __init__(
-        self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int = 3, **named: Any
+        self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int | None = None, **named: Any
     ) -> None:
-        self.mesh, self.stage = mesh, stage
+        self.mesh, self._is_given = mesh, mesh is not None or isinstance(model, Pretrained)
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
         self._has_warned = False  # of padding
@@ -108,24 +107,33 @@ class Trainer(Files):
         if self.mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             self.mesh = make_mesh(find_local_rank(args), PORT, None, device)
         with tell_others(self._members, CONSTRUCT):
-            self._construct(pretrained, model, args, *more, **named)
+            self._construct(pretrained, model, args, stage, *more, **named)
 
-    def _construct(self, pretrained: Pretrained | None, model: Any, args: Any, *more: Any, **named: Any) -> None:
+    def _construct(
+        self, pretrained: Pretrained | None, model: Any, args: Any, stage: int | None, *more: Any, **named: Any
+    ) -> None:
         """`__init__` of a rank. An error in here is one on all ranks."""
         check_type(args)
-        self._meet(CONSTRUCT, lambda: [f"configuration stage: {self.stage}", *list_arguments(args)])
-        check_stage(self.stage)
+        self._meet(CONSTRUCT, lambda: [f"configuration stage: {stage}", *list_arguments(args)])
+        check_stage(3 if stage is None else stage)
         check_training_arguments(args, self._allowed)
+        self._plan = make_plan(args, stage)
+        self.stage = self._plan.stage
         if pretrained is not None:
             self._take(pretrained)
         elif isinstance(model, nn.Module):
             check_values(model)
         elif model is not None:
             raise refuse_model("model", model)
-        super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
+        with hide(args):
+            super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         check_plugins(self)
-        if self.mesh is None:
-            self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
+        if self._plan.scaler is not None:
+            self.accelerator.scaler = Scaler(self._drop)
+        shard = find_shard(self._plan, args)
+        if self.mesh is None or (shard is not None and not self._is_given):
+            self.mesh = make_mesh(find_local_rank(args), PORT, None, args.device.type, shard=shard)
+        check_mesh(self._plan, args, self.mesh)
         self._adopt()
         if pretrained is not None:  # nothing is refused from here on
             spend_model(self.model, self.args.device, refuse_use)
@@ -149,11 +157,14 @@ class Trainer(Files):
         check_model(self.model)
         check_values(self.model)
         self._meet("the model of a Trainer", lambda: list(list_model(self.model)))
+        if self._plan.is_checkpointed:
+            enable_checkpointing(self.model)
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         lowered = lower_modes(self.model)
-        unit = {"unit": BLOCK} if has_codes(self.args) else {}
-        params = partition_model(self.model, lowered.params, store, self.mesh, **unit)
+        params = partition_model(self.model, lowered.params, store, self.mesh, **self._plan.held)
+        settings = self._plan.settings
+        params = quantize_frozen(params) if settings is not None and settings.quantizes_frozen else params
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
         spend_model(self.model, self.args.device, refuse_use)
@@ -177,15 +188,15 @@ class Trainer(Files):
             check_frozen(self.model, self.sharded.params)
             held = tree.paths(self.sharded.buffers)
             lowered = lower_modes(copy_without_values(self.model, held))
-            self._wrapped = self._compile_evaluation(carry_buffers(lowered.evaluate, lowered.buffers))
+            self._wrapped = self._compile_evaluation(self._plan.cast(carry_buffers(lowered.evaluate, lowered.buffers)))
             if training:
-                self._compile_training(carry_buffers(lowered.train, lowered.buffers))
+                self._compile_training(self._plan.cast(carry_buffers(lowered.train, lowered.buffers)))
         return self._wrapped
 
     @property
     def _how(self) -> dict[str, Any]:
         """How programs are made: keywords of `fzero.shard`."""
-        return {"stage": self.stage, "compile": bool(self.args.torch_compile)}
+        return self._plan.how
 
     def _compile(self, what: str, function: Callable[..., Any]) -> Any:
         return compile_function(function, self.mesh, title=f"Trainer: {what}", **self._how)
@@ -230,13 +241,15 @@ class Trainer(Files):
         self._clip = self._compile("clipping of gradients", clip)
         self._norm = self._compile("norm of gradients", optim.global_norm)
         self._update = self._compile("update", update)
+        if self._plan.scaler is not None:
+            self._unscale = self._compile("unscaling of gradients", make_unscale(self._plan.scaler))
         self._sums: Any = None  # of gradients, since the last update
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The output of a function of the model in the dtype of compute, in float32 as accelerate returns it."""
-        if self.args.mixed_precision == "no":
+        if self._plan.autocast is None:
             return function(*args, **kwargs)
-        with torch.autocast(self.args.device.type, torch.bfloat16):
+        with torch.autocast(self.args.device.type, self._plan.autocast):
             output = function(*args, **kwargs)
         narrow = (torch.bfloat16, torch.float16)
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
@@ -274,7 +287,10 @@ class Trainer(Files):
             raise FzeroError("generate", problem, way_out)
         model, params = find_base(self.model, self.sharded.params)
         if self._generator is None or self._generator.model is not model:
-            self._generator = Generator(model, self.mesh, call=self._call, **self._how)
+            cast = self._plan.cast
+            self._generator = Generator(
+                model, self.mesh, call=lambda fn, *x, **named: self._call(cast(fn), *x, **named), **self._how
+            )
         return self._generator(params, *args, **named)
 
     # gradients
@@ -292,9 +308,9 @@ class Trainer(Files):
         named = {"inputs": inputs, "items": self._share_items(num_items_in_batch), "steps": steps}
         held = self.sharded
         if self._sums is None:
-            (loss, buffers), self._sums = self._begin(held.params, None, (held.buffers,), named)
+            (loss, buffers), self._sums = self._begin(held.params, held.scale, (held.buffers,), named)
         else:
-            (loss, buffers), self._sums = self._add(held.params, self._sums, None, (held.buffers,), named)
+            (loss, buffers), self._sums = self._add(held.params, self._sums, held.scale, (held.buffers,), named)
         self.sharded = held._replace(buffers=buffers)
         return loss.to(self.args.device)
 
@@ -315,54 +331,3 @@ class Trainer(Files):
         process, and the mean of their losses needs their part of the count."""
         ratio = mesh_shape(self.mesh).size() / self.accelerator.num_processes
         return items if items is None or ratio == 1 else items / ratio
-
-    def _clip_grad_norm(self, model: nn.Module) -> float:
-        self._sums, norm = self._clip(self._sums)
-        return float(norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return float(self._norm(self._sums)) if grad_norm is None else grad_norm
-
-    # updates
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer of torch that the arguments name. It holds groups and rates; its step is our update.
-
-        Raises:
-            FzeroError: for a type that is not converted.
-        """
-        self._adopt()
-        if self.sharded.opt_state is None:
-            like = copy_without_values(self.model) if self.optimizer is None else self.model
-            optimizer = super().create_optimizer(like)
-            separate_embeddings(optimizer, like)
-            self._groups = self._groups or convert_optimizer(optimizer, like)
-            rates = [group.rate for group in self._groups]
-            self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
-            optimizer.register_step_post_hook(lambda *_: self._advance())
-            self._options = list_options(optimizer)
-            optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
-            for group in optimizer.param_groups:
-                group["params"] = [forget_values(x) for x in group["params"]]
-        return self.optimizer
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As transformers' `get_optimizer_cls_and_kwargs`. The names of bitsandbytes need no bitsandbytes."""
-        return choose_optimizer(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
-
-    def _make(self, rates: Any) -> GradientTransformation:
-        """The optimizer of all groups, at these rates."""
-        made = [group.make(learning_rate=rate, **group.options) for group, rate in zip(self._groups, rates)]
-        return join(self._groups, made)
-
-    def _advance(self) -> None:
-        """Update the state by the sums of gradients, at the rates that the groups have now."""
-        if self._sums is None:
-            raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
-        check_options(self.optimizer, self._options)
-        groups = self.optimizer.param_groups
-        rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in groups]}  # the name is for errors
-        rates, held = partition(rates, self.mesh, persist=WHOLE), self.sharded
-        params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
-        self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None
