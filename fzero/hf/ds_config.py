@@ -69,7 +69,7 @@ def read_deepspeed(args: Any) -> tuple[Values, Settings]:
     if not settings.counts_batches:
         problem = "is false, and the Trainer updates behind gradient_accumulation_steps batches"
         raise FzeroError("deepspeed: managed_gradient_accumulation", problem, "leave it out")
-    if settings.gradient_factor != 1:
+    if look_up(given, "gradient_allreduce_op") == "sum":
         raise FzeroError("deepspeed: gradient_allreduce_op", 'is "sum"', 'give "mean", or leave it out')
     return given, settings
 
