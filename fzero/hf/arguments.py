@@ -39,8 +39,8 @@ LOOP = (
 OPTIMIZER = (
     *_same("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *_same("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
-    Argument("optim", "mapped", "to fzero.optim; an optimizer that is not of torch.optim is refused by type"),
-    Argument("optim_target_modules", "no meaning", "of GaLore, APOLLO and LOMO, which are refused by type"),
+    Argument("optim", "mapped", "to fzero.optim: the table of names says which"),
+    Argument("optim_target_modules", "no meaning", "of GaLore, APOLLO and LOMO, which are refused by name"),
 )
 DATA = (
     *_same("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
@@ -65,8 +65,8 @@ EVALUATION = (
 FILES = (
     *_same("save_only_model", "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end"),
     *_same("metric_for_best_model", "greater_is_better", "restore_callback_states_from_checkpoint"),
-    *_same("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", note=_UNTRIED),
-    *_same("hub_always_push", "hub_revision", note=_UNTRIED),
+    *_same("push_to_hub", "hub_model_id", note="tried with a Hub that only notes what it gets"),
+    *_same("hub_token", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision", note=_UNTRIED),
     *_same("enable_jit_checkpoint", note="on several ranks refused: a signal reaches ranks at different updates"),
 )
 MEMORY = (
@@ -76,6 +76,7 @@ MEMORY = (
     Argument("gradient_checkpointing_kwargs", "mapped", "the old name of activation_checkpointing_kwargs"),
     Argument("torch_compile", "mapped", "to compile=True of fzero.shard"),
     Argument("torch_compile_backend", "mapped", '"inductor"; others are refused'),
+    Argument("torch_compile_mode", "mapped", '"default"; others are refused'),
     Argument("torch_empty_cache_steps", "no meaning", "the caching allocator is left alone"),
 )
 RANKS = (
@@ -95,11 +96,6 @@ REFUSED = (
     Argument("fp16_full_eval", "refused", "give bf16=True, which evaluation follows"),
     Argument("bf16_full_eval", "refused", "give bf16=True, which evaluation follows"),
     Argument("use_liger_kernel", "refused", "fzero.tiled_cross_entropy needs little memory for logits"),
-    Argument(
-        "torch_compile_mode",
-        "refused",
-        "give torch_compile=True alone: inductor compiles what stands between collectives",
-    ),
     Argument("debug", "refused", "leave it out, and look for overflows with transformers.Trainer"),
     Argument("save_on_each_node", "refused", "leave it out: all ranks write parts of one folder, which they share"),
 )

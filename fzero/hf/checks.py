@@ -73,6 +73,10 @@ def _check_options(args: Any, allowed: Collection[str]) -> None:
     if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
         problem = f"is {args.torch_compile_backend!r}, which is not supported"
         raise FzeroError("TrainingArguments: torch_compile_backend", problem, 'give "inductor"')
+    if getattr(args, "torch_compile_mode", None) not in (None, "default"):
+        problem = f"is {args.torch_compile_mode!r}, which is not supported"
+        way_out = "give torch_compile=True alone: inductor compiles what stands between collectives"
+        raise FzeroError("TrainingArguments: torch_compile_mode", problem, way_out)
     if (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("offload"):
         problem = "asks for offload, which is not supported"
         way_out = 'leave it out, or train by fzero.shard with fzero.remat(fn, policy="offload")'

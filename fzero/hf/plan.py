@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import optim, precision
+from fzero import optim, precision, tree
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import SHARD_AXIS, mesh_shape
+from fzero.base.mesh import SHARD_AXIS, VirtualMesh
 from fzero.base.placement import Placement, host
 from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.reading import Values
@@ -104,13 +104,12 @@ def find_shard(plan: Plan, args: Any) -> int | None:
     return plan.shard
 
 
-def check_mesh(plan: Plan, args: Any, mesh: Any) -> None:
+def check_mesh(plan: Plan, args: Any, shape: VirtualMesh) -> None:
     """Refuse a mesh whose axes are not those that the arguments ask for.
 
     Raises:
         FzeroError: naming the argument and the mesh.
     """
-    shape = mesh_shape(mesh)
     if args.parallelism_config is not None:
         axes = read_parallelism(args.parallelism_config, shape.size())
         if shape.sizes not in (axes, {"replica": 1, **axes}):
@@ -122,6 +121,20 @@ def check_mesh(plan: Plan, args: Any, mesh: Any) -> None:
     if plan.shard is not None and args.fsdp and "replica" not in shape.sizes:
         problem = f"is hybrid, and mesh= is {shape}, which has no replicas"
         raise FzeroError("fsdp_config: reshard_after_forward", problem, "leave one of both out")
+
+
+def place(params: tree.Tree, plan: Plan) -> tree.Tree:
+    """Parameters that are in slices already, where the plan wants them.
+
+    Raises:
+        FzeroError: naming the first of another dtype.
+    """
+    to, dtype = plan.held.get("to"), plan.held.get("dtype")
+    for path, leaf in zip(tree.paths(params), tree.leaves(params)):
+        if dtype is not None and leaf.is_floating_point() and leaf.dtype != dtype:
+            problem = f"is {leaf.dtype}, and deepspeed= wants {dtype} beside narrow compute"
+            raise FzeroError(path, problem, f"give dtype={dtype} to from_pretrained")
+    return params if to is None else tree.map(lambda x: x.at(to), params)
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -34,10 +34,11 @@ from fzero.hf.checks import (
 )
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
-from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan
+from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
+from fzero.hf.signatures import join_signatures
 from fzero.hf.updates import Updates
 from fzero.hf.wrapped import Wrapped
 from fzero.passes.release import check_stage
@@ -133,7 +134,7 @@ class Trainer(Updates):
         shard = find_shard(self._plan, args)
         if self.mesh is None or (shard is not None and not self._is_given):
             self.mesh = make_mesh(find_local_rank(args), PORT, None, args.device.type, shard=shard)
-        check_mesh(self._plan, args, self.mesh)
+        check_mesh(self._plan, args, mesh_shape(self.mesh))
         self._adopt()
         if pretrained is not None:  # nothing is refused from here on
             spend_model(self.model, self.args.device, refuse_use)
@@ -145,7 +146,8 @@ class Trainer(Updates):
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
-        self.mesh, self.sharded = pretrained.mesh, State(params=pretrained.params, buffers=buffers)
+        params = place(pretrained.params, self._plan)
+        self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
         self._structure = pretrained.model
 
     def _adopt(self) -> None:
@@ -331,3 +333,6 @@ class Trainer(Updates):
         process, and the mean of their losses needs their part of the count."""
         ratio = mesh_shape(self.mesh).size() / self.accelerator.num_processes
         return items if items is None or ratio == 1 else items / ratio
+
+
+Trainer.__init__.__signature__ = join_signatures(transformers.Trainer.__init__, Trainer.__init__)  # type: ignore[attr-defined]

@@ -99,7 +99,6 @@ class Updates(Files):
         settings, keys = self._plan.settings, self._plan.keys
         if self.lr_scheduler is None and settings is not None and keys is not None and "scheduler.type" in keys:
             chosen = self.optimizer if optimizer is None else optimizer
-            chosen = getattr(chosen, "optimizer", chosen)  # of accelerate's wrapper
             self.lr_scheduler = make_schedule(self.args, keys, self._groups, chosen, num_training_steps)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)

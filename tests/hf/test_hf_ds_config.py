@@ -106,6 +106,19 @@ def test_a_checkpoint_goes_on_with_the_scheduler_of_the_file(tmp_path: Path) -> 
     assert read_logs(again)[3:] == read_logs(first)[3:]
 
 
+def test_a_model_of_files_moves_to_the_host(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path / "files")
+    places = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    config = without("scheduler", "optimizer", zero_optimization={"stage": 3, **places})
+    arguments = make_arguments(tmp_path)
+    arguments.deepspeed = config
+    pretrained = fzero.hf.from_pretrained(tmp_path / "files", VirtualMesh(fsdp=2))
+    got = fzero.hf.Trainer(pretrained, arguments, train_dataset=make_dataset())
+    got.train()
+    assert_close(got, train_plain(tmp_path, kind="llama"))
+    assert {leaf.form.place for leaf in fzero.tree.leaves(got.sharded.params)} == {fzero.host()}
+
+
 @pytest.mark.parametrize("narrow", ["bf16", "fp16"])
 def test_narrow_compute_has_wide_weights_and_is_near_to_wide_compute(narrow: str, tmp_path: Path) -> None:
     got = make_ours(tmp_path, AUTO, kind="llama", **{narrow: True})

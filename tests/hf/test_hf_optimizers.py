@@ -91,6 +91,21 @@ def test_state_of_8_bits_has_8_bits_and_embeddings_have_32(tmp_path: Path) -> No
     assert {x for path, x in dtypes.items() if path.endswith("mu.model.embed_tokens.weight")} == {torch.float32}
 
 
+def test_a_model_of_files_has_state_of_8_bits_where_its_blocks_are_whole(tmp_path: Path) -> None:
+    make_model("wide llama").save_pretrained(tmp_path)
+    for given in ({}, {"partition": {"unit": 256}}):
+        pretrained = fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2), **given)
+        arguments = make_arguments(tmp_path, **SHORT, optim="adamw_8bit")
+        trainer = fzero.hf.Trainer(pretrained, arguments, train_dataset=make_dataset())
+        if given:
+            trainer.train()
+            losses, _ = OF_BITSANDBYTES["adamw_8bit"]
+            assert [each["loss"] for each in read_logs(trainer)] == pytest.approx(losses, rel=2e-5)
+        else:
+            with pytest.raises(FzeroError, match=r"unit=256"):
+                trainer.train()
+
+
 @pytest.mark.parametrize("options", [{"scale_parameter": True}, {"scale_parameter": False, "weight_decay": 0.1}])
 def test_a_given_adafactor_of_transformers_is_converted(options: dict[str, Any], tmp_path: Path) -> None:
     both = []
