@@ -18,7 +18,7 @@ from fzero.deepspeed.schedulers import rate_at, schedule_groups
 from fzero.deepspeed.settings import MONITORS, Settings, settle
 from fzero.training.kinds import Group
 
-_OF_ENGINE = {
+OF_ENGINE = {
     **{f"{name}.enabled": "give report_to of TrainingArguments" for name in MONITORS},
     "flops_profiler.enabled": "leave it out: trainer.state.total_flos counts operations",
     "wall_clock_breakdown": "leave it out: the logs have train_runtime",
@@ -57,7 +57,7 @@ def read_deepspeed(args: Any) -> tuple[Values, Settings]:
     params = given.get("scheduler.params") or {}
     if params.get("warmup_min_lr") == "auto":
         given["scheduler.params"] = {**params, "warmup_min_lr": 0}
-    for path, way_out in _OF_ENGINE.items():
+    for path, way_out in OF_ENGINE.items():
         if look_up(given, path):
             raise FzeroError(f"deepspeed: {path}", "is true, and the loop is that of the Trainer", way_out)
     if given.get("dataloader_drop_last") not in (None, args.dataloader_drop_last):
