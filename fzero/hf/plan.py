@@ -98,9 +98,13 @@ def _follow_deepspeed(plan: Plan, args: Any) -> Plan:
 
 
 def find_shard(plan: Plan, args: Any) -> int | None:
-    """How many ranks state lies along, for a mesh that the arguments choose; None for all ranks."""
+    """How many ranks state lies along, for a mesh that the arguments choose; None for all ranks.
+
+    Raises:
+        FzeroError: as `read_parallelism`.
+    """
     if args.parallelism_config is not None:
-        return args.parallelism_config.dp_shard_size or 1
+        return read_parallelism(args.parallelism_config, args.world_size)[SHARD_AXIS]
     return plan.shard
 
 

@@ -131,8 +131,8 @@ class Trainer(Updates):
         check_plugins(self)
         if self._plan.scaler is not None:
             self.accelerator.scaler = Scaler(self._drop)
-        shard = find_shard(self._plan, args)
-        if self.mesh is None or (shard is not None and not self._is_given):
+        shard = None if self._is_given else find_shard(self._plan, args)
+        if self.mesh is None or shard is not None:
             self.mesh = make_mesh(find_local_rank(args), PORT, None, args.device.type, shard=shard)
         check_mesh(self._plan, args, mesh_shape(self.mesh))
         self._adopt()
