@@ -2,6 +2,7 @@
 
     python benchmarks/lengths.py                                  # 30 batches on 1 rank and on 2 gloo ranks
     python benchmarks/lengths.py --ranks 2 --layers 16 --steps 300 --json benchmarks/results/lengths.json
+    python benchmarks/lengths.py --restart                        # fzero's programs come from a folder
 
 transformers' Llama in float32. The contenders run one after the other in the same processes, with the same batches:
 plain torch (one rank only), FSDP2, and fzero. Seconds of a step at a length that was seen before and at a new length
@@ -11,6 +12,7 @@ are medians; the first and the second length stand apart, because fzero traces a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -61,7 +63,7 @@ def eager(layers: int, mesh: Any) -> Step:
     return step
 
 
-def ours(layers: int, mesh: Any) -> Step:
+def ours(layers: int, mesh: Any, cache: str | None) -> Step:
     params, apply = fzero.lower(make_model(layers))
     params = fzero.partition(params, mesh)
     optimizer = fzero.optim.adamw(RATE, b1=0.9, b2=0.999, weight_decay=0.01)
@@ -75,7 +77,7 @@ def ours(layers: int, mesh: Any) -> Step:
         updates, state = optimizer.update(grads, state, params)
         return fzero.optim.apply_updates(params, updates), state, loss
 
-    sharded = fzero.shard(train, mesh, max_programs=64)
+    sharded = fzero.shard(train, mesh, max_programs=64, cache=cache)
 
     def step(batch: Tensor) -> Tensor:
         nonlocal params, state
@@ -91,7 +93,7 @@ def run_rank(given: dict[str, Any], out: Path) -> None:
     mesh = init_device_mesh("cpu", (given["ranks"],), mesh_dim_names=("fsdp",))
     rank, world = dist.get_rank(), given["ranks"]
     contenders = {"eager": (eager, None)} if world == 1 else {"fsdp2": (eager, mesh)}
-    contenders |= {"fzero": (ours, mesh)}
+    contenders |= {"fzero": (functools.partial(ours, cache=given["cache"]), mesh)}
     draw = random.Random(0)
     lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(given["steps"])]
     found: dict[str, Any] = {"lengths": lengths}
@@ -145,6 +147,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--restart", action="store_true", help="run twice with one folder, print the second")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -152,10 +155,15 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank_of:
         return run_rank(json.loads(given.rank_of), given.out)
-    record: dict[str, Any] = {"layers": given.layers, "steps": given.steps} | machine()
+    record: dict[str, Any] = {"layers": given.layers, "steps": given.steps, "restart": given.restart} | machine()
     for ranks in map(int, given.ranks.split(",")):
-        plan = {"ranks": ranks, "layers": given.layers, "steps": given.steps, "timeout": given.timeout}
-        found = launch(plan)
+        plan = {"ranks": ranks, "layers": given.layers, "steps": given.steps, "timeout": given.timeout, "cache": None}
+        if given.restart:
+            with TemporaryDirectory() as folder:
+                launch({**plan, "cache": folder})
+                found = launch({**plan, "cache": folder})
+        else:
+            found = launch(plan)
         rows = summarize(found)
         record[f"{ranks} ranks"] = rows
         print(f"Llama of {given.layers} layers, {given.steps} lengths of {SHORTEST} to {LONGEST}, {ranks} rank(s)")

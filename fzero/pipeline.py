@@ -20,8 +20,9 @@ from fzero.base.placement import Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, find_plan
-from fzero.cache.programs import Call, Programs
-from fzero.general import Generals
+from fzero.cache.programs import Call, Entry, Programs
+from fzero.general.programs import General, Generals
+from fzero.general.sizes import is_batch
 from fzero.passes import choose_passes, defaults, resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
@@ -30,6 +31,7 @@ from fzero.program.listing import format_size
 from fzero.program.open import Template
 from fzero.program.program import Program
 from fzero.program.rates import Rates
+from fzero.ranks.agreement import digest
 from fzero.ranks.ranks import Ranks
 from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
@@ -164,40 +166,70 @@ class Pipeline(Generic[T]):
                 self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
-        found = self._generalize(signature, leaves)
-        made = _Traced(signature, found[1], found[0], None) if found else self._make(signature, leaves)
+        with pause_garbage_collection():
+            made = self._find_general(signature) or self._make(signature, leaves)
         self._cache.insert(0, made)
         del self._cache[self.limit :]
         return made.finished
 
     def _make(self, signature: Signature, leaves: list[Any]) -> _Traced:
-        """The program of a trace of its own, or of that which the file of such a trace has."""
+        """The program of a signature that no program in memory fits: from a file, of a trace with open sizes, or of a
+        trace of its own."""
         settings, treedef, _ = signature
-        call = Call(self.fn, settings, treedef, leaves, self.passes, self.on, self._measured)
-        with pause_garbage_collection():
-            entry = self._stored.find(call) if self._stored else None
-            program = entry.program if entry else None
-            if program is None:
-                if self._cache:
-                    self._report(signature)
-                trace_now = partial(self.program, tree.unflatten(treedef, leaves))
-                program = entry.trace(trace_now) if entry else trace_now()
-            watches = self._watch(program)
+        entry = None
+        if self._stored is not None:
+            entry = self._stored.find(Call(self.fn, settings, treedef, leaves, self.passes, self.on, self._measured))
+            found = self._read(entry, signature)
+            if isinstance(found, Program):
+                return self._finish(signature, found)
+            if found is not None and (made := self._add(found, signature)) is not None:
+                return made
+        args = tree.unflatten(treedef, leaves)
+        known = [(x.signature, x.program) for x in self._cache if x.program is not None]
+        trace_open = partial(self._trace_open, signature, args)
+        generalize = partial(self._generals.trace, signature, known, trace_open, self.passes, self._finish_template)
+        with disable_autocast():
+            general = entry.trace_general(generalize) if entry else generalize()
+        if general is not None and (made := self._add(general, signature)) is not None:
+            return made
+        if self._cache:
+            self._report(signature)
+        trace_now = partial(self.program, args)
+        return self._finish(signature, entry.trace(trace_now) if entry else trace_now())
+
+    def _finish(self, signature: Signature, program: Program) -> _Traced:
+        watches = self._watch(program)
+        with disable_autocast():
+            return _Traced(signature, watches, self.finish(program), program)
+
+    def _add(self, general: General, signature: Signature) -> _Traced | None:
+        """Keep a general program for further signatures. The program of this one, None where it does not fit."""
+        self._generals.add(general, self._watch(general.program))
+        return self._find_general(signature)
+
+    def _find_general(self, signature: Signature) -> _Traced | None:
+        with disable_autocast():
+            found = self._generals.find(signature)
+        return found and _Traced(signature, found[1], found[0], None)
+
+    def _read(self, entry: Entry | None, signature: Signature) -> Program | General | None:
+        """The program of a signature from a file, or else a general one, where all ranks have the same."""
+        number, found = 0, None
+        if entry is not None:
             with disable_autocast():
-                return _Traced(signature, watches, self.finish(program), program)
+                found = entry.program or entry.read_general(signature, self._finish_template)
+            number = digest([entry.key, *(found.lines() if isinstance(found, General) else ())]) if found else 0
+        shapes = ", ".join(str(list(x[0])) for x in signature[2] if is_batch(x))
+        what = f"which program of {self._name} a file has, for batches of {shapes or 'no shape'}"
+        if self.on.is_equal(number, what):
+            return found
+        _log.info("cache: %s is traced: not all ranks have the same file", self._name)
+        return None
 
     def _watch(self, program: Program) -> list[Watch]:
         """Watches of what a program depends on, after its trace, which may count itself."""
         watches = find_watches(self.fn)
         return watches + watch_elements(program, watches)
-
-    def _generalize(self, signature: Signature, leaves: list[Any]) -> tuple[T, list[Watch]] | None:
-        """A finished program for this signature that needs no trace of its own, with what it depends on. None without
-        one."""
-        known = [(x.signature, x.program) for x in self._cache if x.program is not None]
-        trace_open = partial(self._trace_open, signature, tree.unflatten(signature[1], leaves))
-        with pause_garbage_collection(), disable_autocast():
-            return self._generals.find(signature, known, trace_open, self.passes, self._finish_template, self._watch)
 
     def _finish_template(self, template: Template) -> Callable[[Sequence[int]], T]:
         """A function of sizes that returns the finished program of these."""

@@ -37,7 +37,7 @@ from fzero.pipeline import (
     order_pass_state,
     place_state,
 )
-from fzero.program.open import Template
+from fzero.program.open import Template, make_template
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
@@ -322,12 +322,15 @@ def _link_open(
     on: Live, mode: Mode, compile: Callable[..., Any], template: Template
 ) -> Callable[[Sequence[int]], _Compiled] | None:
     """A function of sizes that returns the linked program of these. None where each has to be linked by itself."""
-    opened = template.program.open
-    if mode == "graph" or opened is None or has_foreign(template.program):
+    opened, like = template.opened, template.program
+    if mode == "graph" or has_foreign(like):
         return None
-    like = template.fill(template.reference)
-    run = Template(outline(template.program)) if mode else template
-    run_at = link_open(run, on, lambda fragment: compile(fragment, opened.symbols))
+    if mode:
+        assert opened is not None and opened.open is not None
+        symbols = opened.open.symbols
+        run_at = link_open(make_template(outline(opened)), on, lambda fragment: compile(fragment, symbols))
+    else:
+        run_at = link_open(template, on, lambda fragment: lambda sizes: fragment)
     returned, donated = Returned(like, on), _find_updates(like)
     lines = _Lines(like, _list_settings(mode))
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fzero
-from fzero import general
 from fzero.base import tree
 from fzero.base.reachable import walk
 from fzero.budget.fit import find_plan
-from fzero.general import General
+from fzero.general import programs as general
+from fzero.general.programs import General
 from fzero.passes import defaults, resolve, run_passes
 from fzero.passes.run import name_of_pass
-from fzero.program.open import Open, Template, find_difference
+from fzero.program.open import Open, find_difference, make_template
 from fzero.program.program import Program
 from fzero.tracing.trace import trace
 
@@ -131,12 +131,13 @@ def test_a_program_of_open_sizes_is_the_program_that_is_traced_at_each_size(stag
         found = find_general(step)
         sizes, late = (
             [shape[0] // 2, shape[1]],
-            defaults(stage=stage)[len(defaults(stage=stage)) - len(found._late) :],
+            defaults(stage=stage)[len(defaults(stage=stage)) - len(found.schedule.late) :],
         )
         assert name_of_pass(late[0]) == "relieve"
         traced = resolve(trace(fn, (params, state, tokens(shape).chunk(2)[0]), MESH))
         early = run_passes(traced, defaults(stage=stage)[: -len(late)])
-        filled = Template(replace(found.early, open=Open(found._symbols, tuple(sizes)))).fill(sizes)
+        opened = Open(found.schedule.symbols, tuple(sizes))
+        filled = make_template(replace(found.schedule.early, open=opened)).fill(sizes)
         wrong += [f"{shape}: {difference}" for difference in [find_difference(filled, early)] if difference]
         if found._find_template(sizes)[0].reference == tuple(sizes):  # the schedule is that of these sizes
             flat = step.trace(params, state, tokens(shape))

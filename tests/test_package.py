@@ -26,8 +26,8 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim | ranks | values | program | tracing passes execution state | budget formats | cache"
-    " | fzero"
+    "base | files layout optim | ranks | values | program | tracing passes execution state | budget formats | general"
+    " | cache | fzero"
     " | variants data checkpoint | training | deepspeed | hf | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the

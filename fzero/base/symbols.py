@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
+from fzero.base.formulas import LEAST, MOST, Condition, Conditions, compile_formulas
 from fzero.base.torch_private_symbols import (
-    compile_expressions,
     make_environment,
     make_number,
     make_source,
     remember_results,
+    write_expressions,
 )
 
-LEAST, MOST = 2, 2**30
-"""The range of an open size. torch broadcasts a size of 1, and 0 leaves nothing: each has programs of its own."""
 Symbol = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -41,8 +40,7 @@ class Symbols:
         self.examples: list[int] = []
         self.sizes: list[torch.SymInt] = []
         self._symbols: list[Any] = []
-        self._count = -1
-        self._check: Callable[[Sequence[int]], Sequence[Any]] = lambda values: []
+        self._conditions: Conditions | None = None
 
     def open(self, example: int) -> torch.SymInt:
         """A new symbol with this example, from `LEAST` on."""
@@ -59,26 +57,33 @@ class Symbols:
         self.examples.append(example)
         return size
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the sizes in formulas."""
+        return tuple(map(str, self._symbols))
+
+    @property
+    def conditions(self) -> Conditions:
+        """What was asked of the sizes so far."""
+        guards = self.env.guards
+        if self._conditions is None or len(self._conditions.rows) != len(guards):  # a pass may ask, too
+            written = write_expressions([guard.expr for guard in guards])
+            never = ("False and " if adds_floats(guard.expr) else "" for guard in guards)
+            rows = (Condition(fails + text, line) for fails, text, line in zip(never, written, self._lines))
+            self._conditions = Conditions(self.names, tuple(rows))
+        return self._conditions
+
     def find_broken(self, values: Sequence[int]) -> str | None:
-        """The first condition that these sizes do not fulfil, with the user's line that asked. None where they fulfil
-        all of them."""
-        if any(not LEAST <= value <= MOST for value in values):
-            return f"a size of {min(values)} has a program of its own"
-        if self._count != len(self.env.guards):  # a pass may ask, too
-            self._count = len(self.env.guards)
-            self._check = compile_expressions(self._symbols, [guard.expr for guard in self.env.guards])
-        for guard, line, holds in zip(self.env.guards, self._lines, self._check(values)):
-            if not holds or adds_floats(guard.expr):
-                return f"{guard.expr} for {dict(zip(map(str, self._symbols), values))}, asked by {line or 'torch'}"
-        return None
+        """As `Conditions.find_broken`, of `conditions`."""
+        return self.conditions.find_broken(values)
 
-    def evaluator(self, numbers: Iterable[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
-        """A function of sizes that returns the values of numbers that are computed from these symbols."""
-        return self.evaluator_of_keys(map(key_of, numbers))
+    def write_keys(self, keys: Iterable[Any]) -> list[str]:
+        """The formulas of numbers that have these keys."""
+        return write_expressions([expression for _, expression in keys])
 
-    def evaluator_of_keys(self, keys: Iterable[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
-        """`evaluator`, of numbers that have these keys."""
-        return compile_expressions(self._symbols, [expression for _, expression in keys])
+    def evaluator(self, keys: Iterable[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
+        """A function of sizes that returns the values of numbers that have these keys."""
+        return compile_formulas(self.names, self.write_keys(keys))
 
     def copy(self, sizes: Sequence[int]) -> tuple[Symbols, Callable[[Any], Any]]:
         """The same symbols with these sizes for their examples and without conditions; and a function that returns the

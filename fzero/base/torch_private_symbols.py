@@ -3,7 +3,6 @@ functions brings sympy with it, which takes half a second."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -60,15 +59,13 @@ def make_number(environment: Any, kind: type, expression: Any) -> Any:
     return kind(SymNode(expression, environment, kinds[kind], None))
 
 
-def compile_expressions(symbols: Sequence[Any], expressions: Sequence[Any]) -> Callable[[Sequence[int]], Sequence[Any]]:
-    """A function of the values of sympy symbols that returns those of expressions of a `ShapeEnv`, as Python computes
-    them. Public replacement: `sympy.lambdify` that knows the functions of torch's symbolic sizes."""
+def write_expressions(expressions: Sequence[Any]) -> list[str]:
+    """Sympy expressions of a `ShapeEnv` as texts of Python: formulas of the names of its symbols. Public replacement:
+    `sympy.lambdify` that knows the functions of torch's symbolic sizes."""
     import torch.utils._sympy.printers
 
     printer = torch.utils._sympy.printers.PythonPrinter()
-    names = ", ".join(map(str, symbols))
-    code = ", ".join(f"({printer.doprint(expression)})" for expression in expressions)
-    return eval(f"lambda values: (lambda {names}: ({code}{',' if expressions else ''}))(*values)", {"math": math})
+    return [printer.doprint(expression) for expression in expressions]
 
 
 @cache

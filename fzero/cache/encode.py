@@ -36,7 +36,7 @@ class ProgramWriter:
     """Writes a program. `numbers` has, by its `id`, the number of each tensor that the step reaches."""
 
     def __init__(self, device: torch.device | None, leaves: Sequence[Any], numbers: Mapping[int, int]) -> None:
-        self._values, self._numbers = Writer(device, leaves), numbers
+        self.values, self._numbers = Writer(device, leaves), numbers
         self._memory: dict[int, int] = {}
         self._nbytes: list[int] = []
         self._lines: dict[str, int] = {}
@@ -48,7 +48,7 @@ class ProgramWriter:
             Undescribed: for a program that holds what is no plain data.
         """
         top = self._write(program)
-        return {"top": top, "layouts": self._values.layouts, "memory": self._nbytes, "lines": list(self._lines)}
+        return {"top": top, "layouts": self.values.layouts, "memory": self._nbytes, "lines": list(self._lines)}
 
     def _write(self, program: Program) -> Any:
         if program.open is not None:
@@ -67,10 +67,10 @@ class ProgramWriter:
         } | tables
 
     def _write_table(self, name: str, table: Any) -> Any:
-        write = self._values.write
+        write = self.values.write
         if name == "results":
             return [
-                [*(write(getattr(x, field)) for field in _RESULT), self._values.write_constant(x.constant)]
+                [*(write(getattr(x, field)) for field in _RESULT), self.values.write_constant(x.constant)]
                 for x in table
             ]
         return write(dict(table)) if name == "reduce_dtypes" else write(table)
@@ -84,8 +84,8 @@ class ProgramWriter:
         meta = {key: node.meta[key] for key in (EMITTED_BY,) if key in node.meta}
         line = node.meta.get("stack_trace")
         place = None if line is None else self._lines.setdefault(line, len(self._lines))
-        given = self._write_arguments(tuple(node.args), numbers), self._write_arguments(dict(node.kwargs), numbers)
-        target = node.target if isinstance(node.target, str) else self._values.write(node.target)
+        given = self.write_arguments(tuple(node.args), numbers), self.write_arguments(dict(node.kwargs), numbers)
+        target = node.target if isinstance(node.target, str) else self.values.write(node.target)
         return [
             node.name,
             node.op,
@@ -97,24 +97,25 @@ class ProgramWriter:
             self._write_value(node.meta.get("val")),
         ]
 
-    def _write_arguments(self, x: Any, numbers: Mapping[Any, int]) -> Any:
+    def write_arguments(self, x: Any, numbers: Mapping[Any, int]) -> Any:
+        """Plain data for arguments of a node. `numbers` are the positions of the nodes among them."""
         if isinstance(x, fx.Node):
             return ["node", numbers[x]]
         if isinstance(x, Program):
             return ["program", self._write(x)]
         if type(x) is tuple or isinstance(x, list):
-            return ["tuple" if type(x) is tuple else "list", *(self._write_arguments(each, numbers) for each in x)]
+            return ["tuple" if type(x) is tuple else "list", *(self.write_arguments(each, numbers) for each in x)]
         if isinstance(x, dict):
-            return ["dict", *([key, self._write_arguments(value, numbers)] for key, value in x.items())]
+            return ["dict", *([key, self.write_arguments(value, numbers)] for key, value in x.items())]
         if isinstance(x, slice):
-            return ["slice", *(self._write_arguments(each, numbers) for each in (x.start, x.stop, x.step))]
-        return self._values.write(x)
+            return ["slice", *(self.write_arguments(each, numbers) for each in (x.start, x.stop, x.step))]
+        return self.values.write(x)
 
     def _write_value(self, x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return ["tuple" if isinstance(x, tuple) else "list", *map(self._write_value, x)]
         if not isinstance(x, Tensor):
-            return self._values.write(x)
+            return self.values.write(x)
         if not is_plain(x):
             raise Undescribed("the program", f"has a value of class {type(x).__name__} that is more than its form")
         key = storage_key(x)
@@ -122,7 +123,7 @@ class ProgramWriter:
             self._memory[key] = len(self._nbytes)
             self._nbytes.append(x.untyped_storage().nbytes())
         form = list(x.shape), list(x.stride()), x.storage_offset(), self._memory[key]
-        return ["fake", self._values.write(x.dtype), self._values.write(x.device), *form]
+        return ["fake", self.values.write(x.dtype), self.values.write(x.device), *form]
 
     def _write_constant(self, name: str, x: Tensor, program: Program) -> Any:
         if id(x) in self._numbers:
@@ -132,7 +133,7 @@ class ProgramWriter:
         is_small = type(x) is Tensor and x.numel() <= LARGEST and x.is_contiguous() and x.device.type == "cpu"
         if not (is_made and is_small) or x.requires_grad:
             raise Undescribed("the step", f"captures a tensor {list(x.shape)} that it reaches by hidden ways")
-        return [self._values.write(x.dtype), list(x.shape), base64.b64encode(read_bytes(x)).decode()]
+        return [self.values.write(x.dtype), list(x.shape), base64.b64encode(read_bytes(x)).decode()]
 
 
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
@@ -150,7 +151,7 @@ class ProgramReader:
     """Reads a program. `tensors` are those that the step reaches."""
 
     def __init__(self, values: Reader, tensors: Sequence[Tensor]) -> None:
-        self._values, self._tensors = values, tensors
+        self.values, self._tensors = values, tensors
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._likes: dict[Any, Any] = {}
         self._memory: list[torch.UntypedStorage] = []
@@ -162,7 +163,7 @@ class ProgramReader:
         Raises:
             Unreadable: where names are unknown.
         """
-        self._values.read_layouts(data["layouts"])
+        self.values.read_layouts(data["layouts"])
         self._memory = [torch.UntypedStorage(nbytes, device="meta") for nbytes in data["memory"]]
         self._lines = data["lines"]
         with no_dispatch():
@@ -171,13 +172,13 @@ class ProgramReader:
     def _read(self, data: Mapping[str, Any]) -> Program:
         maker, nodes = GraphMaker(), list[Any]()
         for name, op, target, args, kwargs, line, meta, has_value, value in data["nodes"]:
-            called = target if isinstance(target, str) else self._values.read(target)
+            called = target if isinstance(target, str) else self.values.read(target)
             found = dict(meta)
             if has_value:
                 found["val"] = self._read_value(value)
             if line is not None:
                 found["stack_trace"] = self._lines[line]
-            given = self._read_arguments(args, nodes), self._read_arguments(kwargs, nodes)
+            given = self.read_arguments(args, nodes), self.read_arguments(kwargs, nodes)
             nodes.append(maker.add(name, op, called, *given, found))
         tables = {name: self._read_table(name, data[name]) for name in _TABLES}
         constants = {name: self._read_constant(x) for name, x in data["constants"].items()}
@@ -186,25 +187,26 @@ class ProgramReader:
 
     def _read_table(self, name: str, data: Any) -> Any:
         if name == "results":
-            rows = [list(map(self._values.read, row)) for row in data]
+            rows = [list(map(self.values.read, row)) for row in data]
             return tuple(Result(**dict(zip(_RESULT, row)), constant=row[-1]) for row in rows)
-        return self._values.read(data)
+        return self.values.read(data)
 
-    def _read_arguments(self, data: Any, nodes: Sequence[Any]) -> Any:
+    def read_arguments(self, data: Any, nodes: Sequence[Any]) -> Any:
+        """Arguments of a node, of a program with these `nodes`."""
         if not isinstance(data, list):
             return data
         kind, *rest = data
         if kind == "node":
             return nodes[rest[0]]
         if kind == "list":
-            return [self._read_arguments(x, nodes) for x in rest]
+            return [self.read_arguments(x, nodes) for x in rest]
         if kind == "tuple":
-            return tuple(self._read_arguments(x, nodes) for x in rest)
+            return tuple(self.read_arguments(x, nodes) for x in rest)
         if kind == "dict":
-            return {key: self._read_arguments(x, nodes) for key, x in rest}
+            return {key: self.read_arguments(x, nodes) for key, x in rest}
         if kind == "slice":
-            return slice(*(self._read_arguments(x, nodes) for x in rest))
-        return self._read(rest[0]) if kind == "program" else self._values.read(data)
+            return slice(*(self.read_arguments(x, nodes) for x in rest))
+        return self._read(rest[0]) if kind == "program" else self.values.read(data)
 
     def _read_value(self, data: Any) -> Any:
         if not isinstance(data, list):
@@ -212,18 +214,18 @@ class ProgramReader:
         kind, *rest = data
         if kind != "fake":
             items = [self._read_value(x) for x in rest] if kind in ("list", "tuple") else []
-            return items if kind == "list" else tuple(items) if kind == "tuple" else self._values.read(data)
+            return items if kind == "list" else tuple(items) if kind == "tuple" else self.values.read(data)
         dtype, device, shape, stride, start, memory = rest
-        found = self._values.read(device)
+        found = self.values.read(device)
         if found not in self._likes:
             self._likes[found] = make_empty(self._mode, found)
-        return make_as(self._likes[found], self._values.read(dtype), shape, stride, start, self._memory[memory])
+        return make_as(self._likes[found], self.values.read(dtype), shape, stride, start, self._memory[memory])
 
     def _read_constant(self, data: Any) -> Tensor:
         if isinstance(data, int):
             return self._tensors[data]
         dtype, shape, text = data
         elements = bytearray(base64.b64decode(text))
-        kind = self._values.read(dtype)
+        kind = self.values.read(dtype)
         made = torch.frombuffer(elements, dtype=kind) if elements else torch.empty(0, dtype=kind)
         return made.reshape(shape).clone()

@@ -12,7 +12,8 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +28,19 @@ from fzero.cache.patches import list_patches
 from fzero.cache.rules import Undescribed
 from fzero.cache.store import Store
 from fzero.cache.surroundings import Reads, has_variables, list_hooks, list_own_files, list_settings, record_reads
+from fzero.cache.templates import read_sizes, read_template, write_general
 from fzero.cache.values import Reader
-from fzero.program.open import find_difference
+from fzero.general.programs import Finish, General, find_limit
+from fzero.program.open import Template, find_difference
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, find_foreign, record
 from fzero.ranks.ranks import Ranks
+from fzero.tracing.signatures import Signature
 from fzero.values.sharded import Form, Sharded
 
+T = TypeVar("T")
+MOST_GENERALS = 8
+"""The general programs of one step that a folder holds at most: each serves many sizes."""
 MOST_BYTES = 64 * 2**20
 """The bytes of captured tensors that are compared at most."""
 _log = logging.getLogger("fzero")
@@ -70,39 +77,68 @@ class Programs:
 
 
 class Entry:
-    """The file of a call. `program` is None where a trace has to make it."""
+    """The files of a call: that of its own program, by the shapes of its batches, and those of general programs.
+    `program` is None where a trace has to make it."""
 
     def __init__(self, store: Store, name: str, call: Call) -> None:
         self._store, self._name, self._call = store, name, call
         self._description = Description(_list_roots(call))
         lines = [*list_settings(call.on.device), *stamp_files(list_own_files()), self._description.digest]
-        self.key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+        self._key = _hash(lines)
+        self.key = _hash([self._key, *(str(_shape(leaf)) for leaf in call.leaves)])
         self._tensors = _list_tensors(self._description)
-        self.program = self._read()
+        self.program: Program | None = self._read(self.key, lambda data: self._make_reader().read(data["program"]))
 
-    def _read(self) -> Program | None:
-        data = self._store.read(self.key)
+    def _read(self, key: str, decode: Callable[[Any], T | None], may_warn: bool = True) -> T | None:
+        """What `decode` makes of the data of a file, which nothing contradicts that its trace read. None where there is
+        none."""
+        data = self._store.read(key)
         if data is None:
             return None
         try:
-            change = "its key" if data["key"] != self.key else self._find_change(data)
+            change = "its key" if data["key"] != key else self._find_change(data)
             if change is not None:
                 _log.info("cache: %s is traced: %s has changed since its file was written", self._name, change)
                 return None
-            program = self._decode(data["program"])
+            found = decode(data)
         except Exception as error:  # an unknown operation or class: of another version, or not imported
             _log.warning("cache: %s is traced: %s: %s", self._name, type(error).__name__, error)
             return None
+        if found is None:
+            return None
         for message in data["warnings"]:
             _log.warning("%s", message)
-        _log.info("cache: %s has its program from %s", self._name, self._store.path(self.key))
-        return program
+        _log.info("cache: %s has its program from %s", self._name, self._store.path(key))
+        return found
 
-    def _decode(self, data: Any) -> Program:
+    def read_general(self, signature: Signature, finish: Finish) -> General | None:
+        """A general program that fits a signature, from a file. None where there is none."""
+        limit = find_limit(self._call.passes)
+
+        def decode(data: Any) -> General | None:
+            sizes, conditions = read_sizes(data["general"], signature)
+            found = sizes.find(signature)
+            if isinstance(found, str) or conditions.find_broken(found) is not None:
+                return None
+            template = read_template(data["general"], self._make_reader(), conditions.names)
+            general = General(sizes, lambda: conditions, finish, limit, templates=[template])
+            return None if isinstance(general.find_sizes(signature), str) else general
+
+        found = (self._read(key, decode) for key in self._list_keys())
+        return next((general for general in found if general is not None), None)
+
+    def _list_keys(self) -> list[str]:
+        """The keys of general programs."""
+        return [_hash([self._key, "general", str(i)]) for i in range(MOST_GENERALS)]
+
+    def _make_reader(self) -> ProgramReader:
         call = self._call
         known = {leaf.form.layout: leaf.form.layout for leaf in call.leaves if isinstance(leaf, Sharded)}
-        values = Reader(call.on.device, call.leaves, self._description.classes, known)
-        return ProgramReader(values, self._tensors).read(data)
+        return ProgramReader(Reader(call.on.device, call.leaves, self._description.classes, known), self._tensors)
+
+    def _make_writer(self) -> ProgramWriter:
+        numbers = {id(x): i for i, x in enumerate(self._tensors)}
+        return ProgramWriter(self._call.on.device, self._call.leaves, numbers)
 
     def _find_change(self, data: Any) -> str | None:
         """What the trace read as it ran and is another now."""
@@ -122,22 +158,44 @@ class Entry:
         """The program that `make` traces. It is written to the file, where that can be."""
         with record_reads() as reads, record_calls() as executed:
             program = make()
+        self._write(self.key, program, partial(self._describe, program, reads, executed), self._encode)
+        return program
+
+    def trace_general(self, make: Callable[[], General | None]) -> General | None:
+        """The general program that `make` traces. Its templates are written to files, where that can be."""
+        with record_reads() as reads, record_calls() as executed:
+            general = make()
+        if general is not None:
+            describe = cache(partial(self._describe, general.program, reads, executed))
+            general.keep(lambda template: self._write_template(general, template, describe))
+        return general
+
+    def _write_template(self, general: General, template: Template, describe: Callable[[], dict[str, Any]]) -> None:
+        key = next((key for key in self._list_keys() if not self._store.path(key).exists()), None)
+        if key is None:
+            _log.info("cache: %s has %d general programs in the folder, and keeps no more", self._name, MOST_GENERALS)
+            return
+        self._write(key, template.program, describe, lambda _: {"general": self._encode_template(general, template)})
+
+    def _write(
+        self,
+        key: str,
+        program: Program,
+        describe: Callable[[], dict[str, Any]],
+        encode: Callable[[Program], dict[str, Any]],
+    ) -> None:
         try:
-            self._write(program, reads, executed)
+            self._store.write(key, {"key": key, **describe(), **encode(program)})
         except Undescribed as error:
             _log.info("cache: %s is traced at each start: %s", self._name, error)
         except Exception as error:
             _log.warning("cache: %s is not written: %s: %s", self._name, type(error).__name__, error)
-        return program
 
-    def _write(self, program: Program, reads: Reads, executed: Executed) -> None:
+    def _describe(self, program: Program, reads: Reads, executed: Executed) -> dict[str, Any]:
+        """What a trace read as it ran, and the messages of the logger."""
         if reads.why:
             raise Undescribed("the step", reads.why)
-        numbers = {id(x): i for i, x in enumerate(self._tensors)}
-        written = ProgramWriter(self._call.on.device, self._call.leaves, numbers).write(program)
-        data = {
-            "key": self.key,
-            "program": written,
+        return {
             "variables": reads.variables,
             "modules": {name: [file, stamp(file)] for name, file in reads.modules.items()},
             "elements": [[number, hash_elements(self._tensors[number])] for number in self._list_read(program)],
@@ -146,10 +204,19 @@ class Entry:
             "globals": (names := executed.list_names(reads.modules.keys())),
             "values": executed.hash(names),
         }
-        difference = find_difference(program, self._decode(written))
-        if difference is not None:
-            raise Undescribed("the program", f"does not read as it was written: {difference}")
-        self._store.write(self.key, data)
+
+    def _encode(self, program: Program) -> dict[str, Any]:
+        written = self._make_writer().write(program)
+        _check_same(find_difference(program, self._make_reader().read(written)))
+        return {"program": written}
+
+    def _encode_template(self, general: General, template: Template) -> dict[str, Any]:
+        written = write_general(general, template, self._make_writer())
+        again = read_template(written, self._make_reader(), template.names)
+        _check_same(find_difference(template.program, again.program))
+        same = write_general(general, again, self._make_writer())
+        _check_same(None if same == written else "numbers that follow from sizes")
+        return written
 
     def _list_read(self, program: Program) -> list[int]:
         """The tensors whose elements the program may depend on: all that it reaches and does not take as they are at
@@ -160,6 +227,15 @@ class Entry:
         if nbytes > MOST_BYTES:
             raise Undescribed("the step", f"reaches {nbytes} bytes of tensors that are no arguments")
         return found
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _check_same(difference: str | None) -> None:
+    if difference is not None:
+        raise Undescribed("the program", f"does not read as it was written: {difference}")
 
 
 def _list_roots(call: Call) -> list[tuple[str, Any]]:
@@ -183,7 +259,13 @@ def _sign(leaf: Any, on: Ranks) -> Any:
     if isinstance(leaf, Sharded):
         form: Form = leaf.form
         return "state", form.layout, form.leaf, form.dtype, device, form.place
-    return "batch", tuple(leaf.shape), leaf.dtype, device, leaf.stride(), is_frozen(leaf)
+    return "batch", leaf.ndim, leaf.dtype, device, is_frozen(leaf)
+
+
+def _shape(leaf: Any) -> Any:
+    """The sizes and strides of a batch: what `_sign` leaves out."""
+    is_batch = isinstance(leaf, Tensor) and not isinstance(leaf, Sharded)
+    return (tuple(leaf.shape), leaf.stride()) if is_batch else None
 
 
 def _list_tensors(description: Description) -> list[Tensor]:

@@ -29,6 +29,7 @@ from fzero.base.tree import TreeDef
 from fzero.cache.rules import Undescribed
 from fzero.cache.trees import build, list_nodes
 from fzero.layout.layout import Layout
+from fzero.program.open import Number
 from fzero.program.records import find_function
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -131,6 +132,7 @@ _WRITERS: list[tuple[Any, Callable[[Writer, Any], Any]]] = [
     (bytes, lambda writer, x: ["bytes", base64.b64encode(x).decode()]),
     (complex, lambda writer, x: ["complex", x.real, x.imag]),
     (type(Ellipsis), lambda writer, x: ["ellipsis"]),
+    (Number, lambda writer, x: ["number", int(x)]),
     (enum.Enum, lambda writer, x: ["enum", name_class(type(x)), x._name_]),
     (Path, lambda writer, x: ["path", str(x)]),
     (type, lambda writer, x: ["class", name_class(x)]),
@@ -271,6 +273,7 @@ _READERS: dict[str, Callable[[Reader, list[Any]], Any]] = {
     "range": lambda reader, rest: range(*rest),
     "bytes": lambda reader, rest: base64.b64decode(rest[0]),
     "complex": lambda reader, rest: complex(*rest),
+    "number": lambda reader, rest: Number(*rest),
     "ellipsis": lambda reader, rest: ...,
     "enum": Reader._read_enum,
     "path": lambda reader, rest: Path(rest[0]),

@@ -33,7 +33,7 @@ def compile_open(fragment: Fragment, symbols: Symbols) -> Callable[[Sequence[int
     others. Raises as `compile_fragment`.
     """
     keys = {key: None for x in fragment.inputs for key in x.strides if not isinstance(key, int)}
-    evaluate = symbols.evaluator_of_keys(list(keys))
+    evaluate = symbols.evaluator(keys)
     compiled: list[tuple[Symbols, Callable[..., Any]]] = []
 
     def at(sizes: Sequence[int]) -> Callable[..., Sequence[Tensor]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.formulas import compile_formulas
 from fzero.base.symbols import Symbols, adds_floats, is_open, key_of
 from fzero.base.torch_private import storage_key
 from fzero.base.torch_private_functions import copy_graph
@@ -39,52 +40,50 @@ _Memory = dict[int, torch.UntypedStorage]
 """The memory of fake values, by the keys of those that they stand for."""
 
 
-class _Number(int):
-    """The position of a number that is computed from symbols."""
+class Number(int):
+    """The position of a number that is computed from sizes."""
 
 
-class _Form(NamedTuple):
-    """A fake value whose sizes or whose memory are open. `like` has its dtype and its device."""
+class Form(NamedTuple):
+    """The sizes of a fake value and its memory, where some of these are computed from sizes. Values of one `memory` lie
+    in one memory."""
 
-    like: Tensor
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
-    memory: int  # the key of its storage
+    memory: int
     nbytes: int
 
 
+@dataclass(frozen=True)
 class Template:
-    """An open program, prepared to be filled with sizes. `arguments` has those of each node with open numbers among
-    them, and positions in the places of these. `evaluate(sizes)` returns the numbers by position. `bodies` has the
-    template of each loop's body, with the numbers of the whole program.
+    """The program of the sizes `reference`, and where numbers that are computed from sizes stand in it.
 
-    Raises:
-        FzeroError: for an open value that is more than its form, or for a number that is computed from several floats.
+    `formulas` are those numbers by position, of sizes with these `names`. Of nodes with such numbers `arguments` has
+    the arguments, with positions in their places and without a loop's body, and `values` the forms of values; `results`
+    has constants, by the position of the result. `bodies` has the template of each loop's body, with the numbers of the
+    whole program.
+    `opened` is the open program of which the template was made, where it was made of one.
     """
 
-    def __init__(self, program: Program, numbers: dict[Any, tuple[_Number, Any]] | None = None) -> None:
-        self.program, self._numbers = program, {} if numbers is None else numbers
-        self.arguments: dict[Node, Any] = {}
-        self._values: dict[Node, Any] = {}
-        self.bodies = {node: Template(body, self._numbers) for node, body in find_loops(program.graph).items()}
-        for node in program.graph.nodes:
-            given, value = (node.args, node.kwargs), node.meta.get("val")
-            numbered = map_numbers(given, self._number)
-            if numbered is not given:
-                self.arguments[node] = numbered
-            form = self._find_form(value)
-            if form is not value:
-                self._values[node] = form
-        self._results = map_numbers(tuple(result.constant for result in program.results), self._number)
-        if numbers is None:
-            assert program.open is not None
-            self.reference = program.open.reference
-            self.evaluate = program.open.symbols.evaluator([number for _, number in self._numbers.values()])
+    program: Program
+    names: tuple[str, ...]
+    reference: tuple[int, ...]
+    formulas: tuple[str, ...]
+    arguments: dict[Node, Any]
+    values: dict[Node, Any]
+    results: dict[int, Any]
+    bodies: dict[Node, Template]
+    opened: Program | None = None
+
+    @cached_property
+    def evaluate(self) -> Callable[[Sequence[int]], Sequence[Any]]:
+        """A function of sizes that returns the numbers by position."""
+        return compile_formulas(self.names, self.formulas)
 
     def is_open(self, node: Node) -> bool:
-        """Whether a node's arguments or value, or an operand's value, have open sizes."""
-        return node in self.arguments or any(x in self._values for x in (node, *node.all_input_nodes))
+        """Whether a node's arguments or value, or an operand's value, are computed from sizes."""
+        return node in self.arguments or any(x in self.values for x in (node, *node.all_input_nodes))
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes, which fulfil the conditions of the symbols."""
@@ -104,8 +103,8 @@ class Template:
             args, kwargs = fill_numbers(self.arguments[node], numbers.__getitem__)
         if node in self.bodies:
             args = (self.bodies[node]._fill(numbers, memory), *args[1:])
-        if node in self._values:
-            meta = {**meta, "val": _make_value(self._values[node], numbers.__getitem__, memory)}
+        if node in self.values:
+            meta = {**meta, "val": _make_value(self.values[node], meta["val"], numbers.__getitem__, memory)}
         return args, kwargs, meta
 
     def fill_node(self, node: Node, numbers: Sequence[Any]) -> Node:
@@ -129,53 +128,98 @@ class Template:
         return self._fill_results(self.evaluate(sizes))
 
     def _fill_results(self, numbers: Sequence[Any]) -> tuple[Result, ...]:
-        constants = fill_numbers(self._results, numbers.__getitem__)
-        return tuple(replace(x, constant=constant) for x, constant in zip(self.program.results, constants))
+        results = list(self.program.results)
+        for i, constant in self.results.items():
+            results[i] = replace(results[i], constant=fill_numbers(constant, numbers.__getitem__))
+        return tuple(results)
 
-    def _number(self, x: Any) -> _Number:
+    def _move(self, program: Program) -> Template:
+        """The template whose nodes are those of `program`, a copy of its own program."""
+        to = dict(zip(self.program.graph.nodes, program.graph.nodes))
+        bodies = {to[node]: body._move(to[node].args[0]) for node, body in self.bodies.items()}
+        arguments = {
+            to[node]: _map_leaves(given, lambda x: to[x] if isinstance(x, fx.Node) else x)
+            for node, given in self.arguments.items()
+        }
+        values = {to[node]: form for node, form in self.values.items()}
+        return replace(self, program=program, arguments=arguments, values=values, bodies=bodies)
+
+
+def make_template(opened: Program) -> Template:
+    """The template of an open program.
+
+    Raises:
+        FzeroError: for an open value that is more than its form, or for a number that is computed from several floats.
+    """
+    assert opened.open is not None
+    symbols, reference = opened.open
+    keys: dict[Any, Number] = {}
+    made = _list_numbers(opened, keys)
+    made = replace(made, names=symbols.names, reference=reference, formulas=tuple(symbols.write_keys(keys)))
+    return replace(made._move(made._fill(made.evaluate(reference), _Memory())), opened=opened)
+
+
+def _list_numbers(program: Program, keys: dict[Any, Number]) -> Template:
+    """A template on the nodes of an open program. `keys` are those of numbers, in order."""
+
+    def number(x: Any) -> Number:
         if adds_floats(x.node.expr):
-            raise FzeroError(self.program.name, f"computes {x.node.expr}, which rounds", "it is traced again")
-        position, _ = self._numbers.setdefault(key_of(x), (_Number(len(self._numbers)), x))
-        return position
+            raise FzeroError(program.name, f"computes {x.node.expr}, which rounds", "it is traced again")
+        return keys.setdefault(key_of(x), Number(len(keys)))
 
-    def _find_form(self, value: Any) -> Any:
-        """The form of a fake value, or of each of a list. The value itself where nothing of it is open."""
+    def find_form(value: Any) -> Any:
+        """The form of a fake value, or of each of a list; None where nothing of it is open."""
         if isinstance(value, (list, tuple)):
-            forms = [self._find_form(x) for x in value]
-            return value if all(a is b for a, b in zip(forms, value)) else type(value)(forms)
+            forms = [find_form(x) for x in value]
+            return None if all(x is None for x in forms) else forms
         if not isinstance(value, Tensor):
-            return value
+            return None
         nbytes = value.untyped_storage().nbytes()
         if not has_open_sizes(value) and not is_open(nbytes):
-            return value
-        parts = tuple(value.shape), value.stride(), value.storage_offset(), nbytes
-        numbered = map_numbers(parts, self._number)
+            return None
+        shape, stride, start, size = map_numbers(
+            (tuple(value.shape), value.stride(), value.storage_offset(), nbytes), number
+        )
         if not has_plain_form(value):
-            raise FzeroError(self.program.name, "has an open value that is more than its form", "it is traced again")
-        shape, stride, start, size = numbered
-        return _Form(value, shape, stride, start, storage_key(value), size)
+            raise FzeroError(program.name, "has an open value that is more than its form", "it is traced again")
+        return Form(shape, stride, start, storage_key(value), size)
+
+    bodies = {node: _list_numbers(body, keys) for node, body in find_loops(program.graph).items()}
+    arguments, values = dict[Node, Any](), dict[Node, Any]()
+    for node in program.graph.nodes:
+        given, form = (node.args, node.kwargs), find_form(node.meta.get("val"))
+        numbered = map_numbers(given, number)
+        if numbered is not given:
+            arguments[node] = ((None, *numbered[0][1:]), numbered[1]) if node in bodies else numbered
+        if form is not None:
+            values[node] = form
+    constants = ((i, x.constant, map_numbers(x.constant, number)) for i, x in enumerate(program.results))
+    results = {i: numbered for i, constant, numbered in constants if numbered is not constant}
+    return Template(program, (), (), (), arguments, values, results, bodies)
 
 
 def fill_reference(program: Program) -> Program:
     """The program of the sizes by which an open one is scheduled; the program itself where no size is open."""
-    return program if program.open is None else Template(program).fill(program.open.reference)
+    return program if program.open is None else make_template(program).program
 
 
 def fill_numbers(given: Any, find: Callable[[int], Any]) -> Any:
     """Arguments of a template with the number at each position in its place."""
-    return _map_leaves(given, lambda x: find(x) if type(x) is _Number else x)
+    return _map_leaves(given, lambda x: find(x) if type(x) is Number else x)
 
 
-def _make_value(form: Any, find: Callable[[int], Any], memory: _Memory) -> Any:
-    """The fake value of a form. Values of one memory lie in one memory again."""
-    if not isinstance(form, _Form):
-        return type(form)(_make_value(x, find, memory) for x in form) if isinstance(form, (list, tuple)) else form
-    if type(form.nbytes) is not _Number:  # a view of memory of a fixed size, in which other values may lie
-        memory[form.memory] = form.like.untyped_storage()
+def _make_value(form: Any, like: Any, find: Callable[[int], Any], memory: _Memory) -> Any:
+    """The fake value of a form, of the dtype and device of `like`. Values of one memory lie in one memory again."""
+    if form is None:
+        return like
+    if not isinstance(form, Form):
+        return type(like)(_make_value(*pair, find, memory) for pair in zip(form, like))
+    if type(form.nbytes) is not Number:  # a view of memory of a fixed size, in which other values may lie
+        memory[form.memory] = like.untyped_storage()
     elif form.memory not in memory:
         memory[form.memory] = torch.UntypedStorage(find(form.nbytes), device="meta")
     shape, stride, start = fill_numbers((form.shape, form.stride, form.start), find)
-    return make_fake(form.like, shape, stride, start, memory[form.memory])
+    return make_fake(like, shape, stride, start, memory[form.memory])
 
 
 def map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:

@@ -1,0 +1,255 @@
+"""General programs: `trace_general` makes one, `check_general` compares it, `Generals` has those of a step."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fzero.base.errors import FzeroError
+from fzero.base.formulas import Conditions
+from fzero.base.symbols import Symbols
+from fzero.budget.fit import Budget, find_plan, follow_plan
+from fzero.general.sizes import Place, Sizes, find_changes, find_size, is_batch, open_form
+from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
+from fzero.program import ops
+from fzero.program.open import Open, Template, fill_reference, find_difference, make_template
+from fzero.program.program import Program
+from fzero.tracing.signatures import Signature
+from fzero.tracing.trace import OpenForm
+from fzero.tracing.user_line import current_user_line
+from fzero.tracing.watches import Watch
+
+MAX_GENERALS = 3
+"""How often a step is traced with open sizes at most."""
+MORE, FEWER = 16, 4
+"""One schedule serves programs of up to so many times more elements, and of so many times fewer. Collectives start too
+late for the compute of much smaller ones: an eighth of the elements takes 5 % more time by the rates, a fourth 1 %."""
+FEWER_IN_PLAN = 2
+"""The same of what a budget chose: much smaller programs would keep more."""
+_log = logging.getLogger("fzero")
+_BY_SIZES = "relieve"
+"""The first of the default passes that looks at bytes or costs, which depend on sizes."""
+Trace = Callable[[Symbols, Mapping[int, OpenForm]], Program]
+"""From symbols, and shapes and strides with open sizes by the positions of leaves, to an open program."""
+Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
+"""From a template to a function of sizes: what `fzero.pipeline.Pipeline` makes of the program of these."""
+
+
+class Schedule:
+    """A trace with open sizes and what is made of it: templates. `late` passes, or a budget, depend on sizes."""
+
+    def __init__(self, trace: Trace, symbols: Symbols, forms: Mapping[int, OpenForm], passes: Sequence[Pass] | Budget):
+        self.symbols, self.late = symbols, passes
+        early: Sequence[Pass] = ()
+        if not isinstance(passes, Budget):
+            at = list(map(name_of_pass, passes)).index(_BY_SIZES)
+            early, self.late = passes[:at], passes[at:]
+        with _raw_numbers():
+            self.early = run_passes(trace(symbols, forms), early)
+
+    def __call__(self, sizes: Sequence[int]) -> Template:
+        """The template that is scheduled for these sizes."""
+        early = _schedule_by(self.early, Open(self.symbols, tuple(sizes)))
+        with _raw_numbers():
+            if isinstance(self.late, Budget):
+                found = find_plan(fill_reference(early), self.late)
+                return make_template(follow_plan(early, self.late, found.plan))
+            return make_template(run_passes(early, self.late))
+
+
+@contextmanager
+def _raw_numbers() -> Iterator[None]:
+    """A block in which fx may have open numbers as arguments of nodes, without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
+        yield
+
+
+class General:
+    """A program with open `sizes`, which fulfil `conditions`: a function, because passes may ask for more.
+
+    Programs whose numbers of elements are alike, by the factors `MORE` and `FEWER`, have one schedule and one template.
+    What a budget of `limit` bytes chose for some sizes serves others whose peak is within the limit. Where no template
+    serves, `schedule` makes one. Without a schedule the program fits those sizes alone that a template serves.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        conditions: Callable[[], Conditions],
+        finish: Finish,
+        limit: int | None,
+        schedule: Schedule | None = None,
+        templates: Sequence[Template] = (),
+    ) -> None:
+        self.sizes, self.conditions, self.watches, self._finish = sizes, conditions, list[Watch](), finish
+        self._limit, self.schedule = limit, schedule
+        self._templates = [(template, finish(template)) for template in templates]
+        self._keep: Callable[[Template], None] = lambda template: None
+
+    @property
+    def program(self) -> Program:
+        """A program of the step: what it depends on is that of all sizes."""
+        return self.schedule.early if self.schedule else self._templates[0][0].program
+
+    def lines(self) -> list[str]:
+        """What ranks compare before they use a program of a file."""
+        shapes = [str(x[:1] + x[3:4]) for x in self.sizes.signature[2] if is_batch(x)]
+        conditions, references = self.conditions(), [str(template.reference) for template, _ in self._templates]
+        return [str(self.sizes.places), *shapes, *references, *(row.formula for row in conditions.rows)]
+
+    def keep(self, keep: Callable[[Template], None]) -> None:
+        """Call `keep` with each template, those to come too."""
+        for template, _ in self._templates:
+            keep(template)
+        self._keep = keep
+
+    def find_sizes(self, signature: Signature) -> list[int] | str:
+        """The open sizes of a call. Where the program does not fit the call, the reason."""
+        sizes = self.sizes.find(signature)
+        if isinstance(sizes, str):
+            return sizes
+        broken = self.conditions().find_broken(sizes)
+        if broken is None and self.schedule is None and not any(self._serves(x, sizes) for x, _ in self._templates):
+            return f"its file has no schedule for sizes of {sizes}"
+        return broken or sizes
+
+    def fill(self, sizes: Sequence[int]) -> Program:
+        """The program of these sizes."""
+        return self._find_template(sizes)[0].fill(sizes)
+
+    def finish(self, sizes: Sequence[int]) -> Any:
+        """What `Finish` makes of the program of these sizes."""
+        return self._find_template(sizes)[1](sizes)
+
+    def _find_template(self, sizes: Sequence[int]) -> tuple[Template, Callable[[Sequence[int]], Any]]:
+        for template, finish in self._templates:
+            if self._serves(template, sizes):
+                return template, finish
+        assert self.schedule is not None
+        template = self.schedule(sizes)
+        self._templates.insert(0, (template, self._finish(template)))
+        self._keep(template)
+        return self._templates[0]
+
+    def _serves(self, template: Template, sizes: Sequence[int]) -> bool:
+        """Whether a template that was scheduled for other sizes is one for these, too."""
+        reference = template.reference
+        if tuple(sizes) == reference:
+            return True
+        count, known = self.sizes.count(sizes), self.sizes.count(reference)
+        fewer = FEWER if self._limit is None else FEWER_IN_PLAN
+        if not (known <= fewer * count and count <= MORE * known):
+            return False
+        return self._limit is None or template.fill(sizes).memory().peak <= self._limit
+
+
+def trace_general(
+    trace: Trace, passes: Sequence[Pass] | Budget, finish: Finish, signature: Signature, known: Sequence[Signature]
+) -> General:
+    """A program with open sizes: those in which a signature differs from `known` ones. `passes` make a program of what
+    `trace` returns.
+
+    Raises:
+        FzeroError: where there is no such program.
+    """
+    symbols, found = Symbols(current_user_line), dict[tuple[int, ...], list[Place]]()
+    for place in dict.fromkeys(place for each in known for place in find_changes(each, signature) or ()):
+        found.setdefault(tuple(find_size(each, place) for each in (signature, *known)), []).append(place)
+    opened: dict[Place, Any] = {}
+    for sizes, places in found.items():
+        opened |= dict.fromkeys(places, symbols.open(sizes[0]))
+    forms = {i: open_form(signature[2][i], opened, i) for i in dict.fromkeys(i for i, _ in opened)}
+    schedule = Schedule(trace, symbols, forms, passes)
+    sizes_of_all = Sizes(signature, tuple(map(tuple, found.values())))
+    return General(sizes_of_all, lambda: symbols.conditions, finish, find_limit(passes), schedule)
+
+
+def find_limit(passes: Sequence[Pass] | Budget) -> int | None:
+    """The bytes of a budget; None without one."""
+    return passes.limit if isinstance(passes, Budget) else None
+
+
+def _schedule_by(program: Program, opened: Open) -> Program:
+    """The program, and the bodies of its loops, with these sizes for its schedule."""
+    return replace(ops.map_bodies(program, lambda body: _schedule_by(body, opened)), open=opened)
+
+
+def check_general(general: General, known: Sequence[tuple[Signature, Program]]) -> None:
+    """Compare a general program with programs that were traced at other signatures, as far as it fits these.
+
+    Raises:
+        FzeroError: where they differ, and where it fits none.
+    """
+    problem = "no shape that was traced"
+    for signature, program in known:
+        sizes = general.find_sizes(signature)
+        if isinstance(sizes, str):
+            problem = sizes
+            continue
+        difference = find_difference(general.fill(sizes), program)
+        if difference is not None:
+            raise FzeroError(program.name, f"has another program at another shape: {difference}", "each is traced")
+        return
+    raise FzeroError("the step", f"has another program at another shape: {problem}", "each is traced")
+
+
+class Generals:
+    """The general programs of the step `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._found: list[General] = []  # used last first
+        self._tries = MAX_GENERALS
+
+    def find(self, signature: Signature) -> tuple[Any, list[Watch]] | None:
+        """What `Finish` makes of the program of a signature, and what it depends on, where a general program fits. None
+        where none does."""
+        self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
+        for i, general in enumerate(self._found):
+            sizes = general.find_sizes(signature)
+            finished = None if isinstance(sizes, str) else general.finish(sizes)
+            sizes = general.find_sizes(signature)  # again: passes that schedule for these sizes may ask, too
+            if not isinstance(sizes, str):
+                self._found.insert(0, self._found.pop(i))
+                return finished, general.watches
+            _log.debug("%s does not fit: %s", self.name, sizes)
+        return None
+
+    def add(self, general: General, watches: list[Watch]) -> None:
+        """Let a general program, which depends on these values, be found."""
+        general.watches = watches
+        self._found.insert(0, general)
+
+    def trace(
+        self,
+        signature: Signature,
+        known: Sequence[tuple[Signature, Program]],
+        trace: Trace,
+        passes: Sequence[Pass] | Budget,
+        finish: Finish,
+    ) -> General | None:
+        """A new general program, where one of the programs `known`, which were traced at other signatures, differs in
+        sizes only, and no general program fits it. None where there is none."""
+        own = passes.passes() if isinstance(passes, Budget) else passes
+        if any(map(is_foreign, own)) or _BY_SIZES not in map(name_of_pass, own):
+            return None  # passes of others may do anything with sizes
+        like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
+        if not like or self._tries <= 0:
+            return None
+        self._tries -= 1
+        try:
+            general = trace_general(trace, passes, finish, signature, [each for each, _ in like])
+            check_general(general, like)
+        except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
+            _log.debug("%s is traced for each shape: %s", self.name, error)
+            return None
+        return general
+
+    def _is_apart(self, signature: Signature) -> bool:
+        """Whether no general program fits a signature."""
+        return all(isinstance(general.find_sizes(signature), str) for general in self._found)

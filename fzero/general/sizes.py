@@ -1,0 +1,97 @@
+"""Sizes in which calls of a step differ: those that a general program leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.base.formulas import LEAST
+from fzero.tracing.signatures import Signature
+from fzero.tracing.trace import OpenForm
+
+Place = tuple[int, int]
+"""A dimension: the position of a leaf among the arguments, and of the dimension in its shape. Behind the dimensions of
+its shape come those of its strides."""
+
+
+def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int]] | None:
+    """The dimensions of batches in which two signatures differ -> both sizes. None where anything else differs, and
+    where a size is below `LEAST`. Strides that follow from sizes do not count. Where rows lie in longer ones, as in
+    `tokens[:, :-1]`, the stride from row to row does."""
+    if known[:2] != new[:2]:
+        return None
+    found: dict[Place, tuple[int, int]] = {}
+    for i, (a, b) in enumerate(zip(known[2], new[2])):
+        if a == b:
+            continue
+        if not (is_batch(a) and is_batch(b)) or a[1:3] != b[1:3] or a[4:] != b[4:] or len(a[0]) != len(b[0]):
+            return None
+        own, own_of_new = _list_own_strides(a), _list_own_strides(b)
+        if own != own_of_new:
+            return None
+        dims = [*range(len(a[0])), *(len(a[0]) + dim for dim in own)]
+        pairs = (((i, dim), ((*a[0], *a[3])[dim], (*b[0], *b[3])[dim])) for dim in dims)
+        found |= {place: pair for place, pair in pairs if pair[0] != pair[1]}
+    return found if min(map(min, found.values()), default=LEAST) >= LEAST else None
+
+
+def is_batch(described: Any) -> bool:
+    """Whether this is the description of a tensor."""
+    return isinstance(described, tuple) and isinstance(described[0], torch.Size)
+
+
+def _list_own_strides(described: Any) -> list[int]:
+    """The dimensions whose strides do not follow from the sizes and strides behind them."""
+    shape, stride = described[0], described[3]
+    return [dim for dim in range(len(shape)) if stride[dim] != _follow_stride(shape, stride, dim)]
+
+
+def _follow_stride(shape: Sequence[Any], stride: Sequence[Any], dim: int) -> Any:
+    """The stride of a dimension of which one step passes all that the next dimension has."""
+    return 1 if dim == len(shape) - 1 else shape[dim + 1] * stride[dim + 1]
+
+
+class Sizes(NamedTuple):
+    """The sizes in which a `signature` differs from others that have the same program. A size stands at several
+    `places`, where sizes were equal in each of the signatures."""
+
+    signature: Signature
+    places: tuple[tuple[Place, ...], ...]
+
+    def find(self, signature: Signature) -> list[int] | str:
+        """The sizes of a call. Where the call differs in anything else, the reason."""
+        changes = find_changes(self.signature, signature)
+        if changes is None:
+            return "other arguments than sizes of batches differ"
+        if changes.keys() - {place for places in self.places for place in places}:
+            return "another size changes"
+        sizes: list[int] = []
+        for places in self.places:
+            found = {find_size(signature, place) for place in places}
+            if len(found) > 1:
+                return f"sizes that were equal differ: {sorted(found)}"
+            sizes += found
+        return sizes
+
+    def count(self, sizes: Sequence[int]) -> int:
+        """The product of those that are no strides: a number that grows with the elements of batches."""
+        leaves = self.signature[2]
+        return prod(size for size, places in zip(sizes, self.places) if any(d < len(leaves[i][0]) for i, d in places))
+
+
+def find_size(signature: Signature, place: Place) -> int:
+    shape, _, _, stride, *_ = signature[2][place[0]]
+    return (*shape, *stride)[place[1]]
+
+
+def open_form(described: Any, opened: Mapping[Place, Any], i: int) -> OpenForm:
+    """The shape of the leaf at `i`, and its strides, with open sizes."""
+    shape, stride, count = described[0], list(described[3]), len(described[0])
+    sizes, own = [opened.get((i, dim), size) for dim, size in enumerate(shape)], _list_own_strides(described)
+    for dim in reversed(range(count)):
+        known = stride[dim] if dim in own else _follow_stride(sizes, stride, dim)
+        stride[dim] = opened.get((i, count + dim), known)
+    return sizes, stride
