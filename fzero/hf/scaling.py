@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from fzero import optim
 from fzero.optim.wrappers import all_finite
 
@@ -23,11 +25,16 @@ def make_unscale(scaler: optim.loss_scale.LossScale) -> Callable[[Any, Any], tup
 class Scaler:
     """What accelerate takes for torch's GradScaler. It makes a step, or skips it: then the schedule does not move.
 
-    The scale itself is state of the Trainer, which programs update.
+    The scale itself is state of the Trainer, which programs update. `find` returns its value, and `drop` forgets
+    the gradients of an update.
     """
 
-    def __init__(self, drop: Callable[[], None]) -> None:
-        self.is_finite, self._drop = True, drop
+    def __init__(self, find: Callable[[], Tensor], drop: Callable[[], None]) -> None:
+        self.is_finite, self._find, self._drop = True, find, drop
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, for an `accelerator.backward` outside of programs."""
+        return loss * self._find().to(loss.device)
 
     def step(self, optimizer: Any, closure: Any = None) -> None:
         """Call `optimizer.step`, or drop gradients that are not finite.

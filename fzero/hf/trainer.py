@@ -130,7 +130,7 @@ class Trainer(Updates):
             super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         check_plugins(self)
         if self._plan.scaler is not None:
-            self.accelerator.scaler = Scaler(self._drop)
+            self.accelerator.scaler = Scaler(self._find_scale, self._drop)
         shard = None if self._is_given else find_shard(self._plan, args)
         if self.mesh is None or shard is not None:
             self.mesh = make_mesh(find_local_rank(args), PORT, None, args.device.type, shard=shard)
@@ -190,9 +190,9 @@ class Trainer(Updates):
             check_frozen(self.model, self.sharded.params)
             held = tree.paths(self.sharded.buffers)
             lowered = lower_modes(copy_without_values(self.model, held))
-            self._wrapped = self._compile_evaluation(self._plan.cast(carry_buffers(lowered.evaluate, lowered.buffers)))
+            self._wrapped = self._compile_evaluation(carry_buffers(lowered.evaluate, lowered.buffers))
             if training:
-                self._compile_training(self._plan.cast(carry_buffers(lowered.train, lowered.buffers)))
+                self._compile_training(carry_buffers(lowered.train, lowered.buffers))
         return self._wrapped
 
     @property
@@ -249,6 +249,9 @@ class Trainer(Updates):
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The output of a function of the model in the dtype of compute, in float32 as accelerate returns it."""
+        if self._plan.compute is not None:
+            cast = self._plan.cast
+            function = function.decorate(cast) if isinstance(function, Bound) else cast(function)
         if self._plan.autocast is None:
             return function(*args, **kwargs)
         with torch.autocast(self.args.device.type, self._plan.autocast):
@@ -289,10 +292,7 @@ class Trainer(Updates):
             raise FzeroError("generate", problem, way_out)
         model, params = find_base(self.model, self.sharded.params)
         if self._generator is None or self._generator.model is not model:
-            cast = self._plan.cast
-            self._generator = Generator(
-                model, self.mesh, call=lambda fn, *x, **named: self._call(cast(fn), *x, **named), **self._how
-            )
+            self._generator = Generator(model, self.mesh, call=self._call, **self._how)
         return self._generator(params, *args, **named)
 
     # gradients

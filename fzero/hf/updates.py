@@ -48,6 +48,9 @@ class Updates(Files):
     def _drop(self) -> None:
         self._sums = None
 
+    def _find_scale(self) -> torch.Tensor:
+        return self.sharded.scale.scale.full_tensor()
+
     def _clip_grad_norm(self, model: nn.Module) -> float:
         self._measure()
         self._sums, norm = self._clip(self._sums)

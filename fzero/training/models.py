@@ -79,6 +79,13 @@ class Bound:
 
     def __init__(self, call: Call, params: tree.Tree, buffers: tree.Tree | None) -> None:
         self._call, self._params, self.buffers = call, params, buffers
+        self._is_decorated = False
+
+    def decorate(self, decorator: Callable[[Call], Call]) -> Bound:
+        """This function itself, whose `Call` becomes `decorator(call)` the first time."""
+        if not self._is_decorated:
+            self._call, self._is_decorated = decorator(self._call), True
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output, self.buffers = self._call(self._params, self.buffers, *args, **kwargs)

@@ -55,6 +55,8 @@ def test_fp16_trains_as_plain(tmp_path: Path) -> None:
     got.train()
     assert_close(got, expected)
     assert float(got.sharded.scale.scale.full_tensor()) == expected.accelerator.scaler.get_scale()
+    loss = got.accelerator.scaler.scale(torch.tensor(2.0))  # as accelerate's backward asks for it
+    assert float(loss) == 2 * expected.accelerator.scaler.get_scale()
     wide = [x.dtype for x in fzero.tree.leaves(got.sharded.params)]
     assert set(wide) == {torch.float32}
 
