@@ -25,9 +25,9 @@ from fzero.deepspeed.plan import Plan, agree_on_plan, make_plan
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
+from fzero.optim.groups import combine
 from fzero.ranks.live import find_ranks
 from fzero.state.build.deferred import is_deferring
-from fzero.training.groups import combine
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
 from fzero.training.models import (
     WHOLE,

@@ -16,7 +16,7 @@ from fzero.base.errors import FzeroError
 from fzero.deepspeed.reading import Values, look_up, read_config
 from fzero.deepspeed.schedulers import rate_at, schedule_groups
 from fzero.deepspeed.settings import MONITORS, Settings, settle
-from fzero.training.kinds import Group
+from fzero.optim.kinds import Group
 
 OF_ENGINE = {
     **{f"{name}.enabled": "give report_to of TrainingArguments" for name in MONITORS},

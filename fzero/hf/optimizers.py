@@ -1,4 +1,4 @@
-"""Optimizers: what `optim` of TrainingArguments names, as an optimizer that `fzero.training.groups` converts.
+"""Optimizers: what `optim` of TrainingArguments names, as an optimizer that `fzero.optim.groups` converts.
 
 The names of bitsandbytes need no bitsandbytes: the optimizer has groups and rates alone. Names of others are refused.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fzero.base.errors import FzeroError
-from fzero.training.groups import Held
+from fzero.optim.groups import Held
 
 BLOCK = 256
 """The elements that share a scale in 8-bit state: no rank may cut such a block."""
@@ -25,7 +25,7 @@ HELD: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), _LION),
     **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), _RMSPROP),
 }
-"""Names of bitsandbytes -> the kind of `fzero.training.kinds`, and which of betas and eps the arguments give it."""
+"""Names of bitsandbytes -> the kind of `fzero.optim.kinds`, and which of betas and eps the arguments give it."""
 _OWN = "give optimizers=(an optimizer of torch.optim, its schedule)"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), 'give "lion_32bit"'),

@@ -41,10 +41,10 @@ from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.signatures import join_signatures
 from fzero.hf.updates import Updates
 from fzero.hf.wrapped import Wrapped
+from fzero.optim.groups import convert_optimizer
+from fzero.optim.kinds import Group
 from fzero.passes.release import check_stage
 from fzero.ranks.together import tell_others
-from fzero.training.groups import convert_optimizer
-from fzero.training.kinds import Group
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import (
     Bound,

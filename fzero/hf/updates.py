@@ -17,8 +17,8 @@ from fzero.hf.files import Files
 from fzero.hf.optimizers import choose_optimizer, separate_embeddings
 from fzero.hf.plan import Plan
 from fzero.optim.base import GradientTransformation
-from fzero.training.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
-from fzero.training.kinds import Group
+from fzero.optim.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
+from fzero.optim.kinds import Group
 from fzero.training.models import WHOLE, copy_without_values, forget_values, init_state
 
 

@@ -15,7 +15,7 @@ from deepspeed_models import make_engine
 from fzero import FzeroError, optim
 from fzero.deepspeed.schedulers import _MAKERS, schedule_groups
 from fzero.optim import deepspeed
-from fzero.training.kinds import KINDS, Group, Options, make_group
+from fzero.optim.kinds import KINDS, Group, Options, make_group
 
 WRONG = ("text", "1e-4", [1], [0.9, "b"], [None, None], {"a": 1}, float("nan"), 1e400, [2.0, 0.9], torch.ones(2))
 GROUP = Group(optim.adam, 1e-3, {"b1": 0.9, "b2": 0.999})

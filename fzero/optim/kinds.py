@@ -7,10 +7,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from fzero import optim
 from fzero.base.errors import FzeroError
-from fzero.optim.base import GradientTransformation
+from fzero.optim.adam8bit import adamw8bit
+from fzero.optim.base import GradientTransformation, chain
+from fzero.optim.blocks import scale_by_param_block_rms
+from fzero.optim.clipping import clip_by_block_rms
+from fzero.optim.factored import scale_by_factored_rms
+from fzero.optim.muon import muon
 from fzero.optim.newton_schulz import NewtonSchulz
+from fzero.optim.presets import adafactor, adagrad, adam, adamw, amsgrad, lamb, lion, nadam, rmsprop, sgd
+from fzero.optim.transforms import add_decayed_weights, scale_by_learning_rate
 
 Make = Callable[..., GradientTransformation]
 
@@ -117,8 +123,8 @@ def _adam(options: Options, torch_defaults: bool, decoupled: bool) -> Group:
     mine = {**options.take_betas((0.9, 0.999)), "eps": options.number("eps", 1e-8)}
     mine["weight_decay"] = options.number("weight_decay", 1e-2 if torch_defaults and decoupled else 0.0)
     if options.flag("amsgrad", False):
-        return Group(optim.amsgrad, rate, {**mine, "decoupled": decoupled})
-    return Group(optim.adamw if decoupled else optim.adam, rate, mine)
+        return Group(amsgrad, rate, {**mine, "decoupled": decoupled})
+    return Group(adamw if decoupled else adam, rate, mine)
 
 
 def _make_adam(options: Options, torch_defaults: bool) -> Group:
@@ -136,20 +142,20 @@ def _make_sgd(options: Options, torch_defaults: bool) -> Group:
     if options.number("dampening", 0.0):
         raise FzeroError(f"{options.where}.dampening", "is not 0, which is not supported", "leave it out")
     names = {"momentum": options.number("momentum", 0.0), "weight_decay": options.number("weight_decay", 0.0)}
-    return Group(optim.sgd, options.number("lr", 1e-3), {**names, "nesterov": options.flag("nesterov", False)})
+    return Group(sgd, options.number("lr", 1e-3), {**names, "nesterov": options.flag("nesterov", False)})
 
 
 def _make_adagrad(options: Options, torch_defaults: bool) -> Group:
     names = ("lr_decay", "weight_decay", "initial_accumulator_value")
     mine = {name: options.number(name, 0.0) for name in names}
-    return Group(optim.adagrad, options.number("lr", 1e-2), {**mine, "eps": options.number("eps", 1e-10)})
+    return Group(adagrad, options.number("lr", 1e-2), {**mine, "eps": options.number("eps", 1e-10)})
 
 
 def _make_rmsprop(options: Options, torch_defaults: bool) -> Group:
     mine = {"decay": options.decay("alpha", 0.99), "eps": options.number("eps", 1e-8)}
     mine |= {name: options.number(name, 0.0) for name in ("weight_decay", "momentum")}
     centered = options.flag("centered", False)
-    return Group(optim.rmsprop, options.number("lr", 1e-2), {**mine, "centered": centered})
+    return Group(rmsprop, options.number("lr", 1e-2), {**mine, "centered": centered})
 
 
 def _make_nadam(options: Options, torch_defaults: bool) -> Group:
@@ -157,12 +163,12 @@ def _make_nadam(options: Options, torch_defaults: bool) -> Group:
     mine |= {"momentum_decay": options.number("momentum_decay", 4e-3)}
     mine |= {"weight_decay": options.number("weight_decay", 0.0)}
     decoupled = options.flag("decoupled_weight_decay", False)
-    return Group(optim.nadam, options.number("lr", 2e-3), {**mine, "decoupled": decoupled})
+    return Group(nadam, options.number("lr", 2e-3), {**mine, "decoupled": decoupled})
 
 
 def _make_lion(options: Options, torch_defaults: bool) -> Group:
     mine = {**options.take_betas((0.9, 0.999)), "weight_decay": options.number("weight_decay", 0.0)}
-    return Group(optim.lion, options.number("lr", 1e-3), mine)  # DeepSpeed's defaults, not the paper's
+    return Group(lion, options.number("lr", 1e-3), mine)  # DeepSpeed's defaults, not the paper's
 
 
 def _make_lamb(options: Options, torch_defaults: bool) -> Group:
@@ -171,7 +177,7 @@ def _make_lamb(options: Options, torch_defaults: bool) -> Group:
     mine["weight_decay"] = options.number("weight_decay", 0.0)
     mine["bounds"] = (options.number("min_coeff", 0.01), options.number("max_coeff", 10.0))
     mine["corrects"] = "rate" if options.flag("bias_correction", True) else "nothing"
-    return Group(optim.lamb, options.number("lr", 1e-3), mine)
+    return Group(lamb, options.number("lr", 1e-3), mine)
 
 
 def _make_adafactor(options: Options, torch_defaults: bool) -> Group:
@@ -182,7 +188,7 @@ def _make_adafactor(options: Options, torch_defaults: bool) -> Group:
         raise FzeroError(f"{options.where}.eps", f"is {eps!r:.80}", "give two numbers from 0 to below 1")
     mine |= {"eps": tuple(eps), "clipping_threshold": options.number("d", 1.0)}
     mine["weight_decay"] = options.number("weight_decay", 0.0)
-    return Group(optim.adafactor, options.number("lr", 1e-2), mine)
+    return Group(adafactor, options.number("lr", 1e-2), mine)
 
 
 def _make_adafactor_of_transformers(options: Options, torch_defaults: bool) -> Group:
@@ -207,24 +213,24 @@ def _update_by_factors(
     scales: bool,
 ) -> GradientTransformation:
     """Adafactor whose rate is the given one, and with `scales` times the root mean square of the parameter."""
-    return optim.chain(
-        optim.scale_by_factored_rms(decay_rate, 1.2e-19, added=eps[0]),
-        optim.clip_by_block_rms(threshold),
-        *([optim.add_decayed_weights(weight_decay)] if weight_decay else []),
-        *([optim.scale_by_param_block_rms(eps[1])] if scales else []),
-        optim.scale_by_learning_rate(learning_rate),
+    return chain(
+        scale_by_factored_rms(decay_rate, 1.2e-19, added=eps[0]),
+        clip_by_block_rms(threshold),
+        *([add_decayed_weights(weight_decay)] if weight_decay else []),
+        *([scale_by_param_block_rms(eps[1])] if scales else []),
+        scale_by_learning_rate(learning_rate),
     )
 
 
 def _make_adamw8bit(options: Options, torch_defaults: bool) -> Group:
     """bitsandbytes' AdamW of 8 bits. A group with `optim_bits` 32 has moments of float32."""
     group = _adam(options, True, True)
-    return group if options.take("optim_bits", 8) == 32 else group._replace(make=optim.adamw8bit)
+    return group if options.take("optim_bits", 8) == 32 else group._replace(make=adamw8bit)
 
 
 def _update_by_muon(learning_rate: Any, **how: Any) -> GradientTransformation:
     """Muon for all leaves of a group."""
-    return optim.muon(learning_rate, where=lambda path, leaf: True, **how)
+    return muon(learning_rate, where=lambda path, leaf: True, **how)
 
 
 def _make_torch_muon(options: Options, torch_defaults: bool) -> Group:
@@ -254,7 +260,7 @@ def make_adam_beside_muon(options: Options) -> Group:
     mine = {**options.take_betas((0.9, 0.95)), "eps": options.number("eps", 1e-10)}
     mine["weight_decay"] = options.number("weight_decay", 0.0)
     decoupled = options.flag("adam_w_mode", True)
-    return Group(optim.adamw if decoupled else optim.adam, options.number("lr", 3e-4), mine)
+    return Group(adamw if decoupled else adam, options.number("lr", 3e-4), mine)
 
 
 KINDS: dict[str, Callable[[Options, bool], Group]] = {

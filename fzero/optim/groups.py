@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero import optim
 from fzero.base.errors import FzeroError
 from fzero.optim.base import GradientTransformation
-from fzero.training.kinds import (
+from fzero.optim.inject import inject_hyperparams
+from fzero.optim.kinds import (
     KINDS,
     OF_OBJECTS,
     OF_SPEED,
@@ -21,6 +21,7 @@ from fzero.training.kinds import (
     make_group,
     make_muon,
 )
+from fzero.optim.wrappers import multi_transform, set_to_zero
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Group]:
@@ -170,8 +171,7 @@ def combine(groups: Sequence[Group], schedules: Sequence[Mapping[str, Any]]) -> 
     """One optimizer of all groups. `schedules` has for each group the hyperparameters that change, such as
     `learning_rate`. A parameter outside of all groups is not updated."""
     made = [
-        optim.inject_hyperparams(group.make)(**{**group.options, **changing})
-        for group, changing in zip(groups, schedules)
+        inject_hyperparams(group.make)(**{**group.options, **changing}) for group, changing in zip(groups, schedules)
     ]
     return join(groups, made)
 
@@ -181,5 +181,5 @@ def join(groups: Sequence[Group], made: Sequence[GradientTransformation]) -> Gra
     if len(made) == 1 and groups[0].paths is None:
         return made[0]
     label = {path: str(number) for number, group in enumerate(groups) for path in group.paths or ()}
-    transforms = {str(number): each for number, each in enumerate(made)} | {"none": optim.set_to_zero()}
-    return optim.multi_transform(transforms, lambda path, leaf: label.get(path, "none"))
+    transforms = {str(number): each for number, each in enumerate(made)} | {"none": set_to_zero()}
+    return multi_transform(transforms, lambda path, leaf: label.get(path, "none"))
