@@ -203,6 +203,17 @@ def changes_length(mesh: DeviceMesh, **options: Any) -> Found:
     return require(losses, expected, FP32)
 
 
+def restarts(mesh: DeviceMesh) -> Found:
+    """Two steps with one folder: the second takes its programs from there, that of all lengths too."""
+    with TemporaryDirectory() as folder:
+        changes_length(mesh, cache=folder)
+        written = {file.name: file.stat().st_mtime_ns for file in Path(folder).iterdir()}
+        found = changes_length(mesh, cache=folder)
+        if not written or written != {file.name: file.stat().st_mtime_ns for file in Path(folder).iterdir()}:
+            raise AssertionError(f"the folder had {len(written)} files, and the second step wrote some")
+    return found
+
+
 def attends(mesh: DeviceMesh) -> Found:
     """FlexAttention with a causal mask: the loss and the norm of its gradient are those of torch's attention."""
     if mesh.device_type == "cpu":
@@ -313,6 +324,7 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "lengths": changes_length,
     "lengths in a budget": partial(changes_length, memory="1GiB"),
     "lengths, compiled": partial(changes_length, compile=True),
+    "programs in a folder": restarts,
     "FlexAttention": attends,
     "calibrate": calibrates,
     "save and load": saves,

@@ -4,7 +4,12 @@
 gradients and optimizer state in slices:
 
     step = fzero.shard(train_step, mesh)
+
+`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed` and `fzero.hf` are imported where they are first used.
 """
+
+import importlib
+import typing
 
 from fzero import optim, passes
 from fzero.base import tree
@@ -37,6 +42,8 @@ from fzero.values.sharded import Sharded
 from fzero.values.tiles import tiled
 
 __version__ = "0.1.0"
+
+_ROOMS = ("checkpoint", "data", "deepspeed", "hf")
 
 __all__ = [
     "FzeroError",
@@ -80,3 +87,18 @@ __all__ = [
     "update_leaf",
     "value_and_grad",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS, "__doc__", "__file__", "__name__", "__path__", "__version__"])
+
+
+if not typing.TYPE_CHECKING:  # a checker of types would take any name for one of these
+
+    def __getattr__(name: str) -> typing.Any:
+        if name not in _ROOMS:
+            raise AttributeError(f"module 'fzero' has no attribute {name!r}")
+        try:
+            return importlib.import_module(f"fzero.{name}")
+        except ImportError as error:
+            raise AttributeError(f"fzero.{name} cannot be imported: {error}", name=name, obj=None) from error

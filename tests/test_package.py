@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -143,6 +144,14 @@ def test_all_is_what_is_exported() -> None:
     assert not missing, f"__all__ names what fzero does not have: {missing}"
     unlisted = {name for name, value in vars(fzero).items() if is_public(name, value)} - set(listed)
     assert not unlisted, f"public names that __all__ does not list: {sorted(unlisted)}"
+
+
+def test_rooms_beside_the_core_are_attributes() -> None:
+    code = "import fzero; print(*dir(fzero)); fzero.checkpoint.save, fzero.data.loader; fzero.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    rooms = {"checkpoint", "data", "deepspeed", "hf"}
+    assert {name for name in done.stdout.split() if not name.startswith("_")} == {*fzero.__all__, *rooms}
+    assert "module 'fzero' has no attribute 'nothing'" in done.stderr
 
 
 def is_public(name: str, value: object) -> bool:

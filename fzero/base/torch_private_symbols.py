@@ -28,6 +28,16 @@ def _find_environment() -> type:
             self.lines.extend([self.find_line()] * (len(self.guards) - len(self.lines)))
             return result
 
+        def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+            version = getattr(self, "_replacements_version_counter", None)
+            key = "asked", sym_node._expr, version, args, *kwargs
+            if version is None or key not in self.known:
+                answer = super().evaluate_sym_node(sym_node, *args, **kwargs)
+                if version is None or self._suppress_guards_tls():  # no condition was noted
+                    return answer
+                self.known[key] = answer
+            return self.known[key]
+
         def _get_stack_summary(self, *args: Any, **kwargs: Any) -> Any:
             return nowhere, ""  # torch's own reads the stack, and imports 370 modules to see which frames are its own
 

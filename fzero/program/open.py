@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,15 +29,30 @@ if TYPE_CHECKING:
     from fzero.program.program import Program, Result
 
 
-class Open(NamedTuple):
+@dataclass(frozen=True)
+class Open:
     """The symbols of an open program, and the sizes by whose costs passes schedule it."""
 
     symbols: Symbols
     reference: tuple[int, ...]
+    known: _Known = field(default_factory=lambda: _Known({}, {}, _Filling([], {}, {})), compare=False, repr=False)
 
 
-_Memory = dict[int, torch.UntypedStorage]
-"""The memory of fake values, by the keys of those that they stand for."""
+class _Filling(NamedTuple):
+    """What takes the place of open sizes: numbers by position, memory by its key, values by the `id` of open ones."""
+
+    numbers: Sequence[Any]
+    memory: dict[int, torch.UntypedStorage]
+    values: dict[int, Any]
+
+
+class _Known(NamedTuple):
+    """What programs of one trace have in common, which passes fill one after the other: the positions of numbers by
+    their keys, the forms of values, beside these, by their `id`, and the filling of the reference."""
+
+    keys: dict[Any, Number]
+    forms: dict[int, tuple[Any, Any]]
+    filling: _Filling
 
 
 class Number(int):
@@ -87,34 +102,37 @@ class Template:
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes, which fulfil the conditions of the symbols."""
-        filled = self._fill(self.evaluate(sizes), _Memory())
+        filled = self._fill(_Filling(self.evaluate(sizes), {}, {}))
         if not filled.remarks or tuple(sizes) == self.reference:
             return filled
         chosen_for = f"chosen at another size, {list(self.reference)} where this is {list(sizes)}:"
         return replace(filled, remarks=(chosen_for, *filled.remarks))
 
-    def _fill(self, numbers: Sequence[Any], memory: _Memory) -> Program:
-        graph = copy_graph(self.program.graph, partial(self._fill_node, numbers, memory))
-        return replace(self.program, graph=graph, results=self._fill_results(numbers), open=None)
+    def _fill(self, to: _Filling) -> Program:
+        graph = copy_graph(self.program.graph, partial(self._fill_node, to))
+        return replace(self.program, graph=graph, results=self._fill_results(to.numbers), open=None)
 
-    def _fill_node(self, numbers: Sequence[Any], memory: _Memory, node: Node, given: Any) -> Any:
+    def _fill_node(self, to: _Filling, node: Node, given: Any) -> Any:
         args, kwargs, meta = given
         if node in self.arguments:
-            args, kwargs = fill_numbers(self.arguments[node], numbers.__getitem__)
+            args, kwargs = fill_numbers(self.arguments[node], to.numbers.__getitem__)
         if node in self.bodies:
-            args = (self.bodies[node]._fill(numbers, memory), *args[1:])
+            args = (self.bodies[node]._fill(to), *args[1:])
         if node in self.values:
-            meta = {**meta, "val": _make_value(self.values[node], meta["val"], numbers.__getitem__, memory)}
+            value = meta["val"]
+            if id(value) not in to.values:
+                to.values[id(value)] = _make_value(self.values[node], value, to)
+            meta = {**meta, "val": to.values[id(value)]}
         return args, kwargs, meta
 
     def fill_node(self, node: Node, numbers: Sequence[Any]) -> Node:
         """A node of the program of these numbers, in a graph of its operands, itself and its users: all that an
         operation is bound by."""
-        graph, copies, memory = fx.Graph(), dict[Node, Node](), _Memory()
+        graph, copies, to = fx.Graph(), dict[Node, Node](), _Filling(numbers, {}, {})
         whole = dict.fromkeys((*node.all_input_nodes, node, *node.users))
         around = dict.fromkeys(x for each in whole for x in (*each.all_input_nodes, each))
         for each in sorted(around):
-            args, kwargs, meta = self._fill_node(numbers, memory, each, (each.args, each.kwargs, each.meta))
+            args, kwargs, meta = self._fill_node(to, each, (each.args, each.kwargs, each.meta))
             if each in whole:
                 args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
                 copies[each] = graph.create_node(each.op, each.target, args, kwargs, each.name)
@@ -137,10 +155,7 @@ class Template:
         """The template whose nodes are those of `program`, a copy of its own program."""
         to = dict(zip(self.program.graph.nodes, program.graph.nodes))
         bodies = {to[node]: body._move(to[node].args[0]) for node, body in self.bodies.items()}
-        arguments = {
-            to[node]: _map_leaves(given, lambda x: to[x] if isinstance(x, fx.Node) else x)
-            for node, given in self.arguments.items()
-        }
+        arguments = {to[node]: fx.map_arg(given, to.__getitem__) for node, given in self.arguments.items()}
         values = {to[node]: form for node, form in self.values.items()}
         return replace(self, program=program, arguments=arguments, values=values, bodies=bodies)
 
@@ -152,20 +167,20 @@ def make_template(opened: Program) -> Template:
         FzeroError: for an open value that is more than its form, or for a number that is computed from several floats.
     """
     assert opened.open is not None
-    symbols, reference = opened.open
-    keys: dict[Any, Number] = {}
-    made = _list_numbers(opened, keys)
-    made = replace(made, names=symbols.names, reference=reference, formulas=tuple(symbols.write_keys(keys)))
-    return replace(made._move(made._fill(made.evaluate(reference), _Memory())), opened=opened)
+    symbols, reference, known = opened.open.symbols, opened.open.reference, opened.open.known
+    made = _list_numbers(opened, known)
+    made = replace(made, names=symbols.names, reference=reference, formulas=tuple(symbols.write_keys(known.keys)))
+    filled = made._fill(known.filling._replace(numbers=made.evaluate(reference)))
+    return replace(made._move(filled), opened=opened)
 
 
-def _list_numbers(program: Program, keys: dict[Any, Number]) -> Template:
-    """A template on the nodes of an open program. `keys` are those of numbers, in order."""
+def _list_numbers(program: Program, known: _Known) -> Template:
+    """A template on the nodes of an open program, with the numbers that are known and further ones."""
 
     def number(x: Any) -> Number:
         if adds_floats(x.node.expr):
             raise FzeroError(program.name, f"computes {x.node.expr}, which rounds", "it is traced again")
-        return keys.setdefault(key_of(x), Number(len(keys)))
+        return known.keys.setdefault(key_of(x), Number(len(known.keys)))
 
     def find_form(value: Any) -> Any:
         """The form of a fake value, or of each of a list; None where nothing of it is open."""
@@ -184,10 +199,11 @@ def _list_numbers(program: Program, keys: dict[Any, Number]) -> Template:
             raise FzeroError(program.name, "has an open value that is more than its form", "it is traced again")
         return Form(shape, stride, start, storage_key(value), size)
 
-    bodies = {node: _list_numbers(body, keys) for node, body in find_loops(program.graph).items()}
+    bodies = {node: _list_numbers(body, known) for node, body in find_loops(program.graph).items()}
     arguments, values = dict[Node, Any](), dict[Node, Any]()
     for node in program.graph.nodes:
-        given, form = (node.args, node.kwargs), find_form(node.meta.get("val"))
+        given, value = (node.args, node.kwargs), node.meta.get("val")
+        _, form = known.forms.get(id(value)) or known.forms.setdefault(id(value), (value, find_form(value)))
         numbered = map_numbers(given, number)
         if numbered is not given:
             arguments[node] = ((None, *numbered[0][1:]), numbered[1]) if node in bodies else numbered
@@ -208,18 +224,18 @@ def fill_numbers(given: Any, find: Callable[[int], Any]) -> Any:
     return _map_leaves(given, lambda x: find(x) if type(x) is Number else x)
 
 
-def _make_value(form: Any, like: Any, find: Callable[[int], Any], memory: _Memory) -> Any:
+def _make_value(form: Any, like: Any, to: _Filling) -> Any:
     """The fake value of a form, of the dtype and device of `like`. Values of one memory lie in one memory again."""
     if form is None:
         return like
     if not isinstance(form, Form):
-        return type(like)(_make_value(*pair, find, memory) for pair in zip(form, like))
+        return type(like)(_make_value(*pair, to) for pair in zip(form, like))
     if type(form.nbytes) is not Number:  # a view of memory of a fixed size, in which other values may lie
-        memory[form.memory] = like.untyped_storage()
-    elif form.memory not in memory:
-        memory[form.memory] = torch.UntypedStorage(find(form.nbytes), device="meta")
-    shape, stride, start = fill_numbers((form.shape, form.stride, form.start), find)
-    return make_fake(like, shape, stride, start, memory[form.memory])
+        to.memory[form.memory] = like.untyped_storage()
+    elif form.memory not in to.memory:
+        to.memory[form.memory] = torch.UntypedStorage(to.numbers[form.nbytes], device="meta")
+    shape, stride, start = fill_numbers((form.shape, form.stride, form.start), to.numbers.__getitem__)
+    return make_fake(like, shape, stride, start, to.memory[form.memory])
 
 
 def map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
@@ -242,7 +258,9 @@ def _has_open(x: Any) -> bool:
 
 
 def _map_leaves(given: Any, change: Callable[[Any], Any]) -> Any:
-    """`given` with each leaf of its tuples, lists, dicts and slices changed."""
+    """`given` with each leaf of its tuples, lists, dicts and slices changed, but those of `_CLOSED` classes."""
+    if type(given) in _CLOSED:
+        return given
     if isinstance(given, (tuple, list)):
         items = [_map_leaves(x, change) for x in given]
         return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)

@@ -183,6 +183,8 @@ class _Trace:
         self.open = None if symbols is None else Open(symbols, tuple(symbols.examples))
         environment = None if symbols is None else symbols.env
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+        if environment is not None:  # torch would make each result twice, and repeats are known (`Repeats`)
+            self.fake_mode.cache_enabled = False
         self.leaves, self.treedef = tree.flatten(args)
         self.paths = [tree.dotted(key) for key in tree.keys(self.treedef)]
         self.recorder = TurnRecorder(lambda: self.tracer.kinds, self.tracer.note_write, self.tracer.name)
