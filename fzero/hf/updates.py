@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from fzero import partition
+from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.hf.ds_config import list_held_groups, make_schedule
@@ -97,6 +98,7 @@ class Updates(Files):
             self._groups = list_groups(kind, params, trained.values(), like, "optimizer.type")
             self.optimizer = Held(list_held_groups(self._groups, trained), kind=kind, lr=0.0)
 
+    @check_arguments
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As transformers' `create_scheduler`. The scheduler of a ds_config goes before that of the arguments."""
         settings, keys = self._plan.settings, self._plan.keys
