@@ -119,12 +119,16 @@ def check_model(model: Any) -> None:
     """Refuse a model that cannot be cut into slices as it is.
 
     Raises:
-        FzeroError: for adapters that transformers added, and for a quantized model.
+        FzeroError: for adapters that transformers added, for parameters that DeepSpeed cut, and for a quantized model.
     """
     name = type(model).__name__
     if not has_adapters(model) and getattr(model, "_hf_peft_config_loaded", False):
         problem = f"{name} has adapters of add_adapter, which transformers saves in a way of its own"
         raise FzeroError("model", problem, "give peft.get_peft_model(model, config)")
+    cut = next((path for path, x in model.named_parameters() if hasattr(x, "ds_id")), None)
+    if cut is not None:
+        problem = f"{cut} was cut by deepspeed.zero.Init, which TrainingArguments of transformers turn on"
+        raise FzeroError("model", problem, "give fzero.hf.TrainingArguments, or load the model before the arguments")
     if getattr(model, "is_quantized", False):
         raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")
 

@@ -72,7 +72,7 @@ class Trainer(Updates):
 
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
-    * `stage`: as in `fzero.shard`.
+    * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
 
     `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
     The values of any other model are those of rank 0. They move into slices: `trainer.model` is `model` without its

@@ -9,14 +9,14 @@ import transformers
 
 
 class _WithoutDeepSpeed:
-    """The part that keeps `deepspeed` from transformers, which would ask for the package."""
-
-    deepspeed: Any
+    """The part that keeps `deepspeed` from transformers, which would ask for the package. It annotates no field:
+    HfArgumentParser reads the types of transformers."""
 
     def __post_init__(self) -> None:
-        given, self.deepspeed = self.deepspeed, None
+        fields: dict[str, Any] = vars(self)
+        given, fields["deepspeed"] = fields["deepspeed"], None
         super().__post_init__()  # type: ignore[misc]
-        self.deepspeed = given
+        fields["deepspeed"] = given
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,21 @@ def test_groups_of_ranks_are_a_mesh(tmp_path: Path) -> None:
     assert_close(got, train_plain(tmp_path))
     with pytest.raises(FzeroError, match=r"mics_shard_size: is 2, and mesh= is .*fsdp=4"):
         make_ours(tmp_path, config, mesh=VirtualMesh(fsdp=4))
+
+
+@pytest.mark.parametrize("cls", [fzero.hf.TrainingArguments, fzero.hf.Seq2SeqTrainingArguments])
+def test_arguments_come_from_a_command_line(cls: Any, tmp_path: Path) -> None:
+    given = ["--output_dir", str(tmp_path), "--use_cpu", "--deepspeed", "ds_config.json", "--learning_rate", "0.5"]
+    (arguments,) = transformers.HfArgumentParser(cls).parse_args_into_dataclasses(given)
+    assert (arguments.deepspeed, arguments.learning_rate) == ("ds_config.json", 0.5)
+    assert dataclasses.replace(arguments, seed=7).deepspeed == "ds_config.json"
+    assert isinstance(arguments, transformers.TrainingArguments) and arguments.deepspeed_plugin is None
+
+
+def test_a_model_that_deepspeed_cut_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    model.transformer.wte.weight.ds_id = 0
+    with pytest.raises(
+        FzeroError, match=r"transformer\.wte\.weight was cut by deepspeed\.zero\.Init.*fzero\.hf\.Training"
+    ):
+        fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
