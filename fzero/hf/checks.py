@@ -125,7 +125,8 @@ def check_model(model: Any) -> None:
     if not has_adapters(model) and getattr(model, "_hf_peft_config_loaded", False):
         problem = f"{name} has adapters of add_adapter, which transformers saves in a way of its own"
         raise FzeroError("model", problem, "give peft.get_peft_model(model, config)")
-    cut = next((path for path, x in model.named_parameters() if hasattr(x, "ds_id")), None)
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    cut = next((path for path, x in named if hasattr(x, "ds_id")), None)
     if cut is not None:
         problem = f"{cut} was cut by deepspeed.zero.Init, which TrainingArguments of transformers turn on"
         raise FzeroError("model", problem, "give fzero.hf.TrainingArguments, or load the model before the arguments")
