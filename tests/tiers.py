@@ -38,6 +38,7 @@ SLOW = frozenset(
     test_the_scale_goes_on_from_a_checkpoint test_a_checkpoint_goes_on_with_the_scheduler_of_the_file
     test_an_overflow_skips_the_update_and_halves_the_scale
     test_narrow_compute_has_wide_weights_and_is_near_to_wide_compute
+    test_a_collective_is_a_diff_of_three_files_and_sixty_lines
     """.split()
 )
 """Functions of which a case takes more than five seconds."""

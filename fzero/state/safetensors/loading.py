@@ -16,12 +16,12 @@ from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.program.blockwise import Coding
 from fzero.state.partition import partition
 from fzero.state.publishing import remove_leftovers
 from fzero.state.quantize import quantize_leaf
 from fzero.state.safetensors.reading import open_safetensors
 from fzero.state.sources import Source, TensorSource
-from fzero.values.blockwise import Coding
 from fzero.values.quantized import is_quantized, map_quantized_leaves
 from fzero.values.sharded import Sharded
 
