@@ -35,6 +35,9 @@ SLOW = frozenset(
     test_predicted_comm_is_what_each_rank_exchanges test_training_goes_on_from_adapters
     test_peft_reads_what_was_saved_and_generates_the_same_tokens test_arguments_mean_the_same_for_adapters
     test_adapters_of_another_shape_are_refused test_a_random_step_from_a_file_is_the_one_that_was_traced
+    test_the_scale_goes_on_from_a_checkpoint test_a_checkpoint_goes_on_with_the_scheduler_of_the_file
+    test_an_overflow_skips_the_update_and_halves_the_scale
+    test_narrow_compute_has_wide_weights_and_is_near_to_wide_compute
     test_a_collective_is_a_diff_of_three_files_and_sixty_lines
     """.split()
 )

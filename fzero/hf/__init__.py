@@ -12,5 +12,14 @@ from fzero.hf.generation import Generator  # noqa: E402
 from fzero.hf.pretrained import Pretrained, from_pretrained  # noqa: E402
 from fzero.hf.seq2seq import Seq2SeqTrainer  # noqa: E402
 from fzero.hf.trainer import Trainer  # noqa: E402
+from fzero.hf.training_arguments import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 
-__all__ = ["Generator", "Pretrained", "Seq2SeqTrainer", "Trainer", "from_pretrained"]
+__all__ = [
+    "Generator",
+    "Pretrained",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
+    "Trainer",
+    "TrainingArguments",
+    "from_pretrained",
+]
