@@ -11,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel versions steps prove conformance mutate check format clean
+.PHONY: train test test-rest test-all wheel versions steps prove conformance arguments mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -56,6 +56,10 @@ prove: $(READY)
 # ARGS="--samples 1 --write" does so from one sample of each form and dtype, in five minutes.
 conformance: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m conformance --workers $(WORKERS) $(ARGS)
+
+# The tables of TrainingArguments in docs/huggingface.md, from the installed transformers.
+arguments: $(READY)
+	$(BIN)/python tools/hf_arguments.py
 
 # Mutants of the partition math and the passes, in a copy under build/; `make mutate ARGS="layout donate"` for some.
 mutate: $(READY)

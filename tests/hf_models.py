@@ -31,8 +31,9 @@ def make_model(kind: str = "gpt2") -> Any:
             vocab_size=61, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         ))  # fmt: skip
+    width = 64 if kind == "wide llama" else 16  # 4,096 elements and more are kept in 8 bits
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=61, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=16,
     ))  # fmt: skip
 

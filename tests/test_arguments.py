@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -39,7 +40,7 @@ PUBLIC |= {
     f"fzero.hf.{owner}.{name}": method
     for owner in fzero.hf.__all__
     for base in getattr(getattr(fzero.hf, owner), "__mro__", ())
-    if base.__module__.startswith("fzero.")
+    if base.__module__.startswith("fzero.") and not is_dataclass(base)  # whose fields are transformers'
     for name, method in vars(base).items()
     if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_"))
 }

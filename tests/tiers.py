@@ -39,6 +39,10 @@ SLOW = frozenset(
     test_plain_libraries_read_what_was_saved test_metrics_of_logits_and_a_loss_function_of_the_user_are_those_of_trl
     test_training_of_trl_goes_on_from_a_checkpoint test_a_loss_of_parameters_that_have_changed_is_refused
     test_adapters_of_another_shape_are_refused test_a_random_step_from_a_file_is_the_one_that_was_traced
+    test_the_scale_goes_on_from_a_checkpoint test_a_checkpoint_goes_on_with_the_scheduler_of_the_file
+    test_an_overflow_skips_the_update_and_halves_the_scale
+    test_narrow_compute_has_wide_weights_and_is_near_to_wide_compute
+    test_a_collective_is_a_diff_of_three_files_and_sixty_lines
     """.split()
 )
 """Functions of which a case takes more than five seconds."""

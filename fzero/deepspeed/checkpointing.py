@@ -15,6 +15,8 @@ __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
 __getattr__ = make_getattr(__name__, __all__)
 
+_ON_HOST = "activation_checkpointing.cpu_checkpointing"
+
 
 def configure(
     mpu_: Any = None,
@@ -34,11 +36,12 @@ def configure(
     """
     if mpu_ is not None:
         raise FzeroError("checkpointing.configure: mpu_", "is given, and there is no model parallelism", "give None")
-    if checkpoint_in_cpu:
-        way_out = 'give fzero.remat(fn, policy="offload"), which moves saved values to the host'
-        raise FzeroError("checkpointing.configure: checkpoint_in_cpu", "is True", way_out)
-    if deepspeed_config is not None:
-        read_config(deepspeed_config)
+    given = {} if deepspeed_config is None else read_config(deepspeed_config)
+    named = {"checkpoint_in_cpu": checkpoint_in_cpu, "cpu_checkpointing": given.get(_ON_HOST)}
+    for name, value in named.items():
+        if value:
+            way_out = 'give fzero.remat(fn, policy="offload"), which moves saved values to the host'
+            raise FzeroError(f"checkpointing.configure: {name}", "is True", way_out)
 
 
 def is_configured() -> bool:

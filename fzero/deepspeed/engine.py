@@ -26,7 +26,7 @@ from fzero.deepspeed.saving import Files
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
-from fzero.training.groups import Group
+from fzero.optim.kinds import Group
 from fzero.training.models import copy_without_values
 from fzero.training.outputs import Cotangents
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,13 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero import tree
 from fzero.base import torch_private
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.base.frozen import is_frozen
 from fzero.base.mesh import mesh_shape
-from fzero.base.placement import Disk
 from fzero.base.state import State
 from fzero.deepspeed.absent import refuse_arguments
 from fzero.deepspeed.engine import Engine
@@ -29,11 +25,9 @@ from fzero.deepspeed.plan import Plan, agree_on_plan, make_plan
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
-from fzero.deepspeed.settings import Settings
-from fzero.optim.base import GradientTransformation
+from fzero.optim.groups import combine
 from fzero.ranks.live import find_ranks
 from fzero.state.build.deferred import is_deferring
-from fzero.training.groups import combine
 from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
 from fzero.training.models import (
     WHOLE,
@@ -41,6 +35,7 @@ from fzero.training.models import (
     Call,
     carry_buffers,
     find_store,
+    init_state,
     lower_modes,
     partition_buffers,
     partition_model,
@@ -180,7 +175,7 @@ def _build_engine(plan: Plan, loss: Callable[..., Any] | None, mesh: Any, local_
     chosen = None if inner is None else make_optimizer(inner, settings)
     state = State(
         params=held,
-        opt_state=None if chosen is None else _init_state(chosen, held, settings),
+        opt_state=None if chosen is None else init_state(chosen, held, settings.optimizer_at, settings.offload_ratio),
         scale=None if settings.scaler is None else settings.scaler.init(held),
         step=0,
         buffers=partition_buffers(model, lowered.buffers, mesh),
@@ -198,29 +193,6 @@ def _build_engine(plan: Plan, loss: Callable[..., Any] | None, mesh: Any, local_
     engine.lr_scheduler = plan.scheduled if isinstance(plan.scheduled, Plateau) else engine.lr_scheduler
     engine.given = GivenOptimizer(plan.given) if isinstance(plan.given, torch.optim.Optimizer) else None
     return engine
-
-
-def _init_state(optimizer: GradientTransformation, params: Any, settings: Settings) -> Any:
-    """The first state of an optimizer. With an `offload_ratio` below 1 the state of the last layers, so many of all
-    elements, lies where the configuration wants it. State lies where its parameter does while it is made."""
-    to, ratio = settings.optimizer_at, settings.offload_ratio
-    if to is None or ratio == 1:
-        return optimizer.init(params, to=to)
-    trained = [leaf for leaf in tree.leaves(params) if not is_frozen(leaf)]
-    sizes = Counter[str]()
-    for leaf in trained:
-        sizes[leaf.form.layout.bucket] += leaf.numel()
-    stays, room = set(), (1 - ratio) * sizes.total()
-    for bucket, size in sizes.items():
-        if size > room:
-            break
-        stays.add(bucket)
-        room -= size
-
-    def make() -> Any:
-        return optimizer.init(tree.map(lambda x: x.at(None if x.form.layout.bucket in stays else to), params))
-
-    return trained[0].on.do_together(make, "an optimizer's init on a disk") if isinstance(to, Disk) else make()
 
 
 def _take_loss(call: Call, loss: Callable[..., Any] | None) -> Call:

@@ -278,7 +278,7 @@ ZERO = (
     *_keys("zero_optimization.", "no meaning", *_ZERO_IGNORED),
 )  # fmt: skip
 
-_CHECKPOINTING = "the model decides, with torch.utils.checkpoint or fzero.remat"
+_CHECKPOINTING = "the model decides, with `deepspeed.checkpointing.checkpoint`, torch.utils.checkpoint or fzero.remat"
 BLOCKS = (
     *_keys(
         "",

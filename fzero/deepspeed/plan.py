@@ -16,9 +16,10 @@ from fzero.deepspeed.schedulers import Scheduled, schedule_groups
 from fzero.deepspeed.settings import MONITORS, SIZES, Settings, find_shard_size, resolve_auto, settle
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
+from fzero.optim.groups import convert_optimizer, list_groups
+from fzero.optim.kinds import Group
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.ranks import Ranks
-from fzero.training.groups import Group, convert_optimizer, list_groups
 
 OF_A_RANK = ("steps_per_print", "wall_clock_breakdown", "flops_profiler.", *(f"{x}." for x in MONITORS))
 """Parts of keys that each rank may have for itself: what it prints."""

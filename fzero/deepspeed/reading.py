@@ -125,8 +125,9 @@ def _refuse_unknown(path: str, prefix: str) -> FzeroError:
     if block := difflib.get_close_matches(path, sorted(blocks - set(names)), 1, 0.8):
         return FzeroError(path, "is no key of DeepSpeed's configuration", f"the nearest one is the block {block[0]}")
     beside = [known for known in names if known.startswith(prefix)]
-    near = difflib.get_close_matches(path, beside, 1, 0) or difflib.get_close_matches(path, names, 1, 0)
-    return FzeroError(path, "is no key of DeepSpeed's configuration", f"the nearest one is {near[0]}")
+    near = difflib.get_close_matches(path, beside, 1) or difflib.get_close_matches(path, names, 1)
+    way_out = f"the nearest one is {near[0]}" if near else "take it out: DeepSpeed has no key with a name like it"
+    return FzeroError(path, "is no key of DeepSpeed's configuration", way_out)
 
 
 def _resolve_alias(key: Key, value: Any) -> tuple[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from fzero.state.safetensors.loading import load_sources
 
 LATEST = "latest"
 """The file that has the tag of the last checkpoint in a folder, as DeepSpeed writes it."""
+SCRIPT = "zero_to_fp32.py"
+"""The script beside checkpoints that reads their weights without fzero, by DeepSpeed's name."""
+_STAND_ALONE = Path(__file__).parent / "utils" / "stand_alone.py"
 _log = logging.getLogger("fzero")
 
 
@@ -58,7 +62,8 @@ class Files:
     ) -> bool:
         """Write the state to `save_dir/tag`, by default `global_step` and the count of updates. All ranks call it
         together. `client_state`, values of JSON, is what `load_checkpoint` gives back. The files are those of
-        `fzero.checkpoint.save`, which any number of ranks load.
+        `fzero.checkpoint.save`, which any number of ranks load. Beside them stands zero_to_fp32.py, which reads the
+        weights with torch alone.
 
         Raises:
             FzeroError: between `backward` and an update, whose gradients no file would have; as
@@ -75,9 +80,13 @@ class Files:
             "lr_scheduler": scheduler,
         }
         checkpoint.save(Path(save_dir) / tag, self.state, step=step, overwrite=True, keep=1, metadata=metadata)
-        if save_latest:
-            latest = Path(save_dir) / LATEST
-            self._write("save_checkpoint", latest, lambda: latest.write_text(tag))
+
+        def write() -> None:
+            shutil.copyfile(_STAND_ALONE, Path(save_dir) / SCRIPT)
+            if save_latest:
+                (Path(save_dir) / LATEST).write_text(tag)
+
+        self._write("save_checkpoint", Path(save_dir) / (LATEST if save_latest else SCRIPT), write)
         return True
 
     @check_arguments

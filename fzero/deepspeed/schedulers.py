@@ -12,8 +12,8 @@ import torch
 from fzero.base.errors import FzeroError
 from fzero.optim import deepspeed as schedules
 from fzero.optim.base import Schedule
+from fzero.optim.kinds import Group
 from fzero.optim.schedules import constant_schedule
-from fzero.training.groups import Group
 
 _log = logging.getLogger("fzero")
 Scheduled = list[dict[str, Any]]

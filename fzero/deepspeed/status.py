@@ -10,9 +10,9 @@ from fzero.base.state import State
 from fzero.deepspeed.functions import count_skips
 from fzero.deepspeed.schedulers import Scheduled, rate_at, values_at
 from fzero.deepspeed.settings import Settings
+from fzero.optim.kinds import Group
 from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks
-from fzero.training.groups import Group
 
 
 class Status:

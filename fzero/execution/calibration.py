@@ -32,6 +32,7 @@ from fzero.program.work import work
 from fzero.ranks.agreement import agree
 from fzero.ranks.link import Link
 from fzero.ranks.live import Live
+from fzero.values.moves import reduce
 
 SMALL = 1 << 16
 """Bytes below which the time of an operation is all launch."""
@@ -65,7 +66,7 @@ def calibrate(on: Live, program: Program, tensors: Sequence[Tensor], disk: Disk 
         failed = error
     align(failed)
     rates = rates._replace(disk=min(found))
-    return average_rates(rates, on.all_reduce, program.mesh.names, on.device)
+    return average_rates(rates, lambda x, op, axis: reduce(x, on, op, axis), program.mesh.names, on.device)
 
 
 def _copy_arguments(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -254,12 +255,12 @@ def _clock_runs(run: Callable[[], Any], clock: _Clock) -> float:
 
 
 def average_rates(
-    rates: Rates, all_reduce: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any
+    rates: Rates, reduce_over: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any
 ) -> Rates:
     """The mean of the rates of all ranks, the same on all of them to the last bit: ranks that schedule by other rates
     would make other programs."""
     values = torch.tensor(rates, dtype=torch.float64, device=device)
     for op in ("avg", "max"):  # backends may round a mean differently on each rank; the maximum of the means is one
         for axis in axes:
-            values = all_reduce(values, op, axis)
+            values = reduce_over(values, op, axis)
     return Rates(*values.tolist())

@@ -16,6 +16,7 @@ from fzero.hf.generation import Generator  # noqa: E402
 from fzero.hf.pretrained import Pretrained, from_pretrained  # noqa: E402
 from fzero.hf.seq2seq import Seq2SeqTrainer  # noqa: E402
 from fzero.hf.trainer import Trainer  # noqa: E402
+from fzero.hf.training_arguments import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
 
 if TYPE_CHECKING:
     from fzero.hf.trl_trainers import DPOTrainer as DPOTrainer
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from fzero.hf.trl_trainers import RewardTrainer as RewardTrainer
     from fzero.hf.trl_trainers import SFTTrainer as SFTTrainer
 
-__all__ = [
+__all__ = [  # and TRL's, if installed
     "Generator",
     "Pretrained",
     "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "Trainer",
+    "TrainingArguments",
     "from_pretrained",
-]  # and TRL's, if installed
+]
 
 
 def __getattr__(name: str) -> Any:

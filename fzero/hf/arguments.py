@@ -33,12 +33,14 @@ LOOP = (
     *_same("local_rank", note="torchrun sets it"),
     *_same("tf32", note="a setting of torch"),
     *_same("bf16", note="torch.autocast"),
+    *_same("fp16", note="torch.autocast, and the loss scale of torch.amp.GradScaler; on CPUs too"),
+    *_same("neftune_noise_alpha", note="each rank draws its own noise"),
 )
 OPTIMIZER = (
     *_same("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *_same("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
-    Argument("optim", "mapped", "to fzero.optim; an optimizer that is not of torch.optim is refused by type"),
-    Argument("optim_target_modules", "no meaning", "of GaLore, APOLLO and LOMO, which are refused by type"),
+    Argument("optim", "mapped", "to fzero.optim: the table of names says which"),
+    Argument("optim_target_modules", "no meaning", "of GaLore, APOLLO and LOMO, which are refused by name"),
 )
 DATA = (
     *_same("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
@@ -63,8 +65,8 @@ EVALUATION = (
 FILES = (
     *_same("save_only_model", "save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end"),
     *_same("metric_for_best_model", "greater_is_better", "restore_callback_states_from_checkpoint"),
-    *_same("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", note=_UNTRIED),
-    *_same("hub_always_push", "hub_revision", note=_UNTRIED),
+    *_same("push_to_hub", "hub_model_id", note="tried with a Hub that only notes what it gets"),
+    *_same("hub_token", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision", note=_UNTRIED),
     *_same("enable_jit_checkpoint", note="on several ranks refused: a signal reaches ranks at different updates"),
 )
 MEMORY = (
@@ -74,32 +76,26 @@ MEMORY = (
     Argument("gradient_checkpointing_kwargs", "mapped", "the old name of activation_checkpointing_kwargs"),
     Argument("torch_compile", "mapped", "to compile=True of fzero.shard"),
     Argument("torch_compile_backend", "mapped", '"inductor"; others are refused'),
+    Argument("torch_compile_mode", "mapped", '"default"; others are refused'),
     Argument("torch_empty_cache_steps", "no meaning", "the caching allocator is left alone"),
 )
 RANKS = (
+    Argument("deepspeed", "mapped", "read by fzero.deepspeed; without the package give fzero.hf.TrainingArguments"),
+    Argument("fsdp", "mapped", "parameters are in slices in any case; fsdp_config counts with it alone"),
+    Argument("fsdp_config", "mapped", "to stage=, fzero.host() and activation checkpointing: see below"),
+    Argument("parallelism_config", "mapped", "dp_replicate_size and dp_shard_size to a mesh; other axes are refused"),
     *_same("ddp_backend", "ddp_timeout", note="of the process group"),
     Argument("ddp_find_unused_parameters", "no meaning", "there is no DDP"),
     Argument("ddp_bucket_cap_mb", "no meaning", "there is no DDP"),
     Argument("ddp_broadcast_buffers", "no meaning", "there is no DDP; running statistics are means over ranks"),
     Argument("ddp_static_graph", "no meaning", "there is no DDP"),
-    Argument("fsdp_config", "no meaning", "without fsdp, as in transformers"),
     Argument("liger_kernel_config", "no meaning", "without use_liger_kernel, as in transformers"),
 )
 REFUSED = (
-    Argument("fp16", "refused", "give bf16=True, or fzero.deepspeed with fp16"),
-    Argument("deepspeed", "refused", "fzero.deepspeed.initialize reads a ds_config.json; leave it out here"),
-    Argument("fsdp", "refused", "leave it out: parameters are in slices anyway; mesh= says over which ranks"),
     Argument("auto_find_batch_size", "refused", "give per_device_train_batch_size"),
-    Argument("neftune_noise_alpha", "refused", "add the noise in the model"),
     Argument("fp16_full_eval", "refused", "give bf16=True, which evaluation follows"),
     Argument("bf16_full_eval", "refused", "give bf16=True, which evaluation follows"),
     Argument("use_liger_kernel", "refused", "fzero.tiled_cross_entropy needs little memory for logits"),
-    Argument(
-        "torch_compile_mode",
-        "refused",
-        "give torch_compile=True alone: inductor compiles what stands between collectives",
-    ),
-    Argument("parallelism_config", "refused", "leave it out: mesh= says over which ranks parameters are cut"),
     Argument("debug", "refused", "leave it out, and look for overflows with transformers.Trainer"),
     Argument("save_on_each_node", "refused", "leave it out: all ranks write parts of one folder, which they share"),
 )

@@ -13,6 +13,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.hf.adapters import has_adapters
 from fzero.hf.arguments import ARGUMENTS
+from fzero.hf.optimizers import check_optimizer
 from fzero.training.spent import Spent
 
 SEAMS = (
@@ -64,14 +65,18 @@ def _check_options(args: Any, allowed: Collection[str]) -> None:
         value = getattr(args, name, None)
         if value and name not in allowed:
             raise FzeroError(f"TrainingArguments: {name}", f"is {value!r:.80}, which is not supported", way_out)
+    check_optimizer(getattr(args.optim, "value", args.optim))
     precision = getattr(args, "mixed_precision", "no")
-    if precision not in ("no", "bf16"):
-        raise FzeroError(
-            "accelerate: mixed_precision", f"is {precision!r}, which is not supported", ARGUMENTS["fp16"].note
-        )
+    if precision not in ("no", "bf16", "fp16"):
+        problem = f"is {precision!r}, which is not supported"
+        raise FzeroError("accelerate: mixed_precision", problem, 'give "bf16", "fp16" or "no"')
     if getattr(args, "torch_compile_backend", None) not in (None, "inductor"):
         problem = f"is {args.torch_compile_backend!r}, which is not supported"
         raise FzeroError("TrainingArguments: torch_compile_backend", problem, 'give "inductor"')
+    if getattr(args, "torch_compile_mode", None) not in (None, "default"):
+        problem = f"is {args.torch_compile_mode!r}, which is not supported"
+        way_out = "give torch_compile=True alone: inductor compiles what stands between collectives"
+        raise FzeroError("TrainingArguments: torch_compile_mode", problem, way_out)
     if (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("offload"):
         problem = "asks for offload, which is not supported"
         way_out = 'leave it out, or train by fzero.shard with fzero.remat(fn, policy="offload")'
@@ -114,12 +119,17 @@ def check_model(model: Any) -> None:
     """Refuse a model that cannot be cut into slices as it is.
 
     Raises:
-        FzeroError: for adapters that transformers added, and for a quantized model.
+        FzeroError: for adapters that transformers added, for parameters that DeepSpeed cut, and for a quantized model.
     """
     name = type(model).__name__
     if not has_adapters(model) and getattr(model, "_hf_peft_config_loaded", False):
         problem = f"{name} has adapters of add_adapter, which transformers saves in a way of its own"
         raise FzeroError("model", problem, "give peft.get_peft_model(model, config)")
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    cut = next((path for path, x in named if hasattr(x, "ds_id")), None)
+    if cut is not None:
+        problem = f"{cut} was cut by deepspeed.zero.Init, which TrainingArguments of transformers turn on"
+        raise FzeroError("model", problem, "give fzero.hf.TrainingArguments, or load the model before the arguments")
     if getattr(model, "is_quantized", False):
         raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")
 

@@ -127,7 +127,7 @@ class Files(Together):
         }
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        held = State(opt_state=self.sharded.opt_state)
+        held = State(opt_state=self.sharded.opt_state, scale=self.sharded.scale)
         checkpoint.save(Path(output_dir) / STATE, held, step=self.state.global_step, keep=1, overwrite=True)
 
         def write() -> None:
@@ -177,8 +177,8 @@ class Files(Together):
             problem = f"has no folder {STATE!r} with optimizer state"
             way_out = "resume from a checkpoint that fzero.hf.Trainer saved without save_only_model"
             raise FzeroError(str(folder), problem, way_out)
-        loaded = checkpoint.load(folder / STATE, State(opt_state=self.sharded.opt_state))
-        self.sharded = self.sharded._replace(opt_state=loaded.opt_state)
+        loaded = checkpoint.load(folder / STATE, State(opt_state=self.sharded.opt_state, scale=self.sharded.scale))
+        self.sharded = self.sharded._replace(opt_state=loaded.opt_state, scale=loaded.scale)
         self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 

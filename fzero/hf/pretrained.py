@@ -51,7 +51,13 @@ class Pretrained(NamedTuple):
 
 @check_arguments
 def from_pretrained(
-    name_or_path: str | os.PathLike[str], mesh: Any = None, *, cls: Any = None, seed: int = 0, **named: Any
+    name_or_path: str | os.PathLike[str],
+    mesh: Any = None,
+    *,
+    cls: Any = None,
+    seed: int = 0,
+    partition: Any = None,
+    **named: Any,
 ) -> Pretrained:
     """The model of a folder, or of a name on the Hub, in slices.
 
@@ -64,6 +70,7 @@ def from_pretrained(
 
     * `cls`: a class of transformers with `from_pretrained`, by default `AutoModelForCausalLM`.
     * `seed`: of weights that the files lack, such as a new head.
+    * `partition`: a dict of keywords of `fzero.partition`, such as `{"unit": 256}` for an optimizer of 8 bits.
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
@@ -87,6 +94,6 @@ def from_pretrained(
         made.append(chosen.from_pretrained(name_or_path, **named))
         return made[0]
 
-    params, apply = build(construct, mesh, seed=seed)
+    params, apply = build(construct, mesh, seed=seed, **(partition or {}))
     model = copy_without_values(made[0])
     return Pretrained(model, params, apply, mesh, Generator(model, mesh))

@@ -12,11 +12,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from fzero import optim, partition, tree
+from fzero import optim, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
+from fzero.deepspeed.quantized import quantize_frozen
 from fzero.hf.adapters import find_base
 from fzero.hf.alike import list_arguments, list_model
 from fzero.hf.checks import (
@@ -31,16 +32,19 @@ from fzero.hf.checks import (
     refuse_model,
     refuse_use,
 )
-from fzero.hf.files import Files
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
+from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.progress import TracedState
+from fzero.hf.scaling import Scaler, make_unscale
+from fzero.hf.signatures import join_signatures
+from fzero.hf.updates import Updates
 from fzero.hf.wrapped import Wrapped
-from fzero.optim.base import GradientTransformation
+from fzero.optim.groups import convert_optimizer
+from fzero.optim.kinds import Group
 from fzero.passes.release import check_stage
 from fzero.ranks.together import tell_others
-from fzero.training.groups import Group, check_options, convert_optimizer, join, list_options
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import (
     Bound,
@@ -49,7 +53,6 @@ from fzero.training.models import (
     carry_buffers,
     copy_without_values,
     find_store,
-    forget_values,
     lower_modes,
     partition_buffers,
     partition_model,
@@ -61,7 +64,7 @@ CONSTRUCT = "fzero.hf.Trainer"
 _log = logging.getLogger("fzero")
 
 
-class Trainer(Files):
+class Trainer(Updates):
     """transformers' Trainer, with its arguments.
 
         trainer = fzero.hf.Trainer(model=model, args=TrainingArguments("out"), train_dataset=dataset)
@@ -69,7 +72,7 @@ class Trainer(Files):
 
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
-    * `stage`: as in `fzero.shard`.
+    * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
 
     `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
     The values of any other model are those of rank 0. They move into slices: `trainer.model` is `model` without its
@@ -88,9 +91,9 @@ class Trainer(Files):
 
     @check_arguments
     def __init__(
-        self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int = 3, **named: Any
+        self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int | None = None, **named: Any
     ) -> None:
-        self.mesh, self.stage = mesh, stage
+        self.mesh, self._is_given = mesh, mesh is not None or isinstance(model, Pretrained)
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
         self._has_warned = False  # of padding
@@ -105,24 +108,33 @@ class Trainer(Files):
         if self.mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             self.mesh = make_mesh(find_local_rank(args), PORT, None, device)
         with tell_others(self._members, CONSTRUCT):
-            self._construct(pretrained, model, args, *more, **named)
+            self._construct(pretrained, model, args, stage, *more, **named)
 
-    def _construct(self, pretrained: Pretrained | None, model: Any, args: Any, *more: Any, **named: Any) -> None:
+    def _construct(
+        self, pretrained: Pretrained | None, model: Any, args: Any, stage: int | None, *more: Any, **named: Any
+    ) -> None:
         """`__init__` of a rank. An error in here is one on all ranks."""
         check_type(args)
-        self._meet(CONSTRUCT, lambda: [f"configuration stage: {self.stage}", *list_arguments(args)])
-        check_stage(self.stage)
+        self._meet(CONSTRUCT, lambda: [f"configuration stage: {stage}", *list_arguments(args)])
+        check_stage(3 if stage is None else stage)
         check_training_arguments(args, self._allowed)
+        self._plan = make_plan(args, stage)
+        self.stage = self._plan.stage
         if pretrained is not None:
             self._take(pretrained)
         elif isinstance(model, nn.Module):
             check_values(model)
         elif model is not None:
             raise refuse_model("model", model)
-        super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
+        with hide(args):
+            super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
         check_plugins(self)
-        if self.mesh is None:
-            self.mesh = make_mesh(find_local_rank(self.args), PORT, None, self.args.device.type)
+        if self._plan.scaler is not None:
+            self.accelerator.scaler = Scaler(self._find_scale, self._drop)
+        shard = None if self._is_given else find_shard(self._plan, args)
+        if self.mesh is None or shard is not None:
+            self.mesh = make_mesh(find_local_rank(args), PORT, None, args.device.type, shard=shard)
+        check_mesh(self._plan, args, mesh_shape(self.mesh))
         self._adopt()
         if pretrained is not None:  # nothing is refused from here on
             spend_model(self.model, self.args.device, refuse_use)
@@ -134,7 +146,8 @@ class Trainer(Files):
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
-        self.mesh, self.sharded = pretrained.mesh, State(params=pretrained.params, buffers=buffers)
+        params = place(pretrained.params, self._plan)
+        self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
         self._structure = pretrained.model
 
     def _adopt(self) -> None:
@@ -146,10 +159,14 @@ class Trainer(Files):
         check_model(self.model)
         check_values(self.model)
         self._meet("the model of a Trainer", lambda: list(list_model(self.model)))
+        if self._plan.is_checkpointed:
+            enable_checkpointing(self.model)
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         lowered = lower_modes(self.model)
-        params = partition_model(self.model, lowered.params, store, self.mesh)
+        params = partition_model(self.model, lowered.params, store, self.mesh, **self._plan.held)
+        settings = self._plan.settings
+        params = quantize_frozen(params) if settings is not None and settings.quantizes_frozen else params
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
         spend_model(self.model, self.args.device, refuse_use)
@@ -181,7 +198,7 @@ class Trainer(Files):
     @property
     def _how(self) -> dict[str, Any]:
         """How programs are made: keywords of `fzero.shard`."""
-        return {"stage": self.stage, "compile": bool(self.args.torch_compile)}
+        return self._plan.how
 
     def _compile(self, what: str, function: Callable[..., Any]) -> Any:
         return compile_function(function, self.mesh, title=f"Trainer: {what}", **self._how)
@@ -226,13 +243,18 @@ class Trainer(Files):
         self._clip = self._compile("clipping of gradients", clip)
         self._norm = self._compile("norm of gradients", optim.global_norm)
         self._update = self._compile("update", update)
+        if self._plan.scaler is not None:
+            self._unscale = self._compile("unscaling of gradients", make_unscale(self._plan.scaler))
         self._sums: Any = None  # of gradients, since the last update
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The output of a function of the model in the dtype of compute, in float32 as accelerate returns it."""
-        if self.args.mixed_precision == "no":
+        if self._plan.compute is not None:
+            cast = self._plan.cast
+            function = function.decorate(cast) if isinstance(function, Bound) else cast(function)
+        if self._plan.autocast is None:
             return function(*args, **kwargs)
-        with torch.autocast(self.args.device.type, torch.bfloat16):
+        with torch.autocast(self.args.device.type, self._plan.autocast):
             output = function(*args, **kwargs)
         narrow = (torch.bfloat16, torch.float16)
         return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
@@ -293,9 +315,9 @@ class Trainer(Files):
         named = {"inputs": inputs, "items": self._share_items(num_items_in_batch), "steps": steps}
         held = self.sharded
         if self._sums is None:
-            (loss, buffers), self._sums = self._begin(held.params, None, (held.buffers,), named)
+            (loss, buffers), self._sums = self._begin(held.params, held.scale, (held.buffers,), named)
         else:
-            (loss, buffers), self._sums = self._add(held.params, self._sums, None, (held.buffers,), named)
+            (loss, buffers), self._sums = self._add(held.params, self._sums, held.scale, (held.buffers,), named)
         self.sharded = held._replace(buffers=buffers)
         return loss.to(self.args.device)
 
@@ -317,47 +339,5 @@ class Trainer(Files):
         ratio = mesh_shape(self.mesh).size() / self.accelerator.num_processes
         return items if items is None or ratio == 1 else items / ratio
 
-    def _clip_grad_norm(self, model: nn.Module) -> float:
-        self._sums, norm = self._clip(self._sums)
-        return float(norm)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return float(self._norm(self._sums)) if grad_norm is None else grad_norm
-
-    # updates
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer of torch that the arguments name. It holds groups and rates; its step is our update.
-
-        Raises:
-            FzeroError: for a type that is not converted.
-        """
-        self._adopt()
-        if self.sharded.opt_state is None:
-            like = copy_without_values(self.model) if self.optimizer is None else self.model
-            optimizer = super().create_optimizer(like)
-            self._groups = self._groups or convert_optimizer(optimizer, like)
-            rates = [group.rate for group in self._groups]
-            self.sharded = self.sharded._replace(opt_state=self._make(rates).init(self.sharded.params))
-            optimizer.register_step_post_hook(lambda *_: self._advance())
-            self._options = list_options(optimizer)
-            optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
-            for group in optimizer.param_groups:
-                group["params"] = [forget_values(x) for x in group["params"]]
-        return self.optimizer
-
-    def _make(self, rates: Any) -> GradientTransformation:
-        """The optimizer of all groups, at these rates."""
-        made = [group.make(learning_rate=rate, **group.options) for group, rate in zip(self._groups, rates)]
-        return join(self._groups, made)
-
-    def _advance(self) -> None:
-        """Update the state by the sums of gradients, at the rates that the groups have now."""
-        if self._sums is None:
-            raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
-        check_options(self.optimizer, self._options)
-        groups = self.optimizer.param_groups
-        rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in groups]}  # the name is for errors
-        rates, held = partition(rates, self.mesh), self.sharded
-        params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
-        self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None
+Trainer.__init__.__signature__ = join_signatures(transformers.Trainer.__init__, Trainer.__init__)  # type: ignore[attr-defined]

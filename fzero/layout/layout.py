@@ -13,9 +13,10 @@ between two blocks: zeros before the leaf shift the leaf there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import Any
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
@@ -282,3 +283,19 @@ class Wire:
 def wire(layout: Layout, leaves: tuple[int, ...]) -> Wire:
     """The one `Wire` of these leaves of a layout: wires remember what they compute."""
     return Wire(layout, leaves)
+
+
+class LayoutTable:
+    """Finds the layouts that nodes name: the second argument of a node is a key of `layouts`, the third names leaves of
+    that layout. A program is one, and so is a call outside of a program."""
+
+    layouts: Mapping[Any, Layout]
+
+    def layout_of(self, node: Any) -> Layout:
+        """The layout of the bucket that a node of an operation of `ops` names."""
+        return self.layouts[node.args[1]]
+
+    def wire_of(self, node: Any) -> Wire:
+        """The buffer in which the leaves that a node of an operation of `ops` names move together."""
+        leaves = node.args[2]
+        return wire(self.layout_of(node), (leaves,) if isinstance(leaves, int) else tuple(leaves))

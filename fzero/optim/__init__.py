@@ -4,6 +4,7 @@ In: trees of gradients, optimizer state and parameters, plain or `Sharded`. Out:
 `base` says what an optimizer is, `presets` has whole optimizers, `schedules` and `cycles` their rates. Stages:
 `transforms`, `adaptive` (per element), `blocks` (per leaf), `factored`, `schedule_free`, `clipping`; `wrappers` are
 stages around others. `kernels`, `factors`, `fused`: lists. `loss_scale` and `deepspeed` are families of their own.
+`from_torch` reads torch's objects, by `groups`, `kinds` and `tables`.
 """
 
 from fzero.base.flags import check_flags
@@ -47,6 +48,7 @@ from fzero.optim.cycles import (
     warmup_stable_decay_schedule,
 )
 from fzero.optim.factored import FactoredState, scale_by_factored_rms
+from fzero.optim.from_torch import from_torch
 from fzero.optim.inject import InjectHyperparamsState, inject_hyperparams
 from fzero.optim.muon import MuonState, ScaleByMuonState, muon, scale_by_muon
 from fzero.optim.presets import adafactor, adagrad, adam, adamw, amsgrad, lamb, lion, nadam, rmsprop, sgd
@@ -133,6 +135,7 @@ __all__ = [
     "cosine_onecycle_schedule",
     "ema",
     "exponential_decay",
+    "from_torch",
     "global_norm",
     "identity",
     "incremental_update",

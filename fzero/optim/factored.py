@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,18 @@ class FactoredState(NamedTuple):
     v: Tree  # as params, for leaves of less than two dimensions; None for others
 
 
-def scale_by_factored_rms(decay_rate: float = 0.8, eps: float | None = None) -> GradientTransformation:
+def scale_by_factored_rms(
+    decay_rate: float = 0.8, eps: float | None = None, added: float = 0.0
+) -> GradientTransformation:
     """`g / sqrt(v)`, where v is the running mean of squared gradients with decay rate `1 - t ** -decay_rate` in step t.
 
     For a leaf of two dimensions or more v is the product of the running means of its rows and columns, over the last
     two dimensions, divided by the mean of the rows. This mean and `sqrt(v)` are at least `eps`; None stands for the
     eps of the gradient's dtype. A step moves the means of rows and columns, and no more, between ranks: one all-reduce
     for all leaves.
+
+    With `added`, the paper's epsilon 1, squares are that much larger. Then `eps` is a bound against zeros alone:
+    1.2e-19, whose square is a number of float32.
 
     Shazeer and Stern, Adafactor, https://arxiv.org/abs/1804.04235. Formula and defaults are those of
     torch.optim.Adafactor; optax adds `eps` to the squares, and does not factor small leaves.
@@ -49,6 +55,7 @@ def scale_by_factored_rms(decay_rate: float = 0.8, eps: float | None = None) -> 
         FzeroError: for a negative number; in `init` and `update`, as `scale_by_adam`.
     """
     check_not_negative("scale_by_factored_rms", "decay_rate", decay_rate)
+    check_not_negative("scale_by_factored_rms", "added", added)
     if eps is not None:
         check_not_negative("scale_by_factored_rms", "eps", eps)
 
@@ -62,9 +69,9 @@ def scale_by_factored_rms(decay_rate: float = 0.8, eps: float | None = None) -> 
         count = state.count + 1
         weight = count.to(torch.float64) ** -decay_rate
         matrices, vectors = tree.split(updates, _is_matrix)
-        matrices, v_row, v_col = _scale_matrices(matrices, state, weight, eps)
+        matrices, v_row, v_col = _scale_matrices(matrices, state, weight, eps, added)
         treedef, (squares, grads) = flatten_alike(state.v, vectors)
-        lists = kernels.scale_by_floored_rms(grads, squares, weight, _floors(grads, eps))
+        lists = kernels.scale_by_floored_rms(grads, squares, weight, _floors(grads, math.sqrt(added) or eps))
         vectors, v = (tree.unflatten(treedef, leaves) for leaves in lists)
         return tree.merge(matrices, vectors), FactoredState(count, v_row, v_col, v)
 
@@ -88,7 +95,9 @@ def _floors(leaves: list[Any], eps: float | None) -> list[float]:
     return [torch.finfo(leaf.dtype).eps if eps is None else eps for leaf in leaves]
 
 
-def _scale_matrices(updates: Tree, state: FactoredState, weight: Tensor, eps: float | None) -> tuple[Tree, Tree, Tree]:
+def _scale_matrices(
+    updates: Tree, state: FactoredState, weight: Tensor, eps: float | None, added: float
+) -> tuple[Tree, Tree, Tree]:
     """The scaled updates, and the new means of rows and columns.
 
     Raises:
@@ -110,7 +119,13 @@ def _scale_matrices(updates: Tree, state: FactoredState, weight: Tensor, eps: fl
     means = factors.average_rows_and_columns(grads, sizes, whole, whole, 0)
     both = _average([*rows, *columns], means, weight)
     rows, columns = both[: len(grads)], both[len(grads) :]
-    scaled = factors.scale_by_factors(grads, rows, columns, _floors(grads, eps), sizes, whole, whole, 0)
+    above: tuple[Any, Any] = (rows, columns)
+    if added:  # a common factor of rows changes nothing, and keeps their mean above the bound
+        above = (
+            torch._foreach_mul(torch._foreach_add(rows, added), 2.0**37),
+            torch._foreach_add(columns, added),
+        )
+    scaled = factors.scale_by_factors(grads, *above, _floors(grads, eps), sizes, whole, whole, 0)
     return tuple(tree.unflatten(treedef, leaves) for leaves in (scaled, rows, columns))
 
 

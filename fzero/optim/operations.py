@@ -17,13 +17,33 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.base.tangents import has_tangent
 
 STAGES: dict[str, Any] = {}
 SUMS: dict[str, Any] = {}
 MAPS: dict[str, Any] = {}
 PLACED: dict[str, Any] = {}
 
-_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
+
+class _Library(torch.library.Library):
+    """Operations whose autograd kernels, which `torch.library.register_autograd` makes, refuse forward mode. As torch
+    makes them, they give a tangent of zero."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **how: Any) -> Any:
+        def refuse_tangents(*args: Any) -> Any:
+            if has_tangent(args):
+                raise _refuse_derivative(str(op_name))
+            return fn(*args)
+
+        return super().impl(op_name, refuse_tangents if dispatch_key == "Autograd" else fn, dispatch_key, **how)
+
+
+def _refuse_derivative(name: str) -> FzeroError:
+    way_out = "update outside the differentiated function, or use sgd, which has one"
+    return FzeroError(name.partition(".")[0], "has no derivative", way_out)
+
+
+_LIBRARY = _Library("fzero", "FRAGMENT")
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *tables: dict[str, Any]) -> Any:
@@ -38,8 +58,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], *t
     name, _, rest = schema.partition("(")
 
     def refuse_backward(context: Any, *cotangents: Any) -> NoReturn:
-        way_out = "update outside the differentiated function, or use sgd, which has one"
-        raise FzeroError(name, "has no derivative", way_out)
+        raise _refuse_derivative(name)
 
     for overload in (name, f"{name}.tensors") if " float " in rest else (name,):
         _LIBRARY.define(

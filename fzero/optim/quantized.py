@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.base.errors import FzeroError
+from fzero.optim import operations
 
 BLOCK = 256
 """Elements that share a scale, their largest absolute value. Counted from the start of the leaf, not of a slice."""
@@ -79,13 +79,6 @@ def dequantize(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
 
 # the operation of `scale_by_adam8bit`
 
-_LIBRARY = torch.library.Library("fzero", "FRAGMENT")
-_LIBRARY.define(
-    "scale_by_adam8bit(Tensor[] updates, Tensor[] mu, Tensor[] mu_scales, Tensor[] nu, Tensor[] nu_scales,"
-    " Tensor count, float b1, float b2, float eps) -> (Tensor[], Tensor[], Tensor[], Tensor[], Tensor[])",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def _scale_by_adam8bit(
     updates: Sequence[Tensor],
@@ -138,15 +131,12 @@ def _scale_by_adam8bit_fake(updates: Sequence[Tensor], *rest: Any) -> Lists:
     return tuple([torch.empty_like(x) for x in column] for column in (updates, *rest[:4]))
 
 
-def _refuse_backward(context: Any, *cotangents: Any) -> NoReturn:
-    raise FzeroError("scale_by_adam8bit", "has no derivative", "update outside the differentiated function")
-
-
-_LIBRARY.impl("scale_by_adam8bit", _scale_by_adam8bit, "CompositeExplicitAutograd")
-torch.library.register_fake("fzero::scale_by_adam8bit", _scale_by_adam8bit_fake, lib=_LIBRARY)
-torch.library.register_autograd("fzero::scale_by_adam8bit", _refuse_backward, lib=_LIBRARY)
-
-scale_by_adam8bit = torch.ops.fzero.scale_by_adam8bit
+scale_by_adam8bit = operations.define(
+    "scale_by_adam8bit(Tensor[] updates, Tensor[] mu, Tensor[] mu_scales, Tensor[] nu, Tensor[] nu_scales,"
+    " Tensor count, float b1, float b2, float eps) -> (Tensor[], Tensor[], Tensor[], Tensor[], Tensor[])",
+    _scale_by_adam8bit,
+    _scale_by_adam8bit_fake,
+)
 """`scale_by_adam8bit(updates, mu, mu_scales, nu, nu_scales, count, b1, b2, eps)` -> the first five lists, new; `count`
 is 1 at the first step. The overload packet, as `kernels.scale_by_adam`."""
 

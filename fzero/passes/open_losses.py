@@ -25,10 +25,9 @@ from fzero.passes.order import restore_order
 from fzero.passes.rows import follow_rows, is_carrier, list_reduction_dims
 from fzero.program import ops
 from fzero.program.operation import Node
-from fzero.program.ops.loops import Loop
+from fzero.program.ops.loops import Loop, TiledLoss
 from fzero.program.program import Program
 from fzero.program.records import is_call, name_of, shares_memory
-from fzero.values.regions import TiledLoss
 
 _aten = torch.ops.aten
 MEAN = 1

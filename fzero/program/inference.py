@@ -205,7 +205,7 @@ class Walk:
             if len({(kind.bucket, kind.leaf) for kind in slices}) == 1:  # one differs along an axis, and one does not
                 over = sorted(frozenset().union(*(kind.over for kind in slices)))
                 both = " and ".join(sorted((describe_kind(self.program, kind) for kind in slices), key=len))
-                raise self.refuse(node, f"mixes {both}", f"average over {over} first, with ops.all_reduce")
+                raise self.refuse(node, f"mixes {both}", f"average over {over} first")
             paths = " and ".join(sorted(path_of(self.program, kind) for kind in slices))
             raise self.refuse(node, f"mixes slices of {paths}", "gather one of them")
         for shape in (list(x.meta["val"].shape) for x in given if self.of(x) == UNIFORM):

@@ -81,7 +81,13 @@ class Operation:
     * `check(program, node)`: raises where the node's other arguments (bucket, leaves, axis, sizes) do not fit.
     * `perform(program, node, rank)`: a function of the node's arguments that runs on one rank. Called once for a node.
       Where the operation communicates, the function is a generator: it yields exchanges (`fzero.ranks.exchanges`) and
-      is sent their results. None: `target` itself runs.
+      is sent their results. None: `target` itself runs. Outside of a program, an `EagerCall`
+      (`fzero.ranks.calls`) stands for the node, and for the program, of which it has the mesh and the layouts.
+    * `of_all(*args)`: outside of a step on virtual ranks, where one process has the slices of all ranks, joined: the
+      result of all ranks, joined too. None: `perform`, which then may not communicate.
+    * `transpose(cotangent, *args)`: for an operation that is linear in its first argument, that argument's cotangent,
+      by differentiable functions of the result's cotangent. `args` are the other arguments of the call. None: the
+      operation has no derivative.
     * `span(program, node, rank)`: for a view of the flat first operand, the elements that the result is; None where the
       result is in several pieces. Generated code takes such a view by itself: a step has one for each leaf.
     * `moves(program, node)`: the collectives, in order. None: the operation does not communicate.
@@ -127,6 +133,8 @@ class Operation:
     fake: Callable[..., Any]
     check: Callable[[Program, Node], None] = _accept
     perform: Callable[[Program, Node, Rank], Callable[..., Any]] | None = None
+    of_all: Callable[..., Any] | None = None
+    transpose: Callable[..., Any] | None = None
     span: Callable[[Program, Node, Rank], range | None] | None = None
     moves: Callable[[Program, Node], Iterable[Comm]] | None = None
     starts: Literal["gathered", "scattered"] | None = None

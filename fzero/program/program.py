@@ -20,7 +20,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
-from fzero.layout.layout import Layout, Leaf, Wire, wire
+from fzero.layout.layout import Layout, LayoutTable, Leaf
 from fzero.program.comm import Comm, list_comm
 from fzero.program.copies import count_copies
 from fzero.program.fakes import move_view, pair_memory, repeat_value
@@ -98,7 +98,7 @@ class PassState:
 
 
 @dataclass(frozen=True, repr=False)
-class Program:
+class Program(LayoutTable):
     """A step as one graph that every rank of `mesh` runs. Passes take a program and return another.
 
     * `graph` is a `torch.fx.Graph`. Its placeholders are `arguments`, in order. Its output is a list of the tensors
@@ -249,15 +249,6 @@ class Program:
 
     def __str__(self) -> str:
         return list_program(self)
-
-    def layout_of(self, node: Node) -> Layout:
-        """The layout of the bucket that a node of an operation of `ops` names."""
-        return self.layouts[node.args[1]]
-
-    def wire_of(self, node: Node) -> Wire:
-        """The buffer in which the leaves that a node of an operation of `ops` names move together."""
-        leaves = node.args[2]
-        return wire(self.layouts[node.args[1]], (leaves,) if isinstance(leaves, int) else tuple(leaves))
 
     def path_of(self, value: Argument | Result) -> str:
         """For state, the path of its leaf in the tree that was partitioned; for other values their own path."""

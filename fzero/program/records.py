@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import OpOverload, below_autograd, storage_key
+from fzero.base.torch_private import OpOverload, storage_key
 from fzero.base.torch_private_functions import list_targets
 from fzero.program import aten
+from fzero.program.linear import make_kernel, perform_here
 from fzero.program.operation import Node, Operation
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def define(
     """Define an operation that is traced, checked, costed, simulated, run and printed like fzero's own.
 
     Returns the target that nodes call: a pass emits a node with `program.emit(target, *args)`. With a `schema`, such as
-    `"(Tensor x, float p) -> Tensor"`, a step may call the target too; the operation has no derivative.
+    `"(Tensor x, float p) -> Tensor"`, a step may call the target too, and so may code outside of steps, where one rank
+    performs it. With a `transpose` the operation has a derivative by its first argument.
 
     The other keywords are the fields of `fzero.ops.Operation`. An operation needs at least `kind` and `fake`.
     `perform(program, node, rank)` returns a function of the node's arguments; where the operation communicates the
@@ -94,7 +96,7 @@ def define(
     """
     where = f"operation {name!r}"
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise FzeroError(where, "is no name in Python", "give a name such as 'int8_all_gather'")
+        raise FzeroError(where, "is no name in Python", "give a name such as 'int8_gather'")
     if name in _NAMES or hasattr(torch.ops.fzero, name):
         raise FzeroError(where, "is defined already", "define an operation once, where its module is imported")
     unknown = sorted(known.keys() - set(Operation.__dataclass_fields__))
@@ -109,6 +111,9 @@ def define(
     if base is not None:
         known = _inherit(base, "perform" in known) | known
         fake = fake or base.fake
+    if known.get("transpose") and not (schema and schema.startswith("(Tensor ") and schema.endswith("-> Tensor")):
+        problem = f"has a transpose and the schema {schema!r}"
+        raise FzeroError(where, problem, "give a schema from a tensor to a tensor, such as '(Tensor x) -> Tensor'")
     if (known.get("moves") or known.get("starts")) and not known.get("perform"):
         raise FzeroError(where, "communicates, and nothing performs it", "give perform=..., a generator of exchanges")
     assert fake is not None
@@ -121,14 +126,16 @@ def define(
     known = {x: _guard(name, x, rule, base if rule is getattr(base, x, None) else None) for x, rule in known.items()}
     if schema is not None:
         target = register_for_tracing(name + schema, fake, **known)
-        _LIBRARY.impl(name, _refuse_derivative(where, target), "Autograd")
+        _LIBRARY.impl(name, make_kernel(record(target)), "Autograd")
+        _LIBRARY.impl(name, perform_here(record(target)), "CompositeExplicitAutograd")
         return target
     return register(Operation(name=name, target=_make_target(name, fake), fake=fake, **known))
 
 
 _RULES = frozenset(
     """
-    fake kind check perform span moves shares alias_at writes overwrites memory work line label is_random body early
+    fake kind check perform of_all transpose span moves shares alias_at writes overwrites memory work line label
+    is_random body early
     """.split()
 )
 """Fields that are functions, which an operation from outside may get wrong."""
@@ -159,12 +166,12 @@ def _guard(name: str, field: str, rule: Any, base: Operation | None = None) -> A
     return guarded
 
 
-_OF_PERFORMANCE = {"memory", "work", "alias_at", "label"}
+_OF_PERFORMANCE = {"memory", "work", "alias_at", "label", "of_all"}
 """Fields that say how an operation is performed. An operation with a `perform` of its own does not inherit them."""
 
 
 def _inherit(base: Operation, performs: bool) -> dict[str, Any]:
-    fields = base.__dataclass_fields__.keys() - {"name", "target", "fake", "is_foreign"}
+    fields = base.__dataclass_fields__.keys() - {"name", "target", "fake", "is_foreign", "transpose"}
     return {field: getattr(base, field) for field in fields - (_OF_PERFORMANCE if performs else set())}
 
 
@@ -184,21 +191,6 @@ def _make_target(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
     target.__name__ = target.__qualname__ = name
     return target
-
-
-def _refuse_derivative(where: str, target: Callable[..., Any]) -> Callable[..., Any]:
-    """The autograd kernel of an operation without a derivative: it refuses operands that require a gradient, and runs
-    the operation on others. torch's own refusal comes later, and in other words under torch.func."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            way_out = "detach its operands, or call it in the forward of a torch.autograd.Function that has a backward"
-            raise FzeroError(where, "has no derivative", way_out)
-        with below_autograd():
-            return target(*args, **kwargs)
-
-    return call
 
 
 def is_call(node: Node, *targets: Any) -> bool:

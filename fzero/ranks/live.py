@@ -1,4 +1,4 @@
-"""Live: the rank of this process in a torch `DeviceMesh`. Moves communicate at once, and programs run here."""
+"""Live: the rank of this process in a torch `DeviceMesh`. Operations communicate at once, and programs run here."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from torch import Tensor
 
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.files import load
-from fzero.layout import buffers
-from fzero.layout.layout import Layout, wire
-from fzero.layout.owners import Places
-from fzero.optim.newton_schulz import Blocks, NewtonSchulz
+from fzero.layout.layout import Layout
 from fzero.ranks.agreement import meet
-from fzero.ranks.exchanges import AllReduce, Exchange, average_leaves, complete, gather_leaves
+from fzero.ranks.calls import EagerCall
+from fzero.ranks.exchanges import AllGather, Exchange
 from fzero.ranks.link import link_of
 from fzero.ranks.members import Members
-from fzero.ranks.owners import orthogonalize_leaves
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.transports import Pending, Transport, choose_transport
 from fzero.ranks.virtual import virtual
@@ -72,46 +69,17 @@ class Live(Ranks):
         self._sharding.settle()
         super().settle()
 
-    def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        self.agree(f"all_gather of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")
-        return self.gather_agreed(x, layout, leaf)
-
-    def gather_agreed(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        along, x = wire(layout, (leaf,)), load(x).to(self.device)  # from the host or disk where the value lies there
-        buffer = complete(gather_leaves([x], along, self.rank, self.mesh.shard_axis), None, self.begin)
-        self.settle()
-        full = buffers.join_leaf(buffer, along, 0, layout.leaves[leaf].shape)
-        return full.clone() if layout.world == 1 else full  # one rank gathers a view of its slice
+    def run(self, call: EagerCall) -> Any:
+        made = super().run(call)
+        for transport in self.transports.values() if call.operation.moves is not None else ():
+            transport.settle()  # the memory of operands may be overwritten afterwards
+        return made
 
     def gather_pieces(self, pieces: Sequence[Tensor], what: str, where: str) -> Tensor:
         meet(self.members, f"{what}: {where}", what=what)
-        gathered = self._sharding.all_gather(load(pieces[0]), self.members.begin(what)).wait()
+        gathered = self.begin(AllGather(what, self.mesh.shard_axis, load(pieces[0]))).wait()
         self._sharding.settle()
         return gathered
-
-    def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        self.agree(f"reduce_scatter of {layout.leaves[leaf].path}: {describe_leaf(layout, leaf, x.dtype)}")
-        along = wire(layout, (leaf,))
-        return buffers.slice_of(complete(average_leaves([x], along), None, self.begin), along, self.rank, 0)
-
-    def spread(self, x: Tensor, like: Tensor) -> Tensor:
-        return like.new_empty(like.shape, dtype=x.dtype).copy_(x)
-
-    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
-        self.agree(f"all_reduce over {axis}: {op} of {x.dtype} {list(x.shape)} {leaf}")
-        return self.begin(AllReduce(f"all_reduce over {axis}", axis, x, op)).wait()
-
-    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
-        lines = [f"{describe_leaf(*place, x.dtype)} as {list(row)}" for place, x, row in zip(places, slices, blocks)]
-        self.agree(f"orthogonalize {len(slices)} leaves by {how}", lines)
-        steps = orthogonalize_leaves(slices, places, self.rank, self.mesh.shard_axis, blocks, how)
-        return complete(steps, None, self.begin)
-
-
-def describe_leaf(layout: Layout, leaf: int, dtype: torch.dtype) -> str:
-    """What ranks have to know alike of a leaf to communicate about the leaf."""
-    at, shape = layout.leaf_ranges[leaf], list(layout.leaves[leaf].shape)
-    return f"{dtype} {shape}, [{at.start}:{at.stop}] of bucket {layout.bucket!r} with {layout.shard} elements a rank"
 
 
 def live(mesh: Any) -> Live:

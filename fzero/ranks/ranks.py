@@ -12,11 +12,16 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.files import load
 from fzero.layout.layout import Layout
 from fzero.ranks.agreement import agree, digest, meet
+from fzero.ranks.calls import EagerCall
+from fzero.ranks.exchanges import Exchange, complete
+from fzero.ranks.link import AtOnce, Link
 from fzero.ranks.members import Members
-from fzero.ranks.performer import MovePerformer
+from fzero.ranks.performer import MovePerformer, Record
 from fzero.ranks.together import write_together
+from fzero.ranks.transports import Pending
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -24,18 +29,16 @@ CPU = torch.device("cpu")
 
 class Ranks(MovePerformer, ABC):
     """The ranks of a mesh, as a process outside of a step has them: one rank of a `DeviceMesh` (`Live`), or all ranks
-    of a `VirtualMesh` (`Virtual`). Moves are performed at once.
+    of a `VirtualMesh` (`Virtual`). Operations are performed at once.
 
     `ranks` are the global ranks of the mesh, row by row. `members` are the processes that have them. This process is
     at position `rank` along the shard axis, None for all positions. `number` is its first rank, and the first process
     of a mesh has number 0. So code for both asks for no class: alone, agreements are nothing.
     """
 
-    rank: int | None = None
     number = 0
     device: torch.device | None = None
-    is_tracing = False
-    writes = 0
+    link: Link = AtOnce()
     _purpose: tuple[str, tuple[str, ...]] = "", ()  # that of `specify`
 
     def __init__(self, mesh: VirtualMesh, ranks: Sequence[int], members: Members) -> None:
@@ -105,10 +108,6 @@ class Ranks(MovePerformer, ABC):
         return write_together(self.members, do, call)
 
     @abstractmethod
-    def gather_agreed(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        """`gather`, once all ranks have agreed on it."""
-
-    @abstractmethod
     def gather_pieces(self, pieces: Sequence[Tensor], what: str, where: str) -> Tensor:
         """[N * S] bytes: pieces of equal sizes of all ranks along the shard axis, of which this process has some.
         Ranks agree on `where`, and errors call the collective `what`."""
@@ -117,34 +116,32 @@ class Ranks(MovePerformer, ABC):
     def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
         """Overwrite `x`, elements of a bucket, with `x` of the rank at position `rank` along the shard axis."""
 
-    # moves that do not communicate
+    # operations
 
-    def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        part = layout.part(leaf, self.rank)
-        return x.reshape(-1)[part.start : part.stop].clone()
+    def perform(self, operation: Record, *args: Any, **kwargs: Any) -> Any:
+        if operation.moves is not None and not self.members.is_alone:
+            self.agree(*EagerCall(operation, self.mesh, args, kwargs).describe())
+        return self.perform_agreed(operation, *args, **kwargs)
 
-    def beside(self, x: Tensor) -> Tensor:
-        return x.clone()
+    def perform_agreed(self, operation: Record, *args: Any, **kwargs: Any) -> Any:
+        """`perform`, once all ranks have agreed on the call."""
+        call = EagerCall(operation, self.mesh, args, kwargs)
+        return call.separate(self.run(call))
 
-    def axis_index(self, axis: str, device: torch.device) -> Tensor:
-        return torch.full((), self.along(axis), device=device)  # not torch.tensor, which a CUDA graph cannot capture
+    def run(self, call: EagerCall) -> Any:
+        """The result of a call, which may lie in the memory of an operand."""
+        operation = call.operation
+        if operation.perform is None:
+            return operation.fake(*call.args, **call.kwargs)
+        function = operation.perform(call, call, self)
+        if operation.moves is None:
+            return function(*call.args, **call.kwargs)
+        args = call.map_tensors(lambda x: load(x).to(self.choose_device(x.device)))
+        return complete(function(*args, **call.kwargs), None, self.begin)
 
-    # what only a trace notes
-
-    def varies(self, x: Tensor) -> bool:
-        return False
-
-    def may_write(self, x: Tensor) -> bool:
-        return False
-
-    def note_result(self, x: Tensor, full: Tensor, result: Any) -> None:
-        return
-
-    def note_write(self) -> None:
-        raise NotImplementedError  # nothing may write
-
-    def note_reduce_dtype(self, path: str, dtype: torch.dtype) -> None:
-        return
+    @abstractmethod
+    def begin(self, exchange: Exchange) -> Pending:
+        """Start an exchange."""
 
 
 def check_rank(where: str, rank: int | None, ranks: Sequence[int]) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.files import load
 from fzero.files.memory import new_buffer
 from fzero.layout.layout import Layout
-from fzero.layout.owners import Places
-from fzero.optim.newton_schulz import Blocks, NewtonSchulz, orthogonalize
+from fzero.ranks.calls import EagerCall
+from fzero.ranks.exchanges import Exchange
 from fzero.ranks.members import Members
 from fzero.ranks.ranks import Ranks
+from fzero.ranks.transports import Alone, Pending
 
 
 class Virtual(Ranks):
@@ -33,28 +37,27 @@ class Virtual(Ranks):
     def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
         pass
 
-    def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        return x.clone().view(layout.leaves[leaf].shape)
+    def run(self, call: EagerCall) -> Any:
+        """The result of a call on the values of all ranks together.
 
-    gather_agreed = gather
+        Raises:
+            FzeroError: for an operation that communicates, and whose record does not say what it does to such values.
+        """
+        of_all = call.operation.of_all
+        if of_all is None:
+            return super().run(call)
+        return of_all(*call.map_tensors(load), **call.kwargs)
+
+    def begin(self, exchange: Exchange) -> Pending:
+        if self.mesh.size() > 1:
+            problem = f"communicates outside of a step, where one process has all ranks of {self.mesh}"
+            raise FzeroError(exchange.what, problem, "give of_all=, what it does to the values of all ranks")
+        return exchange.start(Alone(), self.members.begin(exchange.what))
 
     def gather_pieces(self, pieces: Sequence[Tensor], what: str, where: str) -> Tensor:
         whole = new_buffer(sum(piece.numel() for piece in pieces), torch.uint8, pieces[0].device)
         torch._foreach_copy_(list(whole.split([piece.numel() for piece in pieces])), list(pieces))
         return whole
-
-    def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        return x.reshape(-1)
-
-    def spread(self, x: Tensor, like: Tensor) -> Tensor:
-        return x.expand(like.shape).clone()
-
-    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
-        return x.clone()
-
-    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
-        fulls = [x.view(layout.leaves[leaf].shape) for x, (layout, leaf) in zip(slices, places)]
-        return [full.view(x.shape) for full, x in zip(orthogonalize(fulls, blocks, how), slices)]
 
 
 @cache
@@ -63,5 +66,12 @@ def virtual(mesh: VirtualMesh) -> Virtual:
     return Virtual(mesh)
 
 
-ALONE = Virtual(VirtualMesh(fsdp=1))
-"""A process without a mesh."""
+class _Everywhere(VirtualMesh):
+    """The mesh of one rank, which is alone along every axis that it is asked for."""
+
+    def size(self, axis: str | None = None) -> int:
+        return 1
+
+
+ALONE = Virtual(_Everywhere(fsdp=1))
+"""A process without a mesh, or outside of a step: collectives over any axis see one rank."""

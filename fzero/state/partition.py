@@ -20,7 +20,8 @@ from fzero.base.placement import Disk, Placement, check_placement
 from fzero.base.state import State
 from fzero.files import check_writes
 from fzero.layout.layout import Layout
-from fzero.ranks.live import describe_leaf, find_ranks
+from fzero.ranks.calls import describe_leaf
+from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, fill
 from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layout, plan_leaves

@@ -16,7 +16,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.layout.layout import Layout, layer_of
 from fzero.layout.ranges import intersect
-from fzero.ranks.live import describe_leaf
+from fzero.program.blockwise import Coding, check_coding, encode
+from fzero.ranks.calls import describe_leaf
 from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Stretch
 from fzero.state.fill import CHUNK_NBYTES
@@ -24,7 +25,6 @@ from fzero.state.grouping import plan_leaves
 from fzero.state.partition import fill_leaves
 from fzero.state.sources import Source, check_range, is_source, source_of
 from fzero.state.unpartition import assemble_piece
-from fzero.values.blockwise import Coding, check_coding, encode
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state
 from fzero.values.quantized import Quantized, is_quantized

@@ -16,7 +16,9 @@ from fzero.base.frozen import freeze
 from fzero.base.placement import Disk
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
-from fzero.ranks.live import describe_leaf
+from fzero.program import ops
+from fzero.program.records import record
+from fzero.ranks.calls import describe_leaf
 from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
@@ -144,7 +146,9 @@ def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
 def _gather(leaf: Sharded, on: Ranks) -> Tensor:
     """A whole leaf on every rank, once ranks have agreed on it."""
     local = leaf.local.detach()
-    return local.clone() if leaf.is_replicated else on.gather_agreed(local, leaf.form.layout, leaf.index)
+    if leaf.is_replicated:
+        return local.clone()
+    return on.perform_agreed(record(ops.gather), local, leaf.form.layout, leaf.index, list(leaf.shape))
 
 
 def _collect(leaf: Sharded, on: Ranks, rank: int) -> Tensor | None:

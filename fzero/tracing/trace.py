@@ -24,16 +24,14 @@ from fzero.base.torch_private import FakeTensorMode, compiling, replace_checkpoi
 from fzero.base.torch_private_operators import ignore_compile
 from fzero.base.torch_private_traces import TraceGraph, without_code
 from fzero.layout.layout import Layout
-from fzero.layout.owners import Places
-from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.program import ops
 from fzero.program.aten import find_functional
 from fzero.program.open import Open
 from fzero.program.operation import Node
-from fzero.program.ops.owners import orthogonalize_on_owners
 from fzero.program.places import place_results
 from fzero.program.program import RANK, Argument, Program, Result
 from fzero.program.records import find_writes, is_random, name_of
+from fzero.ranks.performer import MovePerformer, Record, bind_axes
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
@@ -48,7 +46,6 @@ from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
-from fzero.values.collectives import bind_axes
 from fzero.values.custom_functions import take_custom_functions
 from fzero.values.flags import collect_flags
 from fzero.values.loops import record_loops
@@ -60,8 +57,8 @@ OpenForm = tuple[Sequence[Any], Sequence[Any]]
 """The shape and the strides of a batch, with open sizes."""
 
 
-class Tracer:
-    """The `MovePerformer` of a trace: each move becomes a node that calls an operation of `ops`.
+class Tracer(MovePerformer):
+    """The performer of a trace: each operation becomes a node.
 
     `layouts` is the program's table of layouts: key -> layout. Nodes name a layout by its key.
     """
@@ -74,7 +71,6 @@ class Tracer:
         self.layouts: dict[str | None, Layout] = {}
         self.kinds: Kinds | None = None  # while the step runs
         self._names: dict[Layout, str] = {}
-        self.writes = 0
         self.reduce_dtypes: dict[str, torch.dtype] = {}
 
     def name(self, layout: Layout) -> str:
@@ -85,11 +81,14 @@ class Tracer:
             self.layouts[self._names[layout]] = layout
         return self._names[layout]
 
-    def specify(self, what: str, details: Sequence[str]) -> Tracer:
-        return self
+    def perform(self, operation: Record, *args: Any, **kwargs: Any) -> Any:
+        return operation.target(*map(self._name_layouts, args), **kwargs)
 
-    def count_agreements(self) -> int:
-        return 0
+    def _name_layouts(self, given: Any) -> Any:
+        """An argument with the key of each layout in the layout's place."""
+        if isinstance(given, list):
+            return [self._name_layouts(x) for x in given]
+        return self.name(given) if isinstance(given, Layout) else given
 
     def varies(self, x: Tensor) -> bool:
         return self.kinds is not None and self.kinds.varies(x)
@@ -108,34 +107,6 @@ class Tracer:
         known = self.reduce_dtypes.setdefault(path, dtype)
         if known != dtype:
             raise FzeroError(path, f"is used with reduce={known} and reduce={dtype}", "give one dtype for one leaf")
-
-    def gather(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        return ops.gather(x, self.name(layout), leaf, list(layout.leaves[leaf].shape))
-
-    def scatter(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        return ops.scatter(x, self.name(layout), leaf, len(layout.part(leaf, RANK)))
-
-    def take(self, x: Tensor, layout: Layout, leaf: int) -> Tensor:
-        return ops.take(x, self.name(layout), leaf, len(layout.part(leaf, RANK)))
-
-    def beside(self, x: Tensor) -> Tensor:
-        return ops.beside(x)
-
-    def spread(self, x: Tensor, like: Tensor) -> Tensor:
-        return ops.spread(x, like)
-
-    def all_reduce(self, x: Tensor, op: str, axis: str, leaf: str = "") -> Tensor:
-        return ops.all_reduce(x, op, axis, leaf=leaf)
-
-    def axis_index(self, axis: str, device: torch.device) -> Tensor:
-        return ops.axis_index(axis, device)
-
-    def orthogonalize(self, slices: list[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz) -> list[Tensor]:
-        made = orthogonalize_on_owners(slices, [self.name(layout) for layout, _ in places], places, blocks, how)
-        return [x if x.ndim == like.ndim else x.view(like.shape) for x, like in zip(made, slices)]
-
-    def do_together(self, do: Callable[[], T], call: str) -> T:
-        return do()
 
 
 def trace(

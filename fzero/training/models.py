@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ from torch import nn
 
 from fzero import lower, lower_stateful, partition, tree
 from fzero.base.errors import FzeroError
+from fzero.base.frozen import is_frozen
+from fzero.base.placement import Disk, Placement
+from fzero.optim.base import GradientTransformation
 from fzero.ranks.live import find_ranks
 from fzero.state.build.build import cut_into_slices, make_ordinary
 from fzero.state.build.deferred import Deferred
@@ -75,6 +79,13 @@ class Bound:
 
     def __init__(self, call: Call, params: tree.Tree, buffers: tree.Tree | None) -> None:
         self._call, self._params, self.buffers = call, params, buffers
+        self._is_decorated = False
+
+    def decorate(self, decorator: Callable[[Call], Call]) -> Bound:
+        """This function itself, whose `Call` becomes `decorator(call)` the first time."""
+        if not self._is_decorated:
+            self._call, self._is_decorated = decorator(self._call), True
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output, self.buffers = self._call(self._params, self.buffers, *args, **kwargs)
@@ -114,6 +125,29 @@ def partition_model(model: nn.Module, params: tree.Tree, store: Store | None, me
             spent.allocations.add(x.allocation)
     spent.close()
     return held
+
+
+def init_state(optimizer: GradientTransformation, params: tree.Tree, to: Placement | None, ratio: float = 1) -> Any:
+    """The first state of an optimizer, at a placement; None for that of the parameters. With a `ratio` below 1 the
+    state of the last layers, so many of all elements, lies there. State lies where its parameter does while it is
+    made."""
+    if to is None or ratio == 1:
+        return optimizer.init(params, to=to)
+    trained = [leaf for leaf in tree.leaves(params) if not is_frozen(leaf)]
+    sizes = Counter[str]()
+    for leaf in trained:
+        sizes[leaf.form.layout.bucket] += leaf.numel()
+    stays, room = set(), (1 - ratio) * sizes.total()
+    for bucket, size in sizes.items():
+        if size > room:
+            break
+        stays.add(bucket)
+        room -= size
+
+    def make() -> Any:
+        return optimizer.init(tree.map(lambda x: x.at(None if x.form.layout.bucket in stays else to), params))
+
+    return trained[0].on.do_together(make, "an optimizer's init on a disk") if isinstance(to, Disk) else make()
 
 
 def find_store(model: nn.Module) -> Store | None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,22 +10,14 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.devices import parse_device
-from fzero.ranks.performer import MovePerformer
+from fzero.base.errors import FzeroError
+from fzero.program import ops
+from fzero.program.linear import apply
+from fzero.program.records import record
+from fzero.ranks.performer import MovePerformer, current_performer
 from fzero.values.functions import is_sharded
-from fzero.values.moves import AllReduce, Extreme
+from fzero.values.moves import MEAN, Extreme, move
 from fzero.values.quantized import read_quantized_leaves
-
-_current: ContextVar[MovePerformer | None] = ContextVar("fzero_move_performer", default=None)
-
-
-@contextmanager
-def bind_axes(on: MovePerformer) -> Iterator[None]:
-    """Inside this context `on` performs the collectives below on its mesh. Outside they see one rank."""
-    token = _current.set(on)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 @check_arguments
@@ -41,7 +29,7 @@ def psum(x: tree.Tree, axis: str) -> tree.Tree:
     Raises:
         FzeroError: for an axis that the mesh does not have.
     """
-    return _all_reduce(AllReduce, x, "sum", axis)
+    return _reduce(x, "sum", axis)
 
 
 @check_arguments
@@ -53,7 +41,7 @@ def pmean(x: tree.Tree, axis: str) -> tree.Tree:
     Raises:
         FzeroError: for an axis that the mesh does not have.
     """
-    return _all_reduce(AllReduce, x, "avg", axis)
+    return _reduce(x, "avg", axis)
 
 
 @check_arguments
@@ -67,23 +55,26 @@ def pmax(x: tree.Tree, axis: str) -> tree.Tree:
     Raises:
         FzeroError: for an axis that the mesh does not have.
     """
-    return _all_reduce(Extreme, x, "max", axis)
+    return _reduce(x, "max", axis)
 
 
 def is_in_step() -> bool:
     """Whether a sharded step is traced or performed: the collectives here reduce over its ranks."""
-    return _current.get() is not None
+    return current_performer() is not None
 
 
 def mean_over_data(x: Tensor) -> Tensor:
     """The mean of a value over all ranks, the same on every rank. The identity outside `shard`."""
-    on = _current.get()
-    return x if on is None else _reduce_leaf(AllReduce, x, on, "avg", *on.mesh.names)
+    on = current_performer()
+    if on is None or is_sharded(x):  # which is its own mean
+        return x
+    _check_dtype(x, "avg")
+    return move(MEAN, x, on, "")
 
 
 def count_ranks() -> int:
     """How many ranks `mean_over_data` takes the mean over; 1 outside `shard`."""
-    on = _current.get()
+    on = current_performer()
     return 1 if on is None else on.mesh.size()
 
 
@@ -94,24 +85,35 @@ def axis_index(axis: str, device: torch.device | str = "cpu") -> Tensor:
     Raises:
         FzeroError: for an axis that the mesh does not have.
     """
-    on = _current.get()
+    on = current_performer()
     device = parse_device(device)
     if on is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     on.mesh.size(axis)  # raises for an axis that the mesh does not have
-    return on.axis_index(axis, device)
+    return on.perform(record(ops.axis_index), axis, device)
 
 
-def _all_reduce(move: type[torch.autograd.Function], x: tree.Tree, op: str, axis: str) -> tree.Tree:
-    on = _current.get()
+def _reduce(x: tree.Tree, op: str, axis: str) -> tree.Tree:
+    on = current_performer()
     if on is None:
         return x
     on.mesh.size(axis)  # raises for an axis that the mesh does not have
-    return tree.map(lambda leaf: _reduce_leaf(move, leaf, on, op, axis), read_quantized_leaves(x))
+    return tree.map(lambda leaf: _reduce_leaf(leaf, on, op, axis), read_quantized_leaves(x))
 
 
-def _reduce_leaf(move: type[torch.autograd.Function], leaf: Any, on: MovePerformer, op: str, *axes: str) -> Tensor:
-    """A leaf, reduced over the ranks along some axes. All ranks hold the same `Sharded`, which is its own mean."""
+def _reduce_leaf(leaf: Any, on: MovePerformer, op: str, axis: str) -> Tensor:
+    """A leaf, reduced over the ranks along an axis. All ranks hold the same `Sharded`, which is its own mean."""
     if is_sharded(leaf):
-        return leaf * math.prod(map(on.mesh.size, axes)) if op == "sum" else leaf
-    return move.apply(leaf, on, op, axes)
+        return leaf * on.mesh.size(axis) if op == "sum" else leaf
+    if op == "max":
+        return Extreme.apply(leaf, on, axis)
+    _check_dtype(leaf, op)
+    return apply(record(ops.all_reduce), leaf, op, axis)
+
+
+def _check_dtype(x: Tensor, op: str) -> None:
+    """Refuse the mean of integers and the sum of bools, which have another dtype than the operand."""
+    if x.dtype == torch.bool or (op == "avg" and not (x.is_floating_point() or x.is_complex())):
+        name, to = ("pmean", "a floating dtype") if op == "avg" else ("psum", "torch.int64")
+        problem = f"the result cannot have the dtype of the operand, {x.dtype}"
+        raise FzeroError(name, problem, f"cast the operand to {to}")

@@ -15,7 +15,8 @@ from fzero.base.arguments import check_arguments, is_of
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private_functions import requires_grad
-from fzero.values.regions import TiledLoss, current_mark
+from fzero.program.ops.loops import TiledLoss
+from fzero.values.regions import current_mark
 from fzero.values.tiles import gather, scan_parts
 
 _WHERE = "tiled_cross_entropy"

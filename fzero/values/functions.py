@@ -29,9 +29,10 @@ from fzero.base.errors import FzeroError
 from fzero.optim import operations
 from fzero.optim.newton_schulz import Blocks, NewtonSchulz
 from fzero.optim.quantized import BLOCK
+from fzero.program.ops.owners import orthogonalize_on_owners
 from fzero.values import rules
 from fzero.values.calls import follow_call, hash_call, perform_call
-from fzero.values.moves import Beside, Parts, copy_alias
+from fzero.values.moves import BESIDE, PARTS, copy_alias, move
 from fzero.values.origin import Origin, describe_state
 from fzero.values.views import apply_to_copies
 
@@ -257,7 +258,7 @@ def _to_slice(x: Any, anchor: Sharded) -> Any:
     if not isinstance(x, Tensor) or anchor.is_replicated:
         return x
     if x.ndim == 0 and anchor.ndim > 0:
-        return Beside.apply(x, anchor.perform_for("a number beside"), anchor.path)
+        return move(BESIDE, x, anchor.perform_for("a number beside"), anchor.path)
     return anchor.slice_of(x).local
 
 
@@ -284,7 +285,7 @@ def _apply_to_lists(
         x = _gather(x)
         if first is None or _is_computed_in_full(first) or not isinstance(x, Tensor) or x.ndim:
             return x
-        return Beside.apply(x, first.perform_for("a number beside"), first.path)
+        return move(BESIDE, x, first.perform_for("a number beside"), first.path)
 
     places = _find_places(anchors) if rules.name_of(func) in operations.PLACED else ()
     given = (*args[: len(args) - len(places)], *places)
@@ -314,7 +315,7 @@ def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any],
     if name in operations.SUMS:
         owners = [slices[i % len(slices)] for i in range(len(results))]
         return [
-            x if own is None else Parts.apply(x, perform_call(name, own, options, {}), own.path)
+            x if own is None else move(PARTS, x, perform_call(name, own, options, {}), own.path)
             for x, own in zip(results, owners)
         ]
     anchors = [x if is_sharded(x) else None for x in leaves]
@@ -365,7 +366,7 @@ def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: An
     states = [[x.local if is_sharded(x) else x for x in column] for column in columns]
     anchor = next((code for code in columns[0] if is_sharded(code)), None)
     if anchor is not None and not _is_computed_in_full(anchor):
-        others[0] = Beside.apply(others[0], anchor.perform_for("a number beside"), anchor.path)
+        others[0] = move(BESIDE, others[0], anchor.perform_for("a number beside"), anchor.path)
     rows, call = list(zip(*columns, updates)), hash_call(func, anchor, rest[4:])
 
     def wrap(made: Sequence[Tensor], likes: Sequence[Any], number: int) -> list[Any]:
@@ -384,14 +385,13 @@ def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blo
         FzeroError: for a value that is differentiated: what moves to owners has no derivative.
     """
     values = [x for x in given if is_sharded(x)]
-    for x in values:
-        if _is_differentiated([x]):
-            raise FzeroError(x.path, "orthogonalize has no derivative", "update outside the differentiated function")
+    for x in (x for x in values if _is_differentiated([x])):
+        raise FzeroError(x.path, "orthogonalize has no derivative", "update outside the differentiated function")
     plain = [(x, row) for x, row in zip(given, blocks) if not is_sharded(x)]
     others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
     places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
     on = values[0].on.specify("orthogonalize", [describe_state(x.path, x.origin) for x in values])
-    slices = iter(on.orthogonalize([x.local for x in values], places, cuts, how))
+    slices = iter(orthogonalize_on_owners(on, [x.local for x in values], places, cuts, how))
     call = hash_call(func, values[0], cuts, how)
     return [_wrap(next(slices), x, follow_call(x, [x], call)) if is_sharded(x) else next(others) for x in given]
 

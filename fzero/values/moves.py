@@ -3,10 +3,8 @@
 A *sharded* value is one global value of which a rank holds a slice. A *uniform* value is the same on every rank. A
 *per-rank* value may differ between ranks.
 
-One convention makes `torch.func` transforms compose:
-
-* The cotangent of a uniform or per-rank value is per-rank. Its mean over ranks has not been taken yet.
-* The cotangent of a sharded value is the slice of that mean.
+`fzero.program.linear` says what cotangents are, and differentiates the linear moves. Those of one operation have their
+transpose in its record (`fzero.program.ops`); the others are here.
 
     move                                        transpose
     gather   sharded -> uniform                 scatter
@@ -24,192 +22,87 @@ One convention makes `torch.func` transforms compose:
 
 A linear move's tangent is the move of the tangent. An extreme's is the mean of those at the elements that equal it.
 
-`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch: a slice has no
-dimension for it, and the means over ranks of reverse mode would mix the i-th examples of different ranks.
+`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.base.ambient import disable_autocast
 from fzero.base.dtypes import accumulator
-from fzero.base.errors import FzeroError
-from fzero.files import duplicate, is_alias
-from fzero.layout.layout import Layout
+from fzero.program import ops
+from fzero.program.linear import Composite, apply, refuse_batch
+from fzero.program.records import record
+from fzero.ranks import calls
 from fzero.ranks.performer import MovePerformer
 
-UNPARTITION_FIRST = (
-    "take the leaf whole before the transform, with fzero.unpartition, map and differentiate plain tensors, and "
-    "average what depends on this rank's batch with fzero.pmean"
-)
-"""The way out in every error that refuses a batch."""
 
-
-def copy_alias(x: Tensor, on: MovePerformer, operands: Iterable[Any]) -> Tensor:
+def copy_alias(x: Tensor, on: MovePerformer, operands: Sequence[Any]) -> Tensor:
     """`x`, copied outside of a trace where it lies in an operand's memory, or in its file, as `p.detach()` does: a step
     that updates one of the two in place would change the other. A trace has no memory yet, and `donate` knows its
     views."""
-    if on.is_tracing or not any(is_alias(x, each) for each in operands if isinstance(each, Tensor)):
-        return x
-    return duplicate(x)
+    return x if on.is_tracing else calls.copy_alias(x, operands)
 
 
-# Linear moves: the class says the forward, `TRANSPOSES` below the backward.
+def reduce(x: Tensor, on: MovePerformer, op: str, axis: str | None = None, **of: str) -> Tensor:
+    """The reduction `op` of `x` over the ranks along an axis, the shard axis where none is given. No derivative."""
+    return on.perform(record(ops.all_reduce), x, op, axis or on.mesh.shard_axis, **of)
 
 
-class _Linear(torch.autograd.Function):
-    """A linear function of its first argument. The other arguments are constants, which its transpose takes too."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *ctx.constants = inputs
-        ctx.set_materialize_grads(False)  # zeros that autograd makes for a slice are no slice to a program
-
-    @classmethod
-    def backward(cls, ctx: Any, cotangent: Any) -> tuple[Any, ...]:
-        for move in TRANSPOSES[cls] if cotangent is not None else ():
-            cotangent = move.apply(cotangent, *ctx.constants)
-        return cotangent, *(None for _ in ctx.constants)
-
-    @classmethod
-    def jvp(cls, ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return cls.apply(tangent, *ctx.constants)
+def _mean(x: Tensor, on: MovePerformer, path: str) -> Tensor:
+    for axis in on.mesh.names:
+        x = reduce(x, on, "avg", axis, leaf=path)
+    return x
 
 
-class _Move(_Linear):
-    """A move `(x, on, path)` of a value that belongs to the leaf at `path`. It refuses a batch of vmap."""
+MEAN: Composite = Composite("mean", _mean, lambda cotangent, path: apply(MEAN, cotangent, path))
+"""Any -> uniform: the mean over all ranks of the mesh, which a cotangent still needs."""
 
-    why = "a Sharded holds one slice of the leaf, not a batch of them"
-    """The reason in the error that refuses a batch."""
+USE: Composite = Composite(  # of which only the cotangent communicates
+    "use",
+    lambda x, on, path: x.view_as(x) if on.is_tracing else x.clone(),  # a step may write over the memory of the value
+    lambda cotangent, path: apply(MEAN, cotangent, path),
+)
+"""Replicated -> uniform: the value of a leaf that every rank holds in full."""
 
-    @classmethod
-    def vmap(cls, info: Any, in_dims: Any, x: Tensor, on: MovePerformer, *leaf: Any) -> NoReturn:
-        raise FzeroError(cls.path(*leaf), f"vmap over its {cls.__name__.lower()}: {cls.why}", UNPARTITION_FIRST)
+BESIDE: Composite = Composite(
+    "beside",
+    lambda x, on, path: on.perform(record(ops.beside), x),
+    lambda cotangent, path: apply(PARTS, cotangent, path),
+)
+"""Uniform -> beside a slice: a 0-d value that becomes an operand beside a slice."""
 
-    @staticmethod
-    def path(path: str) -> str:
-        """The leaf's path, from the constants that follow `on`."""
-        return path
-
-
-class _LeafMove(_Move):
-    """A move `(x, on, layout, leaf)` of a leaf of a layout."""
-
-    @staticmethod
-    def path(layout: Layout, leaf: int) -> str:  # type: ignore[override]
-        return layout.leaves[leaf].path
-
-
-class Gather(_LeafMove):
-    """Sharded -> uniform: the full leaf."""
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, layout: Layout, leaf: int) -> Tensor:
-        return on.gather(x, layout, leaf)
+PARTS: Composite = Composite(
+    "parts",
+    lambda x, on, path: reduce(x, on, "sum"),
+    lambda cotangent, path: apply(BESIDE, apply(MEAN, cotangent, path), path),
+)
+"""Sums of slices -> uniform: the sum over all slices, from the sum that each rank took over its own slice."""
 
 
-_MIXES = "the mean over ranks that {} takes would mix the i-th example of each rank's batch"
-
-
-class Scatter(_LeafMove):
-    """Any -> sharded: the slice of the mean over ranks."""
-
-    why = _MIXES.format("the transpose of its gather")
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, layout: Layout, leaf: int) -> Tensor:
-        return on.scatter(x, layout, leaf)
-
-
-class Take(_LeafMove):
-    """Uniform -> sharded: this rank's slice."""
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, layout: Layout, leaf: int) -> Tensor:
-        return on.take(x, layout, leaf)
-
-
-class Mean(_Move):
-    """Any -> uniform: the mean over all ranks of the mesh, which a cotangent still needs."""
-
-    why = _MIXES.format("the transpose of its use")
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        for axis in on.mesh.names:
-            x = on.all_reduce(x, "avg", axis, path)
-        return x
-
-
-class UseReplicated(_Move):
-    """Replicated -> uniform: the value of a leaf that every rank holds in full. Only the cotangent communicates."""
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return x.view_as(x) if on.is_tracing else x.clone()  # a step may write over the memory of the value
-
-
-class Beside(_Move):
-    """Uniform -> beside a slice: a 0-d value that becomes an operand beside a slice."""
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return on.beside(x)
-
-
-class Parts(_Move):
-    """Sums of slices -> uniform: the sum over all slices, from the sum that each rank took over its own slice."""
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return on.all_reduce(x, "sum", on.mesh.shard_axis)
-
-
-class AllReduce(_Linear):
-    """`(x, on, op, axes)` with op "sum" or "avg", per-rank -> uniform: elementwise over ranks.
-
-    Raises:
-        FzeroError: for the mean of integers and for the sum of bools, which have another dtype than the operand.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, on: MovePerformer, op: str, axes: tuple[str, ...]) -> Tensor:
-        if x.dtype == torch.bool or (op == "avg" and not (x.is_floating_point() or x.is_complex())):
-            name, to = ("pmean", "a floating dtype") if op == "avg" else ("psum", "torch.int64")
-            problem = f"the result cannot have the dtype of the operand, {x.dtype}"
-            raise FzeroError(name, problem, f"cast the operand to {to}")
-        for axis in axes:
-            x = on.all_reduce(x, op, axis)
-        return x
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *constants: Any) -> tuple[Tensor, int]:
-        return AllReduce.apply(x, *constants), in_dims[0]
-
-
-TRANSPOSES: dict[type[_Linear], tuple[type[_Linear], ...]] = {
-    Gather: (Scatter,),
-    Scatter: (Gather,),
-    Take: (Gather,),
-    Mean: (Mean,),
-    UseReplicated: (Mean,),
-    Beside: (Parts,),
-    Parts: (Mean, Beside),
-    AllReduce: (AllReduce,),
-}
-"""Linear move -> the moves of its cotangent, the first one first. All of them take the constants of the move."""
+def move(composite: Composite, x: Tensor, on: MovePerformer, path: str) -> Tensor:
+    """A move of a value of the leaf at `path`."""
+    return apply(composite, x, path, on=on)
 
 
 # Moves whose derivatives need a slice as well: its shape (`Total`, `Spread`) or its elements (`Peak`, `Extreme`).
 
 
-class Total(_Move):
+class _OfSlice(torch.autograd.Function):
+    """A move of a value that belongs to a leaf, whose path is among the arguments. It refuses a batch of vmap."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, x: Tensor, *given: Any) -> Any:
+        raise refuse_batch(next(x for x in given if isinstance(x, str)), cls.__name__.lower())
+
+
+class Total(_OfSlice):
     """Sharded -> uniform: the sum of all elements of a value, each counted once; 0-d.
 
     A sum of float16 or bfloat16 is float32. The caller rounds it, once.
@@ -218,7 +111,7 @@ class Total(_Move):
     @staticmethod
     def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
         wide = accumulator(x.dtype)
-        return on.all_reduce(x.sum() if wide == x.dtype else x.sum(dtype=wide), "sum", on.mesh.shard_axis)
+        return reduce(x.sum() if wide == x.dtype else x.sum(dtype=wide), on, "sum")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -228,16 +121,20 @@ class Total(_Move):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
-        mean = Mean.apply(cotangent, *ctx.constants)
+        mean = move(MEAN, cotangent, *ctx.constants)
         return Spread.apply(mean.to(x.dtype), x, *ctx.constants), None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return Total.apply(tangent, *ctx.constants)
 
-class Spread(_Move):
+
+class Spread(_OfSlice):
     """`(x, like, on, path)`, uniform -> sharded: a 0-d value, repeated over the shape of the slice `like`."""
 
     @staticmethod
     def forward(x: Tensor, like: Tensor, on: MovePerformer, path: str) -> Tensor:
-        return on.spread(x, like)
+        return on.perform(record(ops.spread), x, like)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -253,7 +150,7 @@ class Spread(_Move):
         return Spread.apply(tangent, ctx.saved_tensors[0], *ctx.constants)
 
 
-class Peak(_Move):
+class Peak(_OfSlice):
     """`(x, on, path, op)` with op "max" or "min", sharded -> uniform: the extreme of all elements of a value; 0-d.
 
     Elements that equal the extreme share the cotangent equally.
@@ -263,7 +160,7 @@ class Peak(_Move):
     def forward(x: Tensor, on: MovePerformer, path: str, op: str) -> Tensor:
         with disable_autocast():  # which casts what `cat` joins
             padded = torch.cat([x.reshape(-1), x.new_full((1,), _identity(x.dtype, op))])  # a slice may be empty
-        return on.all_reduce(padded.amax() if op == "max" else padded.amin(), op, on.mesh.shard_axis)
+        return reduce(padded.amax() if op == "max" else padded.amin(), on, op)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -274,7 +171,7 @@ class Peak(_Move):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         is_peak, count = Peak.find(ctx, cotangent.dtype)
-        mean = Mean.apply(cotangent, *ctx.constants)
+        mean = move(MEAN, cotangent, *ctx.constants)
         share = (mean / count).to(cotangent.dtype)
         return Spread.apply(share, is_peak, *ctx.constants) * is_peak, None, None, None
 
@@ -287,7 +184,7 @@ class Peak(_Move):
     def find(ctx: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """1 for each element of the slice that equals the extreme, else 0; and the number of such elements, 0-d."""
         x, peak = ctx.saved_tensors
-        is_peak = (x == Beside.apply(peak, *ctx.constants)).to(dtype)
+        is_peak = (x == move(BESIDE, peak, *ctx.constants)).to(dtype)
         return is_peak, Total.apply(is_peak, *ctx.constants)
 
 
@@ -300,39 +197,40 @@ def _identity(dtype: torch.dtype, op: str) -> float | int:
 
 
 class Extreme(torch.autograd.Function):
-    """`(x, on, op, axes)` with op "max", per-rank -> uniform: elementwise over ranks.
+    """`(x, on, axis)`, per-rank -> uniform: the maximum, elementwise over the ranks along an axis.
 
     Ranks that hold the maximum of an element share its cotangent equally.
     """
 
     @staticmethod
-    def forward(x: Tensor, on: MovePerformer, op: str, axes: tuple[str, ...]) -> Tensor:
-        for axis in axes:
-            x = on.all_reduce(x, op, axis)
-        return x
+    def forward(x: Tensor, on: MovePerformer, axis: str) -> Tensor:
+        return reduce(x, on, "max", axis)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.on, _, ctx.axes = inputs
+        x, ctx.on, ctx.axis = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        total = AllReduce.apply(cotangent, ctx.on, "sum", ctx.axes)
-        return total * Extreme.share(ctx, cotangent.dtype), None, None, None
+        return Extreme.sum(ctx, cotangent) * Extreme.share(ctx, cotangent.dtype), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return AllReduce.apply(tangent * Extreme.share(ctx, tangent.dtype), ctx.on, "sum", ctx.axes)
+        return Extreme.sum(ctx, tangent * Extreme.share(ctx, tangent.dtype))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *constants: Any) -> tuple[Tensor, int]:
         return Extreme.apply(x, *constants), in_dims[0]
 
     @staticmethod
+    def sum(ctx: Any, x: Tensor) -> Tensor:
+        return apply(record(ops.all_reduce), x, "sum", ctx.axis, on=ctx.on)
+
+    @staticmethod
     def share(ctx: Any, dtype: torch.dtype) -> Tensor:
         """This rank's share of each element's cotangent: 1 / (ranks that hold the maximum), or 0."""
         x, extreme = ctx.saved_tensors
         holds = (x == extreme).to(dtype)
-        return holds / AllReduce.apply(holds, ctx.on, "sum", ctx.axes)
+        return holds / Extreme.sum(ctx, holds)

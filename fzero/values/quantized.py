@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
+from fzero.program.blockwise import Coding, dequantize
 from fzero.values import rules
-from fzero.values.blockwise import Coding, dequantize
 from fzero.values.functions import is_sharded
 from fzero.values.views import apply_to_copies
 

@@ -15,6 +15,7 @@ from fzero.base import torch_private
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private_functions import HigherOrderOperator, make_policy_context
+from fzero.program.ops.loops import TiledLoss
 
 Policy = Callable[..., CheckpointPolicy | bool]
 """`policy(context, operation, *args, **kwargs)`, a policy of torch's `create_selective_checkpoint_contexts`. Tensors
@@ -168,19 +169,6 @@ def leave_regions() -> Iterator[None]:
         yield
     finally:
         _open_regions.reset(token)
-
-
-class TiledLoss(NamedTuple):
-    """The cross entropy of a turn's tokens, and whether the turn returns its gradients by `hidden`, `head` and `bias`.
-
-    The carry of the turn is the loss and the gradients by the head and its bias. The turn takes rows of `hidden` and of
-    the labels, and returns the gradient by its rows of `hidden`.
-    """
-
-    ignore_index: int
-    z_loss: float
-    label_smoothing: float
-    wanted: tuple[bool, bool, bool]
 
 
 class Turn:

@@ -15,8 +15,8 @@ from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Leaf
 from fzero.optim import operations
+from fzero.program.blockwise import is_part
 from fzero.ranks.performer import MovePerformer
-from fzero.values.blockwise import is_part
 from fzero.values.moves import Peak, Total
 
 _UNARY = """

@@ -21,11 +21,13 @@ from fzero.base.placement import Disk, Host, Placement, check_placement
 from fzero.files import OnDisk, allocate
 from fzero.files.memory import allocate_pinned_memory
 from fzero.layout.layout import Layout, Leaf, replicated_layout
+from fzero.program.linear import UNPARTITION_FIRST
+from fzero.program.ops.leaves import gather_leaf, take_leaf
 from fzero.ranks.performer import MovePerformer
 from fzero.ranks.ranks import Ranks
 from fzero.values import functions, rules
 from fzero.values.functions import is_sharded
-from fzero.values.moves import UNPARTITION_FIRST, Gather, Take, UseReplicated, copy_alias
+from fzero.values.moves import USE, copy_alias, move
 from fzero.values.origin import UNKNOWN, Origin, describe_state, follow
 
 
@@ -200,9 +202,9 @@ class Sharded(Tensor):
         is_mode_left = torch.is_inference_mode_enabled() and not on.is_tracing  # its tensors count no writes
         with leave_inference_mode() if is_mode_left else nullcontext():
             if self.is_replicated:
-                full = UseReplicated.apply(self.local, on, self.path)
+                full = move(USE, self.local, on, self.path)
             else:
-                full = Gather.apply(self.local, on, self.form.layout, self.index)
+                full = gather_leaf(self.local, self.form.layout, self.index, on=on)
         # A gather under no_grad or of an inner transform has no cotangent for later uses: do not share it.
         if self.on.is_tracing and torch.is_grad_enabled() and self._level == torch_private.depth():
             self._full = full, self.on.writes
@@ -253,7 +255,7 @@ class Sharded(Tensor):
         """The value whose full tensor is `full`, a uniform tensor of the global shape. Inverse of `full_tensor`."""
         if self.is_replicated:
             return self.with_local(copy_alias(full, self.on, [full]))
-        value = self.with_local(Take.apply(full, self.perform_for("a slice"), self.form.layout, self.index))
+        value = self.with_local(take_leaf(full, self.form.layout, self.index, on=self.perform_for("a slice")))
         value._full = (full, self.on.writes) if self.on.is_tracing and torch.is_grad_enabled() else None
         return value
 

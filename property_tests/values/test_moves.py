@@ -18,8 +18,9 @@ import fzero
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf
 from fzero.passes import defaults
+from fzero.program.ops.leaves import gather_leaf, scatter_leaf, take_leaf
 from fzero.ranks.virtual import virtual
-from fzero.values.moves import Beside, Gather, Parts, Scatter, Spread, Take, Total
+from fzero.values.moves import BESIDE, PARTS, Spread, Total, move
 from fzero.values.sharded import Sharded
 from property_tests.laws import slow
 from property_tests.steps import WIDE
@@ -73,11 +74,11 @@ def inner(x: Any, y: Any) -> Tensor:
 
 
 def gathered(x: Sharded) -> Tensor:
-    return Gather.apply(x.local, x.on, x.form.layout, x.index)
+    return gather_leaf(x.local, x.form.layout, x.index, on=x.on)
 
 
 def scattered(y: Tensor, like: Sharded) -> Sharded:
-    return like.with_local(Scatter.apply(y, like.on, like.form.layout, like.index))
+    return like.with_local(scatter_leaf(y, like.form.layout, like.index, on=like.on))
 
 
 @given(layouts(max_leaves=3))
@@ -85,7 +86,7 @@ def scattered(y: Tensor, like: Sharded) -> Sharded:
 def test_gather_is_the_transpose_of_take(layout: Layout) -> None:
     def law(ys: list[Sharded], others: list[Sharded]) -> list[Inner]:
         pairs = [(gathered(other), y) for other, y in zip(others, ys)]  # a uniform value, as `take` needs
-        taken = [y.with_local(Take.apply(x, y.on, y.form.layout, y.index)) for x, y in pairs]
+        taken = [y.with_local(take_leaf(x, y.form.layout, y.index, on=y.on)) for x, y in pairs]
         return [(inner(part, y), inner(x, gathered(y))) for part, (x, y) in zip(taken, pairs)]
 
     assert_transposes(law, layout.mesh, state(layout), state(layout, seed=100))
@@ -112,7 +113,7 @@ def test_parts_is_the_transpose_of_beside(layout: Layout) -> None:
         pairs = []
         for y, other in zip(ys, others):
             x = other.square().sum()  # uniform
-            beside, parts = Beside.apply(x, y.on, y.path), Parts.apply(y.local.sum(), y.on, y.path)
+            beside, parts = move(BESIDE, x, y.on, y.path), move(PARTS, y.local.sum(), y.on, y.path)
             pairs.append((inner(y.with_local(torch.ones_like(y.local) * beside), y), (x * parts).reshape(1)))
         return pairs
 

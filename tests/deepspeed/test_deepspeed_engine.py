@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fzero
 import fzero.deepspeed
 from fzero import FzeroError, tree
-from fzero.deepspeed import tables
+from fzero.optim import tables
 
 PLAIN = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.3}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}

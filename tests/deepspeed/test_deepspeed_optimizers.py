@@ -14,7 +14,7 @@ from deepspeed_models import ROWS, make_engine
 from torch import Tensor, nn
 
 from fzero import FzeroError
-from fzero.training.groups import list_groups
+from fzero.optim.groups import list_groups
 
 UPDATES = 20
 BATCH = {"train_batch_size": ROWS, "gradient_clipping": 0.0}

@@ -15,7 +15,7 @@ from deepspeed_models import make_engine
 from fzero import FzeroError, optim
 from fzero.deepspeed.schedulers import _MAKERS, schedule_groups
 from fzero.optim import deepspeed
-from fzero.training.groups import _KINDS, Group, _Options, make_group
+from fzero.optim.kinds import KINDS, Group, Options, make_group
 
 WRONG = ("text", "1e-4", [1], [0.9, "b"], [None, None], {"a": 1}, float("nan"), 1e400, [2.0, 0.9], torch.ones(2))
 GROUP = Group(optim.adam, 1e-3, {"b1": 0.9, "b2": 0.999})
@@ -35,8 +35,8 @@ def list_wrong(*, below_zero: bool) -> list[Any]:
 
 def list_params(kind: str) -> list[str]:
     """The params that an optimizer of a configuration asks for."""
-    options = _Options({}, "optimizer.type")
-    _KINDS[kind](options, False)
+    options = Options({}, "optimizer.type")
+    KINDS[kind](options, False)
     return [name for name in options._known if name not in OF_TORCH]
 
 
@@ -45,7 +45,7 @@ def list_scheduler_params(kind: str) -> list[str]:
     return [name for name in inspect.signature(getattr(deepspeed, MAKERS[kind])).parameters if name != "lr"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in _KINDS for name in list_params(kind)])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in list_params(kind)])
 def test_a_wrong_param_of_an_optimizer_is_named(kind: str, name: str) -> None:
     for value in list_wrong(below_zero=name != "beta2_decay"):
         with pytest.raises(FzeroError, match=rf"^optimizer\.params\.{name}: is "):

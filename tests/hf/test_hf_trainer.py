@@ -67,8 +67,11 @@ def test_arguments_mean_the_same(case: str, tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_is_not_converted_is_refused_by_type(tmp_path: Path) -> None:
-    with pytest.raises(FzeroError, match="Adafactor"):
-        train(fzero.hf.Trainer, tmp_path, changed={"optim": "adafactor"}, mesh=VirtualMesh(fsdp=2))
+    model = make_model()
+    optimizer = torch.optim.Rprop(model.parameters())
+    arguments = make_arguments(tmp_path)
+    with pytest.raises(FzeroError, match=r"optimizer: is a torch\.optim\.rprop\.Rprop, which is not converted"):
+        fzero.hf.Trainer(model, arguments, train_dataset=make_dataset(), optimizers=(optimizer, None))
 
 
 def test_a_model_of_from_pretrained_trains_and_is_saved(tmp_path: Path) -> None:

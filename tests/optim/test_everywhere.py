@@ -232,6 +232,7 @@ TOLERANCE."""
 
 NO_OPTIMIZERS = {
     "apply_updates", "global_norm",  # in every step
+    "from_torch",  # in test_from_torch.py
     "all_finite", "carry_state", "check_flags", "incremental_update", "schedule_free_eval_params", "select",
 }  # fmt: skip
 

@@ -27,9 +27,8 @@ from fzero.layout.layout import Layout, Leaf
 from fzero.layout.owners import plan_owners
 from fzero.optim.newton_schulz import NewtonSchulz, count_flops, count_scratch
 from fzero.program import ops
-from fzero.program.ops.owners import owners_of
+from fzero.program.ops.owners import bring_back, orthogonalize_matrices, owners_of
 from fzero.program.records import is_call, name_of
-from fzero.ranks.owners import bring_back, orthogonalize_matrices
 
 SHAPES = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "row": (1, 12)}
 ALL = {"where": lambda path, leaf: leaf.ndim > 1}

@@ -243,6 +243,16 @@ def arguments_of_leaves(leaves: list[Tensor]) -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.parametrize("name", [*operations.STAGES, *arguments_of_leaves([torch.rand(2, 3)])])
+def test_an_operation_refuses_forward_mode(name: str) -> None:
+    """An autograd kernel as torch makes it gives a tangent of zero."""
+    known = arguments(torch.float32, torch.float32) | arguments_of_leaves([torch.rand(4, 6), torch.rand(3, 2)])
+    first, *others = known[name]
+    operation = getattr(torch.ops.fzero, name).default
+    with pytest.raises(FzeroError, match=f"{name}: has no derivative; update outside the differentiated function"):
+        torch.func.jvp(lambda x: operation([x, *first[1:]], *others), (first[0],), (torch.ones_like(first[0]),))
+
+
 @pytest.mark.parametrize("name", [*operations.SUMS, *operations.MAPS])
 def test_an_operation_on_whole_leaves_is_lawful(name: str) -> None:
     args = arguments_of_leaves([torch.randn(3, 4), torch.randn(2, 3, 2).bfloat16(), torch.zeros(0, 2)])[name]

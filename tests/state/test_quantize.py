@@ -16,10 +16,10 @@ import fzero.checkpoint
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.program import blockwise
 from fzero.program.memory import measure_memory
 from fzero.state import quantize as rounding
 from fzero.state.sources import TensorSource
-from fzero.values import blockwise
 from fzero.values.quantized import Quantized
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fzero
 from fzero import tree
 from fzero.base.errors import FzeroError
-from fzero.values import blockwise
-from fzero.values.blockwise import Coding, decode, encode
+from fzero.program import blockwise
+from fzero.program.blockwise import Coding, decode, encode
 from fzero.values.quantized import Quantized
 
 ERRORS = {(8, "even"): 254, (4, "even"): 14, (4, "nf4"): 6.5}

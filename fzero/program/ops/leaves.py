@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from fzero.layout import buffers
+from fzero.layout.layout import Layout
 from fzero.program.kinds import UNIFORM, Kind, Slice
+from fzero.program.linear import apply
 from fzero.program.operation import NO_WORK, Node
 from fzero.program.ops.buckets import check_leaves, find_replica_axes, list_gather, list_scatter
-from fzero.program.records import register_for_tracing
+from fzero.program.records import record, register_for_tracing
 from fzero.ranks.exchanges import Rank, Steps, average_leaves, gather_leaves
+from fzero.ranks.performer import MovePerformer
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -36,6 +39,21 @@ def _check(program: Program, node: Node) -> None:
 
 def _label(program: Program, node: Node) -> str:
     return f"{node.target.__name__.partition('.')[0]} {node.args[1]}"
+
+
+def gather_leaf(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer | None = None) -> Tensor:
+    """`gather` of this rank's slice of a leaf, differentiable: the transpose of `scatter` and of `take`."""
+    return apply(record(gather), x, layout, leaf, list(layout.leaves[leaf].shape), on=on)
+
+
+def scatter_leaf(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer | None = None) -> Tensor:
+    """`scatter` of a full leaf, differentiable: the transpose of `gather`."""
+    return apply(record(scatter), x, layout, leaf, len(layout.part(leaf, 0)), on=on)
+
+
+def take_leaf(x: Tensor, layout: Layout, leaf: int, on: MovePerformer | None = None) -> Tensor:
+    """`take` of a full leaf, differentiable."""
+    return apply(record(take), x, layout, leaf, len(layout.part(leaf, 0)), on=on)
 
 
 # gather
@@ -72,6 +90,8 @@ gather = register_for_tracing(
     memory=_gather_memory,
     work=lambda node: NO_WORK,
     perform=_gather,
+    of_all=lambda x, layout, leaf, shape: x.view(shape),
+    transpose=scatter_leaf,
     label=_label,
 )
 
@@ -108,6 +128,8 @@ scatter = register_for_tracing(
     memory=_scatter_memory,
     work=lambda node: NO_WORK,
     perform=_scatter,
+    of_all=lambda x, layout, leaf, numel: x.reshape(-1),
+    transpose=gather_leaf,
     label=_label,
 )
 
@@ -139,6 +161,7 @@ take = register_for_tracing(
     memory=_take_memory,
     work=lambda node: NO_WORK,
     perform=_take,
+    transpose=gather_leaf,
 )
 
 # beside and spread

@@ -40,11 +40,23 @@ from fzero.program.places import CHAIN, Where, is_placed, where_of
 from fzero.program.records import find_loops, record, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
-from fzero.values.regions import TiledLoss
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
     from fzero.program.program import Program
+
+
+class TiledLoss(NamedTuple):
+    """The cross entropy of a turn's tokens, and whether the turn returns its gradients by `hidden`, `head` and `bias`.
+
+    The carry of the turn is the loss and the gradients by the head and its bias. The turn takes rows of `hidden` and of
+    the labels, and returns the gradient by its rows of `hidden`.
+    """
+
+    ignore_index: int
+    z_loss: float
+    label_smoothing: float
+    wanted: tuple[bool, bool, bool]
 
 
 class Loop(NamedTuple):

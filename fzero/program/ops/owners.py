@@ -10,22 +10,24 @@ finds the owners from these. A leaf that every rank holds whole does not move: e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fzero.base.torch_private_functions import take_dtypes
-from fzero.layout.owners import Owners, Places, plan_owners
+from fzero.layout.owners import Owners, Piece, Places, plan_owners
+from fzero.optim import newton_schulz
 from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops, count_scratch
 from fzero.program.comm import Comm
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import Node, Work, read_and_write
-from fzero.program.records import register_for_tracing
+from fzero.program.records import record, register_for_tracing
 from fzero.program.refusals import refuse_node
-from fzero.ranks.exchanges import Rank, Steps
-from fzero.ranks.owners import bring_back, bring_to_owners, orthogonalize_matrices
+from fzero.ranks.exchanges import AllToAll, Rank, Steps
+from fzero.ranks.performer import MovePerformer
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -34,20 +36,21 @@ if TYPE_CHECKING:
 
 
 def orthogonalize_on_owners(
-    slices: Sequence[Tensor],
-    buckets: Sequence[str],
-    places: Places,
-    blocks: Blocks,
-    how: NewtonSchulz,
+    on: MovePerformer, slices: Sequence[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz
 ) -> list[Tensor]:
-    """The slices of these leaves, orthogonalized and flat, by three operations of a trace."""
+    """The slices of these leaves, orthogonalized: by three operations on `on`, or at once where all slices are here."""
+    if on.rank is None:
+        fulls = [x.view(layout.leaves[leaf].shape) for x, (layout, leaf) in zip(slices, places)]
+        return [made.view(x.shape) for made, x in zip(newton_schulz.orthogonalize(fulls, blocks, how), slices)]
     each = [block for row in blocks for block in row]
     rows, scales = [block.rows for block in each], [block.scale for block in each]
     plan = plan_owners(tuple(places), tuple(rows), count_flops)
-    named = list(buckets), [leaf for _, leaf in places], rows
-    owned = to_owners(slices, *named, plan.largest, DTYPE)
-    made = orthogonalize(owned, *named, *how, how.steps * plan.costliest)
-    return from_owners(made, *named, scales, [x.numel() for x in slices], [x.dtype for x in slices])
+    named = [layout for layout, _ in places], [leaf for _, leaf in places], rows
+    sizes = [len(layout.part(leaf, 0)) for layout, leaf in places]
+    owned = on.perform(record(to_owners), list(slices), *named, plan.largest, DTYPE)
+    made = on.perform(record(orthogonalize), owned, *named, *how, how.steps * plan.costliest)
+    back = on.perform(record(from_owners), made, *named, scales, sizes, [x.dtype for x in slices])
+    return [x if x.ndim == like.ndim else x.view(like.shape) for x, like in zip(back, slices)]
 
 
 def owners_of(program: Program, node: Node) -> Owners:
@@ -147,7 +150,7 @@ def _orthogonalize_work(node: Node) -> Work:
     return Work(node.args[7], read_and_write(node).nbytes)
 
 
-# performance
+# performance: slices --bring_to_owners--> matrices, flat --orthogonalize_matrices--> matrices --bring_back--> slices
 
 
 def _to_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
@@ -164,6 +167,81 @@ def _from_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Step
     plan, axis, (scales, _, dtypes) = owners_of(program, node), program.mesh.shard_axis, node.args[4:7]
     sizes = [len(layout.part(leaf, rank.rank)) for layout, leaf in plan.places]
     return lambda owned, *_: bring_back(owned, plan, rank.rank, axis, scales, sizes, take_dtypes(dtypes))
+
+
+def bring_to_owners(slices: Sequence[Tensor], plan: Owners, rank: int, axis: str, dtype: torch.dtype) -> Steps:
+    """The whole matrices that this rank owns, one behind the other, cast to `dtype`."""
+    route, flats = plan.route(rank), [x.reshape(-1) for x in slices]
+    owned = flats[0].new_empty(sum(len(at) for _, at in route.matrices), dtype=dtype)
+    _copy([owned[piece.owned.start : piece.owned.stop] for piece in route.kept], _take_from_slices(flats, route.kept))
+    if plan.moved:
+        lent, borrowed = list(_chain(route.lent)), list(_chain(route.borrowed))
+        sent = owned.new_empty(sum(len(piece.local) for piece in lent))
+        _copy(sent.split([len(piece.local) for piece in lent]), _take_from_slices(flats, lent))
+        splits = _count(route.lent), _count(route.borrowed)
+        arrived = yield AllToAll("all_to_all of matrices to their owners", axis, sent, splits)
+        _copy(_take_from_buffer(owned, borrowed), arrived.split([len(piece.owned) for piece in borrowed]))
+    return owned
+
+
+def orthogonalize_matrices(owned: Tensor, plan: Owners, rank: int, how: NewtonSchulz) -> Tensor:
+    """The matrices that this rank owns, orthogonalized: a new tensor."""
+    made = torch.empty_like(owned)
+    for matrix, at in plan.route(rank).matrices:
+        shape, where = (matrix.rows, matrix.columns), slice(at.start, at.stop)
+        made[where].view(shape).copy_(how.apply(owned[where].view(shape)))
+    return made
+
+
+def bring_back(
+    owned: Tensor,
+    plan: Owners,
+    rank: int,
+    axis: str,
+    scales: Sequence[float],
+    sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+) -> Steps:
+    """This rank's slices, of these sizes and dtypes, of the matrices on all owners, each matrix times its scale."""
+    route = plan.route(rank)
+    slices = [owned.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes)]
+    _copy(_take_from_slices(slices, route.kept), _take_from_buffer(owned, route.kept))
+    pieces = list(route.kept)
+    if plan.moved:
+        lent, borrowed = list(_chain(route.lent)), list(_chain(route.borrowed))
+        sent = owned.new_empty(sum(len(piece.owned) for piece in borrowed))
+        _copy(sent.split([len(piece.owned) for piece in borrowed]), _take_from_buffer(owned, borrowed))
+        splits = _count(route.borrowed), _count(route.lent)
+        arrived = yield AllToAll("all_to_all of matrices from their owners", axis, sent, splits)
+        _copy(_take_from_slices(slices, lent), arrived.split([len(piece.local) for piece in lent]))
+        pieces += lent
+    for piece, here in zip(pieces, _take_from_slices(slices, pieces)):
+        here.mul_(scales[piece.matrix])  # torch's in-place product of a list rounds the number to a narrow dtype first
+    return slices
+
+
+def _take_from_slices(slices: Sequence[Tensor], pieces: Iterable[Piece]) -> list[Tensor]:
+    """The pieces in the slices of the rank that holds them: views."""
+    return [slices[piece.place][piece.local.start : piece.local.stop] for piece in pieces]
+
+
+def _take_from_buffer(owned: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
+    """The pieces in the buffer of their owner: views."""
+    return [owned[piece.owned.start : piece.owned.stop] for piece in pieces]
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def _chain(pieces: Sequence[Sequence[Piece]]) -> Iterable[Piece]:
+    return itertools.chain.from_iterable(pieces)
+
+
+def _count(pieces: Sequence[Sequence[Piece]]) -> list[int]:
+    """For each rank, the elements of its pieces."""
+    return [sum(len(piece.owned) for piece in each) for each in pieces]
 
 
 def _line(program: Program, node: Node) -> str:

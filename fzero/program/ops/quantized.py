@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from fzero.optim import quantized
 from fzero.optim.quantized import BLOCK
+from fzero.program import blockwise
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node, Operation, read_and_write
 from fzero.program.records import register
-from fzero.values import blockwise
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk

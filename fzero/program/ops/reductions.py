@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fzero.program.comm import Comm
 from fzero.program.kinds import Kind, Slice
+from fzero.program.linear import apply
 from fzero.program.operation import NO_WORK, Node, Operation
 from fzero.program.ops.buckets import check_dtypes, sum_dtype
-from fzero.program.records import register, register_for_tracing
+from fzero.program.records import record, register, register_for_tracing
 from fzero.program.refusals import refuse_node
 from fzero.ranks.exchanges import AllReduce, Rank, Steps
 
@@ -97,6 +98,11 @@ def _all_reduce_list(program: Program, node: Node, rank: Rank) -> Callable[..., 
     return run
 
 
+def _transpose(cotangent: Tensor, op: str, axis: str, *, leaf: str = "") -> Tensor:
+    """A sum over ranks is its own transpose, and so is a mean."""
+    return apply(record(all_reduce), cotangent, op, axis, leaf=leaf)
+
+
 def _list_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     """One buffer for all results, which are views of the reduced buffer: each result keeps all of it alive."""
     values, counts = node.meta["val"], [allocator.at(value).counts for value in node.args[0]]
@@ -124,6 +130,8 @@ all_reduce = register_for_tracing(
     lambda x, op, axis, leaf="": torch.empty_like(x),
     kind=_all_reduce_kind,
     perform=_all_reduce,
+    of_all=lambda x, op, axis, leaf="": x,
+    transpose=_transpose,
     **_REDUCTION,
 )
 register(

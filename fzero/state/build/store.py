@@ -160,7 +160,7 @@ class Store:
     def _gather(self, allocation: Allocation, pieces: list[Tensor]) -> Tensor:
         """[N * S] the pieces of all ranks, in rank order."""
         where = f"{pieces[0].nbytes} bytes a rank of tensor {allocation.number} of construction {self._number}"
-        return self.on.gather_pieces(pieces, "all_gather of a parameter in fzero.build", where)
+        return self.on.gather_pieces(pieces, "gather of a parameter in fzero.build", where)
 
     def _cut_piece(self, flat: Tensor, part: range, stride: int, device: torch.device) -> Tensor:
         # Not a view: a view would keep all of `flat` in memory.

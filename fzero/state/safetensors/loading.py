@@ -16,12 +16,12 @@ from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.program.blockwise import Coding
 from fzero.state.partition import partition
 from fzero.state.publishing import remove_leftovers
 from fzero.state.quantize import quantize_leaf
 from fzero.state.safetensors.reading import open_safetensors
 from fzero.state.sources import Source, TensorSource
-from fzero.values.blockwise import Coding
 from fzero.values.quantized import is_quantized, map_quantized_leaves
 from fzero.values.sharded import Sharded
 
@@ -166,8 +166,9 @@ def _mismatch_error(where: str, missing: Mapping[str, str | None], surplus: list
         "rename(path) gives the key of a leaf; with strict=False left-over keys are skipped, and missing leaves stay "
         "as they are in the tree where they have values"
     )
-    if where and missing and surplus:
-        has_config = (Path(where) / "config.json").is_file() or (Path(where).parent / "config.json").is_file()
+    has_config = (Path(where) / "config.json").is_file() or (Path(where).parent / "config.json").is_file()
+    if where and missing and (surplus or has_config):
         call = f"fzero.checkpoint.load_hf(folder, params, mesh{'' if has_config else ', model_or_config=model'})"
         way_out += f"; {call} renames, splits and joins what transformers saved, and knows the keys of older releases"
+        way_out += "; fzero.hf.from_pretrained(folder, mesh) makes the model as well" * has_config
     return FzeroError(where, "; ".join(problems), way_out)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
+from fzero.program.blockwise import Coding, decode, encode
 from fzero.state.sources import TensorSource
-from fzero.values.blockwise import Coding, decode, encode
 
 ERRORS = {(8, "even"): 254, (4, "even"): 14, (4, "nf4"): 6.5}
 finite = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)

@@ -1,0 +1,132 @@
+"""Updates: the part of the Trainer that scales and clips gradients, makes the optimizer, and updates by programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from fzero import partition
+from fzero.base.arguments import check_arguments
+from fzero.base.errors import FzeroError
+from fzero.base.state import State
+from fzero.hf.ds_config import list_held_groups, make_schedule
+from fzero.hf.files import Files
+from fzero.hf.optimizers import choose_optimizer, separate_embeddings
+from fzero.hf.plan import Plan
+from fzero.optim.base import GradientTransformation
+from fzero.optim.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
+from fzero.optim.kinds import Group
+from fzero.training.models import WHOLE, copy_without_values, forget_values, init_state
+
+
+class Updates(Files):
+    """The part of the Trainer between the gradients of an update and new parameters. `_sums` are the gradients."""
+
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    sharded: State
+    _plan: Plan
+    _sums: Any
+    _groups: list[Group]
+    _options: list[dict[str, Any]]
+    _unscale: Callable[..., Any]
+    _clip: Callable[..., Any]
+    _norm: Callable[..., Any]
+    _update: Callable[..., Any]
+
+    def _measure(self) -> None:
+        """Divide the gradients of an update by the loss scale, and note whether they are finite."""
+        if self._plan.scaler is not None:
+            self._sums, scale, finite = self._unscale(self._sums, self.sharded.scale)
+            self.sharded = self.sharded._replace(scale=scale)
+            self.accelerator.scaler.is_finite = bool(finite)
+
+    def _drop(self) -> None:
+        self._sums = None
+
+    def _find_scale(self) -> torch.Tensor:
+        return self.sharded.scale.scale.full_tensor()
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        self._measure()
+        self._sums, norm = self._clip(self._sums)
+        return float(norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is not None:
+            return grad_norm
+        self._measure()
+        return float(self._norm(self._sums))
+
+    # updates
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer of torch that the arguments name. It holds groups and rates; its step is our update.
+
+        Raises:
+            FzeroError: for a type that is not converted.
+        """
+        self._adopt()
+        if self.sharded.opt_state is None:
+            like = copy_without_values(self.model) if self.optimizer is None else self.model
+            self._take_optimizer_of_config(like)
+            optimizer = super().create_optimizer(like)
+            separate_embeddings(optimizer, like)
+            self._groups = self._groups or convert_optimizer(optimizer, like)
+            made, plan = self._make([group.rate for group in self._groups]), self._plan
+            state = init_state(made, self.sharded.params, plan.optimizer_at, plan.offload_ratio)
+            scale = None if plan.scaler is None else plan.scaler.init(self.sharded.params)
+            self.sharded = self.sharded._replace(opt_state=state, scale=scale)
+            optimizer.register_step_post_hook(lambda *_: self._advance())
+            self._options = list_options(optimizer)
+            optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
+            for group in optimizer.param_groups:
+                group["params"] = [forget_values(x) for x in group["params"]]
+        return self.optimizer
+
+    def _take_optimizer_of_config(self, like: nn.Module) -> None:
+        """Make the optimizer of a ds_config, where there is one, and none is given."""
+        settings = self._plan.settings
+        if self.optimizer is None and settings is not None and settings.optimizer is not None:
+            trained = {path: x for path, x in like.named_parameters() if x.requires_grad}
+            kind, params = settings.optimizer
+            self._groups = list_groups(kind, params, trained.values(), like, "optimizer.type")
+            self.optimizer = Held(list_held_groups(self._groups, trained), kind=kind, lr=0.0)
+
+    @check_arguments
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As transformers' `create_scheduler`. The scheduler of a ds_config goes before that of the arguments."""
+        settings, keys = self._plan.settings, self._plan.keys
+        if self.lr_scheduler is None and settings is not None and keys is not None and "scheduler.type" in keys:
+            chosen = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = make_schedule(self.args, keys, self._groups, chosen, num_training_steps)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As transformers' `get_optimizer_cls_and_kwargs`. The names of bitsandbytes need no bitsandbytes."""
+        return choose_optimizer(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def _make(self, rates: Any) -> GradientTransformation:
+        """The optimizer of all groups, at these rates."""
+        made = [group.make(learning_rate=rate, **group.options) for group, rate in zip(self._groups, rates)]
+        return join(self._groups, made)
+
+    def _advance(self) -> None:
+        """Update the state by the sums of gradients, at the rates that the groups have now."""
+        if self._sums is None and self._plan.scaler is not None and not self.accelerator.scaler.is_finite:
+            return
+        if self._sums is None:
+            raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
+        check_options(self.optimizer, self._options)
+        groups = self.optimizer.param_groups
+        rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in groups]}  # the name is for errors
+        rates, held = partition(rates, self.mesh, persist=WHOLE), self.sharded
+        params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
+        self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None
