@@ -21,6 +21,9 @@ NAMES = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")
 """The trainers of TRL that are here, by TRL's names."""
 
 REFUSED = {
+    "fp16": "give bf16=True: the loss scale of fp16 is not tried with a loss outside of programs",
+    "deepspeed": "leave it out, and give stage= and mesh=",
+    "neftune_noise_alpha": "leave it out: the noise is not tried with TRL's trainers",
     "use_vllm": "leave it out: completions come from slices, by fzero.hf.Generator",
     "use_transformers_continuous_batching": "leave it out: completions come from slices, by fzero.hf.Generator",
     "activation_offloading": "leave it out: gradient_checkpointing=True computes activations again",

@@ -43,7 +43,7 @@ class _Front(Outside):
     _is_constructed = False
 
     @check_arguments
-    def __init__(self, model: Any, *more: Any, mesh: Any = None, stage: int = 3, **named: Any) -> None:
+    def __init__(self, model: Any, *more: Any, mesh: Any = None, stage: int | None = None, **named: Any) -> None:
         self._own = {"mesh": mesh, "stage": stage}
         self._pretrained = model if isinstance(model, Pretrained) else None
         if self._pretrained is not None:
