@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -453,6 +454,11 @@ def test_names_of_fzero_that_are_named_exist(path: Path) -> None:
 def resolves(parts: list[str]) -> bool:
     """Whether `fzero.a.b` is there, as an attribute or as a module."""
     value: Any = fzero
+    if parts[0] == "hf" and importlib.util.find_spec("trl") is None:
+        from fzero.hf.trl_options import NAMES
+
+        if parts[1:] in ([name] for name in NAMES):
+            return True  # without TRL it is refused by name
     for depth, part in enumerate(parts):
         if not hasattr(value, part):
             try:

@@ -354,8 +354,8 @@ MESH_OF_THE_USER = (
     "base.mesh", "formats.foreign", "formats.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.files",
-    "hf.generation", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "training.models", "training.programs",
-    "ranks.live", "state.build.build", "state.init",
+    "hf.generation", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "hf.trl_trainers", "training.models",
+    "training.programs", "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
@@ -442,7 +442,7 @@ def test_the_version_has_one_home_and_the_package_has_types() -> None:
 
 NEEDED = {"torch", "optree", "einops"}
 """The `dependencies` of pyproject.toml. numpy is not there, and torch's exchange of objects needs it."""
-OPTIONAL = {"transformers", "accelerate", "safetensors", "huggingface_hub", "peft"}
+OPTIONAL = {"transformers", "accelerate", "safetensors", "huggingface_hub", "peft", "trl"}
 
 
 def test_modules_import_what_is_declared() -> None:

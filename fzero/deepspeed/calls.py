@@ -1,27 +1,19 @@
-"""Calls: the outputs of an engine as tensors with a gradient, for a loss that is computed outside of the model.
-
-torch differentiates the loss as far as the outputs. There a program of the engine takes over: it runs the model again,
-with the random numbers of the call, and multiplies the derivative of the outputs with torch's gradient of them.
-"""
+"""Calls: the calls of an engine whose outputs have a gradient (`fzero.training.outputs`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fzero import tree
 from fzero.base.errors import FzeroError
+from fzero.training.outputs import Cotangents, Surroundings, attach
 
-Pull = Callable[["Call", tuple[Tensor, ...]], list[Tensor]]
+Pull = Callable[["Call", Cotangents], list[Tensor]]
 """(call, gradients of its outputs) -> the gradients of those arguments that require one."""
-
-
-_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-"""The devices that a model may compute on."""
 
 
 class Inputs(NamedTuple):
@@ -74,63 +66,27 @@ class Call:
         self.engine, self.inputs, self._pull = engine, inputs, pull
         self._is_closed = False
         self.params, self.buffers = engine.state.params, engine.state.buffers  # those that the outputs come from
-        self._random = torch.get_rng_state()
-        self._casts = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _DEVICES]
+        self._surroundings = Surroundings.take()
         self.factor: float | None = None  # of the gradients of parameters, while `engine.backward` runs
 
     def attach(self, output: Any) -> Any:
         """The output of the call, with a gradient that torch follows."""
-        leaves, treedef = tree.flatten(output)
-        at = list_floating(leaves)
-        if not at:
-            return output
-        given = [self.inputs.leaves[i] for i in self.inputs.wanted]
-        root = torch.empty(0, requires_grad=True)  # the outputs require a gradient because this tensor does
-        attached = _Outputs.apply(self, tuple(leaves[i] for i in at), root, *given)
-        replaced = dict(zip(at, attached))
-        return tree.unflatten(treedef, [replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return attach(self, output, [self.inputs.leaves[i] for i in self.inputs.wanted])
 
-    def pull(self, cotangents: tuple[Tensor, ...]) -> list[Tensor]:
+    def pull(self, cotangents: Cotangents) -> list[Tensor]:
         if self._is_closed:
             problem = "the gradients of this call are taken already"
             way_out = "call engine(...) again for each backward, or give retain_graph=True to the first one"
             raise FzeroError("engine.backward", problem, way_out)
         return self._pull(self, cotangents)
 
-    @contextmanager
-    def surround(self) -> Iterator[None]:
+    def surround(self) -> AbstractContextManager[None]:
         """A context with the random state and the autocast of the call, in which its forward pass runs again."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            for device, is_enabled, dtype in self._casts:
-                stack.enter_context(torch.autocast(device, dtype, is_enabled))
-            torch.set_rng_state(self._random)
-            yield
+        return self._surroundings.restore()
 
     def close(self) -> None:
         """Forget the arguments: the gradients of the call are taken."""
         self.inputs, self._is_closed = Inputs.of({}, {}), True
-
-
-class _Outputs(torch.autograd.Function):
-    """Outputs of an engine. torch calls `backward` with the gradients of the outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, values: tuple[Tensor, ...], root: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.save_for_backward(root)  # torch refuses a second backward pass without retain_graph
-        return values
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.saved_tensors  # noqa: B018  raises where the graph is freed
-        return None, None, None, *ctx.call.pull(cotangents)
-
-
-def list_floating(leaves: list[Any]) -> list[int]:
-    """The positions of floating tensors."""
-    return [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def find_calls(loss: Tensor) -> list[Call]:

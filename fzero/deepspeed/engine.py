@@ -28,6 +28,7 @@ from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
 from fzero.optim.kinds import Group
 from fzero.training.models import copy_without_values
+from fzero.training.outputs import Cotangents
 
 _log = logging.getLogger("fzero")
 
@@ -187,7 +188,7 @@ class Engine(Files, Controls):
             raise FzeroError(where, problem, way_out)
         return calls
 
-    def _take(self, call: Call, cotangents: tuple[Tensor, ...]) -> list[Tensor]:
+    def _take(self, call: Call, cotangents: Cotangents) -> list[Tensor]:
         """Add the gradients of a call to the sums. Returns the gradients of its arguments."""
         if call.params is not self.state.params:
             problem = "the parameters have changed since the call whose output the loss depends on"
@@ -203,14 +204,14 @@ class Engine(Files, Controls):
         inputs, (args, kwargs) = call.inputs.separate()
         given_args, given_kwargs = call.inputs.detach()
         measured = self._profiler.measure(GRADIENTS, self.state.step, tuple(given_args.values()), given_kwargs)
-        cotangents = tuple(x.contiguous() for x in cotangents)  # a program belongs to strides
+        cotangents = tuple(x if x is None else x.contiguous() for x in cotangents)  # a program belongs to strides
         with call.surround(), measured:
             given = call.params, weight, inputs, Batch(call.buffers, args, kwargs), cotangents
             if self._sums is None:
                 self._sums, found = self._programs.compiled.pull(*given)
             else:  # an error leaves the sums as they were
                 self._sums, found = self._programs.compiled.pull_more(self._sums, *given)
-        self._may_step, self._shapes = True, [(x.shape, x.dtype) for x in cotangents]
+        self._may_step, self._shapes = True, [None if x is None else (x.shape, x.dtype) for x in cotangents]
         return [found[name] for name in inputs]
 
     def _drop(self, where: str, problem: str) -> None:
@@ -338,7 +339,7 @@ class Engine(Files, Controls):
         compiled: Any = self._programs.compiled
         if self._computes_ahead or self._shapes is None:
             return compiled.begin.report(state.params, state.scale, batch)
-        cotangents = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes)
+        cotangents = tuple(x and torch.zeros(x[0], dtype=x[1], device=self.device) for x in self._shapes)
         return compiled.pull.report(state.params, None, {}, batch, cotangents)
 
     def _check_given(self) -> None:

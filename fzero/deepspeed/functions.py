@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fzero import grad, optim, precision, tree
 from fzero.base.errors import FzeroError
-from fzero.deepspeed.calls import list_floating
 from fzero.deepspeed.settings import Settings
 from fzero.optim.base import GradientTransformation
 from fzero.optim.wrappers import ApplyIfFiniteState
 from fzero.training.models import Call, average_buffers
+from fzero.training.outputs import Cotangents, weigh
 from fzero.training.programs import add_sums, make_sums
 from fzero.values.collectives import mean_over_data
 from fzero.values.functions import is_sharded
@@ -106,26 +106,16 @@ def make_functions(
 def _make_pulls(forward: Callable[..., Any], virtual_ranks: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`Functions.pull` and `Functions.pull_more` of a forward pass."""
 
-    def weigh(given: dict[str, Any], batch: Batch, cotangents: tuple[Tensor, ...]) -> Tensor:
-        """A number with these gradients of outputs: the sum of outputs times cotangents."""
+    def compute(given: dict[str, Any], batch: Batch, cotangents: Cotangents) -> Tensor:
         leaves, treedef = tree.flatten((batch.args, batch.kwargs))
         leaves = [given["wanted"].get(str(i), leaf) for i, leaf in enumerate(leaves)]
         args, kwargs = tree.unflatten(treedef, leaves)
-        outputs = tree.leaves(forward(given["params"], Batch(batch.buffers, args, kwargs))[0])
-        terms = []
-        for value, cotangent in zip((outputs[i] for i in list_floating(outputs)), cotangents, strict=True):
-            if value.shape != cotangent.shape:
-                problem = f"is {tuple(value.shape)} on each of {virtual_ranks} virtual ranks, and depends on no batch"
-                raise FzeroError("output of the model", problem, "return what depends on the batch")
-            # one number is a mean over ranks; other values are this rank's part of what virtual ranks return
-            weight = cotangent * virtual_ranks if value.ndim else mean_over_data(cotangent)
-            terms.append((value * weight.to(value.dtype)).sum())
-        return sum(terms, start=torch.zeros((), device=terms[0].device))
+        return weigh(forward(given["params"], Batch(batch.buffers, args, kwargs))[0], cotangents, virtual_ranks)
 
     def pull(
         params: Any, factor: Any, wanted: dict[str, Tensor], batch: Batch, cotangents: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        found = grad(weigh)({"params": params, "wanted": wanted}, batch, cotangents)
+        found = grad(compute)({"params": params, "wanted": wanted}, batch, cotangents)
         grads = found["params"]
         if factor is not None:
             same = mean_over_data(factor)  # ranks hold one number, and this says so

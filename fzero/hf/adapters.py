@@ -44,6 +44,14 @@ def find_base(model: Any, params: tree.Tree) -> tuple[Any, tree.Tree]:
     return base, params
 
 
+def list_active(model: nn.Module) -> frozenset[tuple[bool, tuple[str, ...]]]:
+    """Which adapters of a model are active: for each kind of layer, whether all are disabled, and the active ones."""
+    if not has_adapters(model):
+        return frozenset()
+    layers: list[Any] = [each for each in model.modules() if isinstance(getattr(each, "disable_adapters", None), bool)]
+    return frozenset((each.disable_adapters, tuple(each.active_adapters)) for each in layers)
+
+
 def list_files(model: Any) -> list[str]:
     """The files of a model's adapters, by their paths in the folder of the model."""
     return [str(_find_folder(Path(), name) / file) for name in model.peft_config for file in (CONFIG, WEIGHTS)]

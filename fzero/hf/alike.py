@@ -25,7 +25,7 @@ def list_arguments(args: Any) -> Iterator[str]:
     user's are his own."""
     for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments):
         if field.name not in OF_A_RANK and hasattr(args, field.name):
-            yield f"configuration TrainingArguments.{field.name}: {_describe(getattr(args, field.name))}"
+            yield f"configuration TrainingArguments.{field.name}: {describe(getattr(args, field.name))}"
     yield f"configuration of accelerate: mixed_precision {getattr(args, 'mixed_precision', 'no')}"
 
 
@@ -36,7 +36,7 @@ def list_model(model: nn.Module) -> Iterator[str]:
     keys = config.to_dict() if isinstance(config, transformers.PretrainedConfig) else {}
     for name, value in sorted(keys.items()):
         if name not in PLACES:
-            yield f"configuration of the model, {name}: {_describe(value)}"
+            yield f"configuration of the model, {name}: {describe(value)}"
     for path, x in (*model.named_parameters(), *model.named_buffers()):
         yield f"leaf {path}: {x.dtype} {list(x.shape)}{', trained' if x.requires_grad else ''}"
 
@@ -105,7 +105,7 @@ def _describe_batch(batch: Any) -> str:
     return ", ".join(f"{name} of {what}" for name, what in sorted(dims.items()))
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, transformers.GenerationConfig):

@@ -246,7 +246,7 @@ def _replace(module: nn.Module, call: Callable[..., Any], **replaced: Any) -> An
 
     made: Any = type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward, **replaced})
     bound = made.__new__(made)
-    vars(bound).update(vars(module))
+    vars(bound).update({name: x for name, x in vars(module).items() if name != "forward"})  # that was put over another
     return bound
 
 

@@ -51,6 +51,25 @@ def pad_to_longest(inputs: Mapping[str, Any], members: Members, labels: Collecti
     return padded
 
 
+def pad_to_rung(inputs: Mapping[str, Any], labels: Collection[str], token: int, most: int | None) -> dict[str, Any]:
+    """`inputs`, with padding behind all sequences up to a rung of a ladder: so lengths that differ from batch to batch
+    have few programs. Inputs whose padding is not known keep their length, and so do those that would pass `most`,
+    which is the greatest length of the model."""
+    sequences = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim > 1}
+    is_known = all(name in (*TOKENS, *ZEROS, *labels) for name in sequences)
+    rungs = {name: _find_rung(x.shape[1]) for name, x in sequences.items()}
+    if not is_known or (most is not None and max(rungs.values(), default=0) > most):
+        return dict(inputs)
+    padded = {name: _pad(x, rungs[name], _find_number(name, labels, token)) for name, x in sequences.items()}
+    return {**inputs, **padded}
+
+
+def _find_rung(length: int) -> int:
+    """The first number with three significant bits, and a multiple of 8, that is not smaller."""
+    step = max(8, 1 << max((length - 1).bit_length() - 3, 0))
+    return -(-length // step) * step
+
+
 def cut_to_own(
     output: Any, inputs: Mapping[str, Any], padded: Mapping[str, Any], labels: Collection[str], sizes: Collection[int]
 ) -> Any:

@@ -273,10 +273,15 @@ class Trainer(Updates):
 
     def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs with the lengths of the longest rank."""
+        return pad_to_longest(inputs, self._members, self.label_names, self._pad_token)
+
+    @property
+    def _pad_token(self) -> int:
+        """What stands behind the tokens of a row that is too short."""
         token = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         if token is None:
             token = getattr(self.processing_class, "pad_token_id", None)
-        return pad_to_longest(inputs, self._members, self.label_names, 0 if token is None else token)
+        return 0 if token is None else token
 
     def generate(self, *args: Any, **named: Any) -> Any:
         """What `trainer.model.generate` of transformers returns for these arguments, from the present parameters. All

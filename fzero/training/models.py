@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import Counter
 from collections.abc import Callable, Container
@@ -23,6 +22,7 @@ from fzero.state.build.store import Store
 from fzero.training.synced import sync_norms
 from fzero.values.collectives import mean_over_data
 from fzero.values.lowering import StatefulApply, find_statistics
+from fzero.values.rebinding import copy_and_bind
 
 Call = Callable[..., Any]
 """(params, buffers, *args, **kwargs) -> `(output of a model, or its loss; new buffers)`. `buffers` are the running
@@ -173,7 +173,7 @@ def copy_without_values(module: nn.Module, buffers: Container[str] = ()) -> nn.M
         for path, x in module.named_buffers()
         if path in buffers
     }
-    return copy.deepcopy(module, absent)
+    return copy_and_bind(module, absent, ())
 
 
 def forget_values(parameter: torch.Tensor) -> nn.Parameter:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ class Spent(Tensor):
     """A parameter without values, on a device. It has the structure of `like`; all else raises what `refuse` makes."""
 
     _refuse: Refuse
+    _may_freeze = False  # whether `requires_grad` may change
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, refuse: Refuse) -> Spent:
@@ -44,7 +46,8 @@ class Spent(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_read = func.__name__ == "__get__"
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
-        if name in _STRUCTURE and func.__name__ != "__set__":
+        may_freeze = name in ("requires_grad", "requires_grad_") and args[0]._may_freeze
+        if (name in _STRUCTURE and func.__name__ != "__set__") or may_freeze:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         spent = torch_private.pytree_leaves((args, kwargs))
@@ -80,6 +83,21 @@ def spend_model(module: nn.Module, device: torch.device, refuse: Callable[[str, 
         except RuntimeError:
             _replace(module, parameter, spent)
     module.register_load_state_dict_pre_hook(functools.partial(_refuse_load, refuse))
+
+
+@contextmanager
+def let_freeze(module: nn.Module) -> Iterator[None]:
+    """A context in which code may set `requires_grad` of spent parameters, as peft does to switch adapters. At its end
+    each is as before."""
+    before = [(x, x.requires_grad) for x in module.parameters() if isinstance(x, Spent)]
+    for x, _ in before:
+        x._may_freeze = True
+    try:
+        yield
+    finally:
+        for x, requires_grad in before:
+            x.requires_grad_(requires_grad)
+            x._may_freeze = False
 
 
 def _refuse_load(refuse: Callable[[str, str], FzeroError], module: nn.Module, *_: Any) -> None:

@@ -71,7 +71,7 @@ class _Binder:
         self._memo, self._changed = memo, changed
         self._cells: dict[int, tuple[CellType, CellType]] = {}  # by the id of the old cell
         self._functions: list[tuple[FunctionType, FunctionType]] = []
-        self._values: list[tuple[CellType, Callable[[], Any]]] = []
+        self._values: list[tuple[_Later, Callable[[], Any]]] = []
 
     def add(self, value: Any) -> None:
         """Replace a function, a stored method of one, or a weak reference."""
@@ -82,13 +82,9 @@ class _Binder:
             self._functions.append((value, made))
             self._memo[id(value)] = made
         elif isinstance(value, MethodType) and id(value.__func__) in self._changed:
-            cell = CellType()
-            self._values.append((cell, lambda: MethodType(self._copy(value.__func__), self._copy(value.__self__))))
-            self._memo[id(value)] = _call_later(cell)
+            self._add_later(value, _Call(), lambda: MethodType(self._copy(value.__func__), self._copy(value.__self__)))
         elif isinstance(value, weakref.ref):
-            cell = CellType()
-            self._values.append((cell, lambda: self._copy(value())))
-            self._memo[id(value)] = _return_later(cell)
+            self._add_later(value, _Return(), lambda: self._copy(value()))
 
     def finish(self) -> None:
         """Fill the cells, and what else the new functions hold."""
@@ -97,8 +93,12 @@ class _Binder:
         for function, made in self._functions:
             made.__defaults__, made.__kwdefaults__ = map(self._copy, (function.__defaults__, function.__kwdefaults__))
             vars(made).update(self._copy(vars(function)))
-        for cell, make in self._values:
-            cell.cell_contents = make()
+        for later, make in self._values:
+            later.value = make()
+
+    def _add_later(self, value: Any, made: _Later, make: Callable[[], Any]) -> None:
+        self._values.append((made, make))
+        self._memo[id(value)] = made
 
     def _new_cell(self, cell: CellType) -> CellType:
         """The cell of a new function: the old one where it holds nothing of the module."""
@@ -112,12 +112,24 @@ class _Binder:
         return copy.deepcopy(value, self._memo)
 
 
-def _call_later(cell: CellType) -> Callable[..., Any]:
-    return lambda *args, **kwargs: cell.cell_contents(*args, **kwargs)
+class _Later:
+    """What is put into a copy before its `value` is there. An object, so that a copy of the copy finds the value."""
+
+    value: Any
 
 
-def _return_later(cell: CellType) -> Callable[[], Any]:
-    return lambda: cell.cell_contents
+class _Call(_Later):
+    """A method of a copy."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value(*args, **kwargs)
+
+
+class _Return(_Later):
+    """In the place of a weak reference."""
+
+    def __call__(self) -> Any:
+        return self.value
 
 
 def _find_parts(made: nn.Module, parts: set[int]) -> Iterator[tuple[str, str]]:

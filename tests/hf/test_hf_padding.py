@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 import torch
 
 from fzero import FzeroError
-from fzero.hf.padding import cut_to_own, pad_to_longest
+from fzero.hf.padding import cut_to_own, pad_to_longest, pad_to_rung
 from fzero.ranks.virtual import ALONE
 
 INPUTS = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 4), "count": torch.tensor(7)}
@@ -49,3 +49,21 @@ def test_a_result_of_two_dims_that_may_be_a_sequence_or_not_is_refused_by_name()
     assert cut["start_logits"].shape == (2, 3) and cut["logits"].shape == (2, 6)
     with pytest.raises(FzeroError, match=r"output start_logits: has shape \[2, 4\], and 4 is a number.*max_length"):
         cut_to_own(dict(output), inputs, padded, ["labels"], [4])
+
+
+def test_lengths_are_padded_to_a_rung_of_few() -> None:
+    inputs = {"input_ids": torch.ones(1, 70), "labels": torch.ones(1, 70), "position_ids": torch.ones(1, 3), "n": 7}
+    padded = pad_to_rung(inputs, ["labels"], 5, None)
+    assert padded["input_ids"][0, 69:].tolist() == [1.0] + [5.0] * 10 and padded["n"] == 7
+    assert padded["labels"][0, 69:].tolist() == [1.0] + [-100.0] * 10
+    assert padded["position_ids"].tolist() == [[1.0] * 3 + [0.0] * 5]
+    rungs = {pad_to_rung({"labels": torch.ones(1, n)}, ["labels"], 0, None)["labels"].shape[1] for n in range(1, 1025)}
+    assert len(rungs) == 24 and max(rungs) == 1024
+
+
+def test_no_length_is_padded_past_the_greatest_of_a_model_or_beside_unknown_inputs() -> None:
+    inputs = {"input_ids": torch.ones(1, 70)}
+    assert pad_to_rung(inputs, [], 5, 80)["input_ids"].shape[1] == 80
+    assert pad_to_rung(inputs, [], 5, 79)["input_ids"] is inputs["input_ids"]
+    unknown = {**inputs, "sound": torch.ones(1, 70)}
+    assert pad_to_rung(unknown, [], 5, None)["input_ids"] is inputs["input_ids"]

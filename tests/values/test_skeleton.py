@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 import fzero
 from fzero import tree
 from fzero.base.errors import FzeroError
+from fzero.training.models import copy_without_values
 
 MESH = fzero.VirtualMesh(fsdp=2)
 
@@ -192,6 +193,17 @@ def test_a_module_that_holds_itself_trains_as_the_module(name: str) -> None:
             param.zero_()
     torch.testing.assert_close(apply(zeros, x), expected(x).detach(), rtol=0, atol=0)
     torch.testing.assert_close(losses_of_fzero(module, x), losses_of_torch(module, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REBOUND)
+def test_a_copy_of_a_copy_without_values_computes_as_the_module(name: str) -> None:
+    """The copies hold nothing of the module."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    module = make(REBOUND[name])
+    params, apply = fzero.lower(module)
+    copied = copy_without_values(copy_without_values(module))
+    assert all(param.is_meta for param in copied.parameters())
+    assert torch.equal(fzero.lower(copied)[1](params, x), apply(params, x))
 
 
 GLOBAL: list[Any] = []
