@@ -23,6 +23,7 @@ from test_docs import ROOT
 import fzero.hf
 from fzero import FzeroError, VirtualMesh
 from fzero.hf.trl_options import BEFORE, LEAST, NAMES, check_options, check_version, list_fields
+from fzero.hf.trl_options import REFUSED as FIELDS
 
 FEW: dict[str, Any] = {"max_steps": 4, "gradient_checkpointing": False}
 
@@ -78,6 +79,15 @@ def test_options_that_are_not_here_name_themselves(message: str, tmp_path: Path)
     kind, changed = REFUSED[message]
     with pytest.raises(FzeroError, match=message):
         make_ours(tmp_path / "ours", kind, changed=changed)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_that_is_not_here_names_itself(field: str, tmp_path: Path) -> None:
+    args = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=8)
+    check_options(args, None, 1)
+    setattr(args, field, "given")
+    with pytest.raises(FzeroError, match=f"GRPOConfig: {field}: is 'given', which is not supported"):
+        check_options(args, None, 1)
 
 
 def test_options_that_a_model_or_a_missing_package_rules_out_name_themselves(tmp_path: Path) -> None:
