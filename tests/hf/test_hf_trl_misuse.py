@@ -83,11 +83,12 @@ def test_options_that_are_not_here_name_themselves(message: str, tmp_path: Path)
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_that_is_not_here_names_itself(field: str, tmp_path: Path) -> None:
+    model = make_language_model(tmp_path / "ours")
     args = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=8)
-    check_options(args, None, 1)
+    check_options(args, model, 1)
     setattr(args, field, "given")
     with pytest.raises(FzeroError, match=f"GRPOConfig: {field}: is 'given', which is not supported"):
-        check_options(args, None, 1)
+        check_options(args, model, 1)
 
 
 def test_options_that_a_model_or_a_missing_package_rules_out_name_themselves(tmp_path: Path) -> None:
