@@ -94,7 +94,8 @@ class Pipeline(Generic[T]):
     With `cache`, a folder, a program that another process has traced comes from a file (`fzero.cache`).
 
     `finish_open`, of a template, returns a function of sizes that returns what `finish` returns for the program of
-    these. It may return None, and then each of these programs is filled in and finished.
+    these. It may return None, and then each of these programs is filled in and finished. Where it needs the open
+    program, which no file has, `restores_open` is false.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class Pipeline(Generic[T]):
         limit: int = MAX_PROGRAMS,
         finish_open: Callable[[Template], Callable[[Sequence[int]], T] | None] = lambda template: None,
         cache: str | os.PathLike[str] | None = None,
+        restores_open: bool = True,
     ) -> None:
         if not isinstance(limit, int) or limit < 1:
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
-        self._finish_open = finish_open
+        self._finish_open, self._restores_open = finish_open, restores_open
         self._cache: list[_Traced] = []  # used last first
         self._name = getattr(fn, "__qualname__", repr(fn))
         self._generals = Generals(self._name)
@@ -214,10 +216,12 @@ class Pipeline(Generic[T]):
 
     def _read(self, entry: Entry | None, signature: Signature) -> Program | General | None:
         """The program of a signature from a file, or else a general one, where all ranks have the same."""
-        number, found = 0, None
+        number: int = 0
+        found: Program | General | None = entry.program if entry else None
         if entry is not None:
-            with disable_autocast():
-                found = entry.program or entry.read_general(signature, self._finish_template)
+            if found is None and self._restores_open:
+                with disable_autocast():
+                    found = entry.read_general(signature, self._finish_template)
             number = digest([entry.key, *(found.lines() if isinstance(found, General) else ())]) if found else 0
         shapes = ", ".join(str(list(x[0])) for x in signature[2] if is_batch(x))
         what = f"which program of {self._name} a file has, for batches of {shapes or 'no shape'}"

@@ -210,7 +210,7 @@ class Step:
         remember: Any = functools.lru_cache(MAX_FRAGMENTS)
         finish = functools.partial(_link, on, compile, remember(compile_fragment))
         finish_open = functools.partial(_link_open, on, compile, remember(compile_open))
-        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, finish_open, cache)
+        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, finish_open, cache, restores_open=not compile)
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"

@@ -165,7 +165,9 @@ class Said(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def train(mesh: DeviceMesh, folder: Path | None, lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], int]:
+def train(
+    mesh: DeviceMesh, folder: Path | None, lengths: tuple[int, ...], compile: bool = False
+) -> tuple[list[torch.Tensor], int]:
     """What a step a length gives on this rank, and how many programs came from its own folder."""
     said, log = Said(), logging.getLogger("fzero")
     log.addHandler(said)
@@ -174,10 +176,10 @@ def train(mesh: DeviceMesh, folder: Path | None, lengths: tuple[int, ...]) -> tu
     params, step = make()
     params = fzero.partition(params, mesh)
     state = SGD.init(params)
-    sharded = fzero.shard(step, mesh, cache=folder and folder / str(mesh.get_rank()))
+    sharded = fzero.shard(step, mesh, compile=compile, cache=folder and folder / str(mesh.get_rank()))
     losses = []
     for length in lengths:
-        params, state, loss = sharded(params, state, tokens((8, length)).chunk(2)[mesh.get_rank()])
+        params, state, loss = sharded(params, state, tokens((8, length)).chunk(mesh.size())[mesh.get_rank()])
         losses.append(loss)
     made = [leaf.local.clone() for leaf in tree.leaves(params)] + losses
     return made, sum("has its program from" in text for text in said.texts)
@@ -195,3 +197,13 @@ def test_ranks_use_a_file_of_lengths_that_all_of_them_have(tmp_path: Path) -> No
     for runs in zip(plain, warm, mixed):
         for others in runs[1:]:
             assert all(torch.equal(a, b) for a, b in zip(runs[0][0], others[0], strict=True))
+
+
+def test_a_compiled_step_traces_its_lengths(tmp_path: Path) -> None:
+    """Inductor compiles open sizes, of which a file of lengths has the formulas alone."""
+    run(1, train, tmp_path, (9, 14))
+    ((plain, _),) = run(1, train, None, (9, 14, 11))
+    ((compiled, count),) = run(1, train, tmp_path, (9, 14, 11), True)
+    assert count == 1  # length 9, which has a file of its own
+    for a, b in zip(plain, compiled):
+        torch.testing.assert_close(a, b)
