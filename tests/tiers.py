@@ -43,6 +43,8 @@ SLOW = frozenset(
     test_an_overflow_skips_the_update_and_halves_the_scale
     test_narrow_compute_has_wide_weights_and_is_near_to_wide_compute
     test_a_collective_is_a_diff_of_three_files_and_sixty_lines
+    test_a_second_process_traces_no_length test_a_file_of_lengths_that_is_none_is_as_no_file
+    test_sizes_that_no_schedule_of_the_folder_serves_are_traced_and_kept test_a_broken_condition_is_a_trace
     """.split()
 )
 """Functions of which a case takes more than five seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,20 @@ SPOILED: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Program]]:
+    """A folder, and the programs of three lengths that are in it."""
+    folder = tmp_path_factory.mktemp("written")
+    cold = Process(make, folder)
+    return folder, [cold.prepare(8, length) for length in (9, 14, 11)]
+
+
 @pytest.mark.parametrize("what", SPOILED)
-def test_data_that_is_no_program_is_as_no_file(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cold = Process(make, tmp_path)
-    expected = [cold.prepare(8, length) for length in (9, 14, 11)]
+def test_a_file_of_lengths_that_is_none_is_as_no_file(
+    what: str, written: tuple[Path, list[Program]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, expected = written
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path, SPOILED[what])
     warm = Process(make, tmp_path)
     for length, program in zip((9, 14, 11), expected):
