@@ -229,7 +229,7 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[pytest.MonkeyPatc
     "global by a computed name": (by_a_name, lambda patch: patch.setattr(HERE, "RATE", 0.75)),
     "setting of torch": (by_torch, lambda patch: torch.use_deterministic_algorithms(True)),
     "precision of torch": (by_torch, lambda patch: torch.set_float32_matmul_precision("medium")),
-    "backend of torch": (by_torch, lambda patch: patch.setattr(torch.backends.mkldnn, "enabled", False)),
+    "backend of torch": (by_torch, lambda patch: torch.backends.mkldnn.set_flags(False)),
     "threads": (by_torch, lambda patch: torch.set_num_threads(2)),
     "path of modules": (by_torch, lambda patch: patch.syspath_prepend("/nowhere")),
 }  # fmt: skip
@@ -238,7 +238,9 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[pytest.MonkeyPatc
 @pytest.fixture
 def restored_settings() -> Iterator[None]:
     rate, threads = VARIABLE.get(), torch.get_num_threads()
+    flags = torch.backends.mkldnn.set_flags()  # not by attributes: torch's own tests, once imported, forbid that
     yield
+    torch.backends.mkldnn.set_flags(*flags)
     VARIABLE.set(rate)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
