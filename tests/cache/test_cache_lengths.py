@@ -12,6 +12,7 @@ import pytest
 import test_general_loops
 import torch
 from processes import run
+from test_cache_ranks import Said
 from test_general import MESH, SGD, Model, lm_step, tokens
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -165,15 +166,6 @@ def test_a_file_of_lengths_that_is_none_is_as_no_file(
     for length, program in zip((9, 14, 11), expected):
         assert find_difference(warm.prepare(8, length), program) is None
     assert warm.traces == 1 and "is traced: " in caplog.text
-
-
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def train(
