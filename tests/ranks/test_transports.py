@@ -289,9 +289,26 @@ def test_memory_is_read_only_where_every_rank_can(outcomes: dict[str, list[Outco
     assert values(outcomes["first words"]) == [[True, False, False]] * len(outcomes["first words"])
 
 
+@pytest.mark.skipif(not can_read_memory(), reason="this kernel keeps processes from reading each other's memory")
+def test_what_a_rank_did_before_it_failed_counts() -> None:
+    table = board._Table()
+    seen = board.Board(table, [board.Owner(processes.this_process(), ctypes.addressof(table), b"", False)], SECOND)
+    find = seen._entry
+
+    def end_after_the_first_look(rank: int, index: int) -> int:
+        found, seen._entry = find(rank, index), find  # type: ignore[method-assign]
+        seen.post_done(1)
+        seen.fail()
+        return found
+
+    seen._entry = end_after_the_first_look  # type: ignore[method-assign]
+    seen.wait_until_done(0, 1)
+    with pytest.raises(RuntimeError, match="rank 0 of the group has given up"):
+        seen.wait_until_done(0, 2)
+
+
+@pytest.mark.skipif(not can_read_memory(), reason="this kernel keeps processes from reading each other's memory")
 def test_memory_that_is_not_there() -> None:
-    if not can_read_memory():
-        pytest.skip("this kernel keeps processes from reading each other's memory")
     found = ctypes.create_string_buffer(5)
     with pytest.raises(RuntimeError, match=rf"5 bytes of process {os.getpid()} cannot be read: Bad address"):
         process_memory.read(os.getpid(), 0, ctypes.addressof(found), 5)

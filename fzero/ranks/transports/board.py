@@ -99,10 +99,12 @@ class Board:
         self._table[FAILED] = 1
 
     def _wait_for(self, rank: int, column: int, number: int) -> None:
-        """Wait until `rank` has written an exchange\'s number, or a later one, to a column of its table."""
-        deadline, pause = time.monotonic() + self._timeout, 0.0
-        while self._entry(rank, column + number % SLOTS) < number:
+        """Wait until `rank` has written an exchange's number, or a later one, to a column of its table."""
+        deadline, pause, entry = time.monotonic() + self._timeout, 0.0, column + number % SLOTS
+        while self._entry(rank, entry) < number:
             if self._entry(rank, FAILED):
+                if self._entry(rank, entry) >= number:  # written since this rank looked, before the other failed
+                    return
                 raise RuntimeError(f"rank {rank} of the group has given up")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"rank {rank} of the group did not come within {self._timeout:g} s")
