@@ -5,7 +5,8 @@ gradients and optimizer state in slices:
 
     step = fzero.shard(train_step, mesh)
 
-`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed` and `fzero.hf` are imported where they are first used.
+`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf` and `fzero.initializers` are imported where they are
+first used.
 """
 
 import importlib
@@ -21,7 +22,6 @@ from fzero.equivalence import check_equivalence
 from fzero.program import ops
 from fzero.program.program import Program
 from fzero.simulation import simulate
-from fzero.state import initializers
 from fzero.state.build.build import build, build_stateful
 from fzero.state.init import init
 from fzero.state.partition import partition
@@ -29,7 +29,18 @@ from fzero.state.quantize import quantize
 from fzero.state.safetensors import load_safetensors, open_safetensors, save_safetensors
 from fzero.state.unpartition import iter_full, unpartition, update_leaf
 from fzero.transform import shard
-from fzero.values.collectives import axis_index, pmax, pmean, psum
+from fzero.values.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+)
 from fzero.values.cross_entropy import tiled_cross_entropy
 from fzero.values.einops_backend import ShardedBackend as _ShardedBackend  # noqa: F401  found by einops
 from fzero.values.gradients import grad, value_and_grad
@@ -43,7 +54,13 @@ from fzero.values.tiles import tiled
 
 __version__ = "0.1.0"
 
-_ROOMS = ("checkpoint", "data", "deepspeed", "hf")
+_ROOMS = {
+    "checkpoint": "fzero.checkpoint",
+    "data": "fzero.data",
+    "deepspeed": "fzero.deepspeed",
+    "hf": "fzero.hf",
+    "initializers": "fzero.state.initializers",
+}
 
 __all__ = [
     "FzeroError",
@@ -52,7 +69,10 @@ __all__ = [
     "State",
     "VirtualMesh",
     "accumulate",
+    "all_gather",
+    "all_to_all",
     "axis_index",
+    "axis_size",
     "build",
     "build_stateful",
     "check_equivalence",
@@ -60,7 +80,6 @@ __all__ = [
     "grad",
     "host",
     "init",
-    "initializers",
     "iter_full",
     "load_safetensors",
     "lower",
@@ -72,8 +91,11 @@ __all__ = [
     "passes",
     "pmax",
     "pmean",
+    "pmin",
+    "ppermute",
     "precision",
     "psum",
+    "psum_scatter",
     "quantize",
     "remat",
     "save_safetensors",
@@ -99,6 +121,6 @@ if not typing.TYPE_CHECKING:  # a checker of types would take any name for one o
         if name not in _ROOMS:
             raise AttributeError(f"module 'fzero' has no attribute {name!r}")
         try:
-            return importlib.import_module(f"fzero.{name}")
+            return importlib.import_module(_ROOMS[name])
         except ImportError as error:
             raise AttributeError(f"fzero.{name} cannot be imported: {error}", name=name, obj=None) from error

@@ -183,7 +183,7 @@ def whole(program: Program, outputs: Outputs) -> dict[str, Tensor]:
     """Path -> result, as one process would have it: state from the slices of all ranks along the shard axis, numbers as
     rank 0 has them, other tensors of all ranks one behind the other."""
     seats = lockstep.seats(program.mesh)
-    slices = [seat.number for seat in seats if sum(seat.position) == seat.rank]  # 0 along other axes
+    slices = [seat.number for seat in seats if not any(map(seat.along, program.mesh.replica_axes))]
     values = {}
     for result, parts in zip(program.tensor_results, zip(*outputs), strict=True):
         layout = program.layouts[result.bucket] if result.bucket is not None else None

@@ -139,7 +139,8 @@ def test_passes_are_taken() -> None:
 
 def test_ranks_are_numbered_row_by_row() -> None:
     """Batches are cut in this order, whatever the mesh."""
-    assert [seat.position for seat in seats(fzero.VirtualMesh(replica=2, fsdp=2))] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    positions = [(seat.along("replica"), seat.rank) for seat in seats(fzero.VirtualMesh(replica=2, fsdp=2))]
+    assert positions == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 # values that are no numbers

@@ -149,7 +149,7 @@ def test_all_is_what_is_exported() -> None:
 def test_rooms_beside_the_core_are_attributes() -> None:
     code = "import fzero; print(*dir(fzero)); fzero.checkpoint.save, fzero.data.loader; fzero.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    rooms = {"checkpoint", "data", "deepspeed", "hf"}
+    rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers"}
     assert {name for name in done.stdout.split() if not name.startswith("_")} == {*fzero.__all__, *rooms}
     assert "module 'fzero' has no attribute 'nothing'" in done.stderr
 

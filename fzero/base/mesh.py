@@ -3,6 +3,9 @@
 `VirtualMesh(fsdp=8)` describes eight ranks. `mesh_shape` turns a torch `DeviceMesh` into a `VirtualMesh`, so code that
 only plans (layouts, programs, costs) needs no device.
 
+Several axes together, over which one collective acts, have one name: "replica+fsdp" (`join`). Ranks along them are
+numbered row by row, as in the mesh.
+
 An axis of a mesh has one of three meanings:
 
     shard axis    ranks take different examples, and each rank holds a slice of the state
@@ -14,13 +17,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 
 SHARD_AXIS = "fsdp"
+JOINT = "+"
+"""Between the names of axes that are named together."""
 DATA_AXES = ("replica", SHARD_AXIS)
 """Axes with these names are data axes, whether or not the caller says so."""
 
@@ -29,11 +34,13 @@ class VirtualMesh:
     """Named axis sizes: `VirtualMesh(replica=2, fsdp=4)`. Two meshes of equal names and sizes are equal.
 
     Raises:
-        FzeroError: for no axis at all, or a size that is no whole number from 1 on.
+        FzeroError: for no axis at all, a name with a "+", or a size that is no whole number from 1 on.
     """
 
     def __init__(self, **sizes: int) -> None:
         for name, size in sizes.items():
+            if JOINT in name:
+                raise FzeroError(f"mesh axis {name!r}", "has a '+', which joins axes", "name it without")
             if not is_whole(size) or operator.index(size) < 1:
                 raise FzeroError(f"mesh axis {name}", f"has size {size!r}", "a size is at least 1, a whole number")
         if not sizes:
@@ -60,17 +67,47 @@ class VirtualMesh:
             )
         return SHARD_AXIS
 
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes but the shard axis: ranks along them hold the same slices of state."""
+        return tuple(name for name in self.names if name != self.shard_axis)
+
     def size(self, axis: str | None = None) -> int:
-        """The number of ranks along `axis`; without `axis`, of all ranks.
+        """The number of ranks along `axis`, or along several axes together; without `axis`, of all ranks.
 
         Raises:
             FzeroError: for an axis that the mesh does not have.
         """
         if axis is None:
             return math.prod(self.sizes.values())
-        if axis not in self.sizes:
+        return math.prod(self.sizes[name] for name in self.split(axis))
+
+    def has(self, axis: str) -> bool:
+        """Whether this is the name of an axis, or of several axes together."""
+        return axis in self.sizes or all(name in self.sizes for name in axis.split(JOINT))
+
+    def split(self, axis: str) -> tuple[str, ...]:
+        """The axes that are named together: `"replica+fsdp" -> ("replica", "fsdp")`.
+
+        Raises:
+            FzeroError: for an axis that the mesh does not have.
+        """
+        if axis in self.sizes:
+            return (axis,)
+        if not self.has(axis):
             raise FzeroError(f"mesh axis {axis!r}", f"this mesh has {self.names}", "name one of these")
-        return self.sizes[axis]
+        return tuple(axis.split(JOINT))
+
+    def join(self, axes: Iterable[str]) -> str:
+        """The name of several axes together, outermost first.
+
+        Raises:
+            FzeroError: for no axis, an axis that the mesh does not have, or one that is named twice.
+        """
+        found = [name for axis in axes for name in self.split(axis)]
+        if not found or len(set(found)) < len(found):
+            raise FzeroError("mesh axes", f"are {tuple(found)}", "name one or more axes of the mesh, each once")
+        return JOINT.join(sorted(found, key=self.names.index))
 
     def data_axes(self, data: Sequence[str] | None = None) -> tuple[str, ...]:
         """The axes along which ranks take different examples, outermost first: those of `data`; without `data` the
@@ -95,9 +132,22 @@ class VirtualMesh:
         return tuple(axis for axis in self.names if axis in chosen)
 
     def position(self, number: int, axis: str) -> int:
-        """The position along `axis` of rank `number`. Ranks are numbered row by row over the whole mesh."""
-        inner = math.prod(self.sizes[name] for name in self.names[self.names.index(axis) + 1 :])
-        return number // inner % self.sizes[axis]
+        """The position along `axis`, or along several axes together, of rank `number`. Ranks are numbered row by row
+        over the whole mesh."""
+        position = 0
+        for name in self.split(axis):
+            inner = math.prod(self.sizes[other] for other in self.names[self.names.index(name) + 1 :])
+            position = position * self.sizes[name] + number // inner % self.sizes[name]
+        return position
+
+    def rows(self, axis: str) -> list[list[int]]:
+        """The numbers of the ranks that are in line along `axis`, or along several axes together: each row in order of
+        positions. Rows are in order of their first rank."""
+        along, rows = set(self.split(axis)), dict[tuple[int, ...], list[int]]()
+        others = [name for name in self.names if name not in along]
+        for number in range(self.size()):
+            rows.setdefault(tuple(self.position(number, name) for name in others), []).append(number)
+        return list(rows.values())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, VirtualMesh) and tuple(self.sizes.items()) == tuple(other.sizes.items())

@@ -66,7 +66,7 @@ def calibrate(on: Live, program: Program, tensors: Sequence[Tensor], disk: Disk 
         failed = error
     align(failed)
     rates = rates._replace(disk=min(found))
-    return average_rates(rates, lambda x, op, axis: reduce(x, on, op, axis), program.mesh.names, on.device)
+    return average_rates(rates, lambda x, op: reduce(x, on, op, on.mesh.join(on.mesh.names)), on.device)
 
 
 def _copy_arguments(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -254,13 +254,10 @@ def _clock_runs(run: Callable[[], Any], clock: _Clock) -> float:
     return median(taken[1:])
 
 
-def average_rates(
-    rates: Rates, reduce_over: Callable[[Tensor, str, str], Tensor], axes: Sequence[str], device: Any
-) -> Rates:
+def average_rates(rates: Rates, reduce: Callable[[Tensor, str], Tensor], device: Any) -> Rates:
     """The mean of the rates of all ranks, the same on all of them to the last bit: ranks that schedule by other rates
     would make other programs."""
     values = torch.tensor(rates, dtype=torch.float64, device=device)
     for op in ("avg", "max"):  # backends may round a mean differently on each rank; the maximum of the means is one
-        for axis in axes:
-            values = reduce_over(values, op, axis)
+        values = reduce(values, op)
     return Rates(*values.tolist())

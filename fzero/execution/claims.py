@@ -106,9 +106,8 @@ class _Claim:
         self._before: list[tuple[int, Tensor]] = []
         self._moves, self._exchanges = list[Comm](), 0
         if self._operation.moves is not None:
-            sizes = dict(zip(program.mesh.names, map(program.mesh.size, program.mesh.names)))
             self._moves = [self._check_entry(x) for x in self._operation.moves(program, node)]
-            self._moves = [x for x in self._moves if sizes[x.axis] > 1]  # alone, a rank exchanges nothing
+            self._moves = [x for x in self._moves if program.mesh.size(x.axis) > 1]  # alone, a rank exchanges nothing
 
     def refuse(self, problem: str, way_out: str) -> FzeroError:
         where = f"in {self._node.name} on rank {self._rank.number}"
@@ -138,7 +137,7 @@ class _Claim:
     # what it asks other ranks for
 
     def _check_entry(self, entry: Comm) -> Comm:
-        if entry.axis not in self._program.mesh.names:
+        if not self._program.mesh.has(entry.axis):
             raise self.refuse(
                 f"moves names the axis {entry.axis!r}; the mesh has {self._program.mesh.names}", "name an axis of it"
             )
@@ -153,7 +152,7 @@ class _Claim:
         if axis is None:
             names = "ops.AllGather, ops.ReduceScatter, ops.AllReduce or ops.AllToAll"
             raise self.refuse(f"perform yields a {type(asked).__name__}, which is no exchange", f"yield {names}")
-        if axis not in self._program.mesh.names:
+        if not self._program.mesh.has(axis):
             problem = f"perform yields an exchange over the axis {axis!r}; the mesh has {self._program.mesh.names}"
             raise self.refuse(problem, "name an axis of it")
         world = self._program.mesh.size(axis)

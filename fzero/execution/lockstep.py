@@ -36,10 +36,9 @@ Watch = Callable[[Node, list[dict[Node, Any]]], None]
 
 
 class Seat(NamedTuple):
-    """One virtual rank: its position along each axis of a mesh, and its number among all ranks, row by row."""
+    """One virtual rank of a mesh: its number among all ranks, row by row."""
 
     mesh: VirtualMesh
-    position: tuple[int, ...]
     number: int
 
     @property
@@ -48,8 +47,8 @@ class Seat(NamedTuple):
         return AtOnce()
 
     def along(self, axis: str) -> int:
-        """This rank's position along an axis."""
-        return self.position[self.mesh.names.index(axis)]
+        """This rank's position along an axis, or along several axes together."""
+        return self.mesh.position(self.number, axis)
 
     @property
     def rank(self) -> int:
@@ -59,8 +58,7 @@ class Seat(NamedTuple):
 
 def seats(mesh: VirtualMesh) -> list[Seat]:
     """The ranks of a mesh in order of their numbers."""
-    positions = itertools.product(*(range(mesh.size(axis)) for axis in mesh.names))
-    return [Seat(mesh, position, number) for number, position in enumerate(positions)]
+    return [Seat(mesh, number) for number in range(mesh.size())]
 
 
 @torch.no_grad()
@@ -159,7 +157,7 @@ class _Ranks:
     def __init__(self, program: Program, seed: int | None) -> None:
         self.program, self.seats = program, seats(program.mesh)
         self.seed = {"seed": seed}
-        self.rows = {axis: _group_rows(self.seats, program.mesh, axis) for axis in program.mesh.names}
+        self.find_rows = functools.cache(program.mesh.rows)
         self.sending: list[list[_Started]] = []
         """The collectives that no node has waited for, each on all ranks."""
 
@@ -235,7 +233,7 @@ class _Ranks:
                 f"operation {operation.name!r}", problem, "let every rank yield the same exchanges in order"
             )
         results: Values = [None] * len(asked)
-        for row in self.rows[asked[0].axis]:
+        for row in self.find_rows(asked[0].axis):
             for number, result in zip(row, asked[row[0]].join([asked[number] for number in row])):
                 results[number] = result
         return results
@@ -255,12 +253,3 @@ def _advance(ranks: Sequence[Steps], answers: Sequence[Any]) -> tuple[list[Excha
         except StopIteration as end:
             results.append(end.value)
     return asked, results
-
-
-def _group_rows(ranks: list[Seat], mesh: VirtualMesh, axis: str) -> list[list[int]]:
-    """The rows of ranks that communicate along an axis, by number: ranks of a row differ in this position only."""
-    along = mesh.names.index(axis)
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for seat in ranks:
-        rows.setdefault((*seat.position[:along], *seat.position[along + 1 :]), []).append(seat.number)
-    return list(rows.values())

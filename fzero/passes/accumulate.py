@@ -35,7 +35,7 @@ def accumulate(program: Program, *, stage: int = 1) -> Program:
     Same results up to rounding, because sums over microbatches and means over ranks change places. Full gradients
     stay alive from the first microbatch to the last.
     """
-    has_replicas = any(program.mesh.size(axis) > 1 for axis in _list_replica_axes(program))
+    has_replicas = program.mesh.size() > program.mesh.size(program.mesh.shard_axis)
     found = find_loops(program.graph)
     loops = [node.name for node in found if has_replicas or _is_once(node, stage)]
     if stage > 1 and not loops:
@@ -132,7 +132,7 @@ def _mean_behind(program: Program, loop: Node) -> None:
 
 def _average_replicas_behind(program: Program, loop: Node) -> None:
     """Let a loop add up means over the shard axis, and take the means of the sums over other axes behind the loop."""
-    axes, body = _list_replica_axes(program), loop.args[0].copy()
+    mesh, body = program.mesh, loop.args[0].copy()
     sums = _list_sums(body)
     arguments, results, behind = list(body.arguments), list(body.results), dict[int, str]()
     for each in sums:
@@ -140,32 +140,26 @@ def _average_replicas_behind(program: Program, loop: Node) -> None:
         if isinstance(kind, Slice) and len(each.means) == 1:  # its scatter
             behind[i] = body.layouts[kind.bucket].leaves[kind.leaf].path
             each.means[0].kwargs = {"replicas": False}
-            kind = replace(kind, over=frozenset(axes))
+            kind = replace(kind, over=frozenset(mesh.replica_axes))
         elif isinstance(kind, frozenset):  # of a leaf that every rank holds
             behind[i] = each.means[0].kwargs["leaf"]
             for mean in each.means:
-                if mean.args[2] in axes:
-                    body.substitute(mean, mean.args[0])
-            kind |= frozenset(axes)
+                mean.update_arg(2, mesh.shard_axis)
+            kind |= frozenset(mesh.replica_axes)
         arguments[i], results[i] = replace(arguments[i], kind=kind), replace(results[i], kind=kind)
     if behind:
         body = replace(body, arguments=tuple(arguments), results=tuple(results))
         loop.args = (body, *loop.args[1:])
         for item in list(loop.users):
             if item.args[1] in behind:
-                _average(program, item, axes, behind[item.args[1]])
+                _average(program, item, behind[item.args[1]])
 
 
-def _list_replica_axes(program: Program) -> list[str]:
-    return [axis for axis in program.mesh.names if axis != program.mesh.shard_axis]
-
-
-def _average(program: Program, total: Node, axes: list[str], leaf: str) -> None:
-    """Replace a sum of gradients of a leaf by its mean over some axes."""
-    users, mean = list(total.users), total
+def _average(program: Program, total: Node, leaf: str) -> None:
+    """Replace a sum of gradients of a leaf by its mean over the axes but the shard axis."""
+    users, axes = list(total.users), program.mesh.join(program.mesh.replica_axes)
     with program.graph.inserting_before(total.next):
-        for axis in axes:
-            mean = program.emit(ops.all_reduce, mean, "avg", axis, leaf=leaf)
+        mean = program.emit(ops.all_reduce, total, "avg", axes, leaf=leaf)
     for user in users:
         user.replace_input_with(total, mean)
 

@@ -13,7 +13,7 @@ from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
 from fzero.program.inference import infer
-from fzero.program.kinds import Kind, axes_of
+from fzero.program.kinds import UNIFORM, Kind, axes_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_calls, find_writes, is_call, name_of, record, storage
@@ -51,7 +51,7 @@ def resolve(program: Program) -> Program:
         _copy_overwritten(program)
     _copy_for_strides(program)
     for node in find_calls(program.graph, lambda known: known.target in (ops.beside, ops.all_reduce)):
-        is_identity = is_call(node, ops.beside) or _is_needless_mean(node, kinds)
+        is_identity = is_call(node, ops.beside) or _is_needless_mean(program, node, kinds)
         if is_identity and storage(node.args[0]) not in changed:  # else it is a copy of what lies there by then
             program.substitute(node, node.args[0])
     erase_dead(program.graph)
@@ -111,9 +111,11 @@ def _find_storage_offset(node: Node) -> Any:
     return node.kwargs.get("storage_offset", dict(zip(names, node.args)).get("storage_offset"))
 
 
-def _is_needless_mean(node: Node, kinds: dict[Node, Kind]) -> bool:
-    """Whether a node takes the mean, maximum or minimum of a value along an axis along which the value is the same."""
-    return is_call(node, ops.all_reduce) and node.args[1] != "sum" and node.args[2] not in kinds[node.args[0]]
+def _is_needless_mean(program: Program, node: Node, kinds: dict[Node, Kind]) -> bool:
+    """Whether a node takes the mean, maximum or minimum of a value along axes along which the value is the same."""
+    if not is_call(node, ops.all_reduce) or node.args[1] == "sum":
+        return False
+    return kinds[node.args[0]].isdisjoint(program.mesh.split(node.args[2]))
 
 
 def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
@@ -122,11 +124,11 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
     for position, result in enumerate(program.tensor_results):
         value = returned[position].meta["val"]
         if result.bucket is None and result.kind is None and value.ndim == 0 and value.is_floating_point():
-            for axis in sorted(kinds[returned[position]], key=program.mesh.names.index):
+            value_of, differs = returned[position], kinds[returned[position]]
+            if differs:
                 with program.graph.inserting_before(program.output):
-                    returned[position] = program.emit(ops.all_reduce, returned[position], "avg", axis)
-                returned[position].stack_trace = returned[position].args[0].stack_trace
-                kinds[returned[position]] = kinds[returned[position].args[0]] - {axis}
+                    mean = program.emit(ops.all_reduce, value_of, "avg", program.mesh.join(differs))
+                mean.stack_trace, kinds[mean], returned[position] = value_of.stack_trace, UNIFORM, mean
     program.output.args = (returned,)
 
 

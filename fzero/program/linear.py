@@ -97,8 +97,9 @@ class Linear(torch.autograd.Function):
     its record has. torch.func would open a tuple of these.
 
     * Without `on`, in the autograd kernel of the operation, torch's dispatcher goes on to what performs the operation.
-    * `torch.func.vmap` works over operations that belong to no leaf: these are elementwise. A slice has no dimension
-      for a batch, and the means over ranks of reverse mode would mix the i-th examples of different ranks.
+    * `torch.func.vmap` works over operations that belong to no leaf: these are elementwise, or act along dim 0, and the
+      dim of the batch becomes the last. A slice has no dimension for a batch, and the means over ranks of reverse mode
+      would mix the i-th examples of different ranks.
     """
 
     @staticmethod
@@ -141,4 +142,7 @@ class Linear(torch.autograd.Function):
             path = first.leaves[given.args[1]].path
         if path:
             raise refuse_batch(path, name)
-        return Linear.apply(x, on, given), in_dims[0]
+        at = in_dims[0]
+        if at == 0:  # operations that belong to no leaf are elementwise, or act along dim 0 and on its elements alone
+            at, x = x.ndim - 1, x.movedim(0, -1)
+        return Linear.apply(x, on, given), at

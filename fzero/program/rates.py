@@ -45,11 +45,14 @@ class Rates(NamedTuple):
 
 
 def bus_bytes(comm: Comm, mesh: VirtualMesh) -> float:
-    """Bytes that each of N ranks sends: (N - 1) / N of the buffer, and twice that for an all-reduce.
+    """Bytes that each of N ranks sends: (N - 1) / N of the buffer, twice that for an all-reduce, and for a ppermute its
+    own part.
 
     This is the convention of nccl-tests (doc/PERFORMANCE.md). Rings and direct exchanges both send as much.
     """
     size = mesh.size(comm.axis)
+    if comm.op == "ppermute":
+        return comm.nbytes / size if size > 1 else 0.0
     return comm.nbytes * (size - 1) / size * (2 if comm.op == "all_reduce" else 1)
 
 

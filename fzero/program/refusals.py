@@ -80,9 +80,9 @@ def _find_plain_state(program: Program, node: Node, axes: frozenset[str]) -> tup
 
 
 def advise_mean(axes: frozenset[str]) -> str:
-    """The way out for a value that differs along these axes: the calls of `fzero.pmean` that make it uniform."""
-    means = " and ".join(f"fzero.pmean(x, {axis!r})" for axis in sorted(axes - {RAGGED}))
-    return f"make it the same on every rank first, with {means}"
+    """The way out for a value that differs along these axes: the call of `fzero.pmean` that makes it uniform."""
+    names = tuple(sorted(axes - {RAGGED}))
+    return f"make it the same on every rank first, with fzero.pmean(x, {(names[0] if len(names) == 1 else names)!r})"
 
 
 def line_of(node: Node) -> str:

@@ -223,9 +223,10 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) 
     asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
-    for axis in mesh.names if replicas else ():
-        if axis != mesh.shard_axis and mesh.size(axis) > 1:
-            block = yield AllReduce(f"all_reduce of {bucket} over {axis}", axis, block, "avg")
+    axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1] if replicas else ()
+    if axes:
+        over = mesh.join(axes)
+        block = yield AllReduce(f"all_reduce of {bucket} over {over}", over, block, "avg")
     return block
 
 

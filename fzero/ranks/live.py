@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.files import load
 from fzero.layout.layout import Layout
@@ -23,7 +24,8 @@ from fzero.ranks.virtual import virtual
 
 
 class Live(Ranks):
-    """The rank of this process in a mesh, with a transport for each axis.
+    """The rank of this process in a mesh, with a transport for each axis, and for axes that are named together one
+    that is made when they are named first.
 
     `live` makes a `Live`, on all `ranks` of the mesh together. `groups` are the process groups of the axes, and tensors
     are on `device_type`.
@@ -54,10 +56,27 @@ class Live(Ranks):
 
     def begin(self, exchange: Exchange) -> Pending:
         """Start an exchange, by the transport of its axis."""
-        return exchange.start(self.transports[exchange.axis], self.members.begin(exchange.what))
+        attempt = self.members.begin(exchange.what)
+        return exchange.start(self.transports.get(exchange.axis) or self._join(exchange.axis), attempt)
 
     def along(self, axis: str) -> int:
-        return self.transports[axis].rank
+        return self.mesh.position(self.number, axis)
+
+    def _join(self, axis: str) -> Transport:
+        """Make the transport of several axes together. All ranks run one program, so all make it here."""
+        row = next(row for row in self.mesh.rows(axis) if self.number in row)
+        sizes = [self.mesh.size(name) for name in self.mesh.split(axis)]
+        if len(row) == max(sizes):  # along the other axes a rank is alone
+            self.transports[axis] = self.transports[self.mesh.split(axis)[sizes.index(len(row))]]
+        else:
+            ranks, backend = [self.ranks[number] for number in row], dist.get_backend(next(iter(self.groups.values())))
+            if ranks != sorted(ranks):  # as torch numbers the ranks of a group
+                problem = f"has the ranks {ranks} along {axis!r}, and a group has them in ascending order"
+                raise FzeroError("mesh", problem, "make the mesh with init_device_mesh")
+            self.transports[axis] = choose_transport(
+                self.members.new_group(ranks, backend), self.device.type, self.members
+            )
+        return self.transports[axis]
 
     def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
         if self.mesh.size(self.mesh.shard_axis) > 1:

@@ -91,9 +91,13 @@ class Members:
 
         Collectives in the twin do not wait for collectives in the group.
         """
-        twin = self._new_group(dist.get_process_group_ranks(group), dist.get_backend(group))
-        self._groups.append(twin)
-        return twin
+        return self.new_group(dist.get_process_group_ranks(group), dist.get_backend(group))
+
+    def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """Make a process group of some ranks. All of these call together."""
+        made = self._new_group(ranks, backend)
+        self._groups.append(made)
+        return made
 
     def _new_group(self, ranks: Sequence[int] = (), backend: str = "gloo") -> dist.ProcessGroup:
         ranks = list(ranks or self.ranks)

@@ -60,10 +60,8 @@ class Ranks(MovePerformer, ABC):
 
     def row(self, rank: int) -> list[int]:
         """The global ranks in line with global rank `rank` along the shard axis. They hold one copy of all state."""
-        number, axes = self.ranks.index(rank), [name for name in self.mesh.names if name != self.mesh.shard_axis]
-        position = [self.mesh.position(number, axis) for axis in axes]
-        others = ([self.mesh.position(other, axis) for axis in axes] for other in range(len(self.ranks)))
-        return [rank for rank, where in zip(self.ranks, others) if where == position]
+        number = self.ranks.index(rank)
+        return next([self.ranks[i] for i in row] for row in self.mesh.rows(self.mesh.shard_axis) if number in row)
 
     def settle(self) -> None:
         """Wait until nothing reads this process's state: no other rank, and none of `readers`. Call before memory of

@@ -18,11 +18,11 @@ transpose in its record (`fzero.program.ops`); the others are here.
     spread   uniform -> sharded                 total
     peak     sharded -> uniform                 equal shares to the elements that equal the extreme
     psum, pmean   per-rank -> uniform           themselves
-    pmax          per-rank -> uniform           equal shares to the ranks that hold the maximum
+    pmax, pmin    per-rank -> uniform           equal shares to the ranks that hold the extreme
 
 A linear move's tangent is the move of the tangent. An extreme's is the mean of those at the elements that equal it.
 
-`torch.func.vmap` works over psum, pmean and pmax, elementwise. Every other move refuses a batch.
+`torch.func.vmap` works over psum, pmean, pmax and pmin, elementwise. Every other move refuses a batch.
 """
 
 from __future__ import annotations
@@ -55,13 +55,11 @@ def reduce(x: Tensor, on: MovePerformer, op: str, axis: str | None = None, **of:
     return on.perform(record(ops.all_reduce), x, op, axis or on.mesh.shard_axis, **of)
 
 
-def _mean(x: Tensor, on: MovePerformer, path: str) -> Tensor:
-    for axis in on.mesh.names:
-        x = reduce(x, on, "avg", axis, leaf=path)
-    return x
-
-
-MEAN: Composite = Composite("mean", _mean, lambda cotangent, path: apply(MEAN, cotangent, path))
+MEAN: Composite = Composite(
+    "mean",
+    lambda x, on, path: reduce(x, on, "avg", on.mesh.join(on.mesh.names), leaf=path),
+    lambda cotangent, path: apply(MEAN, cotangent, path),
+)
 """Any -> uniform: the mean over all ranks of the mesh, which a cotangent still needs."""
 
 USE: Composite = Composite(  # of which only the cotangent communicates
@@ -197,24 +195,25 @@ def _identity(dtype: torch.dtype, op: str) -> float | int:
 
 
 class Extreme(torch.autograd.Function):
-    """`(x, on, axis)`, per-rank -> uniform: the maximum, elementwise over the ranks along an axis.
+    """`(x, on, axis, op)` with op "max" or "min", per-rank -> uniform: the extreme, elementwise over the ranks along an
+    axis.
 
-    Ranks that hold the maximum of an element share its cotangent equally.
+    Ranks that hold the extreme of an element share its cotangent equally.
     """
 
     @staticmethod
-    def forward(x: Tensor, on: MovePerformer, axis: str) -> Tensor:
-        return reduce(x, on, "max", axis)
+    def forward(x: Tensor, on: MovePerformer, axis: str, op: str) -> Tensor:
+        return reduce(x, on, op, axis)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.on, ctx.axis = inputs
+        x, ctx.on, ctx.axis, _ = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        return Extreme.sum(ctx, cotangent) * Extreme.share(ctx, cotangent.dtype), None, None
+        return Extreme.sum(ctx, cotangent) * Extreme.share(ctx, cotangent.dtype), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -230,7 +229,7 @@ class Extreme(torch.autograd.Function):
 
     @staticmethod
     def share(ctx: Any, dtype: torch.dtype) -> Tensor:
-        """This rank's share of each element's cotangent: 1 / (ranks that hold the maximum), or 0."""
+        """This rank's share of each element's cotangent: 1 / (ranks that hold the extreme), or 0."""
         x, extreme = ctx.saved_tensors
         holds = (x == extreme).to(dtype)
         return holds / Extreme.sum(ctx, holds)

@@ -23,7 +23,7 @@ Values = list[dict[Node, Any]]
 def count(program: Program, node: Node, result: Any) -> Iterator[Comm]:
     """The collectives that a node has started on one rank, counted on the tensors of that rank."""
     mesh = program.mesh
-    axis, others = mesh.shard_axis, [name for name in mesh.names if name != mesh.shard_axis]
+    axis = mesh.shard_axis
     if is_call(node, ops.all_gather):
         yield Comm("all_gather", axis, node.args[1], result.result.dtype, nbytes(result.result))
     elif is_call(node, ops.reduce_scatter) and mesh.size() == 1:  # the leaves stay where they lie
@@ -35,7 +35,8 @@ def count(program: Program, node: Node, result: Any) -> Iterator[Comm]:
         # some leaves of a bucket travel without padding
         size = len(block) * mesh.size(axis) if program.wire_of(node).is_complete else whole
         yield Comm("reduce_scatter", axis, node.args[1], block.dtype, size * block.element_size())
-        yield from (Comm("all_reduce", other, node.args[1], block.dtype, nbytes(block)) for other in others)
+        if mesh.replica_axes:
+            yield Comm("all_reduce", mesh.join(mesh.replica_axes), node.args[1], block.dtype, nbytes(block))
     elif is_call(node, ops.all_reduce, ops.all_reduce_list):
         first = result[0] if isinstance(result, list) else result
         yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(result))

@@ -20,8 +20,7 @@ def test_comm_of_a_step_on_two_axes() -> None:
         Comm("all_gather", "fsdp", "layers.0", F32, 48 * 4),  # 25 + 5 elements, padded to 3 * 16
         Comm("reduce_scatter", "fsdp", "layers.0", F32, 48 * 4),
         Comm("all_reduce", "replica", "layers.0", F32, 16 * 4),  # this rank's slice of it
-        Comm("all_reduce", "replica", None, F32, 4),  # the loss
-        Comm("all_reduce", "fsdp", None, F32, 4),
+        Comm("all_reduce", "replica+fsdp", None, F32, 4),  # the loss
     ]
 
 

@@ -241,8 +241,8 @@ def test_on_two_axes_it_becomes_the_mean_over_both() -> None:
     assert [value.item() for value in results(lambda w, x: x.sum(), HYBRID)] == [pytest.approx(mean)] * 4
 
 
-def test_means_are_taken_in_the_order_of_the_mesh() -> None:
-    assert moved(on_weight(lambda w, x: x.sum(), HYBRID).trace()) == ["all_reduce replica", "all_reduce fsdp"]
+def test_a_mean_over_two_axes_is_one_collective() -> None:
+    assert moved(on_weight(lambda w, x: x.sum(), HYBRID).trace()) == ["all_reduce replica+fsdp"]
 
 
 def test_a_result_learns_along_which_axes_it_differs_its_slices_apart() -> None:

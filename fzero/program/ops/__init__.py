@@ -10,6 +10,7 @@ from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Slice
 from fzero.program.operation import NO_WORK, Operation, Work
 from fzero.program.ops.attention import flex_attention, flex_attention_backward
+from fzero.program.ops.blocks import all_gather_tensor, all_to_all_tensor, permute_tensor, reduce_scatter_tensor
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
@@ -42,8 +43,10 @@ __all__ = [
     "adamw",
     "adamw_",
     "all_gather",
+    "all_gather_tensor",
     "all_reduce",
     "all_reduce_list",
+    "all_to_all_tensor",
     "arrive",
     "axis_index",
     "beside",
@@ -69,9 +72,11 @@ __all__ = [
     "pack_leaves",
     "pack_slices",
     "part",
+    "permute_tensor",
     "read",
     "record",
     "reduce_scatter",
+    "reduce_scatter_tensor",
     "scale_by_adam8bit",
     "scatter",
     "sgd",

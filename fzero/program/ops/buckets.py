@@ -126,8 +126,7 @@ def _reduce_scatter_kind(walk: Walk, node: Node) -> Kind:
 
 def find_replica_axes(program: Program, node: Node) -> frozenset[str]:
     """The axes along which the result of a scatter still differs: all but the shard axis without `replicas`."""
-    is_mean = node.kwargs.get("replicas", True)
-    return frozenset() if is_mean else frozenset(program.mesh.names) - {program.mesh.shard_axis}
+    return frozenset() if node.kwargs.get("replicas", True) else frozenset(program.mesh.replica_axes)
 
 
 def _wait_kind(walk: Walk, node: Node) -> Kind:
@@ -178,12 +177,11 @@ def list_gather(program: Program, node: Node) -> Iterator[Comm]:
 
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
     """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then, unless `replicas` is
-    false, an all-reduce of the block over each mesh axis but the shard axis."""
+    false, one all-reduce of the block over all mesh axes but the shard axis."""
     along, mesh, dtype = program.wire_of(node), program.mesh, sum_dtype(node.meta["val"])
     yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
-    for axis in mesh.names if node.kwargs.get("replicas", True) else ():
-        if axis != mesh.shard_axis:
-            yield Comm("all_reduce", axis, node.args[1], dtype, along.stride * dtype.itemsize)
+    if mesh.replica_axes and node.kwargs.get("replicas", True):
+        yield Comm("all_reduce", mesh.join(mesh.replica_axes), node.args[1], dtype, along.stride * dtype.itemsize)
 
 
 def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:

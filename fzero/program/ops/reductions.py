@@ -37,14 +37,15 @@ def all_reduce_list(values: Sequence[Tensor], op: str, axis: str) -> list[Tensor
     return [torch.empty_like(value) for value in values]
 
 
-def _check_axis(program: Program, node: Node, axis: str) -> None:
-    if axis not in program.mesh.names:
+def check_axis(program: Program, node: Node, axis: str) -> None:
+    """Refuse an axis that the mesh does not have."""
+    if not program.mesh.has(axis):
         raise refuse_node(program, node, f"names the axis {axis!r}", f"the mesh has {program.mesh.names}")
 
 
 def _check_reduction(program: Program, node: Node) -> None:
     values, op, axis = node.args
-    _check_axis(program, node, axis)
+    check_axis(program, node, axis)
     if op not in _REDUCTIONS:
         raise refuse_node(program, node, f"reduces by {op!r}", f"there are {_REDUCTIONS}")
     if isinstance(values, Sequence):
@@ -61,11 +62,11 @@ def _all_reduce_list_kind(walk: Walk, node: Node) -> Kind:
 
 def _reduced_kind(walk: Walk, node: Node, value: Node) -> Kind:
     """The kind of a whole value, or of a slice that differs along the axis, once it is reduced."""
-    kind, axis = walk.of(value), node.args[2]
-    if isinstance(kind, Slice) and axis in kind.over:
-        return replace(kind, over=kind.over - {axis})
+    kind, axes = walk.of(value), frozenset(walk.program.mesh.split(node.args[2]))
+    if isinstance(kind, Slice) and axes & kind.over:
+        return replace(kind, over=kind.over - axes)
     walk.expect_full(node, value)
-    return kind - {axis}
+    return kind - axes
 
 
 def _list_reduction(program: Program, node: Node) -> Iterator[Comm]:
@@ -148,7 +149,7 @@ register(
 axis_index = register_for_tracing(
     "axis_index(str axis, Device device) -> Tensor",
     lambda axis, device: torch.empty((), dtype=torch.int64, device=device),
-    kind=lambda walk, node: frozenset({node.args[0]}),
-    check=lambda program, node: _check_axis(program, node, node.args[0]),
+    kind=lambda walk, node: frozenset(walk.program.mesh.split(node.args[0])),
+    check=lambda program, node: check_axis(program, node, node.args[0]),
     perform=_axis_index,
 )

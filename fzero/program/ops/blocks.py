@@ -1,0 +1,159 @@
+"""Collectives of users over a mesh axis by name, or over several axes together, along dim 0. N ranks along the axis.
+
+all_gather_tensor      any -> uniform    [n, ...] of each rank -> [N n, ...] in rank order
+reduce_scatter_tensor  any -> per-rank   [N n, ...] of each rank -> [n, ...], this rank's block of the sum
+all_to_all_tensor      any -> per-rank   [N n, ...], block r for rank r -> [N n, ...], block r from rank r
+permute_tensor         any -> per-rank   the tensor of the rank that sends to this one; zeros where none does
+
+The transpose of the first is the second, of an exchange the exchange back. The result of the first is the same along
+the axis, those of the others differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fzero.program.comm import Comm
+from fzero.program.kinds import Kind
+from fzero.program.linear import apply
+from fzero.program.operation import NO_WORK, Node
+from fzero.program.ops.reductions import check_axis
+from fzero.program.records import record, register_for_tracing
+from fzero.program.refusals import refuse_node
+from fzero.ranks.exchanges import AllGather, AllToAll, Rank, Steps
+from fzero.ranks.transports.reduction import reduce
+
+if TYPE_CHECKING:
+    from fzero.program.inference import Walk
+    from fzero.program.program import Program
+
+
+def _check(program: Program, node: Node) -> None:
+    _, axis, world = node.args[:3]
+    check_axis(program, node, axis)
+    if program.mesh.size(axis) != world:
+        raise refuse_node(program, node, f"has {world} ranks along {axis!r}", f"there are {program.mesh.size(axis)}")
+
+
+def _axes(walk: Walk, node: Node) -> frozenset[str]:
+    return frozenset(walk.program.mesh.split(node.args[1]))
+
+
+def _same_kind(walk: Walk, node: Node) -> Kind:
+    walk.expect_full(node, node.args[0])
+    return walk.of(node.args[0]) - _axes(walk, node)
+
+
+def _different_kind(walk: Walk, node: Node) -> Kind:
+    walk.expect_full(node, node.args[0])
+    return walk.of(node.args[0]) | _axes(walk, node)
+
+
+def _moves(op: str, count: Callable[[Node], int]) -> Callable[[Program, Node], Iterator[Comm]]:
+    """The rule `moves` of one collective `op`, whose full buffer has `count(node)` elements."""
+
+    def moves(program: Program, node: Node) -> Iterator[Comm]:
+        value = node.meta["val"]
+        yield Comm(op, node.args[1], None, value.dtype, count(node) * value.element_size())
+
+    return moves
+
+
+def _known(op: str, count: Callable[[Node], int]) -> dict[str, Any]:
+    return {
+        "check": _check,
+        "moves": _moves(op, count),
+        "work": lambda node: NO_WORK,
+        "label": lambda program, node: f"{op} {node.args[1]}",
+    }
+
+
+def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+    def run(x: Tensor, axis: str, world: int) -> Steps:
+        full = yield AllGather(f"all_gather over {axis}", axis, x.reshape(-1))
+        return full.view(world * x.shape[0], *x.shape[1:])
+
+    return run
+
+
+def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+    def run(x: Tensor, axis: str, world: int) -> Steps:
+        blocks = yield AllToAll(f"reduce_scatter over {axis}", axis, x.reshape(-1))
+        return reduce(blocks.view(world, x.shape[0] // world, *x.shape[1:]).unbind(), "sum")
+
+    return run
+
+
+def _all_to_all(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+    def run(x: Tensor, axis: str, world: int) -> Steps:
+        return (yield AllToAll(f"all_to_all over {axis}", axis, x.reshape(-1))).view(x.shape)
+
+    return run
+
+
+def _permute(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+    def run(x: Tensor, axis: str, world: int, perm: Sequence[int]) -> Steps:
+        me, numel = rank.along(axis), x.numel()
+        given, taken = ([0] * world for _ in range(2))
+        for source, target in _pairs(perm):
+            given[target] += numel * (source == me)
+            taken[source] += numel * (target == me)
+        sent = x.reshape(-1) if any(given) else x.new_empty(0)
+        received = yield AllToAll(f"ppermute over {axis}", axis, sent, (given, taken))
+        return received.view(x.shape) if any(taken) else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    return run
+
+
+def _pairs(perm: Sequence[int]) -> list[tuple[int, int]]:
+    """`[0, 1, 1, 0] -> [(0, 1), (1, 0)]`: sources and targets."""
+    return list(zip(perm[::2], perm[1::2]))
+
+
+def _inverse(perm: Sequence[int]) -> list[int]:
+    return [position for source, target in _pairs(perm) for position in (target, source)]
+
+
+def _count_of_all(node: Node) -> int:
+    return int(node.args[2]) * math.prod(node.meta["val"].shape)
+
+
+all_gather_tensor = register_for_tracing(
+    "all_gather_tensor(Tensor x, str axis, int world) -> Tensor",
+    lambda x, axis, world: x.new_empty((world * x.shape[0], *x.shape[1:])),
+    kind=_same_kind,
+    perform=_all_gather,
+    transpose=lambda cotangent, axis, world: apply(record(reduce_scatter_tensor), cotangent, axis, world),
+    **_known("all_gather", lambda node: math.prod(node.meta["val"].shape)),
+)
+reduce_scatter_tensor = register_for_tracing(
+    "reduce_scatter_tensor(Tensor x, str axis, int world) -> Tensor",
+    lambda x, axis, world: x.new_empty((x.shape[0] // world, *x.shape[1:])),
+    kind=_different_kind,
+    perform=_reduce_scatter,
+    transpose=lambda cotangent, axis, world: apply(record(all_gather_tensor), cotangent, axis, world),
+    **_known("reduce_scatter", _count_of_all),
+)
+all_to_all_tensor = register_for_tracing(
+    "all_to_all_tensor(Tensor x, str axis, int world) -> Tensor",
+    lambda x, axis, world: x.new_empty(x.shape),
+    kind=_different_kind,
+    perform=_all_to_all,
+    transpose=lambda cotangent, axis, world: apply(record(all_to_all_tensor), cotangent, axis, world),
+    **_known("all_to_all", lambda node: math.prod(node.meta["val"].shape)),
+)
+permute_tensor = register_for_tracing(
+    "permute_tensor(Tensor x, str axis, int world, int[] perm) -> Tensor",
+    lambda x, axis, world, perm: x.new_empty(x.shape),
+    kind=_different_kind,
+    perform=_permute,
+    transpose=lambda cotangent, axis, world, perm: apply(
+        record(permute_tensor), cotangent, axis, world, _inverse(perm)
+    ),
+    **_known("ppermute", _count_of_all),
+)
