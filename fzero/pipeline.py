@@ -93,6 +93,8 @@ class Pipeline(Generic[T]):
 
     With `cache`, a folder, a program that another process has traced comes from a file (`fzero.cache`).
 
+    Along `model_axes` ranks take the same batch.
+
     `finish_open`, of a template, returns a function of sizes that returns what `finish` returns for the program of
     these. It may return None, and then each of these programs is filled in and finished. Where it needs the open
     program, which no file has, `restores_open` is false.
@@ -108,11 +110,12 @@ class Pipeline(Generic[T]):
         finish_open: Callable[[Template], Callable[[Sequence[int]], T] | None] = lambda template: None,
         cache: str | os.PathLike[str] | None = None,
         restores_open: bool = True,
+        model_axes: tuple[str, ...] = (),
     ) -> None:
         if not isinstance(limit, int) or limit < 1:
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
-        self._finish_open, self._restores_open = finish_open, restores_open
+        self._finish_open, self._restores_open, self._model_axes = finish_open, restores_open, model_axes
         self._cache: list[_Traced] = []  # used last first
         self._name = getattr(fn, "__qualname__", repr(fn))
         self._generals = Generals(self._name)
@@ -138,7 +141,8 @@ class Pipeline(Generic[T]):
     def _trace(self, args: tuple[Any, ...], *opened: Any) -> tuple[Program, Program]:
         """The program of a trace, and with its loops rolled."""
         with forget_casts():
-            traced = replace(dequantize(trace(self.fn, args, self.on.mesh, *opened)), measured=self._measured)
+            traced = trace(self.fn, args, self.on.mesh, *opened, model_axes=self._model_axes)
+            traced = replace(dequantize(traced), measured=self._measured)
             rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
         check_seeds(rolled)
         if not opened:  # which has been traced at another shape
@@ -180,7 +184,9 @@ class Pipeline(Generic[T]):
         settings, treedef, _ = signature
         entry = None
         if self._stored is not None:
-            entry = self._stored.find(Call(self.fn, settings, treedef, leaves, self.passes, self.on, self._measured))
+            entry = self._stored.find(
+                Call(self.fn, settings, treedef, leaves, self.passes, self.on, self._measured, self._model_axes)
+            )
             found = self._read(entry, signature)
             if isinstance(found, Program):
                 return self._finish(signature, found)
@@ -290,6 +296,11 @@ def place_state(program: Program, values: Sequence[Any], settle: Callable[[], No
     _log.info("%s moves %s of state to where its memory budget has it", program.name, format_size(nbytes))
     move({i: moved[i] for i in away}, places)
     return moved
+
+
+def list_batch(program: Program, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The batch among the arguments `values` of a program's step: path and tensor."""
+    return [(given.path, x) for given, x in zip(program.arguments, values) if given.bucket is None]
 
 
 def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -19,7 +19,7 @@ from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
-from fzero.base.mesh import VirtualMesh, check_data_axes, virtual_mesh
+from fzero.base.mesh import VirtualMesh, find_model_axes, virtual_mesh
 from fzero.base.placement import Placement
 from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
@@ -69,19 +69,19 @@ def simulate(
 
     `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
     slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
-    each rank in the order of rank numbers; every rank gets a 0-d tensor as it is. Results that differ between ranks are
-    joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`,
+    each rank in the order of rank numbers, and ranks along axes that are no `data` axes get the same part; every rank
+    gets a 0-d tensor as it is. Results that differ between ranks are joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`,
     `passes`, `data` and `max_programs` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
     """
     mesh = virtual_mesh(ranks)
-    check_data_axes(mesh, data)
+    model_axes = find_model_axes(mesh, data)
     rewrites = choose_rewrite(
         passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
     )
-    return Simulation(fn, mesh, rewrites, max_programs)
+    return Simulation(fn, mesh, rewrites, max_programs, model_axes)
 
 
 class Simulation:
@@ -94,10 +94,14 @@ class Simulation:
         mesh: VirtualMesh,
         passes: Sequence[Pass] | Budget,
         max_programs: int = MAX_PROGRAMS,
+        model_axes: tuple[str, ...] = (),
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()
-        self._pipeline = Pipeline(fn, virtual(mesh), passes, lambda program: program, max_programs)
+        self._data = mesh.join(axis for axis in mesh.names if axis not in model_axes)
+        self._pipeline = Pipeline(
+            fn, virtual(mesh), passes, lambda program: program, max_programs, model_axes=model_axes
+        )
 
     def __repr__(self) -> str:
         return f"fzero.simulate({getattr(self, '__name__', self._pipeline.fn)}, {self.mesh})"
@@ -177,14 +181,14 @@ class Simulation:
             check_dense(f"argument {tree.dotted(tree.keys(treedef)[position])}", leaf)
         if not leaf.ndim:
             return leaf
-        ranks = len(self._seats)
+        ranks = self.mesh.size(self._data)
         if leaf.shape[0] % ranks:
             raise FzeroError(
                 f"argument {tree.dotted(tree.keys(treedef)[position])}",
                 f"{leaf.shape[0]} rows do not divide by {ranks} ranks",
                 f"give a multiple of {ranks}; tensors that are not partitioned are batches, cut along dim 0",
             )
-        rows = leaf.shape[0] // ranks
+        rows, number = leaf.shape[0] // ranks, self.mesh.position(number, self._data)
         return freeze(leaf[number * rows : (number + 1) * rows], leaf)
 
     def _place_arguments(self, treedef: tree.TreeDef, leaves: list[Any]) -> list[list[Tensor]]:
@@ -220,7 +224,12 @@ class Simulation:
             return _join_files(on_disk, layout.bucket) if on_disk else torch.cat(slices)
         if not result.varies:
             return self._require_equal(program, result, values)
-        return torch.cat(values) if values[0].ndim else torch.stack(values)
+        differing = self.mesh.join({*self.mesh.split(self._data), *result.varies})
+        columns = defaultdict[int, list[Tensor]](list)  # of ranks that hold the same
+        for value, seat in zip(values, self._seats):
+            columns[seat.along(differing)].append(value)
+        different = [self._require_equal(program, result, columns[position]) for position in sorted(columns)]
+        return torch.cat(different) if values[0].ndim else torch.stack(different)
 
     def _require_equal(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
         """The value of all these ranks. Refuses values that differ in a bit."""

@@ -16,7 +16,7 @@ from fzero.base.ambient import find_ambient
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
-from fzero.base.mesh import check_data_axes, mesh_shape
+from fzero.base.mesh import find_model_axes, mesh_shape
 from fzero.base.placement import Disk, Placement
 from fzero.base.torch_private import version_of
 from fzero.budget.fit import Budget
@@ -33,6 +33,7 @@ from fzero.pipeline import (
     Pipeline,
     choose_rewrite,
     create_pass_state,
+    list_batch,
     list_flags,
     order_pass_state,
     place_state,
@@ -41,6 +42,7 @@ from fzero.program.open import Template, make_template
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
+from fzero.ranks.likeness import check_alike
 from fzero.ranks.live import Live, live
 from fzero.ranks.members import Members
 from fzero.report import Report, report_step
@@ -103,7 +105,8 @@ def shard(
       `fzero.passes.defaults`. A pass may keep state: the step then takes it as `pass_state` and returns
       `(results, new pass_state)`.
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
-      "replica" and "fsdp", and the only axis of a mesh, need no `data`.
+      "replica" and "fsdp", and the only axis of a mesh, need no `data`. Along other axes ranks take the same examples,
+      and compute parts of the model, with collectives such as `fzero.psum` (docs/axes.md).
 
     * `max_programs`: the step keeps so many programs. A further one takes the place of the one used longest ago, and
       the logger "fzero" says once which argument keeps changing.
@@ -122,11 +125,11 @@ def shard(
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
-    check_data_axes(mesh_shape(mesh), data)
+    model_axes = find_model_axes(mesh_shape(mesh), data)
     rewrites = choose_rewrite(
         passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
     )
-    return Step(fn, live(mesh), rewrites, compile, max_programs, cache)
+    return Step(fn, live(mesh), rewrites, compile, max_programs, cache, model_axes)
 
 
 class _Compiled(NamedTuple):
@@ -202,15 +205,18 @@ class Step:
         compile: Mode,
         max_programs: int = MAX_PROGRAMS,
         cache: str | os.PathLike[str] | None = None,
+        model_axes: tuple[str, ...] = (),
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
             check_mesh(on)
-        self._on, self._flags = on, FlagReader()
+        self._on, self._flags, self._model_axes = on, FlagReader(), model_axes
         remember: Any = functools.lru_cache(MAX_FRAGMENTS)
         finish = functools.partial(_link, on, compile, remember(compile_fragment))
         finish_open = functools.partial(_link_open, on, compile, remember(compile_open))
-        self._pipeline = Pipeline(fn, on, passes, finish, max_programs, finish_open, cache, restores_open=not compile)
+        self._pipeline = Pipeline(
+            fn, on, passes, finish, max_programs, finish_open, cache, restores_open=not compile, model_axes=model_axes
+        )
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
@@ -237,6 +243,8 @@ class Step:
         has_begun = False
         try:
             moved, origin = compiled.lines.agree(self._on.members, values, vote=moved or is_first)
+            if self._model_axes:
+                check_alike(self._on, self._model_axes, list_batch(compiled.program, values))
             has_begun = True
             if trial is not None and moved:  # of some rank it is the first call, and all take part in a trial
                 run, trial.is_due = trial.link(), False

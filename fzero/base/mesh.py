@@ -9,8 +9,8 @@ numbered row by row, as in the mesh.
 An axis of a mesh has one of three meanings:
 
     shard axis    ranks take different examples, and each rank holds a slice of the state
-    data axis     ranks take different examples; gradients are means over all data axes, the shard axis among them
-    model axis    every other axis: refused, until there are collectives that act on a model axis by name
+    data axis     ranks take different examples, or parts of examples
+    model axis    ranks take the same examples, and compute parts of the model
 """
 
 from __future__ import annotations
@@ -159,27 +159,26 @@ class VirtualMesh:
         return f"VirtualMesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
 
 
-def check_data_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the data axes of a mesh, outermost first, after a check that every axis of the mesh is a data axis.
+def find_model_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The axes of a mesh that are no data axes, outermost first.
 
     * The only axis of a mesh is a data axis, whatever its name.
-    * Without `data`, the axes "replica" and "fsdp" are the data axes of a mesh.
-    * `data` names all data axes. An axis that `data` leaves out is a model axis.
+    * `data` names all data axes. The other axes are model axes.
+    * Without `data` the axes "replica" and "fsdp" are the data axes of a mesh, and it may have no others.
 
     Raises:
         FzeroError: for a mesh of several axes without "fsdp"; for an axis in `data` that the mesh lacks; for `data`
-            that leaves out the shard axis; for a mesh axis that is not a data axis.
+            that leaves out the shard axis; without `data`, for an axis that does not say what it means.
     """
     known = mesh.data_axes(data)
-    for axis in mesh.names:
-        if axis not in known:
-            raise FzeroError(
-                f"mesh axis {axis!r}",
-                f"has no meaning on {mesh}, whose data axes are {known}",
-                f"give data={(*known, axis)} if ranks along {axis!r} take different examples, else use a mesh without "
-                f"{axis!r}: model axes are not supported yet",
-            )
-    return known
+    others = tuple(axis for axis in mesh.names if axis not in known)
+    if others and data is None:
+        way_out = (
+            f"give data={(*known, others[0])} if ranks along {others[0]!r} take different examples, and data={known}"
+        )
+        problem = f"has no meaning on {mesh}, whose data axes are {known}"
+        raise FzeroError(f"mesh axis {others[0]!r}", problem, f"{way_out} if they take the same (docs/axes.md)")
+    return others
 
 
 def virtual_mesh(ranks: VirtualMesh | int) -> VirtualMesh:

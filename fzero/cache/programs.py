@@ -56,6 +56,7 @@ class Call(NamedTuple):
     passes: Any
     on: Ranks
     measured: Any
+    model_axes: tuple[str, ...] = ()
 
 
 class Programs:
@@ -247,6 +248,7 @@ def _list_roots(call: Call) -> list[tuple[str, Any]]:
         ("arguments", call.treedef),
         ("passes", call.passes),
         ("mesh", call.on.mesh),
+        ("model axes", call.model_axes),
     ]
     return [(name, call.fn), *leaves, *own, ("rates", call.measured), *list_hooks(), *list_patches()]
 

@@ -13,11 +13,13 @@ from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
 from fzero.program.inference import infer
-from fzero.program.kinds import UNIFORM, Kind, axes_of
+from fzero.program.kinds import RAGGED, UNIFORM, Kind, axes_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_calls, find_writes, is_call, name_of, record, storage
+from fzero.program.records import body_of, find_calls, find_writes, is_call, name_of, record, storage
+from fzero.program.refusals import line_of, refuse_objective
 
+_DIFFERING = (ops.reduce_scatter_tensor, ops.all_to_all_tensor, ops.permute_tensor)
 _STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
 """Operations that count elements from the start of their operand's memory."""
 
@@ -34,16 +36,21 @@ def resolve(program: Program) -> Program:
     * A leaf or a reduced value that `as_strided` looks into is copied: it becomes a view of a buffer, and `as_strided`
       counts elements from the start of the memory.
     * Each result notes the axes along which it varies (`Result.varies`).
+    * On a mesh with model axes a random draw notes the axes along which it differs.
 
     Raises:
         FzeroError: where a per-rank value meets a slice or is returned as state, where the step writes into its
-            arguments, or looks at a fixed place of a batch's memory, with the leaf and the user's line.
+            arguments, or looks at a fixed place of a batch's memory, with the leaf and the user's line; for a floating
+            0-d result that differs along a model axis; for a model axis along which nothing differs.
     """
     given, program = program, ops.map_bodies(program, resolve)
     program = program.take() if program is given else program
     check_writes(program)
     kinds = infer(program)
     check_results(program, kinds)
+    if program.model_axes:
+        _note_draws(program, kinds)
+        _check_model_axes(program, kinds)
     _average_results(program, kinds)
     program = _note_axes(program, kinds)
     changed = find_changes(program.graph)
@@ -56,6 +63,34 @@ def resolve(program: Program) -> Program:
             program.substitute(node, node.args[0])
     erase_dead(program.graph)
     return program
+
+
+def _note_draws(program: Program, kinds: dict[Node, Kind]) -> None:
+    for node in program.graph.find_nodes(op="call_function", target=ops.draw):
+        node.kwargs = {**node.kwargs, "along": program.mesh.join(kinds[node] - {RAGGED})}
+
+
+def _check_model_axes(program: Program, kinds: dict[Node, Kind]) -> None:
+    for result, node in zip(program.tensor_results, program.output.args[0]):
+        value, along = node.meta["val"], axes_of(program, kinds[node]).intersection(program.model_axes)
+        if result.bucket is None and result.kind is None and not value.ndim and value.is_floating_point() and along:
+            raise refuse_objective(f"result {result.path!r}", along, line_of(node))
+    used = {axis for node in program.graph.nodes for axis in _list_named_axes(program, node)}
+    for axis in () if program.is_body else program.model_axes:
+        if program.mesh.size(axis) > 1 and axis not in used:
+            data = tuple(name for name in program.mesh.names if name not in program.model_axes)
+            problem = f"is a model axis of {program.mesh}, and nothing that {program.name} computes differs along it"
+            way_out = f"give data={(*data, axis)} if ranks along it take different examples, else use a mesh without it"
+            raise FzeroError(f"mesh axis {axis!r}", problem, way_out)
+
+
+def _list_named_axes(program: Program, node: Node) -> set[str]:
+    """The axes along which a node makes values differ, in the body of a loop too."""
+    body = body_of(node)
+    if body is not None:
+        return {axis for each in body.graph.nodes for axis in _list_named_axes(program, each)}
+    named = node.args[0] if is_call(node, ops.axis_index) else node.args[1] if is_call(node, *_DIFFERING) else None
+    return set() if named is None else {*program.mesh.split(named)}
 
 
 def _copy_overwritten(program: Program) -> None:

@@ -27,8 +27,8 @@ class Walk:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.per_rank = frozenset(program.mesh.names)
-        """The kind of a value that differs between all ranks."""
+        self.per_rank = frozenset(program.mesh.names) - {*program.model_axes}
+        """The kind of a batch, which differs between ranks along data axes."""
         self.of_slices = frozenset({program.mesh.shard_axis, RAGGED})
         """The kind of a value that is computed from slices and is no slice itself."""
         self._kinds: dict[Node, Kind] = {}

@@ -103,6 +103,7 @@ class Program(LayoutTable):
 
     * `graph` is a `torch.fx.Graph`. Its placeholders are `arguments`, in order. Its output is a list of the tensors
       among `results`, in order.
+    * `model_axes` are the axes of the mesh along which ranks take the same batch.
     * `layouts` maps the bucket names that nodes use to layouts.
     * `constants` are the tensors that the step captured, by reference. `read` are captured tensors whose elements
       Python read while the step was traced: the program is right for these elements only.
@@ -133,6 +134,7 @@ class Program(LayoutTable):
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     is_body: bool = False
+    model_axes: tuple[str, ...] = ()
     open: Open | None = None
     is_spare: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
@@ -77,6 +78,13 @@ def _find_plain_state(program: Program, node: Node, axes: frozenset[str]) -> tup
         way_out += f"; or {advise_mean(axes)}"
     names = " and ".join(f"argument {source.path}" for source in sources[:2])
     return f"{names}, a plain tensor in the place of state,", way_out
+
+
+def refuse_objective(what: str, axes: Iterable[str], line: str) -> FzeroError:
+    """The error of a number that differs along model axes, where the ranks compute parts of one number."""
+    names = ", ".join(map(repr, sorted(axes)))
+    problem = f"differs along the model axis {names}, along which ranks compute parts of one value{line}"
+    return FzeroError(what, problem, f"join the parts where they first belong together, as by fzero.psum(x, {names})")
 
 
 def advise_mean(axes: frozenset[str]) -> str:

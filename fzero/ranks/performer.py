@@ -51,6 +51,14 @@ class MovePerformer:
         """Whether the plain tensor `x` may differ between ranks. Only a trace knows: elsewhere, no."""
         return False
 
+    def find_same(self, x: Tensor) -> frozenset[str]:
+        """The model axes along which the plain tensor `x` is known to be the same. Only a trace knows."""
+        return frozenset()
+
+    def find_differing(self, x: Tensor) -> frozenset[str]:
+        """The model axes along which the plain tensor `x` is known to differ. Only a trace knows."""
+        return frozenset()
+
     def may_write(self, x: Tensor) -> bool:
         """Whether a function may write into the slice `x`: inside of a step, where no argument has that memory, and
         where the step has no view of the gathered value, which would not see the write."""

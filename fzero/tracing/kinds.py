@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import pytree_leaves
+from fzero.base.torch_private import pytree_leaves, unwrap
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.inference import Walk
 from fzero.program.kinds import Kind
@@ -65,6 +65,17 @@ class Kinds:
         self._follow()
         kind = self.of(node)
         return bool(kind) if isinstance(kind, frozenset) else True
+
+    def find_model_axes(self, x: Tensor, differs: bool) -> frozenset[str]:
+        """The model axes along which a whole tensor of the trace differs, or is the same. None of any other tensor."""
+        node = self.node_of(unwrap(x)) if self.program.model_axes else None
+        if node is None:
+            return frozenset()
+        self._follow()
+        kind = self.of(node)
+        if not isinstance(kind, frozenset):
+            return frozenset()
+        return frozenset(axis for axis in self.program.model_axes if (axis in kind) == differs)
 
     def of(self, node: Node) -> Kind:
         """The kind of a node."""

@@ -93,6 +93,12 @@ class Tracer(MovePerformer):
     def varies(self, x: Tensor) -> bool:
         return self.kinds is not None and self.kinds.varies(x)
 
+    def find_same(self, x: Tensor) -> frozenset[str]:
+        return frozenset() if self.kinds is None else self.kinds.find_model_axes(x, differs=False)
+
+    def find_differing(self, x: Tensor) -> frozenset[str]:
+        return frozenset() if self.kinds is None else self.kinds.find_model_axes(x, differs=True)
+
     def may_write(self, x: Tensor) -> bool:
         return self.kinds is not None and self.kinds.may_write(x)
 
@@ -115,17 +121,18 @@ def trace(
     mesh: VirtualMesh,
     symbols: Symbols | None = None,
     shapes: Mapping[int, OpenForm] | None = None,
+    model_axes: tuple[str, ...] = (),
 ) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
-    `Sharded` leaves of `args` are state. Tensors are this rank's batch. Any other leaf is a constant of the program.
+    `Sharded` leaves of `args` are state. Tensors are this rank's batch, the same along `model_axes`. Any other leaf is a constant of the program.
 
     With `symbols` the program is open: `shapes` has, by the position of a leaf, a shape and strides with open sizes.
 
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
-    this, shapes = _Trace(fn, args, mesh, symbols), shapes or {}
+    this, shapes = _Trace(fn, args, mesh, symbols, model_axes), shapes or {}
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
     given = [(shapes.get(i), leaf) for i, leaf in enumerate(this.leaves) if _is_tensor(leaf)]
     fakes = [_make_fake(leaf, this.fake_mode, opened) for opened, leaf in given]
@@ -148,9 +155,14 @@ class _Trace:
     """The trace of a function, and what it finds."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], mesh: VirtualMesh, symbols: Symbols | None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        mesh: VirtualMesh,
+        symbols: Symbols | None,
+        model_axes: tuple[str, ...],
     ) -> None:
-        self.fn, self.tracer = fn, Tracer(mesh)
+        self.fn, self.tracer, self._model_axes = fn, Tracer(mesh), model_axes
         self.open = None if symbols is None else Open(symbols, tuple(symbols.examples))
         environment = None if symbols is None else symbols.env
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
@@ -185,6 +197,7 @@ class _Trace:
             read=tuple(self._read),
             reduce_dtypes=self.tracer.reduce_dtypes,
             noted=tuple(map(type, self._noted)),
+            model_axes=self._model_axes,
             open=self.open,
         )
 

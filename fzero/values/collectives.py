@@ -178,9 +178,22 @@ def _map(
         if is_sharded(leaf):
             problem = "is state, which is the same on all ranks"
             raise FzeroError(leaf.path, f"{name} over {axes!r}: it {problem}", "compute with it first")
+        if name in _OF_DIFFERENT:
+            _check_differs(name, leaf, on, axes)
         return collective(leaf, on, axes, on.mesh.size(axes))
 
     return tree.map(of_leaf, read_quantized_leaves(x))
+
+
+_OF_DIFFERENT = frozenset({"psum", "all_gather", "psum_scatter"})
+
+
+def _check_differs(name: str, x: Tensor, on: MovePerformer, axis: str) -> None:
+    """Refuse a value that is the same along a model axis: its sum would be the value times the ranks."""
+    same = on.find_same(x).intersection(on.mesh.split(axis))
+    if same:
+        problem = f"the value {list(x.shape)} is the same on all ranks along the model axis {min(same)!r}"
+        raise FzeroError(name, problem, "leave the collective out, or compute a part of the value on each rank first")
 
 
 def _name(on: MovePerformer, axis: Axis) -> str:
@@ -260,6 +273,8 @@ def _reduce_leaf(leaf: Any, on: MovePerformer, op: str, axis: str) -> Tensor:
     if op in ("max", "min"):
         return Extreme.apply(leaf, on, axis, op)
     _check_dtype(leaf, op)
+    if op == "sum":
+        _check_differs("psum", leaf, on, axis)
     return apply(record(ops.all_reduce), leaf, op, axis)
 
 

@@ -18,6 +18,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.reachable import find_tensor, walk
 from fzero.base.torch_private import unwrap
+from fzero.program.refusals import refuse_objective
+from fzero.ranks.performer import current_performer
 from fzero.values.custom_functions import take_custom_functions
 from fzero.values.sharded import Sharded
 
@@ -49,6 +51,7 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
             value = value.full_tensor() if isinstance(value, Sharded) else value
             _check_value(value)
             _check_use(fn, value)
+            _check_objective(value)
             tensors, rebuild = _take_tensors(aux)
             return value, tensors
 
@@ -139,6 +142,14 @@ def _check_value(value: Any) -> None:
         raise FzeroError(
             "value_and_grad", f"the function returned {got}, not one floating number", "return a mean or sum"
         )
+
+
+def _check_objective(value: Tensor) -> None:
+    """Refuse a value that is the part of one rank along a model axis."""
+    on = current_performer()
+    axes = on.find_differing(value) if on is not None else None
+    if axes:
+        raise refuse_objective("value_and_grad: the value", axes, "")
 
 
 def _check_use(fn: Callable[..., Any], value: Tensor) -> None:

@@ -1,4 +1,8 @@
-"""Random draws: a random aten operation draws by the step's seed, the rank's number and the operation's own number."""
+"""Random draws: a random aten operation draws by the step's seed, the rank's number and the operation's own number.
+
+On a mesh with model axes the rank's number is that along the axes along which the draw differs: the data axes, and those
+along which an operand differs. So ranks with the same values drop the same of them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ if TYPE_CHECKING:
     from fzero.ranks.exchanges import Rank
 
 
-def draw(number: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def draw(number: int, target: Callable[..., Any], *args: Any, along: str = "", **kwargs: Any) -> Any:
     """`target(*args, **kwargs)` for a random aten operation.
 
-    Calls with the same `number` draw the same, in one step on one rank: `rematerialize` relies on that. Nothing else
-    uses an operand that the call writes into.
+    Calls with the same `number` draw the same, in one step on ranks of one position `along` axes of the mesh, by
+    default all: `rematerialize` relies on that. Nothing else uses an operand that the call writes into.
     """
     return target(*args, **kwargs)
 
@@ -31,8 +35,11 @@ def _draw_kind(walk: Walk, node: Node) -> Kind:
 
 
 def _draw(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
-    def run(number: int, target: Callable[..., Any], *args: Any, seed: int, **kwargs: Any) -> Any:
-        return draw_from(fold(seed, rank.number, number), target, *args, **kwargs)
+    along = node.kwargs.get("along")
+    position = rank.along(along) if along else rank.number
+
+    def run(number: int, target: Callable[..., Any], *args: Any, seed: int, along: str = "", **kwargs: Any) -> Any:
+        return draw_from(fold(seed, position, number), target, *args, **kwargs)
 
     return run
 
