@@ -138,14 +138,16 @@ class Pipeline(Generic[T]):
                 resolved = resolve(replace(rolled, is_spare=True))
                 return run_passes(replace(resolved, is_spare=True), self.passes)
 
-    def _trace(self, args: tuple[Any, ...], *opened: Any) -> tuple[Program, Program]:
+    def _trace(
+        self, args: tuple[Any, ...], symbols: Symbols | None = None, shapes: Mapping[int, OpenForm] | None = None
+    ) -> tuple[Program, Program]:
         """The program of a trace, and with its loops rolled."""
         with forget_casts():
-            traced = trace(self.fn, args, self.on.mesh, *opened, model_axes=self._model_axes)
+            traced = trace(self.fn, args, self.on.mesh, symbols, shapes, self._model_axes)
             traced = replace(dequantize(traced), measured=self._measured)
             rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
         check_seeds(rolled)
-        if not opened:  # which has been traced at another shape
+        if symbols is None:  # else it has been traced at another shape
             check_mistakes(rolled, self.fn, warn=not self._cache)
         return traced, rolled
 

@@ -67,11 +67,12 @@ def simulate(
         step = fzero.simulate(train_step, mesh)
         params, opt_state, loss = step(params, optimizer.init(params), batch)
 
-    `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds the
-    slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one for
-    each rank in the order of rank numbers, and ranks along axes that are no `data` axes get the same part; every rank
-    gets a 0-d tensor as it is. Results that differ between ranks are joined along dim 0, and 0-d results to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`,
-    `passes`, `data` and `max_programs` are as in `shard`.
+    `ranks` is a mesh, or the size of a mesh with the one axis "fsdp". State is partitioned on that mesh and holds
+    the slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one
+    for each rank in the order of rank numbers, and ranks along axes that are no `data` axes get the same part;
+    every rank gets a 0-d tensor as it is. Results that differ between ranks are joined along dim 0, and 0-d results
+    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `data` and `max_programs` are
+    as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
@@ -225,10 +226,10 @@ class Simulation:
         if not result.varies:
             return self._require_equal(program, result, values)
         differing = self.mesh.join({*self.mesh.split(self._data), *result.varies})
-        columns = defaultdict[int, list[Tensor]](list)  # of ranks that hold the same
+        alike = defaultdict[int, list[Tensor]](list)
         for value, seat in zip(values, self._seats):
-            columns[seat.along(differing)].append(value)
-        different = [self._require_equal(program, result, columns[position]) for position in sorted(columns)]
+            alike[seat.along(differing)].append(value)
+        different = [self._require_equal(program, result, alike[position]) for position in sorted(alike)]
         return torch.cat(different) if values[0].ndim else torch.stack(different)
 
     def _require_equal(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:

@@ -173,11 +173,11 @@ def find_model_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tup
     known = mesh.data_axes(data)
     others = tuple(axis for axis in mesh.names if axis not in known)
     if others and data is None:
+        problem, axis = f"has no meaning on {mesh}, whose data axes are {known}", others[0]
         way_out = (
-            f"give data={(*known, others[0])} if ranks along {others[0]!r} take different examples, and data={known}"
+            f"give data={(*known, axis)} if ranks along {axis!r} take different examples, and data={known} if they"
         )
-        problem = f"has no meaning on {mesh}, whose data axes are {known}"
-        raise FzeroError(f"mesh axis {others[0]!r}", problem, f"{way_out} if they take the same (docs/axes.md)")
+        raise FzeroError(f"mesh axis {axis!r}", problem, f"{way_out} take the same (docs/axes.md)")
     return others
 
 

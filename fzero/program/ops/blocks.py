@@ -123,7 +123,7 @@ def _count_of_all(node: Node) -> int:
     return int(node.args[2]) * math.prod(node.meta["val"].shape)
 
 
-all_gather_tensor = register_for_tracing(
+all_gather_tensor: Any = register_for_tracing(
     "all_gather_tensor(Tensor x, str axis, int world) -> Tensor",
     lambda x, axis, world: x.new_empty((world * x.shape[0], *x.shape[1:])),
     kind=_same_kind,
@@ -131,7 +131,7 @@ all_gather_tensor = register_for_tracing(
     transpose=lambda cotangent, axis, world: apply(record(reduce_scatter_tensor), cotangent, axis, world),
     **_known("all_gather", lambda node: math.prod(node.meta["val"].shape)),
 )
-reduce_scatter_tensor = register_for_tracing(
+reduce_scatter_tensor: Any = register_for_tracing(
     "reduce_scatter_tensor(Tensor x, str axis, int world) -> Tensor",
     lambda x, axis, world: x.new_empty((x.shape[0] // world, *x.shape[1:])),
     kind=_different_kind,
@@ -139,7 +139,7 @@ reduce_scatter_tensor = register_for_tracing(
     transpose=lambda cotangent, axis, world: apply(record(all_gather_tensor), cotangent, axis, world),
     **_known("reduce_scatter", _count_of_all),
 )
-all_to_all_tensor = register_for_tracing(
+all_to_all_tensor: Any = register_for_tracing(
     "all_to_all_tensor(Tensor x, str axis, int world) -> Tensor",
     lambda x, axis, world: x.new_empty(x.shape),
     kind=_different_kind,
@@ -147,7 +147,7 @@ all_to_all_tensor = register_for_tracing(
     transpose=lambda cotangent, axis, world: apply(record(all_to_all_tensor), cotangent, axis, world),
     **_known("all_to_all", lambda node: math.prod(node.meta["val"].shape)),
 )
-permute_tensor = register_for_tracing(
+permute_tensor: Any = register_for_tracing(
     "permute_tensor(Tensor x, str axis, int world, int[] perm) -> Tensor",
     lambda x, axis, world, perm: x.new_empty(x.shape),
     kind=_different_kind,

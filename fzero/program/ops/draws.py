@@ -1,7 +1,7 @@
 """Random draws: a random aten operation draws by the step's seed, the rank's number and the operation's own number.
 
-On a mesh with model axes the rank's number is that along the axes along which the draw differs: the data axes, and those
-along which an operand differs. So ranks with the same values drop the same of them.
+On a mesh with model axes the rank's number is that along the axes along which the draw differs: the data axes, and
+those along which an operand differs. So ranks with the same values drop the same of them.
 """
 
 from __future__ import annotations
