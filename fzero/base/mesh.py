@@ -175,9 +175,9 @@ def find_model_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tup
     if others and data is None:
         problem, axis = f"has no meaning on {mesh}, whose data axes are {known}", others[0]
         way_out = (
-            f"give data={(*known, axis)} if ranks along {axis!r} take different examples, and data={known} if they"
+            f"give data={(*known, axis)} if ranks along {axis!r} take different examples, and data={known} if"
         )
-        raise FzeroError(f"mesh axis {axis!r}", problem, f"{way_out} take the same (docs/axes.md)")
+        raise FzeroError(f"mesh axis {axis!r}", problem, f"{way_out} they take the same (docs/axes.md)")
     return others
 
 

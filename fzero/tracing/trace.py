@@ -125,8 +125,8 @@ def trace(
 ) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
-    `Sharded` leaves of `args` are state. Tensors are this rank's batch, the same along `model_axes`. Any other leaf is a
-    constant of the program.
+    `Sharded` leaves of `args` are state. Tensors are this rank's batch, the same along `model_axes`. Other leaves are
+    constants of the program.
 
     With `symbols` the program is open: `shapes` has, by the position of a leaf, a shape and strides with open sizes.
 

@@ -31,7 +31,11 @@ def draw(number: int, target: Callable[..., Any], *args: Any, along: str = "", *
 
 
 def _draw_kind(walk: Walk, node: Node) -> Kind:
-    return walk.per_rank | walk.join(node, node.all_input_nodes, pointwise=False)
+    operands = list(node.all_input_nodes)
+    for each in operands:  # dropout draws into a new tensor that is like its operand
+        if each.op == "call_function" and walk.record(each).takes_shape:
+            operands += each.all_input_nodes
+    return walk.per_rank | walk.join(node, operands, pointwise=False)
 
 
 def _draw(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
