@@ -11,29 +11,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from axes import (
+    ADAMW,
+    COLLECTIVES,
+    EXAMPLES,
+    F64,
+    WEIGHTS,
+    WIDTH,
+    Collective,
+    block,
+    loss_of,
+    mlp,
+    on_a_sequence,
+    on_ranks,
+    rows_of,
+    train,
+)
 from torch import Tensor
 
 import fzero
-from fzero import FzeroError, VirtualMesh, optim, tree
+from fzero import FzeroError, VirtualMesh, tree
 
-F64 = torch.float64
-WIDTH, HIDDEN = 4, 12
-
-Collective = Callable[[Tensor, Any], Tensor]
-COLLECTIVES: dict[str, Collective] = {
-    "psum": fzero.psum,
-    "pmean": fzero.pmean,
-    "all_gather": fzero.all_gather,
-    "all_gather of dim 1": lambda x, axis: fzero.all_gather(x, axis, -1),
-    "psum_scatter": fzero.psum_scatter,
-    "psum_scatter of dim 1": lambda x, axis: fzero.psum_scatter(x, axis, 1),
-    "all_to_all": lambda x, axis: fzero.all_to_all(x, axis, 1, 0),
-    "all_to_all of one dim": lambda x, axis: fzero.all_to_all(x, axis, 0, 0),
-    "ppermute": lambda x, axis: fzero.ppermute(x, axis, [(i, i + 1) for i in range(fzero.axis_size(axis) - 1)]),
-    "ppermute around": lambda x, axis: fzero.ppermute(
-        x, axis, [(i, (i - 1) % fzero.axis_size(axis)) for i in range(fzero.axis_size(axis))]
-    ),
-}
 MESHES = {
     "fsdp": VirtualMesh(fsdp=2),
     "a": VirtualMesh(fsdp=1, a=3),
@@ -43,16 +41,6 @@ MESHES = {
     ("b", "fsdp", "a"): VirtualMesh(b=2, fsdp=2, a=2),
 }
 """Axes, in any order -> a mesh that has them."""
-
-
-def on_ranks(fn: Callable[..., Any], mesh: VirtualMesh, *batch: Tensor) -> Any:
-    """`fn` on all ranks of a mesh, each of which has its own rows."""
-    return fzero.simulate(fn, mesh, data=mesh.names)(*batch)
-
-
-def rows_of(mesh: VirtualMesh, rows: int = 24, seed: int = 0) -> Tensor:
-    """[ranks * rows, 24]: different rows on each rank."""
-    return torch.randn(mesh.size() * rows, 24, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def define(name: str, row: list[Tensor]) -> list[Tensor]:
@@ -204,47 +192,7 @@ def test_bytes_are_those_of_the_closed_form() -> None:
 
 # model axes
 
-WEIGHTS = {
-    "norm": torch.ones(WIDTH, dtype=F64),
-    "up": torch.randn(HIDDEN, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(0)) / 2,
-    "down": torch.randn(WIDTH, HIDDEN, dtype=F64, generator=torch.Generator().manual_seed(1)) / 2,
-}
-EXAMPLES = torch.randn(16, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(2))
 GRID = VirtualMesh(fsdp=2, tp=2)
-ADAMW = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.01))
-
-
-def block(w: Any, dim: int, axis: Any = "tp") -> Tensor:
-    """This rank's block of a whole leaf."""
-    size = w.shape[dim] // fzero.axis_size(axis)
-    return w.index_select(dim, fzero.axis_index(axis) * size + torch.arange(size))
-
-
-def mlp(params: Any, x: Tensor) -> Tensor:
-    """A column, then a row of Megatron's: each rank has some of the hidden units."""
-    hidden = F.layer_norm(x, (WIDTH,), params["norm"]) @ block(params["up"], 0).T
-    return x + fzero.psum(hidden.relu() @ block(params["down"], 1).T, "tp")
-
-
-def on_a_sequence(params: Any, x: Tensor) -> Tensor:
-    """The same, where each rank normalizes some of the rows."""
-    mine = F.layer_norm(block(x, 0), (WIDTH,), params["norm"])
-    hidden = fzero.all_gather(mine, "tp") @ block(params["up"], 0).T
-    added = fzero.psum_scatter(hidden.relu() @ block(params["down"], 1).T, "tp")
-    return fzero.all_gather(block(x, 0) + added, "tp")
-
-
-def loss_of(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    return lambda params, x: forward(params, x).square().mean()
-
-
-def train(forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
-    def step(params: Any, state: Any, x: Tensor) -> Any:
-        loss, grads = fzero.value_and_grad(loss_of(forward))(params, x)
-        updates, state = ADAMW.update(grads, state, params)
-        return tree.map(torch.add, params, updates), state, loss
-
-    return step
 
 
 def microbatches(forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:

@@ -1,0 +1,92 @@
+"""Collectives over axes, and a model axis, on four real ranks: the bits of virtual ranks; unlike batches are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import axes
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Outcome, Refusal, refusal, run_cases, values
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fzero
+from fzero import VirtualMesh, tree
+
+SHAPES: tuple[tuple[tuple[int, ...], tuple[str, ...], Any], ...] = (
+    ((2, 2), ("b", "fsdp"), "b"),
+    ((2, 2), ("fsdp", "a"), ("fsdp", "a")),
+    ((2, 1, 2), ("b", "fsdp", "a"), ("b", "fsdp")),
+)
+"""The sizes and names of a mesh, and axes of it."""
+
+
+def grid(sizes: tuple[int, ...] = (2, 2), names: tuple[str, ...] = ("fsdp", "tp")) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def all_collectives(mesh: DeviceMesh) -> bool:
+    """Whether each collective gives this rank the bits that it gives the virtual rank."""
+    for sizes, names, over in SHAPES:
+        shape = VirtualMesh(**dict(zip(names, sizes)))
+        x = axes.rows_of(shape)
+
+        def several(x: Tensor, over: Any = over, names: tuple[str, ...] = names) -> list[Tensor]:
+            return [collective(x, over) + 0 * fzero.axis_index(names) for collective in axes.COLLECTIVES.values()]
+
+        expected = axes.on_ranks(several, shape, x)
+        got = fzero.shard(several, grid(sizes, names), data=names)(x.chunk(4)[dist.get_rank()])
+        if not all(torch.equal(a, b.chunk(4)[dist.get_rank()]) for a, b in zip(got, expected)):
+            return False
+    return True
+
+
+def trained(mesh: DeviceMesh) -> Any:
+    """Three steps on a model axis: losses, and the parameters whole."""
+    mesh = grid()
+    params = fzero.partition(axes.WEIGHTS, mesh)
+    state, losses = axes.ADAMW.init(params), list[Tensor]()
+    step = fzero.shard(axes.train(axes.on_a_sequence), mesh, data=("fsdp",))
+    for _ in range(3):
+        params, state, loss = step(params, state, axes.EXAMPLES.chunk(2)[dist.get_rank() // 2])
+        losses.append(loss)
+    return losses, fzero.unpartition(params)
+
+
+def unlike(mesh: DeviceMesh) -> list[Any]:
+    """Ranks along tp with other batches, then with equal ones."""
+    step = fzero.shard(lambda x, y: fzero.psum(x * fzero.axis_index("tp"), "tp") + y, grid(), data=("fsdp",))
+    x = torch.ones(3)
+    found: list[Any] = [refusal(lambda: step(x, torch.full((3,), float(dist.get_rank() == 3))))]
+    return [*found, step(x, x * (dist.get_rank() // 2))]
+
+
+CASES = {each.__name__: each for each in (all_collectives, trained, unlike)}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Outcome]]:
+    return run_cases(4, CASES)
+
+
+def test_collectives_have_the_bits_of_virtual_ranks(outcomes: dict[str, list[Outcome]]) -> None:
+    assert values(outcomes["all_collectives"]) == [True] * 4
+
+
+def test_a_model_axis_trains_as_one_device(outcomes: dict[str, list[Outcome]]) -> None:
+    step = axes.train(axes.on_a_sequence)
+    params, state, losses = axes.WEIGHTS, axes.ADAMW.init(axes.WEIGHTS), []
+    for _ in range(3):
+        params, state, loss = step(params, state, axes.EXAMPLES)
+        losses.append(loss)
+    for found in values(outcomes["trained"]):
+        torch.testing.assert_close(found, (losses, tree.map(lambda x: x, params)), rtol=1e-12, atol=1e-14)
+
+
+def test_unlike_batches_are_named_on_all_ranks(outcomes: dict[str, list[Outcome]]) -> None:
+    for rank, (refused, after) in enumerate(values(outcomes["unlike"])):
+        assert isinstance(refused, Refusal) and refused.kind == "FzeroError"
+        assert refused.message.startswith("argument 1: differs between ranks along 'tp', which take the same batch; ")
+        assert after.tolist() == [1.0 + rank // 2] * 3
