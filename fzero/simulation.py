@@ -24,6 +24,7 @@ from fzero.base.placement import Placement
 from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, address_of, allocate, duplicate
+from fzero.layout.layout import Layout
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
@@ -210,7 +211,7 @@ class Simulation:
                 part = leaf.form.layout.part(leaf.index, seat.rank)
                 values[i] = leaf.local[part.start : part.stop]
         for layout, members in groups:
-            full = {index: leaves[i].local for i, index in members.items()}
+            full = {index: _find_part(leaves[i], seat) for i, index in members.items()}
             placed = copy_slices(full, layout, seat.rank)
             values.update((i, placed[index]) for i, index in members.items())
         return [values[i] for i in sorted(values)]
@@ -219,17 +220,19 @@ class Simulation:
         """One result, from the values of all ranks."""
         layout = program.layouts[result.bucket] if result.bucket is not None else None
         if layout is not None and not layout.replicated:
-            columns = [[x for x, seat in zip(values, self._seats) if seat.rank == r] for r in range(layout.world)]
-            slices = [self._require_equal(program, result, column) for column in columns]
+            alike = defaultdict[tuple[int, int], list[Tensor]](list)
+            for value, seat in zip(values, self._seats):
+                alike[_find_position(layout, seat), seat.rank].append(value)
+            slices = [self._require_equal(program, result, alike[place]) for place in sorted(alike)]
             on_disk = [x for x in slices if isinstance(x, OnDisk)]
             return _join_files(on_disk, layout.bucket) if on_disk else torch.cat(slices)
         if not result.varies:
             return self._require_equal(program, result, values)
         differing = self.mesh.join({*self.mesh.split(self._data), *result.varies})
-        alike = defaultdict[int, list[Tensor]](list)
+        rows = defaultdict[int, list[Tensor]](list)
         for value, seat in zip(values, self._seats):
-            alike[seat.along(differing)].append(value)
-        different = [self._require_equal(program, result, alike[position]) for position in sorted(alike)]
+            rows[seat.along(differing)].append(value)
+        different = [self._require_equal(program, result, rows[position]) for position in sorted(rows)]
         return torch.cat(different) if values[0].ndim else torch.stack(different)
 
     def _require_equal(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
@@ -243,6 +246,17 @@ class Simulation:
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
+
+
+def _find_position(layout: Layout, seat: Seat) -> int:
+    """The position of a rank among those that have parts of the leaves of a layout."""
+    return seat.along(layout.mesh.join(layout.split_axes)) if layout.split_axes else 0
+
+
+def _find_part(leaf: Sharded, seat: Seat) -> Tensor:
+    """The part of a leaf that a rank has a slice of."""
+    layout = leaf.form.layout
+    return leaf.local if layout.splits == 1 else leaf.local.view(layout.splits, -1)[_find_position(layout, seat)]
 
 
 def _separate(program: Program, given: Sequence[Tensor]) -> list[Tensor]:

@@ -174,9 +174,7 @@ def find_model_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tup
     others = tuple(axis for axis in mesh.names if axis not in known)
     if others and data is None:
         problem, axis = f"has no meaning on {mesh}, whose data axes are {known}", others[0]
-        way_out = (
-            f"give data={(*known, axis)} if ranks along {axis!r} take different examples, and data={known} if"
-        )
+        way_out = f"give data={(*known, axis)} if ranks along {axis!r} take different examples, and data={known} if"
         raise FzeroError(f"mesh axis {axis!r}", problem, f"{way_out} they take the same (docs/axes.md)")
     return others
 

@@ -8,6 +8,9 @@ A layout holds integers and names only: a layout hashes and compares, and plans 
 
 A rank boundary may fall anywhere in a leaf without blocks. In a leaf with blocks, rows say, a rank boundary falls
 between two blocks: zeros before the leaf shift the leaf there.
+
+A leaf that is split over model axes is cut twice: ranks along these axes have parts of the leaf in its own dims, and a
+layout is that of one part, over the ranks along the shard axis.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
@@ -27,12 +30,21 @@ ALIGN = 16
 """A rank's slice is a multiple of so many elements. NCCL wants 16 bytes, and the narrowest dtype has one byte."""
 
 
+class Split(NamedTuple):
+    """How a leaf is split over the ranks along a model axis, or along several together: equally along `dim`, or with
+    `parts` each of so many equal parts of the dim, as a gate and an up projection in one leaf."""
+
+    axis: str
+    dim: int
+    parts: int = 1
+
+
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf: its dotted path, its global shape, and the elements of a block. No rank boundary cuts a block.
+    """A leaf: its dotted path, its shape, and the elements of a block. No rank boundary cuts a block.
 
     Blocks are counted from the leaf's start. The last block may be shorter. No step trains a frozen leaf.
-    `is_embedding` is as in `fzero.base.embeddings`.
+    `is_embedding` is as in `fzero.base.embeddings`. The shape of a leaf with a `split` is that of one rank's part.
 
     Raises:
         FzeroError: for a block below 1 element.
@@ -43,6 +55,7 @@ class Leaf:
     block: int = 1
     is_frozen: bool = False
     is_embedding: bool | None = field(default=None, compare=False)  # says nothing about where elements are
+    split: Split | None = None
 
     def __post_init__(self) -> None:
         if self.block < 1:
@@ -63,6 +76,8 @@ class Layout:
 
     A leaf begins at a multiple of `unit` elements of the bucket, and so does each rank's slice. So no rank boundary
     cuts `unit` elements of a leaf that are counted from the leaf's start.
+
+    All leaves of a bucket are split over the same axes, or none is.
     """
 
     bucket: str
@@ -80,6 +95,31 @@ class Layout:
     def world(self) -> int:
         """The number of ranks that the bucket is cut over: the size of the shard axis."""
         return self.mesh.size(self.mesh.shard_axis)
+
+    @cached_property
+    def split_axes(self) -> tuple[str, ...]:
+        """The model axes that the leaves are split over."""
+        return self.mesh.split(self.leaves[0].split.axis) if self.leaves and self.leaves[0].split else ()
+
+    @property
+    def splits(self) -> int:
+        """The ranks that each leaf is split over."""
+        return math.prod(map(self.mesh.size, self.split_axes))
+
+    @cached_property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh along which ranks hold the same."""
+        return tuple(axis for axis in self.mesh.replica_axes if axis not in self.split_axes)
+
+    @cached_property
+    def cut_axes(self) -> str:
+        """The name of the axes, together, along which ranks hold different elements."""
+        return self.mesh.join((self.mesh.shard_axis, *self.split_axes))
+
+    def shape_of(self, leaf: int) -> tuple[int, ...]:
+        """The shape of a leaf as a whole: of the parts of all ranks that it is split over."""
+        (shape, split), splits = (self.leaves[leaf].shape, self.leaves[leaf].split), self.splits
+        return shape if split is None else (*shape[: split.dim], shape[split.dim] * splits, *shape[split.dim + 1 :])
 
     @cached_property
     def numel(self) -> int:
@@ -191,7 +231,8 @@ class Layout:
 
 
 def layer_of(bucket: str) -> str:
-    """The layer whose leaves are in a bucket: its name, without the dtype that follows where a layer has several."""
+    """The layer whose leaves are in a bucket: its name, without the dtype that follows where a layer has several, and
+    without the axes that its leaves are split over."""
     return bucket.partition(":")[0]
 
 

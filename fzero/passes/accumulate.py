@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -134,15 +135,18 @@ def _average_replicas_behind(program: Program, loop: Node) -> None:
     """Let a loop add up means over the shard axis, and take the means of the sums over other axes behind the loop."""
     mesh, body = program.mesh, loop.args[0].copy()
     sums = _list_sums(body)
-    arguments, results, behind = list(body.arguments), list(body.results), dict[int, str]()
+    arguments, results, behind = list(body.arguments), list(body.results), dict[int, tuple[str, Sequence[str]]]()
     for each in sums:
         i, kind = each.carry, body.arguments[each.carry].kind
         if isinstance(kind, Slice) and len(each.means) == 1:  # its scatter
-            behind[i] = body.layouts[kind.bucket].leaves[kind.leaf].path
+            layout = body.layouts[kind.bucket]
+            if not layout.replica_axes:
+                continue
+            behind[i] = layout.leaves[kind.leaf].path, layout.replica_axes
             each.means[0].kwargs = {"replicas": False}
-            kind = replace(kind, over=frozenset(mesh.replica_axes))
+            kind = replace(kind, over=frozenset(layout.replica_axes))
         elif isinstance(kind, frozenset):  # of a leaf that every rank holds
-            behind[i] = each.means[0].kwargs["leaf"]
+            behind[i] = each.means[0].kwargs["leaf"], mesh.replica_axes
             for mean in each.means:
                 mean.update_arg(2, mesh.shard_axis)
             kind |= frozenset(mesh.replica_axes)
@@ -152,14 +156,14 @@ def _average_replicas_behind(program: Program, loop: Node) -> None:
         loop.args = (body, *loop.args[1:])
         for item in list(loop.users):
             if item.args[1] in behind:
-                _average(program, item, behind[item.args[1]])
+                _average(program, item, *behind[item.args[1]])
 
 
-def _average(program: Program, total: Node, leaf: str) -> None:
-    """Replace a sum of gradients of a leaf by its mean over the axes but the shard axis."""
-    users, axes = list(total.users), program.mesh.join(program.mesh.replica_axes)
+def _average(program: Program, total: Node, leaf: str, axes: Sequence[str]) -> None:
+    """Replace a sum of gradients of a leaf by its mean over some axes."""
+    users = list(total.users)
     with program.graph.inserting_before(total.next):
-        mean = program.emit(ops.all_reduce, total, "avg", axes, leaf=leaf)
+        mean = program.emit(ops.all_reduce, total, "avg", program.mesh.join(axes), leaf=leaf)
     for user in users:
         user.replace_input_with(total, mean)
 

@@ -88,7 +88,9 @@ def _list_named_axes(program: Program, node: Node) -> set[str]:
     """The axes along which a node makes values differ, in the body of a loop too."""
     body = body_of(node)
     if body is not None:
-        return {axis for each in body.graph.nodes for axis in _list_named_axes(program, each)}
+        return {axis for each in body.graph.nodes for axis in _list_named_axes(body, each)}
+    if is_call(node, ops.gather):
+        return {*program.layout_of(node).split_axes}
     named = node.args[0] if is_call(node, ops.axis_index) else node.args[1] if is_call(node, *_DIFFERING) else None
     return set() if named is None else {*program.mesh.split(named)}
 

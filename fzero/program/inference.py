@@ -81,7 +81,7 @@ class Walk:
         if not written:
             return kind
         if isinstance(kind, Slice):
-            over = written - {self.program.mesh.shard_axis}
+            over = written.difference(self.program.mesh.split(self.program.layouts[kind.bucket].cut_axes))
             return replace(kind, over=kind.over | over) if over else kind
         return kind | written if isinstance(kind, frozenset) else kind
 
@@ -198,7 +198,7 @@ class Walk:
         if not slices:
             return varies
         if not pointwise:
-            return varies.union(*(self.of_slices | kind.over for kind in slices))
+            return varies.union({RAGGED}, *(axes_of(self.program, kind) for kind in slices))
         if varies:
             raise refuse_drift(self.program, node, varies, next(kind for kind in kinds if isinstance(kind, Slice)))
         if len(slices) > 1:
@@ -240,14 +240,14 @@ class Walk:
             problem = f"has shape {list(shape)} where {expected.path} has {list(expected.shape)}"
             raise self.refuse(node, problem)
 
-    def expect_uniform(self, node: Node, use: Node | None = None) -> None:
-        """Refuse a first operand that differs between ranks. `use` is the node of the user's code that a `take` or
-        `beside` prepares the operand for."""
+    def expect_uniform(self, node: Node, use: Node | None = None, but: Sequence[str] = ()) -> None:
+        """Refuse a first operand that differs between ranks, `but` along some axes. `use` is the node of the user's
+        code that a `take` or `beside` prepares the operand for."""
         kind = self.of(node.args[0])
         if not isinstance(kind, frozenset):
             takes = f"takes {describe_kind(self.program, kind)} for a uniform value"
             raise self.refuse(node, takes, "gather it first")
-        if kind:
+        if kind.difference(but):
             raise refuse_drift(self.program, node, kind, use=use)
 
 

@@ -55,4 +55,6 @@ def kind_of_state(program: Program, value: Argument | Result) -> Kind | None:
 
 def axes_of(program: Program, kind: Kind) -> frozenset[str]:
     """The mesh axes along which a value of this kind differs between ranks."""
-    return frozenset({program.mesh.shard_axis}) | kind.over if isinstance(kind, Slice) else kind - {RAGGED}
+    if isinstance(kind, Slice):
+        return kind.over.union(program.mesh.split(program.layouts[kind.bucket].cut_axes))
+    return kind - {RAGGED}

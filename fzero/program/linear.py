@@ -41,12 +41,12 @@ def refuse_batch(path: str, move: str) -> FzeroError:
 
 
 class Composite(NamedTuple):
-    """A linear function that takes the place of an operation: `run(x, on, path)` of a value of the leaf at `path`, and
-    its transpose `(cotangent, path)`."""
+    """A linear function that takes the place of an operation: `run(x, on, of)` of a value that belongs to the leaf with
+    the path `of.path`, and its transpose `(cotangent, of)`."""
 
     name: str
-    run: Callable[[Tensor, MovePerformer, str], Tensor]
-    transpose: Callable[[Tensor, str], Tensor]
+    run: Callable[[Tensor, MovePerformer, Any], Tensor]
+    transpose: Callable[[Tensor, Any], Tensor]
 
 
 def apply(operation: Operation | Composite, x: Any, *args: Any, on: MovePerformer | None = None, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ class Linear(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, on: MovePerformer, given: Any) -> Any:
         name, first, path = given.operation.name, given.args[0], ""
         if isinstance(given.operation, Composite):
-            path = first
+            path = first.path
         elif isinstance(first, Layout):
             path = first.leaves[given.args[1]].path
         if path:

@@ -212,8 +212,9 @@ def gather_leaves(
 
 
 def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) -> Steps:
-    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh, or without
-    `replicas` over the shard axis alone.
+    """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh that they are not
+    split over, or without `replicas` over the shard axis alone; and 1 / n of that where n ranks have parts of a leaf,
+    because the objective is a mean over all ranks.
 
     On a mesh of one rank the leaves are their own mean: the result is the list of them, flat, views where possible.
     """
@@ -223,11 +224,11 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) 
     asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
-    axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1] if replicas else ()
+    axes = [axis for axis in along.layout.replica_axes if mesh.size(axis) > 1] if replicas else ()
     if axes:
         over = mesh.join(axes)
         block = yield AllReduce(f"all_reduce of {bucket} over {over}", over, block, "avg")
-    return block
+    return block / along.layout.splits if along.layout.splits > 1 else block
 
 
 def complete(steps: Steps, answer: Tensor | None, begin: Callable[[Exchange], Pending]) -> Any:

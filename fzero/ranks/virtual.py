@@ -43,6 +43,11 @@ class Virtual(Ranks):
         Raises:
             FzeroError: for an operation that communicates, and whose record does not say what it does to such values.
         """
+        for layout in call.layouts:
+            if layout.splits > 1:
+                problem = f"is split over {layout.mesh.join(layout.split_axes)!r}, and one process has all parts"
+                way_out = "use it in a step, or whole, by fzero.unpartition"
+                raise FzeroError(layout.leaves[0].path, f"{call.operation.name}: it {problem}", way_out)
         of_all = call.operation.of_all
         if of_all is None:
             return super().run(call)

@@ -15,8 +15,9 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import ALIGN, Layout, Leaf, replicated_layout
+from fzero.layout.layout import ALIGN, Layout, Leaf, Split, replicated_layout
 from fzero.optim.quantized import BLOCK, LEAST, count_blocks
+from fzero.state.splits import Rules, find_splits, split_shape
 from fzero.values.functions import is_sharded
 
 Keys = Sequence[tuple[str | int, ...]]
@@ -36,16 +37,18 @@ def plan_leaves(
     persist: int = 0,
     granularity: Granularity | None = None,
     unit: int = 1,
+    split: Rules | None = None,
 ) -> LeafLayouts:
     """The layout of each leaf, by the keywords of `fzero.partition`. Reads only shapes and dtypes of leaves."""
     found = _match_params(keys, leaves, like, mesh)
+    splits = find_splits(split, list(map(tree.dotted, keys)), mesh)
     for i, leaf in enumerate(leaves):
-        if i not in found and leaf.shape.numel() <= persist:
-            own = _leaf(tree.dotted(keys[i]), leaf, None)
+        if i not in found and leaf.shape.numel() <= persist and tree.dotted(keys[i]) not in splits:
+            own = _leaf(tree.dotted(keys[i]), leaf, None, {}, mesh)
             found[i] = (Layout(bucket_of(keys[i]), (own,), mesh, replicated=True), 0)
     rest = [i for i in range(len(leaves)) if i not in found]
     given = [keys[i] for i in rest], [leaves[i] for i in rest]
-    for layout, members in plan_buckets(*given, mesh, layers, granularity, unit):
+    for layout, members in plan_buckets(*given, mesh, layers, granularity, unit, splits):
         found.update((rest[position], (layout, index)) for index, position in enumerate(members))
     return found
 
@@ -57,34 +60,39 @@ def plan_buckets(
     layers: Layers | None = None,
     granularity: Granularity | None = None,
     unit: int = 1,
+    splits: Mapping[str, Split] | None = None,
 ) -> list[tuple[Layout, list[int]]]:
-    """The buckets of a tree, one for each layer and dtype: `(layout, positions of the bucket's leaves)`. Reads only
-    shapes and dtypes of leaves.
+    """The buckets of a tree, one for each layer, dtype and axis that leaves are split over: `(layout, positions of the
+    bucket's leaves)`. Reads only shapes and dtypes of leaves.
 
     Leaves of odd sizes stand behind the others, so that a leaf begins at a multiple of the largest power of two, up to
     `ALIGN`, that divides its number of elements. Kernels of GPUs want a leaf to begin at a multiple of 16 bytes.
     """
-    groups: dict[tuple[str, torch.dtype], list[int]] = {}
+    groups: dict[tuple[str, torch.dtype, str], list[int]] = {}
+    splits = splits or {}
     for position, (key, leaf) in enumerate(zip(keys, leaves)):
         named: Any = layers(tree.dotted(key)) if layers else None
         if not isinstance(named, str | None):
             problem = f"returns {named!r:.80} for leaf {tree.dotted(key)}"
             raise FzeroError("layers", problem, "return the name of a bucket, or None for the rule")
-        groups.setdefault((bucket_of(key) if named is None else named, leaf.dtype), []).append(position)
+        split = splits.get(tree.dotted(key))
+        axis = "" if split is None else split.axis
+        groups.setdefault((bucket_of(key) if named is None else named, leaf.dtype, axis), []).append(position)
     for members in groups.values():
         members.sort(key=lambda i: -_alignment(leaves[i].shape.numel()))
-    dtypes = Counter(name for name, _ in groups)
+    dtypes = Counter((name, axis) for name, _, axis in groups)
     return [
         (
             Layout(
-                name if dtypes[name] == 1 else f"{name}:{str(dtype).removeprefix('torch.')}",
-                tuple(_leaf(tree.dotted(keys[i]), leaves[i], granularity) for i in members),
+                (name if dtypes[name, axis] == 1 else f"{name}:{str(dtype).removeprefix('torch.')}")
+                + (f":{axis}" if axis else ""),
+                tuple(_leaf(tree.dotted(keys[i]), leaves[i], granularity, splits, mesh) for i in members),
                 mesh,
                 unit=unit,
             ),
             members,
         )
-        for (name, dtype), members in groups.items()
+        for (name, dtype, axis), members in groups.items()
     ]
 
 
@@ -93,13 +101,17 @@ def _alignment(numel: int) -> int:
     return math.gcd(numel, ALIGN)
 
 
-def _leaf(path: str, leaf: Any, granularity: Granularity | None) -> Leaf:
-    shape = tuple(leaf.shape)
+def _leaf(
+    path: str, leaf: Any, granularity: Granularity | None, splits: Mapping[str, Split], mesh: VirtualMesh
+) -> Leaf:
+    shape, split = tuple(leaf.shape), splits.get(path)
+    if split is not None:
+        shape, split = split_shape(path, shape, split, mesh)
     block = granularity(path, shape) if granularity is not None else None
     if block is not None and not is_whole(block):
         problem = f"returns {block!r:.80} for leaf {path}"
         raise FzeroError("granularity", problem, "return a number of elements, or None")
-    return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf), is_embedding(leaf))
+    return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf), is_embedding(leaf), split)
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:
@@ -121,7 +133,7 @@ def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mes
     found = {}
     for position, (key, leaf) in enumerate(zip(keys, leaves)):
         ends = (known.get(tree.dotted(key[start:])) for start in range(len(key) + 1))
-        param = next((param for param in ends if param is not None and param.shape == leaf.shape), None)
+        param = next((param for param in ends if param is not None and param.global_shape == leaf.shape), None)
         if param is not None:
             found[position] = (param.form.layout, param.index)
         elif (param := _find_param_of_scales(known, key, leaf)) is not None:

@@ -28,6 +28,7 @@ from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layo
 from fzero.state.large_buckets import warn_of_large_buckets
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
+from fzero.state.splits import Rules, part_of
 from fzero.values.functions import is_sharded
 from fzero.values.origin import UNKNOWN, Origin, make_origin
 from fzero.values.quantized import map_quantized_leaves
@@ -53,6 +54,7 @@ def partition(
     pin: bool = False,
     to: Placement | None = None,
     source_rank: int | None = None,
+    split: Rules | None = None,
 ) -> tree.Tree:
     """`params` with each leaf replaced by this rank's `Sharded` part of the leaf. On a `VirtualMesh` a leaf holds the
     parts of all ranks, for `fzero.simulate`.
@@ -83,12 +85,17 @@ def partition(
     up to `persist` elements stay whole on every rank; their gradients are averaged. `granularity(path, shape)` returns
     a number of elements, such as a row's, that no rank boundary cuts. With `unit` every leaf and every rank's slice
     begin at multiples of so many elements, as blocks of 8-bit optimizer state want it.
+    `split` gives ranks along model axes parts of leaves: `{"layers.*.up.weight": ("tp", 0)}` cuts dim 0 of these leaves
+    over the ranks along "tp", and `("tp", 0, 2)` cuts each of two halves of it. In a path "*" stands for any text. A
+    step computes with the part (docs/axes.md). Each part is then cut over the shard axis like any leaf.
+
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
     they are in pinned memory. `to` is a placement, such as `fzero.host()`: leaves of which ranks keep slices lie there
     then, and steps compute with them on the device.
 
     Raises:
-        FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; for `pin` on a
+        FzeroError: for a leaf that is no tensor, that is partitioned already, or that has no values; for a `split` that
+            no leaf has a name for, or that does not divide; for `pin` on a
             device that is not the host, or memory that cannot be pinned; on all ranks when one gives other shapes, or
             when the source rank fails to read.
     """
@@ -97,7 +104,12 @@ def partition(
     if persist < 0:
         raise FzeroError("persist", f"is {persist}", "give a number of elements, from 0 on")
     check_rank("source_rank", source_rank, on.ranks)
-    how: dict[str, Any] = {"layers": layers, "persist": persist, "granularity": granularity, "unit": unit}
+    for name, given in (("source_rank", source_rank), ("to", to)) if split else ():
+        if given is not None:
+            raise FzeroError(name, "is given beside split, which it does not know yet", f"leave {name} out")
+    how: dict[str, Any] = {
+        "layers": layers, "persist": persist, "granularity": granularity, "unit": unit, "split": split
+    }  # fmt: skip
     cut: Callable[..., tree.Tree] = functools.partial(
         _partition_tree, on=on, dtype=dtype, chunk=chunk, device=device, pin=pin, to=to, source_rank=source_rank, **how
     )
@@ -179,6 +191,8 @@ def fill_leaves(
             first = next(iter(members))
             to, device = None if layout.replicated else kinds[first][1], torch.device(devices[first])
             made = allocate_slices(new, layout, on.rank, dtypes[first], device, pin, to) if new else {}
+            if on.rank is None and layout.splits > 1:  # all parts of a leaf, one after the other
+                made = {index: x.new_empty(layout.splits * x.numel()) for index, x in made.items()}
             slices |= {i: made[index] for i, index in members.items() if index in made}
         return slices
 
@@ -186,7 +200,8 @@ def fill_leaves(
         values: dict[int, Sharded] = {}
         for layout, members in groups:
             for i, index in members.items():
-                _fill(slices[i].view(-1), sources[i], layout, index, on, chunk, feed)
+                for out, source in _list_parts(slices[i], sources[i], layout, index, on):
+                    _fill(out, source, layout, index, on, chunk, feed)
                 values[i] = Sharded(slices[i], layout, index, on)
                 to = None if layout.replicated else kinds[i][1]
                 if to is not None:
@@ -282,6 +297,18 @@ def _agree(
     ]
     origin = "rows on ranks" if source_rank is None else f"rank {source_rank}"
     on.agree(f"partition from {origin}, {chunk} bytes at a time", lines)
+
+
+def _list_parts(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks) -> list[tuple[Tensor, Source]]:
+    """The memory and the source of each part of a leaf that this process has."""
+    if not layout.split_axes:
+        return [(out.view(-1), source)]
+    if is_on_ranks(source):
+        raise FzeroError(source.path, "is split, and its values lie on ranks", "give it whole on each rank")
+    splits = layout.splits
+    positions = range(splits) if on.rank is None else [on.along(layout.mesh.join(layout.split_axes))]
+    rows = out.view(len(positions), -1)
+    return [(row, part_of(source, layout, leaf, position)) for row, position in zip(rows, positions)]
 
 
 def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks, chunk: int, feed: Feed | None) -> None:

@@ -30,6 +30,7 @@ from fzero.ranks.processes import find_end, name_process
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather, do_together
 from fzero.ranks.virtual import ALONE
+from fzero.values.functions import check_unsplit
 from fzero.values.sharded import Sharded
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
@@ -114,7 +115,8 @@ def find_common_ranks(leaves: Iterable[tuple[str, Any]]) -> Ranks:
     """The ranks that the `Sharded` leaves lie on, of leaves with their paths; `ALONE` where there are none.
 
     Raises:
-        FzeroError: for leaves on several meshes, and for leaves inside of a step.
+        FzeroError: for leaves on several meshes, for leaves inside of a step, and for leaves that are split over model
+            axes.
     """
     found: dict[Ranks, str] = {}
     for path, leaf in leaves:
@@ -122,6 +124,7 @@ def find_common_ranks(leaves: Iterable[tuple[str, Any]]) -> Ranks:
             continue
         if leaf.on.is_tracing:
             raise FzeroError(path, "is saved inside of a step, where it has no values", "save what the step returns")
+        check_unsplit(leaf, "a file")
         found.setdefault(leaf.ranks, path)
         if len(found) > 1:
             (on, first), _ = found.items()

@@ -25,7 +25,7 @@ from fzero.state.grouping import plan_leaves
 from fzero.state.partition import fill_leaves
 from fzero.state.sources import Source, check_range, is_source, source_of
 from fzero.state.unpartition import assemble_piece
-from fzero.values.functions import is_sharded
+from fzero.values.functions import check_unsplit, is_sharded
 from fzero.values.origin import describe_state
 from fzero.values.quantized import Quantized, is_quantized
 from fzero.values.sharded import Sharded
@@ -136,6 +136,8 @@ def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
     if isinstance(leaf, Tensor) and leaf.is_meta:
         made = [torch.empty(x, dtype=torch.uint8, device="meta") for x in (coding.codes_shape, coding.scales_shape)]
     elif is_sharded(leaf) or is_source(leaf):
+        if is_sharded(leaf):
+            check_unsplit(leaf, "fzero.quantize")
         stored = _StoredOnRanks if is_sharded(leaf) else _Stored
         return Quantized(*(stored(leaf, coding, path, item) for item in range(2)), coding)
     else:

@@ -23,7 +23,8 @@ from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, fingerprint
-from fzero.values.functions import is_sharded
+from fzero.state.splits import join_parts
+from fzero.values.functions import check_unsplit, is_sharded
 from fzero.values.origin import describe_state, follow
 from fzero.values.sharded import Sharded
 
@@ -63,6 +64,8 @@ def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[
         FzeroError: for a chunk smaller than one element.
     """
     for path, leaf in zip(tree.paths(params), tree.leaves(params)):
+        if chunk is not None and is_sharded(leaf):
+            check_unsplit(leaf, "iter_full by chunks")
         if chunk is None:
             _agree(f"iter_full of {path}", leaf)
             yield path, _assemble(leaf, None) if is_sharded(leaf) else leaf
@@ -91,6 +94,7 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     if path not in paths or not is_sharded(leaves[paths.index(path)]):
         raise FzeroError(path, f"is no Sharded leaf of the {len(paths)} in the tree", f"it has {', '.join(paths[:8])}")
     old = leaves[paths.index(path)]
+    check_unsplit(old, "update_leaf")
     _agree(f"update_leaf of {path}", params)
     new = fn(old.full_tensor().detach())
     if new.dtype != old.dtype:
@@ -135,6 +139,9 @@ def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
         return leaf.full_tensor()
     on = leaf.ranks
     check_rank("rank", rank, on.ranks)
+    if leaf.form.layout.splits > 1:
+        joined = freeze(_join(leaf, on), leaf)
+        return joined if rank in (None, on.ranks[on.number]) else None
     if on.members.is_alone or torch_private.depth():  # under torch.func a slice has no memory of its own
         return freeze(leaf.full_tensor().detach(), leaf)
     if rank is None:
@@ -149,6 +156,17 @@ def _gather(leaf: Sharded, on: Ranks) -> Tensor:
     if leaf.is_replicated:
         return local.clone()
     return on.perform_agreed(record(ops.gather), local, leaf.form.layout, leaf.index, list(leaf.shape))
+
+
+def _join(leaf: Sharded, on: Ranks) -> Tensor:
+    """A leaf that is split over model axes, whole on every rank."""
+    layout = leaf.form.layout
+    if on.rank is None:
+        parts = leaf.local.detach()
+    else:
+        part, axis = _gather(leaf, on), layout.mesh.join(layout.split_axes)
+        parts = on.perform_agreed(record(ops.all_gather_tensor), part[None], axis, layout.splits)
+    return join_parts(parts.view(layout.splits, *leaf.shape), layout, leaf.index)
 
 
 def _collect(leaf: Sharded, on: Ranks, rank: int) -> Tensor | None:

@@ -31,7 +31,7 @@ from fzero.program.linear import apply
 from fzero.program.records import record
 from fzero.ranks.performer import MovePerformer, current_performer
 from fzero.values.functions import is_sharded
-from fzero.values.moves import MEAN, Extreme, move
+from fzero.values.moves import MEAN, Cut, Extreme, move
 from fzero.values.quantized import read_quantized_leaves
 
 Axis = str | tuple[str, ...]
@@ -224,7 +224,7 @@ def mean_over_data(x: Tensor) -> Tensor:
     if on is None or is_sharded(x):  # which is its own mean
         return x
     _check_dtype(x, "avg")
-    return move(MEAN, x, on, "")
+    return move(MEAN, x, on, Cut())
 
 
 def count_ranks() -> int:

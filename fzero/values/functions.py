@@ -45,6 +45,14 @@ def is_sharded(value: Any) -> TypeGuard[Sharded]:
     return isinstance(value, Tensor) and hasattr(value, "form")
 
 
+def check_unsplit(x: Sharded, what: str) -> None:
+    """Refuse a leaf that is split over model axes, for what does not know its parts."""
+    axes = x.form.layout.split_axes
+    if axes:
+        problem = f"is split over {x.form.layout.mesh.join(axes)!r}, and {what} knows no split leaves yet"
+        raise FzeroError(x.path, problem, "leave the leaf out of split= of fzero.partition")
+
+
 def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)` by its rule in `rules`; without a rule, the function of the gathered values."""
     name = rules.name_of(func)
@@ -172,7 +180,7 @@ def _reduce(name: str, x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
     """The result of the rule of a full reduction; None where the value is to be gathered instead."""
     if _is_whole(x):
         return None
-    return rules.REDUCTIONS[name](x.local, x.leaf, perform_call(name, x, args, kwargs), *args, **kwargs)
+    return rules.REDUCTIONS[name](x.local, x.cut, perform_call(name, x, args, kwargs), *args, **kwargs)
 
 
 def _gather(x: Any) -> Any:
@@ -258,7 +266,7 @@ def _to_slice(x: Any, anchor: Sharded) -> Any:
     if not isinstance(x, Tensor) or anchor.is_replicated:
         return x
     if x.ndim == 0 and anchor.ndim > 0:
-        return move(BESIDE, x, anchor.perform_for("a number beside"), anchor.path)
+        return move(BESIDE, x, anchor.perform_for("a number beside"), anchor.cut)
     return anchor.slice_of(x).local
 
 
@@ -285,7 +293,7 @@ def _apply_to_lists(
         x = _gather(x)
         if first is None or _is_computed_in_full(first) or not isinstance(x, Tensor) or x.ndim:
             return x
-        return move(BESIDE, x, first.perform_for("a number beside"), first.path)
+        return move(BESIDE, x, first.perform_for("a number beside"), first.cut)
 
     places = _find_places(anchors) if rules.name_of(func) in operations.PLACED else ()
     given = (*args[: len(args) - len(places)], *places)
@@ -315,7 +323,7 @@ def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any],
     if name in operations.SUMS:
         owners = [slices[i % len(slices)] for i in range(len(results))]
         return [
-            x if own is None else move(PARTS, x, perform_call(name, own, options, {}), own.path)
+            x if own is None else move(PARTS, x, perform_call(name, own, options, {}), own.cut)
             for x, own in zip(results, owners)
         ]
     anchors = [x if is_sharded(x) else None for x in leaves]
@@ -327,6 +335,9 @@ def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:
     """The last arguments of an operation of `PLACED`: the elements that a rank has of each leaf's bucket, the first
     element of each leaf in its bucket, and this rank. Zeros for a leaf that is whole, or of which all ranks are here.
     """
+    for x in leaves:
+        if is_sharded(x):
+            check_unsplit(x, "an update by rows, columns or blocks of a leaf")
     apart = [x if is_sharded(x) and x.on.rank is not None and not _is_whole(x) else None for x in leaves]
     shards = [0 if x is None else x.form.layout.shard for x in apart]
     begins = [0 if x is None else x.form.layout.leaf_ranges[x.index].start for x in apart]
@@ -341,6 +352,7 @@ def _make_scales(x: Sharded) -> Sharded:
     """
     if x.on.is_tracing:
         raise FzeroError(x.path, "8-bit state is made in a step", "call optimizer.init outside, and pass its state in")
+    check_unsplit(x, "8-bit state")
     layout = x.form.layout
     try:
         scales = layout.coarsen(BLOCK)
@@ -366,7 +378,7 @@ def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: An
     states = [[x.local if is_sharded(x) else x for x in column] for column in columns]
     anchor = next((code for code in columns[0] if is_sharded(code)), None)
     if anchor is not None and not _is_computed_in_full(anchor):
-        others[0] = move(BESIDE, others[0], anchor.perform_for("a number beside"), anchor.path)
+        others[0] = move(BESIDE, others[0], anchor.perform_for("a number beside"), anchor.cut)
     rows, call = list(zip(*columns, updates)), hash_call(func, anchor, rest[4:])
 
     def wrap(made: Sequence[Tensor], likes: Sequence[Any], number: int) -> list[Any]:
@@ -391,6 +403,8 @@ def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blo
     others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
     places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
     on = values[0].on.specify("orthogonalize", [describe_state(x.path, x.origin) for x in values])
+    for x in values:
+        check_unsplit(x, "Muon")
     slices = iter(orthogonalize_on_owners(on, [x.local for x in values], places, cuts, how))
     call = hash_call(func, values[0], cuts, how)
     return [_wrap(next(slices), x, follow_call(x, [x], call)) if is_sharded(x) else next(others) for x in given]

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,54 +51,64 @@ def copy_alias(x: Tensor, on: MovePerformer, operands: Sequence[Any]) -> Tensor:
     return x if on.is_tracing else calls.copy_alias(x, operands)
 
 
-def reduce(x: Tensor, on: MovePerformer, op: str, axis: str | None = None, **of: str) -> Tensor:
-    """The reduction `op` of `x` over the ranks along an axis, the shard axis where none is given. No derivative."""
-    return on.perform(record(ops.all_reduce), x, op, axis or on.mesh.shard_axis, **of)
+@dataclass(frozen=True)
+class Cut:
+    """The leaf that a slice belongs to: its path, the axes along which ranks hold different elements, and the number of
+    these on all ranks."""
+
+    path: str = ""
+    axes: str = ""
+    numel: int = 0
+
+
+def reduce(x: Tensor, on: MovePerformer, op: str, axis: str, **of: str) -> Tensor:
+    """The reduction `op` of `x` over the ranks along an axis. No derivative."""
+    return on.perform(record(ops.all_reduce), x, op, axis, **of)
 
 
 MEAN: Composite = Composite(
     "mean",
-    lambda x, on, path: reduce(x, on, "avg", on.mesh.join(on.mesh.names), leaf=path),
-    lambda cotangent, path: apply(MEAN, cotangent, path),
+    lambda x, on, cut: reduce(x, on, "avg", on.mesh.join(on.mesh.names), leaf=cut.path),
+    lambda cotangent, cut: apply(MEAN, cotangent, cut),
 )
 """Any -> uniform: the mean over all ranks of the mesh, which a cotangent still needs."""
 
 USE: Composite = Composite(  # of which only the cotangent communicates
     "use",
-    lambda x, on, path: x.view_as(x) if on.is_tracing else x.clone(),  # a step may write over the memory of the value
-    lambda cotangent, path: apply(MEAN, cotangent, path),
+    lambda x, on, cut: x.view_as(x) if on.is_tracing else x.clone(),  # a step may write over the memory of the value
+    lambda cotangent, cut: apply(MEAN, cotangent, cut),
 )
 """Replicated -> uniform: the value of a leaf that every rank holds in full."""
 
 BESIDE: Composite = Composite(
     "beside",
-    lambda x, on, path: on.perform(record(ops.beside), x),
-    lambda cotangent, path: apply(PARTS, cotangent, path),
+    lambda x, on, cut: on.perform(record(ops.beside), x),
+    lambda cotangent, cut: apply(PARTS, cotangent, cut),
 )
 """Uniform -> beside a slice: a 0-d value that becomes an operand beside a slice."""
 
 PARTS: Composite = Composite(
     "parts",
-    lambda x, on, path: reduce(x, on, "sum"),
-    lambda cotangent, path: apply(BESIDE, apply(MEAN, cotangent, path), path),
+    lambda x, on, cut: reduce(x, on, "sum", cut.axes),
+    lambda cotangent, cut: apply(BESIDE, apply(MEAN, cotangent, cut), cut),
 )
 """Sums of slices -> uniform: the sum over all slices, from the sum that each rank took over its own slice."""
 
 
-def move(composite: Composite, x: Tensor, on: MovePerformer, path: str) -> Tensor:
-    """A move of a value of the leaf at `path`."""
-    return apply(composite, x, path, on=on)
+def move(composite: Composite, x: Tensor, on: MovePerformer, cut: Cut) -> Tensor:
+    """A move of a value that belongs to a leaf."""
+    return apply(composite, x, cut, on=on)
 
 
 # Moves whose derivatives need a slice as well: its shape (`Total`, `Spread`) or its elements (`Peak`, `Extreme`).
 
 
 class _OfSlice(torch.autograd.Function):
-    """A move of a value that belongs to a leaf, whose path is among the arguments. It refuses a batch of vmap."""
+    """A move of a value that belongs to a leaf, whose `Cut` is among the arguments. It refuses a batch of vmap."""
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, x: Tensor, *given: Any) -> Any:
-        raise refuse_batch(next(x for x in given if isinstance(x, str)), cls.__name__.lower())
+        raise refuse_batch(next(x.path for x in given if isinstance(x, Cut)), cls.__name__.lower())
 
 
 class Total(_OfSlice):
@@ -107,9 +118,9 @@ class Total(_OfSlice):
     """
 
     @staticmethod
-    def forward(x: Tensor, on: MovePerformer, path: str) -> Tensor:
+    def forward(x: Tensor, on: MovePerformer, cut: Cut) -> Tensor:
         wide = accumulator(x.dtype)
-        return reduce(x.sum() if wide == x.dtype else x.sum(dtype=wide), on, "sum")
+        return reduce(x.sum() if wide == x.dtype else x.sum(dtype=wide), on, "sum", cut.axes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -128,10 +139,10 @@ class Total(_OfSlice):
 
 
 class Spread(_OfSlice):
-    """`(x, like, on, path)`, uniform -> sharded: a 0-d value, repeated over the shape of the slice `like`."""
+    """`(x, like, on, cut)`, uniform -> sharded: a 0-d value, repeated over the shape of the slice `like`."""
 
     @staticmethod
-    def forward(x: Tensor, like: Tensor, on: MovePerformer, path: str) -> Tensor:
+    def forward(x: Tensor, like: Tensor, on: MovePerformer, cut: Cut) -> Tensor:
         return on.perform(record(ops.spread), x, like)
 
     @staticmethod
@@ -149,16 +160,16 @@ class Spread(_OfSlice):
 
 
 class Peak(_OfSlice):
-    """`(x, on, path, op)` with op "max" or "min", sharded -> uniform: the extreme of all elements of a value; 0-d.
+    """`(x, on, cut, op)` with op "max" or "min", sharded -> uniform: the extreme of all elements of a value; 0-d.
 
     Elements that equal the extreme share the cotangent equally.
     """
 
     @staticmethod
-    def forward(x: Tensor, on: MovePerformer, path: str, op: str) -> Tensor:
+    def forward(x: Tensor, on: MovePerformer, cut: Cut, op: str) -> Tensor:
         with disable_autocast():  # which casts what `cat` joins
             padded = torch.cat([x.reshape(-1), x.new_full((1,), _identity(x.dtype, op))])  # a slice may be empty
-        return reduce(padded.amax() if op == "max" else padded.amin(), on, op)
+        return reduce(padded.amax() if op == "max" else padded.amin(), on, op, cut.axes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fzero.base.dtypes import accumulator
 from fzero.base.errors import FzeroError
-from fzero.layout.layout import Leaf
 from fzero.optim import operations
 from fzero.program.blockwise import is_part
 from fzero.ranks.performer import MovePerformer
-from fzero.values.moves import Peak, Total
+from fzero.values.moves import Cut, Peak, Total
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -168,26 +167,26 @@ def is_accessor(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", "") in _ACCESSORS
 
 
-def _sum(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:
+def _sum(x: Tensor, cut: Cut, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:
     inexact = x.dtype.is_floating_point or x.dtype.is_complex
     exact = x.dtype if dtype is None and inexact else dtype or torch.int64
-    return Total.apply(x.to(exact), on, leaf.path).to(exact)
+    return Total.apply(x.to(exact), on, cut).to(exact)
 
 
-def _mean(x: Tensor, leaf: Leaf, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor | None:
+def _mean(x: Tensor, cut: Cut, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor | None:
     to = dtype or x.dtype
     if not (to.is_floating_point or to.is_complex):
         return None  # torch refuses the mean of integers
-    return (Total.apply(x.to(to), on, leaf.path) / leaf.numel).to(to)
+    return (Total.apply(x.to(to), on, cut) / cut.numel).to(to)
 
 
-def _norm(x: Tensor, leaf: Leaf, on: MovePerformer, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
+def _norm(x: Tensor, cut: Cut, on: MovePerformer, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
     to = dtype or x.dtype
     if not _is_norm_dtype(to, x.dtype) or p not in (1, 2, "fro", None):
         return None
     x = x.to(accumulator(to))  # squares too: those of float16 overflow beyond 256, and vanish below 2e-4
     x = x.abs() if x.is_complex() else x
-    total = Total.apply(x.abs() if p == 1 else x * x, on, leaf.path)
+    total = Total.apply(x.abs() if p == 1 else x * x, on, cut)
     return (total if p == 1 else _sqrt(total)).to(to.to_real())
 
 
@@ -203,40 +202,40 @@ def _sqrt(total: Tensor) -> Tensor:
     return torch.where(zero, torch.zeros_like(total), torch.where(zero, torch.ones_like(total), total).sqrt())
 
 
-def _vector_norm(x: Tensor, leaf: Leaf, on: MovePerformer, ord: Any = 2, **kwargs: Any) -> Tensor | None:
-    return _norm(x, leaf, on, ord, **kwargs)
+def _vector_norm(x: Tensor, cut: Cut, on: MovePerformer, ord: Any = 2, **kwargs: Any) -> Tensor | None:
+    return _norm(x, cut, on, ord, **kwargs)
 
 
-def _max(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor | None:
-    return Peak.apply(x, on, leaf.path, "max") if leaf.numel and x.dtype != torch.bool else None
+def _max(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor | None:
+    return Peak.apply(x, on, cut, "max") if cut.numel and x.dtype != torch.bool else None
 
 
-def _min(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor | None:
-    return Peak.apply(x, on, leaf.path, "min") if leaf.numel and x.dtype != torch.bool else None
+def _min(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor | None:
+    return Peak.apply(x, on, cut, "min") if cut.numel and x.dtype != torch.bool else None
 
 
-def _all(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor:
-    return Total.apply((x == 0).to(torch.int64), on, leaf.path) == 0
+def _all(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor:
+    return Total.apply((x == 0).to(torch.int64), on, cut) == 0
 
 
-def _any(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor:
-    return Total.apply((x != 0).to(torch.int64), on, leaf.path) > 0
+def _any(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor:
+    return Total.apply((x != 0).to(torch.int64), on, cut) > 0
 
 
-def _count_nonzero(x: Tensor, leaf: Leaf, on: MovePerformer) -> Tensor:
-    return Total.apply((x != 0).to(torch.int64), on, leaf.path)
+def _count_nonzero(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor:
+    return Total.apply((x != 0).to(torch.int64), on, cut)
 
 
 def _restrict_to_full(rule: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """`rule` for calls that reduce all elements; None for calls with `dim` or another argument that `rule` lacks."""
 
-    def reduce(x: Tensor, leaf: Leaf, on: MovePerformer, *args: Any, **kwargs: Any) -> Tensor | None:
+    def reduce(x: Tensor, cut: Cut, on: MovePerformer, *args: Any, **kwargs: Any) -> Tensor | None:
         given = {key: value for key, value in kwargs.items() if value is not None and value is not False}
         if set(given) - {"dtype", "p", "ord"}:
             return None
         if args and rule not in (_norm, _vector_norm):
             return None
-        return rule(x, leaf, on, *args, **given) if len(args) <= 1 else None
+        return rule(x, cut, on, *args, **given) if len(args) <= 1 else None
 
     return reduce
 

@@ -27,7 +27,7 @@ from fzero.ranks.performer import MovePerformer
 from fzero.ranks.ranks import Ranks
 from fzero.values import functions, rules
 from fzero.values.functions import is_sharded
-from fzero.values.moves import USE, copy_alias, move
+from fzero.values.moves import USE, Cut, copy_alias, move
 from fzero.values.origin import UNKNOWN, Origin, describe_state, follow
 
 
@@ -144,6 +144,17 @@ class Sharded(Tensor):
         return self.leaf.path
 
     @property
+    def cut(self) -> Cut:
+        """The leaf and its axes, for moves of slices."""
+        layout = self.form.layout
+        return Cut(self.path, layout.cut_axes, layout.splits * self.leaf.numel)
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """The shape of the whole value. A leaf that is split over model axes has the `shape` of this rank's part."""
+        return torch.Size(self.form.layout.shape_of(self.form.leaf))
+
+    @property
     def part(self) -> range:
         """The elements of the flattened value that this rank holds."""
         return self.form.layout.part(self.form.leaf, self.on.rank)
@@ -202,7 +213,7 @@ class Sharded(Tensor):
         is_mode_left = torch.is_inference_mode_enabled() and not on.is_tracing  # its tensors count no writes
         with leave_inference_mode() if is_mode_left else nullcontext():
             if self.is_replicated:
-                full = move(USE, self.local, on, self.path)
+                full = move(USE, self.local, on, self.cut)
             else:
                 full = gather_leaf(self.local, self.form.layout, self.index, on=on)
         # A gather under no_grad or of an inner transform has no cotangent for later uses: do not share it.

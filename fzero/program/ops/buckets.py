@@ -20,7 +20,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.program.comm import Comm
 from fzero.program.fakes import view_first
-from fzero.program.kinds import UNIFORM, Buffer, Kind, Slice
+from fzero.program.kinds import Buffer, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
 from fzero.program.records import leaves_of, record, register
 from fzero.program.refusals import refuse_node
@@ -125,8 +125,9 @@ def _reduce_scatter_kind(walk: Walk, node: Node) -> Kind:
 
 
 def find_replica_axes(program: Program, node: Node) -> frozenset[str]:
-    """The axes along which the result of a scatter still differs: all but the shard axis without `replicas`."""
-    return frozenset() if node.kwargs.get("replicas", True) else frozenset(program.mesh.replica_axes)
+    """The axes along which the result of a scatter still differs: without `replicas` those along which ranks hold the
+    same of the leaves."""
+    return frozenset() if node.kwargs.get("replicas", True) else frozenset(program.layout_of(node).replica_axes)
 
 
 def _wait_kind(walk: Walk, node: Node) -> Kind:
@@ -138,7 +139,7 @@ def _wait_kind(walk: Walk, node: Node) -> Kind:
 
 def _whole_kind(walk: Walk, node: Node) -> Kind:
     walk.expect_shape(node, node.args[4], node.args[1], _expect_buffer(walk, node, gathered=True))
-    return UNIFORM
+    return frozenset(walk.program.layouts[node.args[1]].split_axes)
 
 
 def _part_kind(walk: Walk, node: Node) -> Kind:
@@ -177,11 +178,12 @@ def list_gather(program: Program, node: Node) -> Iterator[Comm]:
 
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
     """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then, unless `replicas` is
-    false, one all-reduce of the block over all mesh axes but the shard axis."""
+    false, one all-reduce of the block over the axes along which ranks hold the same."""
     along, mesh, dtype = program.wire_of(node), program.mesh, sum_dtype(node.meta["val"])
     yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
-    if mesh.replica_axes and node.kwargs.get("replicas", True):
-        yield Comm("all_reduce", mesh.join(mesh.replica_axes), node.args[1], dtype, along.stride * dtype.itemsize)
+    if along.layout.replica_axes and node.kwargs.get("replicas", True):
+        over = mesh.join(along.layout.replica_axes)
+        yield Comm("all_reduce", over, node.args[1], dtype, along.stride * dtype.itemsize)
 
 
 def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:

@@ -63,7 +63,7 @@ def _gather_kind(walk: Walk, node: Node) -> Kind:
     source, bucket, leaf, shape = node.args
     walk.expect(node, source, Slice(bucket, leaf))
     walk.expect_shape(node, shape, bucket, leaf)
-    return UNIFORM
+    return frozenset(walk.program.layouts[bucket].split_axes)
 
 
 def _gather_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
@@ -137,7 +137,8 @@ scatter = register_for_tracing(
 
 
 def _take_kind(walk: Walk, node: Node) -> Kind:
-    walk.expect_uniform(node, use=next(iter(node.users), node))
+    layout = walk.program.layouts[node.args[1]]
+    walk.expect_uniform(node, use=next(iter(node.users), node), but=layout.split_axes)
     walk.expect_leaf(node, *node.args[:3])
     return Slice(*node.args[1:3])
 

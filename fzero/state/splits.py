@@ -1,0 +1,124 @@
+"""Splits: which leaves ranks along model axes have parts of, and one part, or all of them, of a whole value."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base.arguments import is_whole
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.layout.layout import Layout, Split
+from fzero.state.sources import Source, TensorSource
+
+Rules = Mapping[str, Sequence[Any]]
+"""Path of a leaf, in which "*" stands for any text -> (axis, dim), or (axis, dim, parts)."""
+
+
+def find_splits(rules: Rules | None, paths: Sequence[str], mesh: VirtualMesh) -> dict[str, Split]:
+    """Path -> split, by the first rule that matches.
+
+    Raises:
+        FzeroError: for a rule that no path matches, that is no split, or whose axes the mesh does not have or cuts
+            state over already.
+    """
+    found: dict[str, Split] = {}
+    for rule, given in (rules or {}).items():
+        split = _read_split(rule, given, mesh)
+        matches = [path for path in paths if fnmatchcase(path, rule)]
+        if not matches:
+            near = difflib.get_close_matches(rule, paths, 3, 0.0)
+            raise FzeroError(f"split {rule!r}", "matches no leaf", f"near to it are {', '.join(near) or 'no leaves'}")
+        for path in matches:
+            found.setdefault(path, split)
+    return found
+
+
+def _read_split(rule: str, given: Any, mesh: VirtualMesh) -> Split:
+    if not isinstance(given, (tuple, list)) or len(given) not in (2, 3) or not all(map(is_whole, given[1:])):
+        way_out = 'give (axis, dim), as in ("tp", 0), or (axis, dim, parts)'
+        raise FzeroError(f"split {rule!r}", f"is {given!r:.80}", way_out)
+    axis = mesh.join((given[0],) if isinstance(given[0], str) else given[0])
+    if mesh.shard_axis in mesh.split(axis):
+        problem = f"names {mesh.shard_axis!r}, over which {mesh} cuts all state already"
+        raise FzeroError(f"split {rule!r}", problem, "name a model axis")
+    if len(given) == 3 and given[2] < 1:
+        raise FzeroError(f"split {rule!r}", f"has {given[2]} parts", "give at least 1")
+    return Split(axis, *given[1:])
+
+
+def split_shape(path: str, shape: Sequence[int], split: Split, mesh: VirtualMesh) -> tuple[tuple[int, ...], Split]:
+    """The shape of one part of a leaf, and its split with a dim from 0 on.
+
+    Raises:
+        FzeroError: for a dim that the leaf does not have, or that does not divide.
+    """
+    axis, dim, parts = split
+    if not -len(shape) <= dim < len(shape):
+        raise FzeroError(path, f"has the shape {list(shape)}, and is split along dim {dim}", "name a dim of the leaf")
+    dim, ranks = dim % len(shape), mesh.size(axis)
+    if shape[dim] % (parts * ranks):
+        each = f"{parts} parts of it for each of " if parts > 1 else ""
+        problem = f"has {shape[dim]} elements along dim {dim}, to be split into {each}{ranks} ranks along {axis!r}"
+        largest = max(n for n in range(1, ranks + 1) if shape[dim] % (parts * n) == 0) if shape[dim] % parts == 0 else 0
+        way_out = f"{largest} ranks divide it" if largest > 1 else "pad the dim, or leave the leaf whole"
+        raise FzeroError(path, problem, way_out)
+    return (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), Split(axis, dim, parts)
+
+
+def part_of(source: Source, layout: Layout, leaf: int, position: int) -> Source:
+    """The source of the part that ranks at a position along the split axes have of a leaf."""
+    split = layout.leaves[leaf].split
+    assert split is not None
+    if isinstance(source, TensorSource):
+        part = view_parts(source.tensor, split, layout.splits)[position].reshape(layout.leaves[leaf].shape)
+        return TensorSource(part, source.path, source.dtype, source.is_frozen)
+    return _Part(source, layout, leaf, position)
+
+
+def view_parts(whole: Tensor, split: Split, ranks: int) -> Tensor:
+    """[ranks, ..., parts, size, ...]: a view of a whole leaf, part by part."""
+    size = whole.shape[split.dim] // (split.parts * ranks)
+    return whole.unflatten(split.dim, (split.parts, ranks, size)).movedim(split.dim + 1, 0)
+
+
+def join_parts(parts: Tensor, layout: Layout, leaf: int) -> Tensor:
+    """[ranks, *shape] the parts of a leaf -> the whole leaf, a new tensor."""
+    split = layout.leaves[leaf].split
+    assert split is not None
+    whole = parts.new_empty(layout.shape_of(leaf))
+    view = view_parts(whole, split, layout.splits)
+    view.copy_(parts.view(view.shape))
+    return whole
+
+
+class _Part:
+    """A part of the values of a source, read in runs that are contiguous in the whole."""
+
+    def __init__(self, source: Source, layout: Layout, leaf: int, position: int) -> None:
+        self._source, self._leaf, self._ranks, self._position = source, layout.leaves[leaf], layout.splits, position
+        self.shape, self.dtype, self.path = torch.Size(self._leaf.shape), source.dtype, source.path
+
+    def read(self, start: int, out: Tensor) -> None:
+        done = 0
+        for begin, size in self._find_runs(start, out.numel()):
+            self._source.read(begin, out[done : done + size])
+            done += size
+
+    def _find_runs(self, start: int, numel: int) -> Iterator[tuple[int, int]]:
+        """Where in the whole the elements [start, start + numel) of the part are: `(first element, elements)`."""
+        split, shape = self._leaf.split, self._leaf.shape
+        assert split is not None
+        run = math.prod(shape[split.dim + 1 :]) * shape[split.dim] // split.parts
+        end = start + numel
+        while start < end:
+            number, offset = divmod(start, run)
+            size = min(run - offset, end - start)
+            yield (number * self._ranks + self._position) * run + offset, size
+            start += size
