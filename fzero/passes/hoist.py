@@ -10,7 +10,6 @@ from torch import fx
 
 from fzero.passes.order import erase_dead
 from fzero.program import ops
-from fzero.program.kinds import UNIFORM
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Argument, Program
@@ -57,7 +56,8 @@ def _hoist_gathers(program: Program, node: Node, keep: Collection[str] | None) -
         with body.graph.inserting_after(given[at - 1]):
             given.insert(at, body.graph.placeholder(f"gathered_{len(given)}"))
         given[at].meta["val"] = gather.meta["val"]
-        arguments.insert(at, Argument(f"gathered.{len(given)}", kind=UNIFORM))
+        kind = frozenset(program.layout_of(gather).split_axes)
+        arguments.insert(at, Argument(f"gathered.{len(given)}", kind=kind))
         body.substitute(gather, given[at])
     erase_dead(body.graph)
     body = replace(body, arguments=tuple(arguments))
