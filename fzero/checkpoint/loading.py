@@ -210,7 +210,8 @@ def _find(checkpoint: Checkpoint, path: str, leaf: Any) -> Any:
         problem = f"is a {type(checkpoint.values_by_path[path]).__name__} in {checkpoint.folder}, a tensor in `like`"
         raise FzeroError(path, problem, "give the tree that was saved")
     source = checkpoint[path]
-    if (source.shape, source.dtype) != (wanted.shape, wanted.dtype):
+    shape = wanted.global_shape if isinstance(wanted, Sharded) else wanted.shape
+    if (source.shape, source.dtype) != (shape, wanted.dtype):
         problem = f"is {describe(source)} in {checkpoint.folder}, {describe(wanted)} in `like`"
         raise FzeroError(path, problem, "give the tree that was saved, and cast what was loaded")
     source.is_frozen = is_frozen(leaf)

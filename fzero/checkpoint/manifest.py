@@ -28,7 +28,8 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.checkpoint.places import Grid, Place
 from fzero.state.safetensors.header import DTYPES, NAMES
 
-FORMAT, VERSION = "fzero.checkpoint", 1
+FORMAT, VERSION, OLDEST = "fzero.checkpoint", 2, 1
+"""The version is 2 where leaves are split over model axes, which an fzero of version 1 does not know, and else 1."""
 MANIFEST = "manifest.json"
 ANOTHER = "the file is damaged or not fzero's; put it back, or load another checkpoint"
 SPLIT = ', "body": '
@@ -118,15 +119,14 @@ def render_manifest(manifest: Manifest) -> bytes:
         "versions": manifest.versions,
     }
     text = json.dumps(body, separators=(",", ":")).encode()
-    head = json.dumps({"format": FORMAT, "version": VERSION, "crc32": render_crc(zlib.crc32(text))})
+    version = VERSION if any(place.firsts for place in manifest.places.values()) else OLDEST
+    head = json.dumps({"format": FORMAT, "version": version, "crc32": render_crc(zlib.crc32(text))})
     return head.removesuffix("}").encode() + SPLIT.encode() + text + b"}"
 
 
 def render_places(places: Iterable[Place]) -> list[tuple[Any, ...]]:
     """The places of leaves as JSON has them."""
-    return [
-        (path, DTYPE_NAMES[dtype], shape, start, shard, first) for path, dtype, shape, start, shard, first in places
-    ]
+    return [(place.path, DTYPE_NAMES[place.dtype], *(place[2:] if place.firsts else place[2:6])) for place in places]
 
 
 def render_value(value: Value) -> tuple[str, str]:
@@ -165,8 +165,8 @@ def parse_manifest(data: bytes, file: str) -> Manifest:
         table = json.loads(data)
         if table["format"] != FORMAT:
             raise FzeroError(file, f"has the format {table['format']!r:.80}, not {FORMAT!r}", ANOTHER)
-        if table["version"] != VERSION:
-            problem = f"is version {table['version']!r:.80} of the format, this fzero reads {VERSION}"
+        if table["version"] not in (OLDEST, VERSION):
+            problem = f"is version {table['version']!r:.80} of the format, this fzero reads {OLDEST} to {VERSION}"
             raise FzeroError(file, problem, "install a newer fzero")
         text = data[data.index(SPLIT.encode()) + len(SPLIT) : -1]
         found = render_crc(zlib.crc32(text))
@@ -197,12 +197,18 @@ def _parse_body(body: Mapping[str, Any]) -> Manifest:
 
 
 def _parse_places(rows: Any, grid: Grid) -> Iterator[Place]:
-    _check_naturals([number for row in rows for numbers in (row[2], row[3:]) for number in numbers])
-    for path, dtype, shape, start, shard, first in rows:
+    _check_naturals([number for row in rows for numbers in (row[2], row[3:8], *row[8:]) for number in numbers])
+    for path, dtype, shape, start, shard, first, *split in rows:
         place = Place(path, NAMED_DTYPES[dtype], tuple(shape), start, shard, first)
-        is_within = start + place.numel <= shard * grid.world and grid.position(first) == 0
-        if type(path) is not str or first >= grid.files or (shard and not is_within):
-            raise ValueError(f"{path} is not in the files of {grid.files} ranks: {shape}, {start}, {shard}, {first}")
+        if split:
+            dim, parts, firsts = split
+            place = place._replace(dim=dim, parts=parts, firsts=tuple(firsts))
+            if not firsts or dim >= len(shape) or not parts or shape[dim] % parts or not shard:
+                raise ValueError(f"{path} is no split leaf: {shape}, {split}")
+        firsts = [part.first for part in place.list_parts()]
+        is_within = start + place.numel <= shard * grid.world and not any(map(grid.position, firsts))
+        if type(path) is not str or max(firsts) >= grid.files or (shard and not is_within):
+            raise ValueError(f"{path} is not in the files of {grid.files} ranks: {shape}, {start}, {shard}, {firsts}")
         yield place
 
 

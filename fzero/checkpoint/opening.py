@@ -17,6 +17,7 @@ from fzero.base.errors import FzeroError
 from fzero.checkpoint.folder import find_folder, list_steps
 from fzero.checkpoint.manifest import OTHERS, TAGS, Value, name_file, read_manifest, render_crc, tag_file
 from fzero.checkpoint.places import Place
+from fzero.layout.splits import run_of, runs_in_parts
 from fzero.state.safetensors.header import DAMAGED, Entry
 from fzero.state.safetensors.reading import TensorFile
 from fzero.state.sources import check_range, describe
@@ -191,14 +192,24 @@ class StoredLeaf:
     """A tensor of a checkpoint: a `Source`. Its elements lie in one file or in several."""
 
     def __init__(self, checkpoint: Checkpoint, place: Place) -> None:
-        self.path, self.dtype, self.shape = place.path, place.dtype, torch.Size(place.shape)
+        self.path, self.dtype, self.shape = place.path, place.dtype, torch.Size(place.whole)
         self.is_frozen = False
-        self._checkpoint, self._place = checkpoint, place
+        self._checkpoint, self._place, self._parts = checkpoint, place, place.list_parts()
 
     def read(self, start: int, out: Tensor) -> None:
-        for number, elements in self._checkpoint.manifest.grid.iter_files(self._place, check_range(self, start, out)):
+        elements = check_range(self, start, out)
+        if not self._place.firsts:
+            return self._read_elements(self._place, start, out)
+        run, done = run_of(self._place.shape, self._place.dim, self._place.parts), 0
+        for position, begin, size in runs_in_parts(run, len(self._parts), elements):
+            self._read_elements(self._parts[position], begin, out[done : done + size])
+            done += size
+
+    def _read_elements(self, place: Place, start: int, out: Tensor) -> None:
+        grid = self._checkpoint.manifest.grid
+        for number, elements in grid.iter_files(place, range(start, start + out.numel())):
             file = self._checkpoint.open_file(number, self.path)
-            part = self._checkpoint.manifest.grid.find_part(self._place, number)
+            part = grid.find_part(place, number)
             here = out[elements.start - start : elements.stop - start]
             self._read_part(file, part, elements.start - part.start, here)
 

@@ -41,10 +41,11 @@ class Plan(NamedTuple):
     def pick(self, file: int) -> dict[str, Source]:
         """What a file has, by key: a slice of a leaf is 1-d, a whole leaf has its shape."""
         picked = {}
-        for path, place in self.places.items():
-            part = self.grid.find_part(place, file)
-            if part or (not place.shard and file == place.first):
-                picked[path] = _view_bytes(_cut(self.leaves[path], part))
+        for path, whole in self.places.items():
+            for position, place in enumerate(whole.list_parts()):
+                part = self.grid.find_part(place, file)
+                if part or (not place.shard and file == place.first):
+                    picked[path] = _view_bytes(_cut(self.leaves[path], part, position))
         return picked
 
 
@@ -64,7 +65,7 @@ def plan(state: tree.Tree, on: Ranks) -> Plan:
     kinds = set(KINDS.values())
     values = {path: leaf for path, leaf in zip(paths, leaves) if type(leaf) in kinds}
     held = {path: _open_leaf(leaf, path) for path, leaf in zip(paths, leaves) if path not in values}
-    places = {path: _place(path, leaf) for path, leaf in held.items()}
+    places = {path: _place(path, leaf, on) for path, leaf in held.items()}
     for path, first in _choose_firsts(places, held, grid).items():
         places[path] = places[path]._replace(first=first)
     return Plan(grid, places, values, held)
@@ -98,20 +99,24 @@ def _open_leaf(leaf: Any, path: str) -> Sharded | Source:
     return leaf
 
 
-def _place(path: str, leaf: Sharded | Source) -> Place:
+def _place(path: str, leaf: Sharded | Source, on: Ranks) -> Place:
     """Where a leaf lies, in the first file or the first copy of the state."""
     if not isinstance(leaf, Sharded):
         return Place(path, leaf.dtype, tuple(leaf.shape), 0, 0, 0)
     layout, index = leaf.form.layout, leaf.form.leaf
     start, shard = (0, 0) if layout.replicated else (layout.leaf_ranges[index].start, layout.shard)
-    return Place(path, leaf.dtype, layout.leaves[index].shape, start, shard, 0)
+    place, split = Place(path, leaf.dtype, layout.leaves[index].shape, start, shard, 0), layout.leaves[index].split
+    if split is None:
+        return place
+    others = on.mesh.rows(split.axis)[0]  # the ranks that are first along all other axes
+    return place._replace(first=others[0], dim=split.dim, parts=split.parts, firsts=tuple(others))
 
 
 def _choose_firsts(places: Mapping[str, Place], leaves: Mapping[str, Sharded | Source], grid: Grid) -> dict[str, int]:
     """The `first` of each leaf that several files may have: so that each copy of the state, and each rank, writes about
     as many bytes. Values beside the `Sharded` leaves are those of the first rank."""
     copies, chosen = grid.list_firsts(), dict[str, int]()
-    sliced = [path for path, place in places.items() if place.shard] if len(copies) > 1 else []
+    sliced = [path for path, x in places.items() if x.shard and not x.firsts] if len(copies) > 1 else []
     whole = [path for path, leaf in leaves.items() if isinstance(leaf, Sharded) and not places[path].shard]
     for paths, files in (sliced, copies), (whole, list(range(grid.files))):
         costs = [places[path].numel * places[path].dtype.itemsize for path in paths]
@@ -120,14 +125,16 @@ def _choose_firsts(places: Mapping[str, Place], leaves: Mapping[str, Sharded | S
     return chosen
 
 
-def _cut(leaf: Sharded | Source, part: range) -> Source:
-    """These elements of a leaf, which this process holds."""
+def _cut(leaf: Sharded | Source, part: range, position: int) -> Source:
+    """These elements of a leaf, or of the part at a position of a split leaf, which this process holds."""
     if not isinstance(leaf, Sharded):
         return leaf
     if leaf.is_replicated:
         return TensorSource(leaf.local, leaf.path)
-    begin = leaf.part.start
-    return TensorSource(leaf.local.view(-1)[part.start - begin : part.stop - begin], leaf.path)
+    begin, local = leaf.part.start, leaf.local.view(-1)
+    if leaf.on.rank is None and leaf.form.layout.splits > 1:  # all parts are here
+        local = local.view(leaf.form.layout.splits, -1)[position]
+    return TensorSource(local[part.start - begin : part.stop - begin], leaf.path)
 
 
 def _view_bytes(values: Source) -> Source:

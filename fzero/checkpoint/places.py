@@ -24,7 +24,11 @@ from fzero.layout.ranges import intersect
 
 class Place(NamedTuple):
     """One leaf. Its bucket has `shard` elements a rank, and the leaf begins at element `start` of the bucket. With
-    `shard` 0 the file `first` has the whole leaf."""
+    `shard` 0 the file `first` has the whole leaf.
+
+    A leaf that is split over model axes is as many leaves, each of the `shape`: `firsts` has the first file of each.
+    `dim` and `parts` are as in a `Split`.
+    """
 
     path: str
     dtype: torch.dtype
@@ -32,11 +36,24 @@ class Place(NamedTuple):
     start: int
     shard: int
     first: int
+    dim: int = 0
+    parts: int = 0
+    firsts: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
-        """The elements of the leaf."""
+        """The elements of the leaf, or of each of the leaves that it is split into."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole leaf."""
+        shape, dim = self.shape, self.dim
+        return (*shape[:dim], shape[dim] * len(self.firsts), *shape[dim + 1 :]) if self.firsts else shape
+
+    def list_parts(self) -> list[Place]:
+        """The leaf, or the leaves that it is split into, in order."""
+        return [self._replace(first=first, firsts=()) for first in self.firsts] if self.firsts else [self]
 
 
 class Grid(NamedTuple):

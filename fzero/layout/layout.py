@@ -9,7 +9,7 @@ A layout holds integers and names only: a layout hashes and compares, and plans 
 A rank boundary may fall anywhere in a leaf without blocks. In a leaf with blocks, rows say, a rank boundary falls
 between two blocks: zeros before the leaf shift the leaf there.
 
-A leaf that is split over model axes is cut twice: ranks along these axes have parts of the leaf in its own dims, and a
+A leaf that is split over model axes is cut twice: ranks along these axes have a part of it each (`splits`), and a
 layout is that of one part, over the ranks along the shard axis.
 """
 
@@ -19,24 +19,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.packing import Packing, pack
 from fzero.layout.ranges import intersect, pad, shift, tile
+from fzero.layout.splits import Split
 
 ALIGN = 16
 """A rank's slice is a multiple of so many elements. NCCL wants 16 bytes, and the narrowest dtype has one byte."""
-
-
-class Split(NamedTuple):
-    """How a leaf is split over the ranks along a model axis, or along several together: equally along `dim`, or with
-    `parts` each of so many equal parts of the dim, as a gate and an up projection in one leaf."""
-
-    axis: str
-    dim: int
-    parts: int = 1
 
 
 @dataclass(frozen=True)

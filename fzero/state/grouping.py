@@ -15,7 +15,8 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import ALIGN, Layout, Leaf, Split, replicated_layout
+from fzero.layout.layout import ALIGN, Layout, Leaf, replicated_layout
+from fzero.layout.splits import Split
 from fzero.optim.quantized import BLOCK, LEAST, count_blocks
 from fzero.state.splits import Rules, find_splits, split_shape
 from fzero.values.functions import is_sharded

@@ -111,12 +111,12 @@ class Publication(NamedTuple):
         raise FzeroError(str(self.target), problem, f"give {self.caller} the same tree on every rank")
 
 
-def find_common_ranks(leaves: Iterable[tuple[str, Any]]) -> Ranks:
+def find_common_ranks(leaves: Iterable[tuple[str, Any]], with_splits: bool = False) -> Ranks:
     """The ranks that the `Sharded` leaves lie on, of leaves with their paths; `ALONE` where there are none.
 
     Raises:
-        FzeroError: for leaves on several meshes, for leaves inside of a step, and for leaves that are split over model
-            axes.
+        FzeroError: for leaves on several meshes, for leaves inside of a step, and without `with_splits` for leaves that
+            are split over model axes.
     """
     found: dict[Ranks, str] = {}
     for path, leaf in leaves:
@@ -124,7 +124,8 @@ def find_common_ranks(leaves: Iterable[tuple[str, Any]]) -> Ranks:
             continue
         if leaf.on.is_tracing:
             raise FzeroError(path, "is saved inside of a step, where it has no values", "save what the step returns")
-        check_unsplit(leaf, "a file")
+        if not with_splits:
+            check_unsplit(leaf, "a file other than a checkpoint's")
         found.setdefault(leaf.ranks, path)
         if len(found) > 1:
             (on, first), _ = found.items()

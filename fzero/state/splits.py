@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import Tensor
 from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, Split
+from fzero.layout.layout import Layout
+from fzero.layout.splits import Split, run_of, runs_in_whole
 from fzero.state.sources import Source, TensorSource
 
 Rules = Mapping[str, Sequence[Any]]
@@ -103,22 +103,12 @@ class _Part:
 
     def __init__(self, source: Source, layout: Layout, leaf: int, position: int) -> None:
         self._source, self._leaf, self._ranks, self._position = source, layout.leaves[leaf], layout.splits, position
+        assert self._leaf.split is not None
+        self._split = self._leaf.split[1:]
         self.shape, self.dtype, self.path = torch.Size(self._leaf.shape), source.dtype, source.path
 
     def read(self, start: int, out: Tensor) -> None:
-        done = 0
-        for begin, size in self._find_runs(start, out.numel()):
+        run, done = run_of(self._leaf.shape, *self._split), 0
+        for begin, size in runs_in_whole(run, self._ranks, self._position, range(start, start + out.numel())):
             self._source.read(begin, out[done : done + size])
             done += size
-
-    def _find_runs(self, start: int, numel: int) -> Iterator[tuple[int, int]]:
-        """Where in the whole the elements [start, start + numel) of the part are: `(first element, elements)`."""
-        split, shape = self._leaf.split, self._leaf.shape
-        assert split is not None
-        run = math.prod(shape[split.dim + 1 :]) * shape[split.dim] // split.parts
-        end = start + numel
-        while start < end:
-            number, offset = divmod(start, run)
-            size = min(run - offset, end - start)
-            yield (number * self._ranks + self._position) * run + offset, size
-            start += size
