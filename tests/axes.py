@@ -71,6 +71,22 @@ def on_a_sequence(params: Any, x: Tensor) -> Tensor:
     return fzero.all_gather(block(x, 0) + added, "tp")
 
 
+SPLIT = {"up": ("tp", 0), "down": ("tp", -1)}
+
+
+def split_mlp(params: Any, x: Tensor) -> Tensor:
+    """`mlp` of split leaves: a step has this rank's part of them."""
+    hidden = F.layer_norm(x, (WIDTH,), params["norm"]) @ params["up"].T
+    return x + fzero.psum(hidden.relu() @ params["down"].T, "tp")
+
+
+def split_sequence(params: Any, x: Tensor) -> Tensor:
+    """`on_a_sequence` of split leaves."""
+    mine = F.layer_norm(block(x, 0), (WIDTH,), params["norm"])
+    hidden = fzero.all_gather(mine, "tp") @ params["up"].T
+    return fzero.all_gather(block(x, 0) + fzero.psum_scatter(hidden.relu() @ params["down"].T, "tp"), "tp")
+
+
 def loss_of(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     return lambda params, x: forward(params, x).square().mean()
 

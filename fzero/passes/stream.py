@@ -148,10 +148,8 @@ def _find_large(program: Program, chunk: int) -> list[_Leaf]:
         numel = program.layouts[key[0]].leaves[key[1]].numel
         if itemsize * numel > chunk and program.layouts[key[0]].split_axes:
             path = program.layouts[key[0]].leaves[key[1]].path
-            problem = (
-                f"is split over model axes, and a part has {itemsize * numel} bytes, which no chunks are made of yet"
-            )
-            raise FzeroError(path, problem, f"give a chunk above {itemsize * numel} bytes, or leave the leaf whole")
+            problem = f"is split over model axes, and a part of {itemsize * numel} bytes is not streamed yet"
+            raise FzeroError(path, problem, f"give a chunk of at least {itemsize * numel} bytes")
         if itemsize * numel > chunk:
             found.append(_Leaf(key, gathers, scatters, itemsize, numel))
     return found
