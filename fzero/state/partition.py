@@ -87,7 +87,7 @@ def partition(
     begin at multiples of so many elements, as blocks of 8-bit optimizer state want it.
     `split` gives ranks along model axes parts of leaves: `{"layers.*.up.weight": ("tp", 0)}` cuts dim 0 of these leaves
     over the ranks along "tp", and `("tp", 0, 2)` cuts each of two halves of it. In a path "*" stands for any text. A
-    step computes with the part (docs/axes.md). Each part is then cut over the shard axis like any leaf.
+    step computes with the part (docs/axes.md). Each part is then cut over the shard axis, whatever `persist` is.
 
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
     they are in pinned memory. `to` is a placement, such as `fzero.host()`: leaves of which ranks keep slices lie there

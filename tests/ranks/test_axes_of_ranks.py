@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import axes
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
-from fzero import VirtualMesh, tree
+from fzero import VirtualMesh, checkpoint, tree
 
 SHAPES: tuple[tuple[tuple[int, ...], tuple[str, ...], Any], ...] = (
     ((2, 2), ("b", "fsdp"), "b"),
@@ -55,6 +57,22 @@ def trained(mesh: DeviceMesh) -> Any:
     return losses, fzero.unpartition(params)
 
 
+def split(mesh: DeviceMesh, folder: Path) -> Any:
+    """Three steps of split leaves on four ranks, saved between them, and gone on with on other axes."""
+    mesh, step = grid(), axes.train(axes.split_sequence)
+    params = fzero.partition(axes.WEIGHTS, mesh, split=axes.SPLIT)
+    state, batch = axes.ADAMW.init(params), axes.EXAMPLES.chunk(2)[dist.get_rank() // 2]
+    for _ in range(2):
+        params, state, _ = fzero.shard(step, mesh, data=("fsdp",))(params, state, batch)
+    checkpoint.save(folder, {"params": params, "state": state}, step=2)
+    other = grid((1, 4))
+    like = fzero.partition(tree.map(torch.zeros_like, axes.WEIGHTS), other, split=axes.SPLIT)
+    loaded = checkpoint.load(folder, {"params": like, "state": axes.ADAMW.init(like)})
+    on_one = fzero.unpartition(loaded["params"], rank=1)["up"]
+    params, _, loss = fzero.shard(step, other, data=("fsdp",))(loaded["params"], loaded["state"], axes.EXAMPLES)
+    return loss, fzero.unpartition(params), on_one is None
+
+
 def unlike(mesh: DeviceMesh) -> list[Any]:
     """Ranks along tp with other batches, then with equal ones."""
     step = fzero.shard(lambda x, y: fzero.psum(x * fzero.axis_index("tp"), "tp") + y, grid(), data=("fsdp",))
@@ -63,12 +81,10 @@ def unlike(mesh: DeviceMesh) -> list[Any]:
     return [*found, step(x, x * (dist.get_rank() // 2))]
 
 
-CASES = {each.__name__: each for each in (all_collectives, trained, unlike)}
-
-
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Outcome]]:
-    return run_cases(4, CASES)
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    cases: dict[str, Any] = {each.__name__: each for each in (all_collectives, trained, unlike)}
+    return run_cases(4, {**cases, "split": partial(split, folder=tmp_path_factory.mktemp("split"))})
 
 
 def test_collectives_have_the_bits_of_virtual_ranks(outcomes: dict[str, list[Outcome]]) -> None:
@@ -82,7 +98,10 @@ def test_a_model_axis_trains_as_one_device(outcomes: dict[str, list[Outcome]]) -
         params, state, loss = step(params, state, axes.EXAMPLES)
         losses.append(loss)
     for found in values(outcomes["trained"]):
-        torch.testing.assert_close(found, (losses, tree.map(lambda x: x, params)), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found, (losses, params), rtol=1e-12, atol=1e-14)
+    for rank, (loss, found, is_elsewhere) in enumerate(values(outcomes["split"])):
+        torch.testing.assert_close((loss, found), (losses[-1], params), rtol=1e-12, atol=1e-14)
+        assert is_elsewhere == (rank != 1)
 
 
 def test_unlike_batches_are_named_on_all_ranks(outcomes: dict[str, list[Outcome]]) -> None:
