@@ -32,7 +32,7 @@ from fzero.optim.quantized import BLOCK
 from fzero.program.ops.owners import orthogonalize_on_owners
 from fzero.values import rules
 from fzero.values.calls import follow_call, hash_call, perform_call
-from fzero.values.moves import BESIDE, PARTS, copy_alias, move
+from fzero.values.moves import BESIDE, Cut, add_parts, copy_alias, move
 from fzero.values.origin import Origin, describe_state
 from fzero.values.views import apply_to_copies
 
@@ -179,7 +179,9 @@ def _find_path(given: Any) -> str:
 def _reduce(name: str, x: Sharded, *args: Any, **kwargs: Any) -> Tensor | None:
     """The result of the rule of a full reduction; None where the value is to be gathered instead."""
     if _is_whole(x):
-        return None
+        if x.form.layout.splits == 1:
+            return None
+        return rules.REDUCTIONS[name](x.full_tensor(), x.cut_of_part, x.on, *args, **kwargs)
     return rules.REDUCTIONS[name](x.local, x.cut, perform_call(name, x, args, kwargs), *args, **kwargs)
 
 
@@ -321,14 +323,24 @@ def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any],
     given = [_gather(x) if sliced is None else sliced.local for x, sliced in zip(leaves, slices)]
     results = func(given, *([_gather(x) for x in arg] if isinstance(arg, (list, tuple)) else arg for arg in others))
     if name in operations.SUMS:
-        owners = [slices[i % len(slices)] for i in range(len(results))]
+        owners = [leaves[i % len(leaves)] for i in range(len(results))]
+        cuts = [_find_cut(own) for own in owners]
         return [
-            x if own is None else move(PARTS, x, perform_call(name, own, options, {}), own.cut)
-            for x, own in zip(results, owners)
+            x if cut is None else add_parts(x, perform_call(name, own, options, {}), cut)
+            for x, own, cut in zip(results, owners, cuts)
         ]
     anchors = [x if is_sharded(x) else None for x in leaves]
     call = hash_call(func, next((x for x in anchors if x is not None), None), options)
     return [x if each is None else _wrap(x, each, follow_call(each, [each], call)) for x, each in zip(results, anchors)]
+
+
+def _find_cut(x: Any) -> Cut | None:
+    """The axes over which the sum of what functions run on is no sum of all elements of a leaf. None for no axes."""
+    if not is_sharded(x) or x.is_replicated:
+        return None
+    if not _is_whole(x):
+        return x.cut
+    return x.cut_of_part if x.form.layout.splits > 1 else None
 
 
 def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:

@@ -54,11 +54,12 @@ def copy_alias(x: Tensor, on: MovePerformer, operands: Sequence[Any]) -> Tensor:
 @dataclass(frozen=True)
 class Cut:
     """The leaf that a slice belongs to: its path, the axes along which ranks hold different elements, and the number of
-    these on all ranks."""
+    these on all ranks. With `is_part` what ranks have is no slice, but a part of a split leaf, gathered."""
 
     path: str = ""
     axes: str = ""
     numel: int = 0
+    is_part: bool = False
 
 
 def reduce(x: Tensor, on: MovePerformer, op: str, axis: str, **of: str) -> Tensor:
@@ -138,6 +139,19 @@ class Total(_OfSlice):
         return Total.apply(tangent, *ctx.constants)
 
 
+def sum_all(x: Tensor, on: MovePerformer, cut: Cut) -> Tensor:
+    """The sum of all elements of a leaf, from what this rank has of it, as `Total` takes it."""
+    if not cut.is_part:
+        return Total.apply(x, on, cut)
+    wide = accumulator(x.dtype)
+    return add_parts(x.sum() if wide == x.dtype else x.sum(dtype=wide), on, cut)
+
+
+def add_parts(x: Tensor, on: MovePerformer, cut: Cut) -> Tensor:
+    """The sum over what ranks have of a leaf, from the sum that each rank took over its own."""
+    return apply(record(ops.all_reduce), x, "sum", cut.axes, on=on) if cut.is_part else move(PARTS, x, on, cut)
+
+
 class Spread(_OfSlice):
     """`(x, like, on, cut)`, uniform -> sharded: a 0-d value, repeated over the shape of the slice `like`."""
 
@@ -203,6 +217,15 @@ def _identity(dtype: torch.dtype, op: str) -> float | int:
         return -math.inf if op == "max" else math.inf
     limits = torch.iinfo(dtype)
     return limits.min if op == "max" else limits.max
+
+
+def find_peak(x: Tensor, on: MovePerformer, cut: Cut, op: str) -> Tensor:
+    """The "max" or "min" of all elements of a leaf, from what this rank has of it, as `Peak` takes it."""
+    return (
+        Extreme.apply(x.amax() if op == "max" else x.amin(), on, cut.axes, op)
+        if cut.is_part
+        else Peak.apply(x, on, cut, op)
+    )
 
 
 class Extreme(torch.autograd.Function):

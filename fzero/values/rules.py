@@ -16,7 +16,7 @@ from fzero.base.errors import FzeroError
 from fzero.optim import operations
 from fzero.program.blockwise import is_part
 from fzero.ranks.performer import MovePerformer
-from fzero.values.moves import Cut, Peak, Total
+from fzero.values.moves import Cut, find_peak, sum_all
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
@@ -170,14 +170,14 @@ def is_accessor(func: Callable[..., Any]) -> bool:
 def _sum(x: Tensor, cut: Cut, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor:
     inexact = x.dtype.is_floating_point or x.dtype.is_complex
     exact = x.dtype if dtype is None and inexact else dtype or torch.int64
-    return Total.apply(x.to(exact), on, cut).to(exact)
+    return sum_all(x.to(exact), on, cut).to(exact)
 
 
 def _mean(x: Tensor, cut: Cut, on: MovePerformer, *, dtype: torch.dtype | None = None) -> Tensor | None:
     to = dtype or x.dtype
     if not (to.is_floating_point or to.is_complex):
         return None  # torch refuses the mean of integers
-    return (Total.apply(x.to(to), on, cut) / cut.numel).to(to)
+    return (sum_all(x.to(to), on, cut) / cut.numel).to(to)
 
 
 def _norm(x: Tensor, cut: Cut, on: MovePerformer, p: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -186,7 +186,7 @@ def _norm(x: Tensor, cut: Cut, on: MovePerformer, p: Any = 2, *, dtype: torch.dt
         return None
     x = x.to(accumulator(to))  # squares too: those of float16 overflow beyond 256, and vanish below 2e-4
     x = x.abs() if x.is_complex() else x
-    total = Total.apply(x.abs() if p == 1 else x * x, on, cut)
+    total = sum_all(x.abs() if p == 1 else x * x, on, cut)
     return (total if p == 1 else _sqrt(total)).to(to.to_real())
 
 
@@ -207,23 +207,23 @@ def _vector_norm(x: Tensor, cut: Cut, on: MovePerformer, ord: Any = 2, **kwargs:
 
 
 def _max(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor | None:
-    return Peak.apply(x, on, cut, "max") if cut.numel and x.dtype != torch.bool else None
+    return find_peak(x, on, cut, "max") if cut.numel and x.dtype != torch.bool else None
 
 
 def _min(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor | None:
-    return Peak.apply(x, on, cut, "min") if cut.numel and x.dtype != torch.bool else None
+    return find_peak(x, on, cut, "min") if cut.numel and x.dtype != torch.bool else None
 
 
 def _all(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor:
-    return Total.apply((x == 0).to(torch.int64), on, cut) == 0
+    return sum_all((x == 0).to(torch.int64), on, cut) == 0
 
 
 def _any(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor:
-    return Total.apply((x != 0).to(torch.int64), on, cut) > 0
+    return sum_all((x != 0).to(torch.int64), on, cut) > 0
 
 
 def _count_nonzero(x: Tensor, cut: Cut, on: MovePerformer) -> Tensor:
-    return Total.apply((x != 0).to(torch.int64), on, cut)
+    return sum_all((x != 0).to(torch.int64), on, cut)
 
 
 def _restrict_to_full(rule: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +148,12 @@ class Sharded(Tensor):
         """The leaf and its axes, for moves of slices."""
         layout = self.form.layout
         return Cut(self.path, layout.cut_axes, layout.splits * self.leaf.numel)
+
+    @property
+    def cut_of_part(self) -> Cut:
+        """The same for what this rank has of a leaf that is split over model axes, gathered."""
+        layout = self.form.layout
+        return replace(self.cut, axes=layout.mesh.join(layout.split_axes), is_part=True)
 
     @property
     def global_shape(self) -> torch.Size:
