@@ -11,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel trl versions steps prove conformance arguments mutate check format clean
+.PHONY: train test test-rest test-all wheel trl versions steps axes prove conformance arguments mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -50,6 +50,10 @@ versions:
 # MINUTES of random train steps against plain torch, other ones each time. `make steps ARGS="--seed 12"` shows one.
 steps: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m property_tests.random_steps --minutes $(MINUTES) --workers $(WORKERS) $(ARGS)
+
+# Random models on data and model axes against one device. `make axes ARGS="--count 2000"`, or `ARGS="--seed 12"` for one.
+axes: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m property_tests.random_axes --workers $(WORKERS) $(ARGS)
 
 # Random steps, then EXAMPLES random cases of each property, and a fifth of it of those that run a step: hours.
 prove: $(READY)

@@ -39,10 +39,10 @@ def share_traces() -> Iterator[list[int]]:
     known: dict[Any, tuple[Any, Program]] = {}
     counts = [0, 0]
 
-    def trace_once(fn: Callable[..., Any], args: tuple[Any, ...], mesh: fzero.VirtualMesh, *opened: Any) -> Program:
-        key = None if opened else _sign(fn, args, mesh)
+    def trace_once(fn: Callable[..., Any], args: tuple[Any, ...], mesh: fzero.VirtualMesh, *more: Any) -> Program:
+        key = None if any(more) else _sign(fn, args, mesh)  # neither open nor on model axes
         if key is None:
-            return trace(fn, args, mesh, *opened)
+            return trace(fn, args, mesh, *more)
         if key in known:
             counts[1] += 1
             return known[key][1].copy()

@@ -16,10 +16,9 @@ from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, UNIFORM, Kind, axes_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import body_of, find_calls, find_writes, is_call, name_of, record, storage
+from fzero.program.records import find_bodies, find_calls, find_writes, is_call, name_of, record, storage
 from fzero.program.refusals import line_of, refuse_objective
 
-_DIFFERING = (ops.reduce_scatter_tensor, ops.all_to_all_tensor, ops.permute_tensor)
 _STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
 """Operations that count elements from the start of their operand's memory."""
 
@@ -75,7 +74,7 @@ def _check_model_axes(program: Program, kinds: dict[Node, Kind]) -> None:
         value, along = node.meta["val"], axes_of(program, kinds[node]).intersection(program.model_axes)
         if result.bucket is None and result.kind is None and not value.ndim and value.is_floating_point() and along:
             raise refuse_objective(f"result {result.path!r}", along, line_of(node))
-    used = {axis for node in program.graph.nodes for axis in _list_named_axes(program, node)}
+    used = _find_axes(program, kinds)
     for axis in () if program.is_body else program.model_axes:
         if program.mesh.size(axis) > 1 and axis not in used:
             data = tuple(name for name in program.mesh.names if name not in program.model_axes)
@@ -84,15 +83,10 @@ def _check_model_axes(program: Program, kinds: dict[Node, Kind]) -> None:
             raise FzeroError(f"mesh axis {axis!r}", problem, way_out)
 
 
-def _list_named_axes(program: Program, node: Node) -> set[str]:
-    """The axes along which a node makes values differ, in the body of a loop too."""
-    body = body_of(node)
-    if body is not None:
-        return {axis for each in body.graph.nodes for axis in _list_named_axes(body, each)}
-    if is_call(node, ops.gather):
-        return {*program.layout_of(node).split_axes}
-    named = node.args[0] if is_call(node, ops.axis_index) else node.args[1] if is_call(node, *_DIFFERING) else None
-    return set() if named is None else {*program.mesh.split(named)}
+def _find_axes(program: Program, kinds: dict[Node, Kind]) -> frozenset[str]:
+    """The axes along which values differ, in the bodies of loops too."""
+    found = [axes_of(program, each) for kind in kinds.values() for each in (kind if isinstance(kind, list) else [kind])]
+    return frozenset().union(*found, *(_find_axes(body, infer(body)) for body in find_bodies(program.graph)))
 
 
 def _copy_overwritten(program: Program) -> None:

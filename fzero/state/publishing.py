@@ -30,8 +30,8 @@ from fzero.ranks.processes import find_end, name_process
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather, do_together
 from fzero.ranks.virtual import ALONE
-from fzero.values.functions import check_unsplit
 from fzero.values.sharded import Sharded
+from fzero.values.splits import check_unsplit
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """Errors of a filesystem that cannot sync a directory, as some network filesystems."""

@@ -25,10 +25,11 @@ from fzero.state.grouping import plan_leaves
 from fzero.state.partition import fill_leaves
 from fzero.state.sources import Source, check_range, is_source, source_of
 from fzero.state.unpartition import assemble_piece
-from fzero.values.functions import check_unsplit, is_sharded
+from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state
 from fzero.values.quantized import Quantized, is_quantized
 from fzero.values.sharded import Sharded
+from fzero.values.splits import check_unsplit
 
 Where = str | Callable[[str, Any], bool]
 

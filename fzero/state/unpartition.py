@@ -24,9 +24,10 @@ from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, fingerprint
 from fzero.state.splits import join_parts
-from fzero.values.functions import check_unsplit, is_sharded
+from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state, follow
 from fzero.values.sharded import Sharded
+from fzero.values.splits import check_unsplit
 
 
 @check_arguments
@@ -165,7 +166,7 @@ def _join(leaf: Sharded, on: Ranks) -> Tensor:
         parts = leaf.local.detach()
     else:
         part, axis = _gather(leaf, on), layout.mesh.join(layout.split_axes)
-        parts = on.perform_agreed(record(ops.all_gather_tensor), part[None], axis, layout.splits)
+        parts = on.perform_agreed(record(ops.gather_rows), part[None], axis, layout.splits)
     return join_parts(parts.view(layout.splits, *leaf.shape), layout, leaf.index)
 
 

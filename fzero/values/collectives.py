@@ -95,7 +95,7 @@ def all_gather(x: tree.Tree, axis: Axis, dim: int = 0) -> tree.Tree:
 
     def gather(leaf: Tensor, on: MovePerformer, name: str, world: int) -> Tensor:
         at = _dim(leaf, dim, "dim")
-        rows = apply(record(ops.all_gather_tensor), leaf.movedim(at, 0), name, world, on=on)
+        rows = apply(record(ops.gather_rows), leaf.movedim(at, 0), name, world, on=on)
         return rows.movedim(0, at)
 
     return _map("all_gather", x, axis, gather)
@@ -115,7 +115,7 @@ def psum_scatter(x: tree.Tree, axis: Axis, dim: int = 0) -> tree.Tree:
     def scatter(leaf: Tensor, on: MovePerformer, name: str, world: int) -> Tensor:
         at = _dim(leaf, dim, "dim")
         _check_divides("psum_scatter", leaf, at, name, world)
-        rows = apply(record(ops.reduce_scatter_tensor), leaf.movedim(at, 0), name, world, on=on)
+        rows = apply(record(ops.psum_scatter_rows), leaf.movedim(at, 0), name, world, on=on)
         return rows.movedim(0, at)
 
     return _map("psum_scatter", x, axis, scatter)
@@ -136,7 +136,7 @@ def all_to_all(x: tree.Tree, axis: Axis, split: int, concat: int) -> tree.Tree:
         cut, joined = _dim(leaf, split, "split"), _dim(leaf, concat, "concat")
         _check_divides("all_to_all", leaf, cut, name, world)
         blocks = leaf.unflatten(cut, (world, leaf.shape[cut] // world)).movedim(cut, 0)
-        received = apply(record(ops.all_to_all_tensor), blocks, name, world, on=on)
+        received = apply(record(ops.all_to_all_rows), blocks, name, world, on=on)
         return received.movedim(0, joined).flatten(joined, joined + 1)
 
     return _map("all_to_all", x, axis, exchange)
@@ -159,7 +159,7 @@ def ppermute(x: tree.Tree, axis: Axis, perm: Sequence[tuple[int, int]]) -> tree.
     def permute(leaf: Tensor, on: MovePerformer, name: str, world: int) -> Tensor:
         if any(not 0 <= position < world for position in flat):
             raise FzeroError("perm", f"{pairs} names others than the {world} ranks along {name!r}", "name these")
-        return apply(record(ops.permute_tensor), leaf, name, world, flat, on=on)
+        return apply(record(ops.ppermute_rows), leaf, name, world, flat, on=on)
 
     if current_performer() is None:
         return x if (0, 0) in pairs else tree.map(torch.zeros_like, x)

@@ -34,6 +34,8 @@ from fzero.values import rules
 from fzero.values.calls import follow_call, hash_call, perform_call
 from fzero.values.moves import BESIDE, Cut, add_parts, copy_alias, move
 from fzero.values.origin import Origin, describe_state
+from fzero.values.scales import make_scales
+from fzero.values.splits import check_unsplit
 from fzero.values.views import apply_to_copies
 
 if TYPE_CHECKING:
@@ -43,14 +45,6 @@ if TYPE_CHECKING:
 def is_sharded(value: Any) -> TypeGuard[Sharded]:
     """Whether `value` is a `Sharded`."""
     return isinstance(value, Tensor) and hasattr(value, "form")
-
-
-def check_unsplit(x: Sharded, what: str) -> None:
-    """Refuse a leaf that is split over model axes, for what does not know its parts."""
-    axes = x.form.layout.split_axes
-    if axes:
-        problem = f"is split over {x.form.layout.mesh.join(axes)!r}, and {what} knows no split leaves yet"
-        raise FzeroError(x.path, problem, "leave the leaf out of split= of fzero.partition")
 
 
 def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +61,7 @@ def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name in rules.LIST_REDUCTIONS:
         return [rules.LIST_REDUCTIONS[name](x, *args[1:], **kwargs) for x in args[0]]
     if name in rules.NEW_SCALES:
-        return _make_scales(*args)
+        return make_scales(*args)
     if name in rules.BLOCKWISE_LIST_OPS:
         return _apply_blockwise(func, *args)
     if name in rules.OWNED_LIST_OPS:
@@ -324,11 +318,8 @@ def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any],
     results = func(given, *([_gather(x) for x in arg] if isinstance(arg, (list, tuple)) else arg for arg in others))
     if name in operations.SUMS:
         owners = [leaves[i % len(leaves)] for i in range(len(results))]
-        cuts = [_find_cut(own) for own in owners]
-        return [
-            x if cut is None else add_parts(x, perform_call(name, own, options, {}), cut)
-            for x, own, cut in zip(results, owners, cuts)
-        ]
+        rows = zip(results, owners, map(_find_cut, owners))
+        return [x if cut is None else add_parts(x, perform_call(name, own, options, {}), cut) for x, own, cut in rows]
     anchors = [x if is_sharded(x) else None for x in leaves]
     call = hash_call(func, next((x for x in anchors if x is not None), None), options)
     return [x if each is None else _wrap(x, each, follow_call(each, [each], call)) for x, each in zip(results, anchors)]
@@ -354,24 +345,6 @@ def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:
     shards = [0 if x is None else x.form.layout.shard for x in apart]
     begins = [0 if x is None else x.form.layout.leaf_ranges[x.index].start for x in apart]
     return shards, begins, next((x.on.rank for x in apart if x is not None and x.on.rank is not None), 0)
-
-
-def _make_scales(x: Sharded) -> Sharded:
-    """Zeros for the scales of a value's blocks.
-
-    Raises:
-        FzeroError: in a step, and where ranks cut blocks.
-    """
-    if x.on.is_tracing:
-        raise FzeroError(x.path, "8-bit state is made in a step", "call optimizer.init outside, and pass its state in")
-    check_unsplit(x, "8-bit state")
-    layout = x.form.layout
-    try:
-        scales = layout.coarsen(BLOCK)
-    except FzeroError as error:
-        raise FzeroError(x.path, error.problem, error.way_out) from None
-    zeros = x.local.new_zeros(len(scales.part(x.index, x.on.rank)), dtype=torch.float32)
-    return x.of_form(zeros, x.form._replace(layout=scales)).with_local(zeros)  # which may lie on a disk
 
 
 def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: Any) -> tuple[list[Any], ...]:

@@ -221,11 +221,9 @@ def _identity(dtype: torch.dtype, op: str) -> float | int:
 
 def find_peak(x: Tensor, on: MovePerformer, cut: Cut, op: str) -> Tensor:
     """The "max" or "min" of all elements of a leaf, from what this rank has of it, as `Peak` takes it."""
-    return (
-        Extreme.apply(x.amax() if op == "max" else x.amin(), on, cut.axes, op)
-        if cut.is_part
-        else Peak.apply(x, on, cut, op)
-    )
+    if not cut.is_part:
+        return Peak.apply(x, on, cut, op)
+    return Extreme.apply(x.amax() if op == "max" else x.amin(), on, cut.axes, op)
 
 
 class Extreme(torch.autograd.Function):

@@ -99,7 +99,7 @@ def test_spread_is_the_transpose_of_total(layout: Layout) -> None:
         pairs = []
         for x, other in zip(xs, others):
             y = other.square().sum()  # uniform
-            total, spread = Total.apply(x.local, x.on, x.path), Spread.apply(y, x.local, x.on, x.path)
+            total, spread = Total.apply(x.local, x.on, x.cut), Spread.apply(y, x.local, x.on, x.cut)
             pairs.append(((total * y).reshape(1), inner(x, x.with_local(spread))))
         return pairs
 
@@ -113,7 +113,7 @@ def test_parts_is_the_transpose_of_beside(layout: Layout) -> None:
         pairs = []
         for y, other in zip(ys, others):
             x = other.square().sum()  # uniform
-            beside, parts = move(BESIDE, x, y.on, y.path), move(PARTS, y.local.sum(), y.on, y.path)
+            beside, parts = move(BESIDE, x, y.on, y.cut), move(PARTS, y.local.sum(), y.on, y.cut)
             pairs.append((inner(y.with_local(torch.ones_like(y.local) * beside), y), (x * parts).reshape(1)))
         return pairs
 

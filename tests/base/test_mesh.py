@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh, check_data_axes, mesh_shape
+from fzero.base.mesh import VirtualMesh, find_model_axes, mesh_shape
 
 
 def test_sizes_and_names() -> None:
@@ -38,7 +38,7 @@ def test_a_mesh_of_several_axes_without_fsdp_has_no_shard_axis() -> None:
     with pytest.raises(FzeroError, match=refused):
         mesh.shard_axis  # noqa: B018
     with pytest.raises(FzeroError, match=refused):
-        check_data_axes(mesh, data=("replica", "data"))
+        find_model_axes(mesh, data=("replica", "data"))
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,25 @@ def test_a_mesh_of_several_axes_without_fsdp_has_no_shard_axis() -> None:
         (VirtualMesh(pod=2, replica=3, fsdp=4), ("pod", "replica", "fsdp")),
     ],
 )
-def test_data_axes_are_all_axes_outermost_first(mesh: VirtualMesh, data: Sequence[str] | None) -> None:
-    assert check_data_axes(mesh, data) == mesh.names
+def test_data_axes_may_be_all_axes(mesh: VirtualMesh, data: Sequence[str] | None) -> None:
+    assert mesh.data_axes(data) == mesh.names and find_model_axes(mesh, data) == ()
+
+
+def test_axes_that_data_leaves_out_are_model_axes() -> None:
+    mesh = VirtualMesh(tp=2, replica=2, fsdp=2, ep=2)
+    assert find_model_axes(mesh, ("fsdp", "ep")) == ("tp", "replica")
+    assert mesh.data_axes(("fsdp", "ep")) == ("fsdp", "ep")
+
+
+def test_axes_together_have_one_name() -> None:
+    mesh = VirtualMesh(a=2, fsdp=3, b=2)
+    assert mesh.join(("b", "a")) == "a+b" == mesh.join(["a+b"]) and mesh.split("a+b") == ("a", "b")
+    assert (mesh.size("a+b"), mesh.size("fsdp"), mesh.size()) == (4, 3, 12)
+    assert [mesh.position(number, "a+b") for number in range(12)] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+    assert mesh.rows("a+b") == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]] and len(mesh.rows("fsdp")) == 4
+    assert mesh.has("fsdp+b") and not mesh.has("b+c")
+    with pytest.raises(FzeroError, match=r"mesh axes: are \(\); name one or more axes"):
+        mesh.join([])
 
 
 @pytest.mark.parametrize(
@@ -64,11 +81,9 @@ def test_data_axes_are_all_axes_outermost_first(mesh: VirtualMesh, data: Sequenc
             VirtualMesh(fsdp=2, tp=4),
             None,
             r"mesh axis 'tp': has no meaning on VirtualMesh\(fsdp=2, tp=4\), whose data axes are \('fsdp',\); "
-            r"give data=\('fsdp', 'tp'\) if ranks along 'tp' take different examples, else use a mesh without 'tp'",
+            r"give data=\('fsdp', 'tp'\) if ranks along 'tp' take different examples, and data=\('fsdp',\) if they",
         ),
         (VirtualMesh(fsdp=2, tp=1), None, "mesh axis 'tp': has no meaning"),
-        (VirtualMesh(tp=2, pp=2, fsdp=2), ("tp", "fsdp"), r"mesh axis 'pp': .*give data=\('tp', 'fsdp', 'pp'\)"),
-        (VirtualMesh(replica=2, fsdp=2), ("fsdp",), "mesh axis 'replica': has no meaning"),
         (
             VirtualMesh(fsdp=2),
             ("dp", "fsdp"),
@@ -87,7 +102,7 @@ def test_data_axes_are_all_axes_outermost_first(mesh: VirtualMesh, data: Sequenc
 )
 def test_axes_without_a_meaning_are_refused(mesh: VirtualMesh, data: Sequence[str] | None, refused: str) -> None:
     with pytest.raises(FzeroError, match=refused):
-        check_data_axes(mesh, data)
+        find_model_axes(mesh, data)
 
 
 def test_meshes_compare_and_hash_by_names_and_sizes_in_order() -> None:

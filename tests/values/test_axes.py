@@ -186,7 +186,7 @@ def test_bytes_are_those_of_the_closed_form() -> None:
     program = fzero.simulate(each, mesh, data=mesh.names).trace(rows_of(mesh))
     size = 24 * 24 * 8
     sent = {entry.op: entry.nbytes for entry in program.comm() if entry.nbytes > 64}
-    assert sent == {"all_gather": 4 * size, "reduce_scatter": size, "all_to_all": size, "ppermute": 4 * size}
+    assert sent == {"all_gather": 4 * size, "psum_scatter": size, "all_to_all": size, "ppermute": 4 * size}
     assert "over a" in str(program)
 
 

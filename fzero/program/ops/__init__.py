@@ -10,7 +10,7 @@ from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Slice
 from fzero.program.operation import NO_WORK, Operation, Work
 from fzero.program.ops.attention import flex_attention, flex_attention_backward
-from fzero.program.ops.blocks import all_gather_tensor, all_to_all_tensor, permute_tensor, reduce_scatter_tensor
+from fzero.program.ops.blocks import all_to_all_rows, gather_rows, ppermute_rows, psum_scatter_rows
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
@@ -43,10 +43,9 @@ __all__ = [
     "adamw",
     "adamw_",
     "all_gather",
-    "all_gather_tensor",
     "all_reduce",
     "all_reduce_list",
-    "all_to_all_tensor",
+    "all_to_all_rows",
     "arrive",
     "axis_index",
     "beside",
@@ -60,6 +59,7 @@ __all__ = [
     "flex_attention_backward",
     "from_owners",
     "gather",
+    "gather_rows",
     "is_call",
     "join",
     "log_softmax_",
@@ -72,11 +72,11 @@ __all__ = [
     "pack_leaves",
     "pack_slices",
     "part",
-    "permute_tensor",
+    "ppermute_rows",
+    "psum_scatter_rows",
     "read",
     "record",
     "reduce_scatter",
-    "reduce_scatter_tensor",
     "scale_by_adam8bit",
     "scatter",
     "sgd",

@@ -1,9 +1,9 @@
 """Collectives of users over a mesh axis by name, or over several axes together, along dim 0. N ranks along the axis.
 
-all_gather_tensor      any -> uniform    [n, ...] of each rank -> [N n, ...] in rank order
-reduce_scatter_tensor  any -> per-rank   [N n, ...] of each rank -> [n, ...], this rank's block of the sum
-all_to_all_tensor      any -> per-rank   [N n, ...], block r for rank r -> [N n, ...], block r from rank r
-permute_tensor         any -> per-rank   the tensor of the rank that sends to this one; zeros where none does
+gather_rows         any -> uniform    [n, ...] of each rank -> [N n, ...] in rank order
+psum_scatter_rows   any -> per-rank   [N n, ...] of each rank -> [n, ...], this rank's block of the sum
+all_to_all_rows     any -> per-rank   [N n, ...], block r for rank r -> [N n, ...], block r from rank r
+ppermute_rows       any -> per-rank   the tensor of the rank that sends to this one; zeros where none does
 
 The transpose of the first is the second, of an exchange the exchange back. The result of the first is the same along
 the axis, those of the others differ.
@@ -64,7 +64,7 @@ def _moves(op: str, count: Callable[[Node], int]) -> Callable[[Program, Node], I
     return moves
 
 
-def _known(op: str, count: Callable[[Node], int]) -> dict[str, Any]:
+def _describe(op: str, count: Callable[[Node], int]) -> dict[str, Any]:
     return {
         "check": _check,
         "moves": _moves(op, count),
@@ -81,9 +81,9 @@ def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps
     return run
 
 
-def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+def _psum_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     def run(x: Tensor, axis: str, world: int) -> Steps:
-        blocks = yield AllToAll(f"reduce_scatter over {axis}", axis, x.reshape(-1))
+        blocks = yield AllToAll(f"psum_scatter over {axis}", axis, x.reshape(-1))
         return reduce(blocks.view(world, x.shape[0] // world, *x.shape[1:]).unbind(), "sum")
 
     return run
@@ -123,37 +123,35 @@ def _count_of_all(node: Node) -> int:
     return int(node.args[2]) * math.prod(node.meta["val"].shape)
 
 
-all_gather_tensor: Any = register_for_tracing(
-    "all_gather_tensor(Tensor x, str axis, int world) -> Tensor",
+gather_rows: Any = register_for_tracing(
+    "gather_rows(Tensor x, str axis, int world) -> Tensor",
     lambda x, axis, world: x.new_empty((world * x.shape[0], *x.shape[1:])),
     kind=_same_kind,
     perform=_all_gather,
-    transpose=lambda cotangent, axis, world: apply(record(reduce_scatter_tensor), cotangent, axis, world),
-    **_known("all_gather", lambda node: math.prod(node.meta["val"].shape)),
+    transpose=lambda cotangent, axis, world: apply(record(psum_scatter_rows), cotangent, axis, world),
+    **_describe("all_gather", lambda node: math.prod(node.meta["val"].shape)),
 )
-reduce_scatter_tensor: Any = register_for_tracing(
-    "reduce_scatter_tensor(Tensor x, str axis, int world) -> Tensor",
+psum_scatter_rows: Any = register_for_tracing(
+    "psum_scatter_rows(Tensor x, str axis, int world) -> Tensor",
     lambda x, axis, world: x.new_empty((x.shape[0] // world, *x.shape[1:])),
     kind=_different_kind,
-    perform=_reduce_scatter,
-    transpose=lambda cotangent, axis, world: apply(record(all_gather_tensor), cotangent, axis, world),
-    **_known("reduce_scatter", _count_of_all),
+    perform=_psum_scatter,
+    transpose=lambda cotangent, axis, world: apply(record(gather_rows), cotangent, axis, world),
+    **_describe("psum_scatter", _count_of_all),
 )
-all_to_all_tensor: Any = register_for_tracing(
-    "all_to_all_tensor(Tensor x, str axis, int world) -> Tensor",
+all_to_all_rows: Any = register_for_tracing(
+    "all_to_all_rows(Tensor x, str axis, int world) -> Tensor",
     lambda x, axis, world: x.new_empty(x.shape),
     kind=_different_kind,
     perform=_all_to_all,
-    transpose=lambda cotangent, axis, world: apply(record(all_to_all_tensor), cotangent, axis, world),
-    **_known("all_to_all", lambda node: math.prod(node.meta["val"].shape)),
+    transpose=lambda cotangent, axis, world: apply(record(all_to_all_rows), cotangent, axis, world),
+    **_describe("all_to_all", lambda node: math.prod(node.meta["val"].shape)),
 )
-permute_tensor: Any = register_for_tracing(
-    "permute_tensor(Tensor x, str axis, int world, int[] perm) -> Tensor",
+ppermute_rows: Any = register_for_tracing(
+    "ppermute_rows(Tensor x, str axis, int world, int[] perm) -> Tensor",
     lambda x, axis, world, perm: x.new_empty(x.shape),
     kind=_different_kind,
     perform=_permute,
-    transpose=lambda cotangent, axis, world, perm: apply(
-        record(permute_tensor), cotangent, axis, world, _inverse(perm)
-    ),
-    **_known("ppermute", _count_of_all),
+    transpose=lambda cotangent, axis, world, perm: apply(record(ppermute_rows), cotangent, axis, world, _inverse(perm)),
+    **_describe("ppermute", _count_of_all),
 )
