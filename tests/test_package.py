@@ -242,8 +242,8 @@ def files_that_name(pattern: str, *, beside: frozenset[str] = frozenset({"ranks"
 
 @pytest.mark.parametrize(("collective", "limit"), [("all_gather", 14), ("reduce_scatter", 9), ("all_reduce", 17)])
 def test_collectives_are_named_in_few_files(collective: str, limit: int) -> None:
-    """Five of them are the transports and what these have in common, and two have the public name. A new collective needs no transport, and is named
-    in three: its record, its exchange and its public name (docs/operations.md)."""
+    """Five of them are the transports and what these have in common, and two have the public name. A new collective
+    needs no transport, and is named in three: its record, its exchange and its public name (docs/operations.md)."""
     found = files_that_name(rf"(?<![a-z]){collective}(?![a-z])", beside=BRIDGES)
     advice = "read the operation's record (starts, waits, moves) instead of its name"
     assert len(found) <= limit, f"{len(found)} files name {collective} (limit {limit}): {found}; {advice}"

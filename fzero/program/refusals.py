@@ -72,10 +72,10 @@ def _find_plain_state(program: Program, node: Node, axes: frozenset[str]) -> tup
     from others too; and the way out."""
     sources = find_sources(program, node)
     if not sources or not all(is_in_place_of_state(program, source) for source in sources):
-        return "", advise_mean(axes)
+        return "", advise_mean(program, axes)
     way_out = "partition it, with fzero.partition(state, mesh, like=params), or make it with optimizer.init(params)"
     if all(is_number(program, source) for source in sources):
-        way_out += f"; or {advise_mean(axes)}"
+        way_out += f"; or {advise_mean(program, axes)}"
     names = " and ".join(f"argument {source.path}" for source in sources[:2])
     return f"{names}, a plain tensor in the place of state,", way_out
 
@@ -87,9 +87,13 @@ def refuse_objective(what: str, axes: Iterable[str], line: str) -> FzeroError:
     return FzeroError(what, problem, f"join the parts where they first belong together, as by fzero.psum(x, {names})")
 
 
-def advise_mean(axes: frozenset[str]) -> str:
-    """The way out for a value that differs along these axes: the call of `fzero.pmean` that makes it uniform."""
+def advise_mean(program: Program, axes: frozenset[str]) -> str:
+    """The way out for a value that differs along these axes: the call of `fzero.pmean` that makes it uniform. Along
+    model axes ranks have parts, of which a mean says nothing."""
     names = tuple(sorted(axes - {RAGGED}))
+    if set(names) <= {*program.model_axes}:
+        given = f"{(names[0] if len(names) == 1 else names)!r}"
+        return f"make it the same on every rank first, with fzero.psum(x, {given}) or fzero.all_gather(x, {given})"
     return f"make it the same on every rank first, with fzero.pmean(x, {(names[0] if len(names) == 1 else names)!r})"
 
 

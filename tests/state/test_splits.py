@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from axes import ADAMW, EXAMPLES, F64, SPLIT, WEIGHTS, loss_of, split_mlp, split_sequence, train
+from axes import ADAMW, EXAMPLES, F64, SPLIT, WEIGHTS, WIDTH, block, loss_of, split_mlp, split_sequence, train
 from torch import Tensor
 
 import fzero
@@ -80,6 +80,28 @@ def test_a_step_of_split_leaves_is_that_of_one_device(name: str, mesh: VirtualMe
         for _ in range(2 if has_state else 1):
             got, right = run(*got[:2], EXAMPLES), step(*right[:2], EXAMPLES)
             torch.testing.assert_close(fzero.unpartition(got), right, rtol=1e-12, atol=1e-14)
+
+
+def experts(params: Any, x: Tensor) -> Tensor:
+    """Each rank along the data axis "ep" has some experts, which take the tokens of all ranks, weighed by a router."""
+    weights = (x @ params["router"].T).softmax(-1)
+    tokens, mine = fzero.all_gather(x, "ep"), block(fzero.all_gather(weights, "ep"), 1, "ep")
+    hidden = torch.einsum("nd,ehd->neh", tokens, params["up"]).relu()
+    added = torch.einsum("neh,edh,ne->nd", hidden, params["down"], mine)
+    return x + fzero.psum_scatter(added, "ep")
+
+
+def test_experts_along_a_data_axis_have_the_gradients_of_one_device() -> None:
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"router": (4, WIDTH), "up": (4, 6, WIDTH), "down": (4, WIDTH, 6)}
+    whole = {name: torch.randn(shape, dtype=F64, generator=draw) for name, shape in shapes.items()}
+    for mesh in (VirtualMesh(fsdp=2, ep=2), VirtualMesh(ep=4, fsdp=1)):
+        held = fzero.partition(whole, mesh, split=dict.fromkeys(("up", "down"), ("ep", 0)))
+        got, right = [held, ADAMW.init(held)], [whole, ADAMW.init(whole)]
+        step = fzero.simulate(train(experts), mesh, data=mesh.names)
+        for _ in range(2):
+            (*got, loss), (*right, expected) = step(*got, EXAMPLES), train(experts)(*right, EXAMPLES)
+            torch.testing.assert_close((fzero.unpartition(got[0]), loss), (right[0], expected), rtol=1e-12, atol=1e-14)
 
 
 def test_parts_and_bytes_of_a_split_leaf() -> None:

@@ -278,7 +278,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     ),
     "state that is a part": (
         lambda params, x: {**params, "up": params["up"] * fzero.axis_index("tp")},
-        "up: result 'up' is state but differs between ranks",
+        r"up: result 'up' is state but differs between ranks.*fzero.psum\(x, 'tp'\) or fzero.all_gather\(x, 'tp'\)",
     ),
     "a collective of state": (
         lambda params, x: fzero.all_gather(params["up"], "tp"),
