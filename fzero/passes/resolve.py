@@ -85,8 +85,13 @@ def _check_model_axes(program: Program, kinds: dict[Node, Kind]) -> None:
 
 def _find_axes(program: Program, kinds: dict[Node, Kind]) -> frozenset[str]:
     """The axes along which values differ, in the bodies of loops too."""
-    found = [axes_of(program, each) for kind in kinds.values() for each in (kind if isinstance(kind, list) else [kind])]
-    return frozenset().union(*found, *(_find_axes(body, infer(body)) for body in find_bodies(program.graph)))
+    found, kinds_of = UNIFORM, list[Kind](kinds.values())
+    for kind in kinds_of:
+        if isinstance(kind, list):
+            kinds_of += kind  # of a list of results, or of lists
+        else:
+            found |= axes_of(program, kind)
+    return found.union(*(_find_axes(body, infer(body)) for body in find_bodies(program.graph)))
 
 
 def _copy_overwritten(program: Program) -> None:
