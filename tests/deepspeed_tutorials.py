@@ -454,7 +454,7 @@ def moe(library: Any, folder: Path) -> list[float]:
 @case(
     "autotp-training",
     "tp_model_init",
-    refused="tp_model_init: is not here; modules are not split yet, functions are (docs/axes.md)",
+    refused="tp_model_init: is not here; no tensor axes of modules yet: docs/axes.md",
 )
 def tensor_parallel(library: Any, folder: Path) -> list[float]:
     library.tp_model_init(Net(), tp_size=1, dtype=torch.float32)

@@ -15,7 +15,7 @@ class AbsentAttribute(FzeroError, AttributeError):
 
 _PIPELINE = "there is no pipeline parallelism yet: give initialize a plain module"
 _INFERENCE = "there is no engine for inference: engine.eval(), or fzero.hf.from_pretrained and its generate"
-_TENSORS = "modules are not split yet, functions are (docs/axes.md)"
+_TENSORS = "no tensor axes of modules yet: docs/axes.md"
 _EXPERTS = "there is no expert parallelism yet"
 _MODULES: dict[str, str] = {
     "PipelineModule": _PIPELINE,
@@ -27,7 +27,7 @@ _MODULES: dict[str, str] = {
     "replace_transformer_layer": _INFERENCE,
     "tp_model_init": _TENSORS,
     "moe": _EXPERTS,
-    "sequence": "modules take no parts of sequences yet, functions do (docs/axes.md)",
+    "sequence": "no sequence axes of modules yet: docs/axes.md",
     "DeepSpeedTransformerLayer": "torch.nn.functional.scaled_dot_product_attention has fused kernels",
     "DeepSpeedTransformerConfig": "torch.nn.functional.scaled_dot_product_attention has fused kernels",
     "OnDevice": 'give "meta" to torch.device as a context, or construct the model in zero.Init()',

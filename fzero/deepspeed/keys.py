@@ -67,7 +67,7 @@ TOP = (
         ("dump_state", "bool", False, "the table of keys is logged in any case"),
         ("disable_python_gc", "bool", False, "Python's collector is the program's own matter"),
         ("disable_allgather", "bool", False, "the stage says what is gathered"),
-        ("seq_parallel_communication_data_type", "fp16|bf16|fp32", "fp32", "modules take no parts of sequences yet, functions do (docs/axes.md)"),
+        ("seq_parallel_communication_data_type", "fp16|bf16|fp32", "fp32", "no sequence axes of modules yet: docs/axes.md"),
         ("prescale_gradients", "bool", False, "gradients are means in any case"),
         ("gradient_predivide_factor", "float", 1.0, "gradients are means in any case"),
         ("zero_allow_untested_optimizer", "bool", False, "an optimizer is the same at every stage"),
@@ -80,7 +80,7 @@ TOP = (
         "",
         "refused",
         ("use_data_before_expert_parallelism", "bool", False, "there is no expert parallelism"),
-        ("sequence_parallel_size", "int", 1, "modules take no parts of sequences yet, functions do (docs/axes.md)"),
+        ("sequence_parallel_size", "int", 1, "no sequence axes of modules yet: docs/axes.md"),
         ("data_parallel_size", "int", None, "all ranks of the mesh are data parallel: give mesh="),
         ("sparse_gradients", "bool", False, _REMOVED),
         ("graph_harvesting", "bool", False, _REMOVED),
@@ -308,8 +308,8 @@ BLOCKS = (
         "",
         "refused",
         ("checkpoint.use_node_local_storage", "bool", False, "all ranks see one filesystem"),
-        ("tensor_parallel.autotp_size", "int", 0, "modules are not split yet, functions are (docs/axes.md)"),
-        ("tensor_parallel.tp_size", "int", 1, "modules are not split yet, functions are (docs/axes.md)"),
+        ("tensor_parallel.autotp_size", "int", 0, "no tensor axes of modules yet: docs/axes.md"),
+        ("tensor_parallel.tp_size", "int", 1, "no tensor axes of modules yet: docs/axes.md"),
     ),
 )  # fmt: skip
 

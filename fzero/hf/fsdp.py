@@ -86,7 +86,7 @@ def read_parallelism(config: Any, world: int) -> dict[str, int]:
         FzeroError: for an axis that there is not, and for sizes that are not those of the ranks.
     """
     for axis, way_out in (
-        ("tp", "leave it out: modules are not split yet, functions are (docs/axes.md)"),
+        ("tp", "leave it out: no tensor axes of modules yet: docs/axes.md"),
         ("cp", "leave it out: fzero.ops has the collectives for a model of your own"),
         ("sp", "leave it out: fzero.ops has the collectives for a model of your own"),
     ):
