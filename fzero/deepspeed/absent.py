@@ -27,7 +27,7 @@ _MODULES: dict[str, str] = {
     "replace_transformer_layer": _INFERENCE,
     "tp_model_init": _TENSORS,
     "moe": _EXPERTS,
-    "sequence": "no sequence axes of modules yet: docs/axes.md",
+    "sequence": "no sequence axes of modules: docs/axes.md",
     "DeepSpeedTransformerLayer": "torch.nn.functional.scaled_dot_product_attention has fused kernels",
     "DeepSpeedTransformerConfig": "torch.nn.functional.scaled_dot_product_attention has fused kernels",
     "OnDevice": 'give "meta" to torch.device as a context, or construct the model in zero.Init()',
