@@ -203,6 +203,35 @@ def changes_length(mesh: DeviceMesh, **options: Any) -> Found:
     return require(losses, expected, FP32)
 
 
+def splits(mesh: DeviceMesh) -> Found:
+    """Steps of a perceptron whose leaves are split over a model axis, by collectives of its own."""
+    draws = torch.Generator().manual_seed(0)
+    whole = {"up": torch.randn(64, 16, generator=draws) / 4, "down": torch.randn(16, 64, generator=draws) / 8}
+    x, optimizer = torch.randn(8, 16, generator=draws), optim.adamw(1e-2)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        hidden = fzero.all_gather(x, "tp") @ params["up"].T
+        return fzero.psum_scatter(hidden.relu() @ params["down"].T, "tp").square().mean()
+
+    def train_step(params: Any, state: Any, x: Tensor) -> Any:
+        part = fzero.all_to_all(x, "tp", 0, 0)
+        loss, grads = fzero.value_and_grad(lambda params: fzero.pmean(loss_fn(params, part), "tp"))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    def losses_of(params: Any, step: Callable[..., Any], x: Tensor) -> list[float]:
+        state, losses = optimizer.init(params), []
+        for _ in range(STEPS):
+            params, state, loss = step(params, state, x)
+            losses.append(loss.item())
+        return losses
+
+    grid = init_device_mesh(mesh.device_type, (1, 1), mesh_dim_names=("fsdp", "tp"))
+    held = fzero.partition(whole, grid, split={"up": ("tp", 0), "down": ("tp", 1)})
+    got = losses_of(held, fzero.shard(train_step, grid, data=("fsdp",)), x.to(mesh.device_type))
+    return require(got, losses_of(whole, train_step, x), FP32)
+
+
 def restarts(mesh: DeviceMesh) -> Found:
     """Two steps with one folder: the second takes its programs from there, that of all lengths too."""
     with TemporaryDirectory() as folder:
@@ -325,6 +354,7 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "lengths in a budget": partial(changes_length, memory="1GiB"),
     "lengths, compiled": partial(changes_length, compile=True),
     "programs in a folder": restarts,
+    "a model axis": splits,
     "FlexAttention": attends,
     "calibrate": calibrates,
     "save and load": saves,
