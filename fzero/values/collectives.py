@@ -114,6 +114,7 @@ def psum_scatter(x: tree.Tree, axis: Axis, dim: int = 0) -> tree.Tree:
 
     def scatter(leaf: Tensor, on: MovePerformer, name: str, world: int) -> Tensor:
         at = _dim(leaf, dim, "dim")
+        _check_dtype(leaf, "sum", "psum_scatter")
         _check_divides("psum_scatter", leaf, at, name, world)
         rows = apply(record(ops.psum_scatter_rows), leaf.movedim(at, 0), name, world, on=on)
         return rows.movedim(0, at)
@@ -278,9 +279,9 @@ def _reduce_leaf(leaf: Any, on: MovePerformer, op: str, axis: str) -> Tensor:
     return apply(record(ops.all_reduce), leaf, op, axis)
 
 
-def _check_dtype(x: Tensor, op: str) -> None:
+def _check_dtype(x: Tensor, op: str, name: str = "psum") -> None:
     """Refuse the mean of integers and the sum of bools, which have another dtype than the operand."""
     if x.dtype == torch.bool or (op == "avg" and not (x.is_floating_point() or x.is_complex())):
-        name, to = ("pmean", "a floating dtype") if op == "avg" else ("psum", "torch.int64")
+        name, to = ("pmean", "a floating dtype") if op == "avg" else (name, "torch.int64")
         problem = f"the result cannot have the dtype of the operand, {x.dtype}"
         raise FzeroError(name, problem, f"cast the operand to {to}")

@@ -166,6 +166,7 @@ REFUSED: dict[str, tuple[Collective, str]] = {
         lambda x, axis: fzero.ppermute(x, axis, [(0, 2)]),
         r"names others than the 2 ranks",
     ),
+    "bools": (lambda x, axis: fzero.psum_scatter(x > 0, axis), "psum_scatter: the result cannot have the dtype"),
     "two to one": (lambda x, axis: fzero.ppermute(x, axis, [(0, 1), (1, 1)]), "has a source or a target twice"),
 }
 
