@@ -107,6 +107,21 @@ def test_value_and_gradient_are_those_of_plain_attention(options: Any) -> None:
     assert counted["flex_attention_backward"] == 1
 
 
+def test_each_of_two_attentions_has_the_gradients_that_it_is_asked_for() -> None:
+    """The second one captures a bias without a gradient, of the form of the first one's."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        frozen = params | {"bias": whole(params)["bias"].detach()}
+        return loss_of(attend, params, batch) + loss_of(attend, frozen, batch)
+
+    grads = fzero.simulate(fzero.grad(loss), MESH)(fzero.partition(PARAMS, MESH), BATCH)
+    plain = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    frozen = plain | {"bias": PARAMS["bias"]}
+    (loss_of(attend_plainly, plain, BATCH) + loss_of(attend_plainly, frozen, BATCH)).backward()
+    for name, grad in fzero.unpartition(grads).items():
+        torch.testing.assert_close(grad, plain[name].grad, rtol=1e-4, atol=1e-6)
+
+
 def test_policies_are_asked_about_the_operator_of_torch() -> None:
     """As those of torchtitan name it."""
     for policy, runs in ([operator], 1), ([], 2):
