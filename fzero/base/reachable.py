@@ -45,10 +45,10 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "n
 _LIBRARIES |= {"_pytest", "sympy"}  # what functions of tests with an `assert` name, and those of open sizes
 _LIBRARIES |= frozenset(
     """
-    accelerate filelock httpx httpx2 huggingface_hub idna jinja2 packaging psutil regex requests safetensors tokenizers
-    tqdm yaml
+    accelerate filelock httpx httpx2 huggingface_hub idna jinja2 packaging peft psutil regex requests safetensors
+    tokenizers tqdm yaml
     """.split()
-)  # which transformers stands on: half of what its Trainer reaches
+)  # which transformers stands on, or which stand on it: half of what its Trainer reaches
 """Packages whose functions and classes hold nothing of the user's."""
 
 _OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"}) | {"sympy"}
@@ -64,6 +64,8 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 """Classes of objects that hold nothing of the user's."""
 
 _Named = tuple[str, Any]
+Walked = list[tuple[str, Any, list[_Named]]]
+"""Objects that a walk visited, each with its name and what `list_children` found in it."""
 
 
 def walk(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:

@@ -22,7 +22,7 @@ from fzero.base import tree
 from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
 from fzero.base.hugging_face import is_cache
-from fzero.base.reachable import find_tensor, walk
+from fzero.base.reachable import Walked, find_tensor, walk, walk_with_contents
 from fzero.base.torch_private import FakeTensor, is_batch, storage_key, unwrap
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -121,9 +121,10 @@ class CacheCheck:
                 raise FzeroError(getattr(fn, "__name__", "step"), problem, way_out)
 
 
-def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[tuple[str, Any]]) -> None:
+def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[tuple[str, Any]]) -> Walked:
     """Refuse a traced value that can be reached from the step, or from `(name, object)` of its constant arguments, and
-    a captured tensor that an earlier trace left behind. A `functools.lru_cache` that holds one is cleared.
+    a captured tensor that an earlier trace left behind. A `functools.lru_cache` that holds one is cleared. Returns what
+    can be reached from the step.
 
     Raises:
         FzeroError: naming the place, and the user's line that computed the value.
@@ -132,19 +133,22 @@ def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[
         if isinstance(unwrap(program.constants[node.target]), FakeTensor):
             problem = f"the step uses a tensor without data, which an earlier trace left behind{_find_use(node)}"
             raise FzeroError(program.name, problem, "make the tensor anew, outside of a step")
+    walks = []
     for root, held in ((getattr(fn, "__name__", "step"), fn), *constants):
-        reachable = list(walk(root, held))
+        reachable = list(walk_with_contents(root, held))
         if _clear_caches(reachable, program):
-            reachable = list(walk(root, held))
-        for name, value in reachable:
+            reachable = list(walk_with_contents(root, held))
+        for name, value, _ in reachable:
             if _is_traced(value, program):
                 raise _refuse_escape(program, name, value)
+        walks.append(reachable)
+    return walks[0]
 
 
-def _clear_caches(reachable: Iterable[tuple[str, Any]], program: Program) -> bool:
+def _clear_caches(reachable: Walked, program: Program) -> bool:
     """Clear each `functools.lru_cache` that holds a traced value. Returns whether there was one. The cache computes its
     results again when it is asked for them."""
-    caches = [value for _, value in reachable if isinstance(value, functools._lru_cache_wrapper)]
+    caches = [value for _, value, _ in reachable if isinstance(value, functools._lru_cache_wrapper)]
     stale = [cache for cache in caches if any(_is_traced(value, program) for _, value in walk("", cache))]
     for cache in stale:
         cache.cache_clear()

@@ -15,7 +15,7 @@ from typing import Any
 
 from fzero.base.changes import Content, find_changes, is_read
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import is_of_fzero, is_step, list_children, walk_with_contents
+from fzero.base.reachable import Walked, is_of_fzero, is_step, list_children, walk_with_contents
 
 
 class SideEffects:
@@ -29,14 +29,16 @@ class SideEffects:
                 self._reached.append((place, value, _describe(value, held)))
         self._draws = dict(_describe_draws())
 
-    def check(self) -> None:
-        """Look for changes after the trace.
+    def check(self, walked: Walked) -> None:
+        """Look for changes after the trace, where a walk from the step has found `walked`.
 
         Raises:
             FzeroError: naming the attribute, variable or entry.
         """
+        now = {(name, id(value)): held for name, value, held in walked if held}
         for name, value, before in self._reached:
-            for key, change in find_changes(value, before, _describe(value, list_children(name, value))):
+            held = now.get((name, id(value))) or list_children(name, value)
+            for key, change in find_changes(value, before, _describe(value, held)):
                 place = name if key is None else key
                 functions = (x for _, x, _ in self._reached if isinstance(x, FunctionType))
                 if before.states.get(key) or is_read(place, functions):

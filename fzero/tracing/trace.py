@@ -146,8 +146,7 @@ def trace(
     program = place_results(this.describe(graph, {node.target: tensor for node, tensor in captured.items()}))
     _number_draws(program)
     constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))
-    check_escapes(program, fn, constants)
-    effects.check()
+    effects.check(check_escapes(program, fn, constants))
     this.recorder.finish(program)
     return program
 
