@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiers
+import torch
 import traces
 from processes import collect_seldom
 
@@ -61,6 +62,10 @@ LONGEST = [
 
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank that compiles starts processes of its own
+
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    if not device.is_available():  # `torch.manual_seed` would keep its stack for the device, which takes a millisecond
+        device.manual_seed_all = lambda seed: None
 
 LEFT: dict[str, list[int]] = {}
 """How many tests are quick, launch processes or are slow, and are further cases of quick functions."""
