@@ -2,6 +2,8 @@
 
     pytestmark = pytest.mark.usefixtures("shared_traces")
 
+All files of `tests/passes` do so (`tests/passes/conftest.py`).
+
 Tests of stages, of donation, of places and of passes run one step under many plans. A trace depends on none of these.
 A test that makes its step anew makes an equal one: the same code, over equal values. Nothing is shared of a step that
 holds a tensor, a module or any other object that may change, nor of a trace that changed what the step holds.

@@ -21,6 +21,8 @@ from fzero.base.errors import FzeroError
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES, Rates
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 WIDTH, LAYERS, STEPS = 16, 3, 4
 SLACK = 1.005
 """How much slower, by the timeline, a step with more memory may be: programs of four smaller plans are compared."""

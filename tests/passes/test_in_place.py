@@ -16,8 +16,6 @@ import fzero
 from fzero import tree
 from fzero.passes import defaults
 
-pytestmark = pytest.mark.usefixtures("shared_traces")
-
 DRAW = torch.Generator().manual_seed(0)
 A, B, C = (torch.rand(5, 7, generator=DRAW, dtype=torch.float64) * 0.8 + 0.1 for _ in range(3))
 

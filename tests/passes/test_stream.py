@@ -19,8 +19,6 @@ from fzero.base.mesh import VirtualMesh
 from fzero.program.program import Program
 from fzero.program.records import early_of, starts
 
-pytestmark = pytest.mark.usefixtures("shared_traces")
-
 WIDTH, HIDDEN, BATCH = 16, 64, 8
 CHUNK = 1024  # bytes: a quarter of a weight of the MLP
 GRANULARITY: Any = {"granularity": lambda path, shape: shape[-1]}

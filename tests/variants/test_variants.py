@@ -21,6 +21,8 @@ from fzero.program.operation import Node
 from fzero.variants.int8_gather import int8_all_gather, int8_gather
 from fzero.variants.int8_scatter import int8_scatter
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 WORLD = 4
 STAGES = (1, 2, 3)
 BUCKETS = {"0": 24 * 70 + 70, "1": 70 * 70 + 70, "2": 70 * 5 + 5}
