@@ -78,6 +78,13 @@ def shared_traces() -> Generator[list[int], None, None]:
         yield counts
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _share_traces_of_passes(request: pytest.FixtureRequest) -> None:
+    """All files of `tests/passes` ask for `shared_traces`: they run one step under many plans."""
+    if request.path.parent.name == "passes":
+        request.getfixturevalue("shared_traces")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     gc.disable()

@@ -2,7 +2,7 @@
 
     pytestmark = pytest.mark.usefixtures("shared_traces")
 
-All files of `tests/passes` do so (`tests/passes/conftest.py`).
+All files of `tests/passes` do so (`conftest.py`).
 
 Tests of stages, of donation, of places and of passes run one step under many plans. A trace depends on none of these.
 A test that makes its step anew makes an equal one: the same code, over equal values. Nothing is shared of a step that
