@@ -93,7 +93,7 @@ class Accelerator(accelerate.Accelerator):
         """The model whose calls compute from slices. All ranks call it together."""
         known = self._find_model(model)
         if known is None:
-            known = Prepared(model, self._how)
+            known = Prepared(model, self._how, lambda: 1 / self.gradient_accumulation_steps)
             self._prepared.append(known)
             self._models.append(known.stand_in)
         return known.stand_in
@@ -122,8 +122,7 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradients of a loss, divided by `gradient_accumulation_steps`, to those of the update."""
-        share = 1 / self.gradient_accumulation_steps
-        if not kwargs and any(each.take_loss(loss, share) for each in self._prepared):
+        if not kwargs and any(each.take_loss(loss) for each in self._prepared):
             return
         with torch.autograd.set_multithreading_enabled(False):  # programs run in this thread, on GPUs too
             super().backward(loss, **kwargs)

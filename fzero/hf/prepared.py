@@ -78,17 +78,18 @@ class Prepared:
       parameters by the sums.
 
     Where the model returns its loss, and `backward` takes that loss, a call computes the gradients in the same
-    program. Any other loss costs a second forward pass.
+    program. Any other loss costs a second forward pass. `find_share()` is the share of a loss in an update.
 
     Raises:
         FzeroError: for a model that cannot be cut; on all ranks, where their models differ.
     """
 
-    def __init__(self, model: nn.Module, how: How) -> None:
+    def __init__(self, model: nn.Module, how: How, find_share: Callable[[], float]) -> None:
         check_stage(how.stage)
         check_model(model)
         check_values(model)
         self.structure, self.how, self._on = model, how, find_ranks(how.mesh)
+        self._find_share = find_share
         lines = [f"configuration stage: {how.stage}", *list_model(model)]
         agree(self._on.members, digest(lines), lambda: lines, what="accelerator.prepare")
         persist = WHOLE if how.stage == 0 else 0
@@ -115,7 +116,6 @@ class Prepared:
         self._clip = how.make("clipping of gradients", lambda sums, most: clip_to_norm(sums, most["max_norm"]))
         self._clip_value = how.make("clipping of gradients by value", _clip_value)
         self._add_sums = how.make("sums of gradients", add_sums)
-        self.share = 1.0  # of a loss in an update: what accelerate divides a loss by, inverted
 
     # calls
 
@@ -147,13 +147,14 @@ class Prepared:
                 raise FzeroError(f"argument {path}", problem, "put what computes it and the model into one nn.Module")
         self._open = None
         if self._computes_ahead and self.structure.training:
+            share = self._find_share()
             try:
-                output, after, grads = self._sliced.differentiate(held, args, kwargs, self._add, self.share)
+                output, after, grads = self._sliced.differentiate(held, args, kwargs, self._add, share)
             except NoLoss:
                 self._compute_behind("the model returns no loss")
             else:
                 output = join_numbers(output)
-                self._open = _Open(find_loss(output), grads, self.share)
+                self._open = _Open(find_loss(output), grads, share)
                 return output, after
         output, after = self._sliced.follow(held, args, kwargs, self._add)
         return join_numbers(output), after
@@ -170,11 +171,11 @@ class Prepared:
 
     # gradients
 
-    def take_loss(self, loss: Any, share: float) -> bool:
+    def take_loss(self, loss: Any) -> bool:
         """Add the gradients that the last call computed ahead, where `loss` is what that call returned. Returns whether
         it was."""
         opened = self._open
-        if opened is None or loss is not opened.loss or share != opened.share:
+        if opened is None or loss is not opened.loss or self._find_share() != opened.share:
             return False
         self._open = None
         self._check_dropped()
