@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from fzero.deepspeed.programs import list_names
 from fzero.hf.adapters import find_base
 from fzero.hf.alike import list_model
 from fzero.hf.checks import check_frozen, check_model, check_values
+from fzero.hf.files import move_model
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.sliced import Call, Held, Sliced, call_narrow, stand_for
@@ -30,6 +32,7 @@ from fzero.optim.kinds import Group
 from fzero.passes.release import check_stage
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import find_ranks
+from fzero.ranks.together import do_together, gather_words
 from fzero.training.models import (
     WHOLE,
     copy_without_values,
@@ -303,7 +306,22 @@ class Prepared:
         if state_dict is not None or push_to_hub or named:
             given = "state_dict" if state_dict is not None else "push_to_hub" if push_to_hub else next(iter(named))
             raise FzeroError(f"save_pretrained: {given}", "is not supported for a model in slices", "leave it out")
-        checkpoint.export_hf(save_directory, self.list_values(), self.structure, max_shard_size=max_shard_size)
+        folder = Path(save_directory)
+        beside = folder.with_name(f"{folder.name}.weights")
+        self._write(folder, lambda: shutil.rmtree(beside, ignore_errors=True))  # of a save that was killed
+        checkpoint.export_hf(beside, self.list_values(), self.structure, max_shard_size=max_shard_size)
+
+        def finish() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            move_model(beside, folder)
+
+        self._write(folder, finish)
+
+    def _write(self, folder: Path, write: Callable[[], None]) -> None:
+        """Call `write` on the first rank. All ranks return together, or raise."""
+        gather = gather_words(self._on.members, "save_pretrained", f"to {folder}")
+        do = write if self._on.number == 0 else lambda: None
+        do_together(gather, do, str(folder), "write files", "mend that, and save again")
 
     def save(self, folder: Path) -> None:
         """Write parameters, running statistics and optimizer state. All ranks call it together.
