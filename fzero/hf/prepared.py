@@ -6,6 +6,7 @@ import functools
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ from fzero.training.outputs import join_numbers, keep_numbers
 from fzero.training.programs import add_sums, compile_function
 from fzero.training.spent import spend_model
 
+ITEMS = "num_items_in_batch"
+"""The argument of transformers' models that the sum of losses is divided by. Virtual ranks each take their share."""
 _log = logging.getLogger("fzero")
 
 
@@ -104,7 +107,7 @@ class Prepared:
         self._labels = find_labels(type(model)) or ["labels"]
         spend_model(model, how.device, _refuse_use)
         self._sliced = Sliced(model, how.make, self._compute, len(self._on.numbers))
-        methods: dict[str, Any] = {"zero_grad": self.zero_grad, "state_dict": self.gather}
+        methods: dict[str, Any] = {"zero_grad": self.zero_grad, "state_dict": self.gather, "no_sync": nullcontext}
         if hasattr(model, "generate"):
             methods["generate"] = self.generate
         if isinstance(model, transformers.PreTrainedModel):
@@ -128,6 +131,8 @@ class Prepared:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model for this rank's batch. All ranks call the model together."""
         named = {**dict(zip(self._names, args)), **kwargs} if len(args) <= len(self._names) else dict(kwargs)
+        if named.get(ITEMS) is not None:  # a number that changes would be a program each time
+            named[ITEMS] = torch.as_tensor(named[ITEMS], device=self.how.device) / len(self._on.numbers)
         padded = pad_to_longest(named, self._on.members, self._labels, self._pad_token)
         at = [padded.pop(name) for name in self._names[: len(args)]] if len(args) <= len(self._names) else args
         held = Held(self.state.params, self.state.buffers)
