@@ -51,7 +51,11 @@ def make_rows(count: int = 20) -> list[dict[str, Tensor]]:
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A batch as long as its longest row."""
     ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.stack([row["labels"] for row in rows])}
+    return {
+        "input_ids": ids,
+        "attention_mask": ids.ne(0).long(),
+        "labels": torch.stack([row["labels"] for row in rows]),
+    }
 
 
 def start(cls: Any, **named: Any) -> Any:

@@ -30,7 +30,12 @@ def execute(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
             exec(compile(block, f"docs/fsdp2.md, block {number}", "exec"), names)
     trained, moved = (dict(fzero.iter_full(names[name])) for name in ("params", "moved"))
     read = {path: x.full_tensor() for path, x in names["state"]["model"].items()}
-    return {**{name: names[name] for name in ("fsdp2", "ours", "flops")}, "moved": moved, "read": read, "trained": trained}
+    return {
+        **{name: names[name] for name in ("fsdp2", "ours", "flops")},
+        "moved": moved,
+        "read": read,
+        "trained": trained,
+    }
 
 
 @pytest.fixture(scope="module")

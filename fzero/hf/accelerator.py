@@ -155,7 +155,9 @@ class Accelerator(accelerate.Accelerator):
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Not supported."""
         problem = "lets ranks make unequal numbers of steps, and all ranks take each step together"
-        raise FzeroError("accelerator.join_uneven_inputs", problem, "give the loader even_batches=True, or drop_last=True")
+        raise FzeroError(
+            "accelerator.join_uneven_inputs", problem, "give the loader even_batches=True, or drop_last=True"
+        )
 
     # files
 

@@ -300,7 +300,9 @@ class Prepared:
         values = {path: x.detach().clone() for path, x in iter_full(self.list_values())}
         copied = copy_without_values(self.structure, tree.paths(self.state.buffers))
         paths = {id(x): path for path, x in (*copied.named_parameters(), *copied.named_buffers())}
-        found = copied.state_dict(*args, keep_vars=True, **{name: x for name, x in named.items() if name != "keep_vars"})
+        found = copied.state_dict(
+            *args, keep_vars=True, **{name: x for name, x in named.items() if name != "keep_vars"}
+        )
         return {name: values.get(paths.get(id(x), ""), x) for name, x in found.items()}
 
     def save_pretrained(

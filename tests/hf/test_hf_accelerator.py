@@ -19,6 +19,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.deepspeed import DummyOptim
 from hf_accelerate import Classifier, assert_equal, make_rows, prepare, start, train
 from hf_models import make_model
+from test_docs import ROOT, blocks
 from torch import nn
 
 import fzero.hf
@@ -198,7 +199,11 @@ def test_a_misuse_is_named(subtests: pytest.Subtests, tmp_path: Path) -> None:
         ({"stage": 4}, "stage: is 4; stages are 0, 1, 2 and 3"),
         ({"dynamo_backend": "eager"}, "dynamo_backend: is 'EAGER'; give"),
         (
-            {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=accelerate.utils.DDPCommunicationHookType.FP16)]},
+            {
+                "kwargs_handlers": [
+                    DistributedDataParallelKwargs(comm_hook=accelerate.utils.DDPCommunicationHookType.FP16)
+                ]
+            },
             "DistributedDataParallelKwargs: has comm_hook",
         ),
     ],
@@ -206,3 +211,15 @@ def test_a_misuse_is_named(subtests: pytest.Subtests, tmp_path: Path) -> None:
 def test_an_argument_that_is_not_supported_is_named(named: dict[str, Any], said: str) -> None:
     with pytest.raises(FzeroError, match=said):
         start(fzero.hf.Accelerator, **{"mesh": TWO, **named})
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two virtual ranks."""
+    (code,) = blocks((ROOT / "docs" / "accelerate.md").read_text(), "python")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"TWO": TWO}
+    exec(
+        compile(code.replace("Accelerator(g", "Accelerator(mesh=TWO, cpu=True, g"), "docs/accelerate.md", "exec"), names
+    )
+    assert names["accelerator"].step == 0 and names["loss"] < 4.2
+    assert {"state", "out"} == {path.name for path in tmp_path.iterdir()}
