@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM

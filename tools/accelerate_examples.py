@@ -1,11 +1,11 @@
-"""The loops of accelerate's own examples, on tiny models and data: with its Accelerator, and with `fzero.hf.Accelerator`.
+"""The scripts of accelerate's repository on tiny models and data: with its Accelerator, and with ours.
 
     git clone https://github.com/huggingface/accelerate
     python tools/accelerate_examples.py accelerate
 
-Prints a line for each example: how many losses both gave, the largest difference of a loss, and whether both printed the
-same, to four digits. What the examples load from the Hub (a tokenizer, models, MRPC, metrics) is replaced by tiny things; nothing else
-of their files changes, but for the class of Accelerator.
+Prints a line for each script: how many losses both gave, the largest difference of two, and whether both printed the
+same, to four digits. What scripts load from the Hub (a tokenizer, models, data, metrics) is replaced by tiny things.
+Nothing else changes, but for the class of Accelerator.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ def read_rows(clone: Path) -> Splits:
     found = {}
     for name, file in {"train": "train", "validation": "dev", "test": "dev"}.items():
         with (clone / "tests" / "test_samples" / "MRPC" / f"{file}.csv").open() as lines:
-            rows = [
-                {"sentence1": row["sentence1"], "sentence2": row["sentence2"], "label": int(row["label"] == "equivalent"), "idx": i}
-                for i, row in enumerate(csv.DictReader(lines))
-            ]  # fmt: skip
+            read = list(csv.DictReader(lines))
+        texts = [{key: row[key] for key in ("sentence1", "sentence2")} for row in read]
+        labels = [int(row["label"] == "equivalent") for row in read]
+        rows = [{**text, "label": label, "idx": i} for i, (text, label) in enumerate(zip(texts, labels))]
         found[name] = Rows((rows * 8)[: ROWS.get(name, 16)])
     return Splits(found)
 

@@ -1,4 +1,4 @@
-"""Prepared: a model of an Accelerator in slices. It is called as a whole model, and its optimizer updates the slices."""
+"""Prepared: a model of an Accelerator in slices. It is called as a whole model, and its optimizer moves slices."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def _refuse_use(path: str, what: str) -> FzeroError:
     """The error for the use `what` of a parameter at `path`, or of the model itself."""
     problem = f"{what} needs values, which are in slices since accelerator.prepare"
     way_out = (
-        "accelerator.get_state_dict(model) gathers values, model.save_pretrained and accelerator.save_state write them; "
+        "accelerator.get_state_dict(model) gathers values, model.save_pretrained and save_state write them; "
         "load and cast a model before prepare"
     )
     if what == ".grad":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.deepspeed import DummyOptim
-from hf_accelerate import Classifier, assert_equal, make_rows, prepare, start, train
+from hf_accelerate import Classifier, assert_equal, prepare, start, train
 from hf_models import make_model
 from test_docs import ROOT, blocks
 from torch import nn
@@ -72,8 +71,7 @@ def test_a_loss_outside_of_the_model_is_differentiated(expected: dict[str, Any],
 
 
 def test_bfloat16_on_one_rank_is_that_of_accelerate_bit_for_bit() -> None:
-    """On several ranks sums of bfloat16 are rounded at other places, and so are the gradients of one weight that is used
-    twice."""
+    """On several ranks sums of bfloat16 are rounded at other places, and so are gradients of one weight used twice."""
     both = []
     for cls, named in ((accelerate.Accelerator, {}), (fzero.hf.Accelerator, {"mesh": VirtualMesh(fsdp=1)})):
         accelerator = start(cls, mixed_precision="bf16", gradient_accumulation_steps=2, **named)
@@ -126,6 +124,12 @@ def follow_an_input(model: Any, **_: Any) -> None:
     model(torch.ones(2, 3, requires_grad=True))
 
 
+def change_an_option(optimizer: Any, backward: Any, **_: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 9.0
+    backward()
+    optimizer.step()
+
+
 MISUSES: dict[str, tuple[Callable[..., Any], str]] = {
     "a part of the parameters": (clip_a_part, "clip_grad_norm_: is called without embed.weight: .*model by model"),
     "another norm": (
@@ -169,7 +173,7 @@ MISUSES: dict[str, tuple[Callable[..., Any], str]] = {
         "fzero: has no slices of this model; give a folder that fzero.hf.Accelerator saved",
     ),
     "an option that changed": (
-        lambda optimizer, backward, **_: (optimizer.param_groups[0].update(weight_decay=9.0), backward(), optimizer.step()),
+        change_an_option,
         "group 0: weight_decay: was 0.1 when the state was made, and is 9.0",
     ),
 }  # fmt: skip
