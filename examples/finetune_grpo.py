@@ -28,7 +28,6 @@ def main(mesh: Any = None, steps: int = 20, folder: str = "out_grpo") -> Any:
         num_generations=4,
         max_completion_length=16,
         learning_rate=1e-3,
-        beta=0.01,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
