@@ -1,4 +1,4 @@
-"""hf: transformers' Trainer and `generate`, and TRL's trainers, over programs of slices.
+"""hf: transformers' Trainer and `generate`, accelerate's Accelerator and TRL's trainers, over programs of slices.
 
 In: a model of transformers, and its TrainingArguments. Out: its Trainer, with parameters, gradients and optimizer state
 in slices, and its `generate`. Needs transformers 5.22 or later, and accelerate. Imported by name: `import fzero.hf`.
@@ -12,6 +12,7 @@ from fzero.hf.release import check_release
 check_release()  # before the rest, which asks transformers for names that others lack
 
 from fzero.hf import trl_options  # noqa: E402
+from fzero.hf.accelerator import Accelerator  # noqa: E402
 from fzero.hf.generation import Generator  # noqa: E402
 from fzero.hf.pretrained import Pretrained, from_pretrained  # noqa: E402
 from fzero.hf.seq2seq import Seq2SeqTrainer  # noqa: E402
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fzero.hf.trl_trainers import SFTTrainer as SFTTrainer
 
 __all__ = [  # and TRL's, if installed
+    "Accelerator",
     "Generator",
     "Pretrained",
     "Seq2SeqTrainer",

@@ -193,4 +193,4 @@ def check_frozen(model: nn.Module, params: tree.Tree) -> None:
         requires_grad = model.get_parameter(path).requires_grad
         if requires_grad == is_frozen(leaf):
             problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"
-            raise FzeroError(path, problem, "set requires_grad on a whole model, and give that to fzero.hf.Trainer")
+            raise FzeroError(path, problem, "set requires_grad on a whole model, and give that to fzero.hf")

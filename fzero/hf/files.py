@@ -96,7 +96,7 @@ class Files(Together):
             if has_adapters(self.model):
                 save_adapters(folder, self.model, whole)
             if beside.is_dir():
-                _move_model(beside, folder)
+                move_model(beside, folder)
             of_collator = getattr(self.data_collator, "tokenizer", None)
             processing = of_collator if self.processing_class is None else self.processing_class
             if processing is not None:
@@ -189,7 +189,7 @@ class Files(Together):
         do_together(gather, lambda: write() if self.args.should_save else None, str(folder), "write files", way_out)
 
 
-def _move_model(source: Path, target: Path) -> None:
+def move_model(source: Path, target: Path) -> None:
     """Move the files of a model into a folder, and remove `source`. Weights of an earlier save go.
 
     The configuration goes first and comes last. So a reader refuses what a process that is killed in between leaves,

@@ -56,7 +56,7 @@ class Outside(Trainer):
             return
         self._adopt()
         structure, wrapped = self.model, self.model_wrapped
-        self.model = self.model_wrapped = stand_for(structure, self._call_model, self._generate_from_slices)
+        self.model = self.model_wrapped = stand_for(structure, self._call_model, generate=self._generate_from_slices)
         self._is_bound = True
         try:
             with let_freeze(structure):

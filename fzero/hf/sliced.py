@@ -7,16 +7,19 @@ which the forward pass is computed again (`fzero.training.outputs`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fzero import grad, tree
 from fzero.base.errors import FzeroError
+from fzero.deepspeed.functions import find_loss
 from fzero.hf.adapters import list_active
 from fzero.training.models import Bound, average_buffers, carry_buffers, copy_without_values, lower_modes
-from fzero.training.outputs import Cotangents, Surroundings, attach, weigh
+from fzero.training.outputs import Cotangents, Surroundings, attach, join_numbers, weigh
 from fzero.training.programs import add_sums
 from fzero.values.functions import is_sharded
 
@@ -30,11 +33,14 @@ class Programs(NamedTuple):
     * `forward(params, buffers, args, kwargs)` returns `(output, buffers)`.
     * `pull(params, buffers, args, kwargs, cotangents)` returns the gradients of parameters.
     * `pull_more(sums, params, ...)` returns new sums of gradients.
+    * `differentiate(params, buffers, args, kwargs, share)` returns `(output, buffers, gradients)` of the share of the
+      loss in the output.
     """
 
     forward: Callable[..., Any]
     pull: Callable[..., Any]
     pull_more: Callable[..., Any]
+    differentiate: Callable[..., Any]
 
 
 class Held(NamedTuple):
@@ -70,6 +76,18 @@ class Sliced:
         output, after = self.forward(held, args, kwargs)
         return attach(call, output), after
 
+    def differentiate(
+        self, held: Held, args: Any, kwargs: Any, add: Callable[[Call, Any], None], share: float
+    ) -> tuple[Any, Held, Any]:
+        """As `follow`, and the gradients of `share` times the loss in the output, of the same forward pass.
+
+        Raises:
+            NoLoss: for an output without a loss.
+        """
+        call = Call(self._find(), held, args, kwargs, add)
+        output, buffers, grads = self._find().differentiate(held.params, held.buffers, args, kwargs, share)
+        return attach(call, output), held._replace(buffers=buffers), grads
+
     def _find(self) -> Programs:
         """The programs of the structure as it is now."""
         state = _describe(self.structure)
@@ -98,10 +116,19 @@ class Sliced:
         def pull_more(sums: Any, *given: Any) -> Any:
             return add_sums(sums, pull(*given))
 
+        def differentiate(params: Any, buffers: Any, args: Any, kwargs: Any, share: float) -> tuple[Any, Any, Any]:
+            def compute(params: Any) -> tuple[Tensor, Any]:
+                output, after = forward(params, buffers, args, kwargs)
+                return find_loss(join_numbers(output)) * share, (output, after)
+
+            grads, (output, after) = grad(compute, has_aux=True)(params)
+            return output, after, grads
+
         return Programs(
             self._compile("forward pass", forward, donate=False),  # `pull` needs the buffers that it was given
             self._compile("gradients", pull),
             self._compile("gradients of a further call", pull_more),
+            self._compile("forward pass and gradients", differentiate, donate=False),  # as of the forward pass
         )
 
 
@@ -129,6 +156,17 @@ class Call:
         return ()
 
 
+def call_narrow(function: Callable[..., Any], device: str, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    """The output of a function under torch's autocast, in float32 as accelerate returns it. Without a `dtype` it is
+    that of the function."""
+    if dtype is None:
+        return function(*args, **kwargs)
+    with torch.autocast(device, dtype):
+        output = function(*args, **kwargs)
+    narrow = (torch.bfloat16, torch.float16)
+    return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
+
+
 def _describe(structure: nn.Module) -> tuple[Any, ...]:
     """What of a structure may change between calls, and changes what they compute. `disable_adapter` of peft replaces
     the forward of a model with virtual tokens, and tells the layers of others."""
@@ -136,20 +174,21 @@ def _describe(structure: nn.Module) -> tuple[Any, ...]:
     return structure.training, is_checkpointing, "forward" in vars(structure), list_active(structure)
 
 
-def stand_for(structure: nn.Module, call: Callable[..., Any], generate: Callable[..., Any] | None = None) -> Any:
+def stand_for(structure: nn.Module, call: Callable[..., Any], **methods: Callable[..., Any]) -> Any:
     """An object that is `structure`, in its class and its attributes, which it shares. A call of it is
-    `call(*args, **kwargs)`, and its `generate` the given one."""
+    `call(*args, **kwargs)`, and methods are the given ones."""
     cls: Any = type(structure)
-    replaced: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__call__": lambda _, *args, **named: call(*args, **named),
-    }
-    if generate is not None:
-        replaced["generate"] = lambda _, *args, **named: generate(*args, **named)
+    replaced: dict[str, Any] = {"__module__": cls.__module__}
+    for name, method in {"__call__": call, **methods}.items():
+        replaced[name] = functools.partialmethod(_call_method, method)
     made: Any = type(cls.__name__, (cls,), replaced)
     stand_in = made.__new__(made)
     object.__setattr__(stand_in, "__dict__", vars(structure))
     return stand_in
+
+
+def _call_method(_: Any, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return method(*args, **named)
 
 
 def refuse_stale(call: Call) -> FzeroError:

@@ -39,7 +39,8 @@ from fzero.hf.pretrained import Pretrained
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.signatures import join_signatures
-from fzero.hf.updates import Updates
+from fzero.hf.sliced import call_narrow
+from fzero.hf.updates import Updates, clip_to_norm
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.groups import convert_optimizer
 from fzero.optim.kinds import Group
@@ -230,9 +231,7 @@ class Trainer(Updates):
             return loss, (loss, average_buffers(called.buffers))
 
         def clip(sums: Any) -> tuple[Any, Tensor]:
-            norm = optim.global_norm(sums)
-            factor = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-            return tree.map(lambda x: x * factor.to(x.dtype), sums), norm
+            return clip_to_norm(sums, self.args.max_grad_norm)
 
         def update(params: Any, opt_state: Any, sums: Any, rates: Any) -> tuple[Any, Any]:
             updates, opt_state = self._make(rates["learning_rate"]).update(sums, opt_state, params)
@@ -252,12 +251,7 @@ class Trainer(Updates):
         if self._plan.compute is not None:
             cast = self._plan.cast
             function = function.decorate(cast) if isinstance(function, Bound) else cast(function)
-        if self._plan.autocast is None:
-            return function(*args, **kwargs)
-        with torch.autocast(self.args.device.type, self._plan.autocast):
-            output = function(*args, **kwargs)
-        narrow = (torch.bfloat16, torch.float16)
-        return tree.map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, output)
+        return call_narrow(function, self.args.device.type, self._plan.autocast, *args, **kwargs)
 
     def _infer(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self._wrapped is not None and self._wrapped.training:

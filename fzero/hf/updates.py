@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
-from fzero import partition
+from fzero import optim, partition, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
@@ -84,9 +84,7 @@ class Updates(Files):
             self.sharded = self.sharded._replace(opt_state=state, scale=scale)
             optimizer.register_step_post_hook(lambda *_: self._advance())
             self._options = list_options(optimizer)
-            optimizer.state.clear()  # Adagrad's is on the meta device already, and ours is in slices
-            for group in optimizer.param_groups:
-                group["params"] = [forget_values(x) for x in group["params"]]
+            forget_parameters(optimizer)
         return self.optimizer
 
     def _take_optimizer_of_config(self, like: nn.Module) -> None:
@@ -115,8 +113,7 @@ class Updates(Files):
 
     def _make(self, rates: Any) -> GradientTransformation:
         """The optimizer of all groups, at these rates."""
-        made = [group.make(learning_rate=rate, **group.options) for group, rate in zip(self._groups, rates)]
-        return join(self._groups, made)
+        return make_at_rates(self._groups, rates)
 
     def _advance(self) -> None:
         """Update the state by the sums of gradients, at the rates that the groups have now."""
@@ -125,8 +122,31 @@ class Updates(Files):
         if self._sums is None:
             raise FzeroError("optimizer.step", "is called without gradients", "let the Trainer call it")
         check_options(self.optimizer, self._options)
-        groups = self.optimizer.param_groups
-        rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in groups]}  # the name is for errors
-        rates, held = partition(rates, self.mesh, persist=WHOLE), self.sharded
+        rates, held = read_rates(self.optimizer, self.mesh), self.sharded
         params, opt_state = self._update(held.params, held.opt_state, self._sums, rates)
         self.sharded, self._sums = held._replace(params=params, opt_state=opt_state), None
+
+
+def make_at_rates(groups: Sequence[Group], rates: Any) -> GradientTransformation:
+    """The optimizer of all groups, at these rates."""
+    return join(groups, [group.make(learning_rate=rate, **group.options) for group, rate in zip(groups, rates)])
+
+
+def read_rates(optimizer: torch.optim.Optimizer, mesh: Any) -> Any:
+    """The rates that the groups have now, as an argument of a program."""
+    rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in optimizer.param_groups]}  # for errors
+    return partition(rates, mesh, persist=WHOLE)
+
+
+def forget_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Take the values of parameters and the state out of an optimizer: both are in slices."""
+    optimizer.state.clear()  # Adagrad's is on the meta device already
+    for group in optimizer.param_groups:
+        group["params"] = [forget_values(x) for x in group["params"]]
+
+
+def clip_to_norm(sums: Any, most: Any) -> tuple[Any, Tensor]:
+    """`(sums, norm)`: gradients scaled down to the norm `most`, and the norm before, as torch's `clip_grad_norm_`."""
+    norm = optim.global_norm(sums)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    return tree.map(lambda x: x * factor.to(x.dtype), sums), norm

@@ -147,7 +147,7 @@ def check_options(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str
     Raises:
         FzeroError: naming the group, the option and both values.
     """
-    way_out = "give the value to the Trainer at first; a rate, lr, may change at each update"
+    way_out = "give the value at first; a rate, lr, may change at each update"
     now = list_options(optimizer)
     if len(now) != len(before):
         raise FzeroError("optimizer", f"had {len(before)} groups of parameters and has {len(now)}", way_out)

@@ -87,6 +87,28 @@ def list_floating(leaves: list[Any]) -> list[int]:
     return [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+class Numbers(NamedTuple):
+    """A number that each rank computed: [ranks of this process]. A program would return one number for all ranks."""
+
+    values: Tensor
+
+
+def keep_numbers(output: Any) -> Any:
+    """In a program, an output in which each floating number stays that of its rank."""
+
+    def keep(x: Any) -> Any:
+        is_number = isinstance(x, Tensor) and not x.ndim and x.is_floating_point()
+        return Numbers(x.reshape(1)) if is_number else x
+
+    return tree.map(keep, output)
+
+
+def join_numbers(output: Any) -> Any:
+    """The inverse of `keep_numbers`. A number is the mean over the ranks of this process."""
+    leaves, treedef = tree.flatten(output, is_leaf=lambda x: isinstance(x, Numbers))
+    return tree.unflatten(treedef, [x.values.mean() if isinstance(x, Numbers) else x for x in leaves])
+
+
 class Surroundings(NamedTuple):
     """The random state and the autocast of a call, in which its forward pass runs again."""
 
