@@ -56,6 +56,8 @@ class Accelerator(accelerate.Accelerator):
         FzeroError: for an argument that is not supported.
     """
 
+    _models: list[Any]
+
     def __init__(self, *args: Any, mesh: Any = None, stage: int = 3, **named: Any) -> None:
         check_stage(stage)
         for name in PLUGINS:
@@ -208,7 +210,7 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
 
-class SlicedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+class SlicedOptimizer(AcceleratedOptimizer):
     """accelerate's AcceleratedOptimizer, whose steps move slices. The optimizer of torch holds groups and rates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, prepared: Prepared) -> None:

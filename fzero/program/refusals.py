@@ -93,7 +93,7 @@ def advise_mean(program: Program, axes: frozenset[str]) -> str:
     names = tuple(sorted(axes - {RAGGED}))
     if set(names) <= {*program.model_axes}:
         given = f"{(names[0] if len(names) == 1 else names)!r}"
-        return f"make it the same on every rank first, with fzero.psum(x, {given}) or fzero.all_gather(x, {given})"
+        return f"join the parts of all ranks along {given} first (docs/axes.md)"
     return f"make it the same on every rank first, with fzero.pmean(x, {(names[0] if len(names) == 1 else names)!r})"
 
 

@@ -70,9 +70,9 @@ class Repeats:
     def __init__(self, traced: TraceGraph, mode: FakeTensorMode) -> None:
         self._traced, self._mode = traced, mode
         self._is_open = mode.shape_env is not None
-        if not self._is_open and len(find_known(find_ambient())) > MAX_KNOWN:
-            find_known.cache_clear()
-        self._known: dict[Any, Any] = {} if self._is_open else find_known(find_ambient())
+        if not self._is_open and len(find_table(find_ambient())) > MAX_KNOWN:
+            find_table.cache_clear()
+        self._known: dict[Any, Any] = {} if self._is_open else find_table(find_ambient())
         self._plain: dict[torch.device, FakeTensor] = {}
         self._describe_sizes: Callable[..., Any] = _describe_open if self._is_open else tuple
         self._aside: Callable[[], AbstractContextManager[Any]] = without_proxies if self._is_open else nullcontext
@@ -242,7 +242,7 @@ class Repeats:
 
 
 @lru_cache(maxsize=8)
-def find_known(ambient: Ambient) -> dict[Any, Any]:
+def find_table(ambient: Ambient) -> dict[Any, Any]:
     """What traces under these settings know, and add to: the key of a call -> the forms of its results; None for a call
     that is not recorded as one node."""
     return {}

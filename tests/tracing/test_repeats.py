@@ -14,7 +14,7 @@ from fzero.base.torch_private import storage_key
 from fzero.program.open import find_difference
 from fzero.program.program import Program
 from fzero.tracing import repeats
-from fzero.tracing.repeats import Repeats, find_known
+from fzero.tracing.repeats import Repeats, find_table
 from fzero.tracing.trace import trace
 
 MESH, WIDTH = fzero.VirtualMesh(fsdp=2), 8
@@ -48,20 +48,20 @@ def count_dispatches(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_torch_dispatches_no_operation_of_a_second_equal_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for layers in (3, 9):
-        find_known.cache_clear()
+        find_table.cache_clear()
         counts.append(count_dispatches(layers, monkeypatch))
     few, many = counts
     assert 0 < many <= few
 
 
 def test_torch_dispatches_no_operation_of_a_second_equal_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_known.cache_clear()
+    find_table.cache_clear()
     first, second = (count_dispatches(2, monkeypatch) for _ in range(2))
     assert first > 20 and second == 0
 
 
 def test_a_trace_under_other_settings_or_after_too_many_calls_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_known.cache_clear()
+    find_table.cache_clear()
     first = count_dispatches(2, monkeypatch)
     with torch.no_grad():
         other = count_dispatches(2, monkeypatch)
@@ -175,9 +175,9 @@ def test_a_function_of_lists_is_traced_as_torch_traces_it(name: str, monkeypatch
     def step(xs: Any) -> Any:
         return LISTS[name](xs)
 
-    find_known.cache_clear()
+    find_table.cache_clear()
     ours = trace(step, (given,), MESH)
-    find_known.cache_clear()
+    find_table.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(Repeats, "learn_lists", lambda self, call: False)
         theirs = trace(step, (given,), MESH)
@@ -186,7 +186,7 @@ def test_a_function_of_lists_is_traced_as_torch_traces_it(name: str, monkeypatch
 
 def test_a_function_of_lists_is_called_on_one_position_of_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
-    find_known.cache_clear()
+    find_table.cache_clear()
     find = Repeats._find_new
     monkeypatch.setattr(Repeats, "_find_new", lambda self, x, memory: (counts.append(x), find(self, x, memory))[1])
     trace(lambda xs: torch._foreach_neg(xs), ([torch.zeros(2 + i % 2) for i in range(50)],), MESH)

@@ -279,7 +279,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     ),
     "state that is a part": (
         lambda params, x: {**params, "up": params["up"] * fzero.axis_index("tp")},
-        r"up: result 'up' is state but differs between ranks.*fzero.psum\(x, 'tp'\) or fzero.all_gather\(x, 'tp'\)",
+        r"up: result 'up' is state but differs between ranks.*join the parts of all ranks along 'tp' first",
     ),
     "a collective of state": (
         lambda params, x: fzero.all_gather(params["up"], "tp"),
