@@ -60,7 +60,7 @@ def list_files(model: Any) -> list[str]:
 def gather_adapters(model: nn.Module, values: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
     """Path -> whole tensor on the CPU of what peft saves of a model, on one rank, and an empty dict on the others. All
     ranks call it together. `values` has the leaves of the model by their paths."""
-    paths = _find_saved_paths(copy_without_values(model))
+    paths = find_adapter_paths(copy_without_values(model))
     whole = unpartition({path: values[path] for path in paths if path in values}, rank=rank)
     return {path: x.cpu() for path, x in whole.items() if x is not None}
 
@@ -80,7 +80,7 @@ def load_adapters(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     empty = copy_without_values(model)
-    paths = _find_saved_paths(empty)
+    paths = find_adapter_paths(empty)
     unknown = {path: _make_unknown(x) for path, x in _list_tensors(empty, paths).items()}
     target = _fill(model, unknown)
     for name, config in target.peft_config.items():
@@ -108,7 +108,7 @@ def _find_folder(folder: Path, name: str) -> Path:
     return folder if name == "default" else folder / name
 
 
-def _find_saved_paths(empty: Any) -> dict[str, None]:
+def find_adapter_paths(empty: Any) -> dict[str, None]:
     """The paths of the parameters and buffers of which peft saves values: those that train, and what peft takes of a
     state dict for its adapters."""
     from peft import get_peft_model_state_dict

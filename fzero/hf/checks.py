@@ -15,6 +15,7 @@ from fzero.hf.adapters import has_adapters
 from fzero.hf.arguments import ARGUMENTS
 from fzero.hf.optimizers import check_optimizer
 from fzero.training.spent import Spent
+from fzero.values.quantized import is_quantized
 
 SEAMS = (
     *("_wrap_model", "_move_model_to_device", "_clip_grad_norm", "_get_grad_norm"),
@@ -189,7 +190,8 @@ def check_frozen(model: nn.Module, params: tree.Tree) -> None:
     Raises:
         FzeroError: naming the parameter.
     """
-    for path, leaf in zip(tree.paths(params), tree.leaves(params)):
+    leaves, _ = tree.flatten(params, is_leaf=is_quantized)
+    for path, leaf in zip(tree.paths(params, is_leaf=is_quantized), leaves):
         requires_grad = model.get_parameter(path).requires_grad
         if requires_grad == is_frozen(leaf):
             problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"

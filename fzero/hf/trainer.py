@@ -32,6 +32,7 @@ from fzero.hf.checks import (
     refuse_model,
     refuse_use,
 )
+from fzero.hf.codes import quantize_base, read_quantize
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
@@ -74,6 +75,8 @@ class Trainer(Updates):
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
     * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
+    * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model are held
+      and gathered as codes, as in QLoRA.
 
     `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
     The values of any other model are those of rank 0. They move into slices: `trainer.model` is `model` without its
@@ -92,8 +95,16 @@ class Trainer(Updates):
 
     @check_arguments
     def __init__(
-        self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int | None = None, **named: Any
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        mesh: Any = None,
+        stage: int | None = None,
+        quantize: Any = None,
+        **named: Any,
     ) -> None:
+        self._coding = read_quantize(quantize)
         self.mesh, self._is_given = mesh, mesh is not None or isinstance(model, Pretrained)
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
@@ -116,7 +127,7 @@ class Trainer(Updates):
     ) -> None:
         """`__init__` of a rank. An error in here is one on all ranks."""
         check_type(args)
-        self._meet(CONSTRUCT, lambda: [f"configuration stage: {stage}", *list_arguments(args)])
+        self._meet(CONSTRUCT, lambda: [*self._list_own(stage), *list_arguments(args)])
         check_stage(3 if stage is None else stage)
         check_training_arguments(args, self._allowed)
         self._plan = make_plan(args, stage)
@@ -140,6 +151,11 @@ class Trainer(Updates):
         if pretrained is not None:  # nothing is refused from here on
             spend_model(self.model, self.args.device, refuse_use)
 
+    def _list_own(self, stage: int | None) -> list[str]:
+        """A line for each argument that transformers' Trainer lacks, but the mesh."""
+        coding = {name: "a function" if callable(x) else x for name, x in (self._coding or {}).items()}
+        return [f"configuration stage: {stage}", f"configuration quantize: {coding or None}"]
+
     def _take(self, pretrained: Pretrained) -> None:
         """Train parameters that are in slices already."""
         check_model(pretrained.model)
@@ -147,7 +163,7 @@ class Trainer(Updates):
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
-        params = place(pretrained.params, self._plan)
+        params = place(self._quantize(pretrained.params, pretrained.model), self._plan)
         self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
         self._structure = pretrained.model
 
@@ -166,12 +182,18 @@ class Trainer(Updates):
         store = find_store(self.model)
         lowered = lower_modes(self.model)
         params = partition_model(self.model, lowered.params, store, self.mesh, **self._plan.held)
-        settings = self._plan.settings
-        params = quantize_frozen(params) if settings is not None and settings.quantizes_frozen else params
+        params = self._quantize(params, copy_without_values(self.model))
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
         spend_model(self.model, self.args.device, refuse_use)
         self._structure = self.model
+
+    def _quantize(self, params: tree.Tree, structure: nn.Module) -> tree.Tree:
+        """Parameters in slices, with the frozen ones as codes that the arguments ask for."""
+        settings = self._plan.settings
+        if self._coding is not None:
+            return quantize_base(params, structure, self._coding)
+        return quantize_frozen(params) if settings is not None and settings.quantizes_frozen else params
 
     def call_model_init(self, trial: Any = None) -> Any:
         """As transformers' `call_model_init`: a new model of `model_init`."""
