@@ -20,7 +20,7 @@ from transformers import (
 )
 
 
-def make_model(kind: str = "gpt2") -> Any:
+def make_model(kind: str = "gpt2", layers: int = 1) -> Any:
     torch.manual_seed(0)
     if kind == "gpt2 with frozen positions":
         model = make_model()
@@ -33,7 +33,7 @@ def make_model(kind: str = "gpt2") -> Any:
         ))  # fmt: skip
     width = 64 if kind == "wide llama" else 16  # 4,096 elements and more are kept in 8 bits
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=61, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=61, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=16,
     ))  # fmt: skip
 

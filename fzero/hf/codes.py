@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,9 @@ def read_quantize(given: Any) -> dict[str, Any] | None:
     if isinstance(given, str) and given in KINDS:
         return KINDS[given]
     if isinstance(given, Mapping):
-        names = quantize.__kwdefaults__
+        names = [
+            each.name for each in inspect.signature(quantize).parameters.values() if each.kind is each.KEYWORD_ONLY
+        ]
         unknown = [name for name in given if name not in names]
         if not unknown:
             return dict(given)

@@ -162,7 +162,11 @@ def test_what_is_built_is_quantized_where_it_lies() -> None:
     torch.manual_seed(0)
     assert_same(held, fzero.quantize(fzero.lower(Model())[0], bits=4, block=64))
     weight = held["layers"][1]["weight"]
-    assert weight.codes.form.layout.bucket == "layers.1" and is_frozen(weight.scales)
+    assert weight.codes.form.layout.bucket == "layers.1:uint8" and is_frozen(weight.scales)
+    whole = fzero.partition(fzero.quantize(fzero.lower(Model())[0], bits=4, block=64), mesh)
+    for leaf, expected in zip(tree.leaves(held), tree.leaves(whole)):  # nothing keeps memory of the whole layer
+        assert leaf.form == expected.form
+        assert leaf.local.untyped_storage().nbytes() == expected.local.untyped_storage().nbytes()
     assert held["head"]["weight"] is built["head"]["weight"]
     step = fzero.simulate(fzero.value_and_grad(lambda p, x: apply(p, x).square().mean()), mesh)
     value, _ = step(held, torch.arange(6))
