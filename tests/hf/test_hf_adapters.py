@@ -16,7 +16,14 @@ pytest.importorskip("peft")
 import peft
 import torch
 import transformers
-from hf_models import make_arguments, make_model, make_ragged_dataset, pad_rows, read_logs
+from hf_models import (
+    assert_comm_is_its_closed_form,
+    make_arguments,
+    make_model,
+    make_ragged_dataset,
+    pad_rows,
+    read_logs,
+)
 from peft import LoraConfig
 from processes import run
 from safetensors.torch import load_file, save_file
@@ -150,6 +157,8 @@ def test_only_adapters_have_gradients_and_state(tmp_path: Path) -> None:
     assert trained and all("lora_" in path for path in trained)
     moments = [x for x in tree.leaves(trainer.sharded.opt_state) if isinstance(x, fzero.Sharded) and x.ndim]
     assert len(moments) == 2 * len(trained)
+    program = trainer._begin._pipeline._cache[0].finished
+    assert_comm_is_its_closed_form(program, trainer.model, gathers=[2], trained=[0])
 
 
 def train_on_two(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
