@@ -26,22 +26,41 @@ def has_adapters(model: Any) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
-def find_base(model: Any, params: tree.Tree) -> tuple[Any, tree.Tree]:
-    """The model that adapters were put into, and its part of the parameters; the model itself where it has none.
+def add_adapters(model: Any, config: Any) -> Any:
+    """The model of peft that `peft.get_peft_model(model, config)` returns.
+
+    Raises:
+        FzeroError: for what is no configuration of peft.
+    """
+    import peft
+
+    if not isinstance(config, peft.PeftConfig):
+        raise FzeroError("peft_config", f"is {config!r:.80}", "give a configuration of peft, such as LoraConfig(r=8)")
+    return peft.get_peft_model(model, config)
+
+
+def find_base(model: Any) -> Any:
+    """The model that adapters were put into; the model itself where it has none.
 
     Raises:
         FzeroError: for virtual tokens, which peft puts in front of a prompt by itself.
     """
     if not has_adapters(model):
-        return model, params
+        return model
     if model.active_peft_config.is_prompt_learning:
         problem = f"{type(model).__name__} has virtual tokens of {model.active_peft_config.peft_type}"
         raise FzeroError("generate", problem, "save_model(folder), and generate with peft's from_pretrained")
-    base = model.get_base_model()
-    path = next(path for path, module in model.named_modules() if module is base)
-    for name in path.split("."):
-        params = params[name]
-    return base, params
+    return model.get_base_model()
+
+
+def take_base(model: Any, params: tree.Tree) -> tree.Tree:
+    """The part of a model's parameters that are those of `find_base(model)`."""
+    base = find_base(model)
+    if base is not model:
+        path = next(path for path, module in model.named_modules() if module is base)
+        for name in path.split("."):
+            params = params[name]
+    return params
 
 
 def list_active(model: nn.Module) -> frozenset[tuple[bool, tuple[str, ...]]]:

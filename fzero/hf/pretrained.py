@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,6 +13,8 @@ from torch import nn
 from fzero import build, checkpoint, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.hf.adapters import add_adapters
+from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values
@@ -57,6 +62,8 @@ def from_pretrained(
     cls: Any = None,
     seed: int = 0,
     partition: Any = None,
+    peft_config: Any = None,
+    quantize: Any = None,
     **named: Any,
 ) -> Pretrained:
     """The model of a folder, or of a name on the Hub, in slices.
@@ -71,17 +78,20 @@ def from_pretrained(
     * `cls`: a class of transformers with `from_pretrained`, by default `AutoModelForCausalLM`.
     * `seed`: of weights that the files lack, such as a new head.
     * `partition`: a dict of keywords of `fzero.partition`, such as `{"unit": 256}` for an optimizer of 8 bits.
+    * `peft_config`: a configuration of peft, whose adapters are put into the model: `peft.get_peft_model`.
+    * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model become
+      codes, with `peft_config` for QLoRA.
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
-        FzeroError: for `device_map` and `quantization_config`; for a `cls` that reads no files; as `fzero.build`.
+        FzeroError: for `device_map` and `quantization_config`, and for files that bitsandbytes quantized; for a `cls`
+            that reads no files; as `fzero.build`.
     """
     import transformers
 
-    for name in ("device_map", "quantization_config"):
-        if named.get(name) is not None:
-            problem = f"is {named[name]!r:.80}, and slices lie where the mesh says"
-            raise FzeroError(f"from_pretrained: {name}", problem, "leave it out")
+    coding = read_quantize(quantize)
+    _refuse_places(named)
+    _refuse_codes(Path(name_or_path))
     if mesh is None:
         mesh = make_mesh(find_local_rank(None), PORT, None)
     chosen = transformers.AutoModelForCausalLM if cls is None else cls
@@ -91,9 +101,32 @@ def from_pretrained(
     made: list[nn.Module] = []
 
     def construct() -> nn.Module:
-        made.append(chosen.from_pretrained(name_or_path, **named))
+        model = chosen.from_pretrained(name_or_path, **named)
+        made.append(model if peft_config is None else add_adapters(model, peft_config))
         return made[0]
 
     params, apply = build(construct, mesh, seed=seed, **(partition or {}))
     model = copy_without_values(made[0])
+    if coding is not None:
+        params = quantize_base(params, model, coding)
     return Pretrained(model, params, apply, mesh, Generator(model, mesh))
+
+
+def _refuse_places(named: Mapping[str, Any]) -> None:
+    """Refuse arguments that say where values lie, and in which form."""
+    if named.get("device_map") is not None:
+        problem = f"is {named['device_map']!r:.80}, and slices lie where the mesh says"
+        raise FzeroError("from_pretrained: device_map", problem, "leave it out")
+    config = named.get("quantization_config")
+    if config is not None:
+        problem = f"is a {type(config).__name__}, which packs whole weights"
+        raise FzeroError("from_pretrained: quantization_config", problem, f"give {suggest(config)} in its place")
+
+
+def _refuse_codes(folder: Path) -> None:
+    """Refuse the files of a model that bitsandbytes quantized."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
+    if config and config.get("quant_method") == "bitsandbytes":
+        way_out = f"give the files of the model in full precision, and {suggest(config)}"
+        raise FzeroError(str(file), "says that the weights are codes of bitsandbytes", way_out)

@@ -18,7 +18,6 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.deepspeed.quantized import quantize_frozen
-from fzero.hf.adapters import find_base
 from fzero.hf.alike import list_arguments, list_model
 from fzero.hf.checks import (
     check_frozen,
@@ -311,10 +310,9 @@ class Trainer(Updates):
             problem = f"{type(self.model).__name__} has running statistics, which generate does not read"
             way_out = "save_model(folder), and call generate of fzero.hf.from_pretrained(folder)"
             raise FzeroError("generate", problem, way_out)
-        model, params = find_base(self.model, self.sharded.params)
-        if self._generator is None or self._generator.model is not model:
-            self._generator = Generator(model, self.mesh, call=self._call, **self._how)
-        return self._generator(params, *args, **named)
+        if self._generator is None or self._generator.given is not self.model:
+            self._generator = Generator(self.model, self.mesh, call=self._call, **self._how)
+        return self._generator(self.sharded.params, *args, **named)
 
     # gradients
 
