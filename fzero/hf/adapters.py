@@ -86,7 +86,7 @@ def gather_adapters(model: nn.Module, values: Mapping[str, Any], rank: int) -> d
 
 def save_adapters(folder: Path, model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Write what `save_pretrained` of a model of peft writes, with the tensors `whole` for its values."""
-    _fill(model, whole).save_pretrained(str(folder))
+    fill_model(model, whole).save_pretrained(str(folder))
 
 
 def load_adapters(folder: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def load_adapters(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     empty = copy_without_values(model)
     paths = find_adapter_paths(empty)
     unknown = {path: _make_unknown(x) for path, x in _list_tensors(empty, paths).items()}
-    target = _fill(model, unknown)
+    target = fill_model(model, unknown)
     for name, config in target.peft_config.items():
         file = _find_folder(folder, name) / WEIGHTS
         found: Any = set_peft_model_state_dict(target, load_file(file), adapter_name=name)
@@ -149,7 +149,7 @@ def _list_tensors(module: nn.Module, paths: Mapping[str, None]) -> dict[str, Ten
     return {path: held[path] for path in paths if path in held}
 
 
-def _fill(model: nn.Module, whole: Mapping[str, Tensor]) -> Any:
+def fill_model(model: nn.Module, whole: Mapping[str, Tensor]) -> Any:
     """A copy of a model with these values, and without all others."""
     filled = copy_without_values(model)
     filled.load_state_dict(dict(whole), strict=False, assign=True)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fzero import build, checkpoint, tree
+from fzero import build, checkpoint, lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.hf.adapters import add_adapters
 from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
+from fzero.hf.merging import merge_adapters
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values
 from fzero.values.lowering import Apply
@@ -42,6 +43,16 @@ class Pretrained(NamedTuple):
             FzeroError: for a model without `generate`; where another rank raises an error.
         """
         return self.generator(self.params, *args, **named)
+
+    def merge_and_unload(self) -> Pretrained:
+        """The base model with the adapters as part of its weights, as `merge_and_unload` of peft returns it, in slices.
+        Codes become numbers. All ranks call together. This value stays as it is.
+
+        Raises:
+            FzeroError: for virtual tokens, and for adapters of two modules that share a weight.
+        """
+        model, params = merge_adapters(self.model, self.params, self.mesh)
+        return make_pretrained(model, params, self.mesh)
 
     @check_arguments
     def save_pretrained(self, folder: str | os.PathLike[str], params: tree.Tree | None = None, **how: Any) -> None:
@@ -110,6 +121,11 @@ def from_pretrained(
     if coding is not None:
         params = quantize_base(params, model, coding)
     return Pretrained(model, params, apply, mesh, Generator(model, mesh))
+
+
+def make_pretrained(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
+    """The value of a model without values, and its parameters in slices."""
+    return Pretrained(model, params, lower(model.eval())[1], mesh, Generator(model, mesh))
 
 
 def _refuse_places(named: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ from fzero.hf.codes import quantize_base, read_quantize
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
-from fzero.hf.pretrained import Pretrained
+from fzero.hf.pretrained import Pretrained, make_pretrained
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.signatures import join_signatures
@@ -313,6 +313,23 @@ class Trainer(Updates):
         if self._generator is None or self._generator.given is not self.model:
             self._generator = Generator(self.model, self.mesh, call=self._call, **self._how)
         return self._generator(self.sharded.params, *args, **named)
+
+    def merge_and_unload(self) -> Pretrained:
+        """The base model with the present adapters as part of its weights, in slices: `Pretrained.merge_and_unload`.
+        All ranks call it together.
+
+            trainer.merge_and_unload().save_pretrained("folder")
+
+        Raises:
+            FzeroError: for a model with running statistics; as `Pretrained.merge_and_unload`.
+        """
+        self._meet("trainer.merge_and_unload")
+        self._adopt()
+        if self.sharded.buffers is not None:
+            problem = f"{type(self.model).__name__} has running statistics, which are not in slices"
+            raise FzeroError("merge_and_unload", problem, "save_model(folder), and merge with peft")
+        structure = copy_without_values(self.model)
+        return make_pretrained(structure, self.sharded.params, self.mesh).merge_and_unload()
 
     # gradients
 

@@ -14,18 +14,17 @@ from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout, layer_of
 from fzero.layout.ranges import intersect
 from fzero.program.blockwise import Coding, check_coding, encode
 from fzero.ranks.calls import describe_leaf
 from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Stretch
-from fzero.state.fill import CHUNK_NBYTES, chunk_numel
+from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.grouping import LeafLayouts, plan_leaves
 from fzero.state.partition import fill_leaves
 from fzero.state.sources import Source, check_range, is_source, source_of
-from fzero.state.unpartition import assemble_piece
+from fzero.state.unpartition import SourceOfSharded, assemble_piece
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state
 from fzero.values.quantized import Quantized, is_quantized
@@ -169,37 +168,13 @@ def _partition_anew(made: tree.Tree, on: Ranks, held: Mapping[str, Sharded]) -> 
         how: dict[str, Any] = {"granularity": lambda path, shape, blocks=blocks: blocks.get(path), "unit": unit}
         layouts = plan_leaves(names, [leaves[i] for i in here], on.mesh, layers=layers.get, **how)
         found.update((here[position], where) for position, where in layouts.items())
-    sources = {i: leaves[i] if i in codes else _OnRanks(leaves[i]) for i in found}
+    sources = {i: leaves[i] if i in codes else SourceOfSharded(leaves[i]) for i in found}
     dtypes = {i: sources[i].dtype for i in found}
     lines = [f"leaf {sources[i].path}: {describe_leaf(*found[i], dtypes[i])}" for i in found]
     on.agree("quantize", [*lines, *(describe_state(path, leaf.origin) for path, leaf in held.items())])
     devices, places = {i: old[i].device for i in found}, {i: old[i].place for i in found}
     filled = fill_leaves(on, found, sources, dtypes, devices, CHUNK_NBYTES, places=places)
     return tree.unflatten(treedef, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
-
-
-class _OnRanks:
-    """The source of the values of a `Sharded` leaf. Ranks send each other a chunk at a time."""
-
-    def __init__(self, leaf: Sharded) -> None:
-        self._value, self.path, self.shape, self.dtype = leaf, leaf.path, leaf.shape, leaf.dtype
-
-    def read(self, start: int, out: Tensor) -> None:
-        out.copy_(assemble_piece(self._value, check_range(self, start, out)))
-
-    def fingerprint(self) -> bytes:
-        """Nothing: one rank alone cannot read the values."""
-        return b""
-
-    def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
-        """Fill `out`, this rank's part of the leaf in a layout, 1-d. All ranks of the leaf's mesh call together."""
-        mine = layout.part(leaf, on.rank)
-        room = Stretch(mine.start, out)
-        for piece in chunks(self.shape.numel(), chunk_numel(chunk, self.dtype)):
-            values = Stretch(piece.start, assemble_piece(self._value, piece))
-            here = intersect(piece, mine)
-            if here:
-                room.put(here, values.at(here))
 
 
 def _encode(source: Source, path: str, coding: Coding, device: torch.device) -> list[Tensor]:
