@@ -47,10 +47,15 @@ def find_base(model: Any) -> Any:
     """
     if not has_adapters(model):
         return model
+    refuse_virtual_tokens(model, "generate", "save_model(folder), and generate with peft's from_pretrained")
+    return model.get_base_model()
+
+
+def refuse_virtual_tokens(model: Any, call: str, way_out: str) -> None:
+    """Raise for a model of peft whose adapter is no part of its modules."""
     if model.active_peft_config.is_prompt_learning:
         problem = f"{type(model).__name__} has virtual tokens of {model.active_peft_config.peft_type}"
-        raise FzeroError("generate", problem, "save_model(folder), and generate with peft's from_pretrained")
-    return model.get_base_model()
+        raise FzeroError(call, problem, way_out)
 
 
 def take_base(model: Any, params: tree.Tree) -> tree.Tree:

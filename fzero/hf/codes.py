@@ -57,7 +57,8 @@ def suggest(config: Any) -> str:
 
 
 def _is_of_bitsandbytes(given: Any) -> bool:
-    return "bitsandbytes" in str(getattr(given, "quant_method", "")).lower()
+    method = getattr(given, "quant_method", None)
+    return getattr(method, "value", method) == "bitsandbytes"
 
 
 def quantize_base(params: tree.Tree, model: nn.Module, how: Mapping[str, Any]) -> tree.Tree:

@@ -13,7 +13,7 @@ from fzero import lower, partition, tree, unpartition
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.hf.adapters import fill_model, find_base, has_adapters
+from fzero.hf.adapters import fill_model, has_adapters, refuse_virtual_tokens
 from fzero.layout.layout import Layout
 from fzero.ranks.ranks import Ranks
 from fzero.state.sources import Source, check_range
@@ -35,10 +35,10 @@ def merge_adapters(model: Any, params: tree.Tree, mesh: Any) -> tuple[nn.Module,
     Raises:
         FzeroError: for virtual tokens, and for adapters of two modules that share a weight.
     """
-    held = _list_leaves(params)
+    held = list_leaves(params)
     if not has_adapters(model):
         return copy_without_values(model), dequantize_leaves(params, mesh)
-    find_base(model)  # refuses virtual tokens
+    refuse_virtual_tokens(model, "merge_and_unload", "save_pretrained(folder): no weight of the base model changed")
     empty: Any = copy_without_values(model)
     paths = {id(x): path for path, x in empty.named_parameters()}
     units = _list_units(empty.get_base_model())
@@ -63,11 +63,14 @@ def merge_adapters(model: Any, params: tree.Tree, mesh: Any) -> tuple[nn.Module,
 def dequantize_leaves(params: tree.Tree, mesh: Any) -> tree.Tree:
     """Parameters in slices, with numbers in the place of codes. All ranks call together."""
     leaves, treedef = tree.flatten(params, is_leaf=is_quantized)
-    sources = [_open(path, leaf) for path, leaf in _list_leaves(params).items()]
-    return partition(tree.unflatten(treedef, sources), mesh) if any(map(is_quantized, leaves)) else params
+    if not any(map(is_quantized, leaves)):
+        return params
+    sources = [_open(path, leaf) for path, leaf in list_leaves(params).items()]
+    return partition(tree.unflatten(treedef, sources), mesh)
 
 
-def _list_leaves(params: tree.Tree) -> dict[str, Any]:
+def list_leaves(params: tree.Tree) -> dict[str, Any]:
+    """Path -> leaf of a tree, in order. A quantized leaf is one."""
     leaves, _ = tree.flatten(params, is_leaf=is_quantized)
     return dict(zip(tree.paths(params, is_leaf=is_quantized), leaves))
 
@@ -105,10 +108,10 @@ def _take(compute: Callable[[], nn.Module], name: str) -> Tensor:
 
 def _untie(base: Any) -> None:
     """Note in a configuration, as peft does, that the head is no longer the embedding."""
-    config, find_head = getattr(base, "config", None), getattr(base, "get_output_embeddings", lambda: None)
-    head = getattr(find_head(), "weight", None)
-    if getattr(config, "tie_word_embeddings", False) and head is not None:
-        config.tie_word_embeddings = head is base.get_input_embeddings().weight
+    config: Any = getattr(base, "config", None)
+    if getattr(config, "tie_word_embeddings", False):
+        head = base.get_output_embeddings()
+        config.tie_word_embeddings = head is None or head.weight is base.get_input_embeddings().weight
 
 
 def _open(path: str, leaf: Any) -> Source:

@@ -13,10 +13,12 @@ from torch import nn
 from fzero import build, checkpoint, lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.hf.adapters import add_adapters
+from fzero.hf.adapters import add_adapters, gather_adapters, has_adapters, save_adapters
 from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
-from fzero.hf.merging import merge_adapters
+from fzero.hf.merging import dequantize_leaves, list_leaves, merge_adapters
+from fzero.ranks.live import find_ranks
+from fzero.ranks.together import do_together, gather_words
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values
 from fzero.values.lowering import Apply
@@ -57,12 +59,32 @@ class Pretrained(NamedTuple):
     @check_arguments
     def save_pretrained(self, folder: str | os.PathLike[str], params: tree.Tree | None = None, **how: Any) -> None:
         """Write parameters, by default those of this value, as a folder that `from_pretrained` reads. All ranks call
-        `save_pretrained` together; each writes its own slices. `how` are keywords of `fzero.checkpoint.export_hf`.
+        `save_pretrained` together; each writes its own slices. Codes become numbers. Of a model of peft rank 0 writes
+        the adapters, as peft does. `how` are keywords of `fzero.checkpoint.export_hf`.
 
         Raises:
-            FzeroError: for a folder that exists; as `fzero.checkpoint.export_hf`.
+            FzeroError: for a folder that exists; for `how` beside adapters; as `fzero.checkpoint.export_hf`.
         """
-        checkpoint.export_hf(folder, self.params if params is None else params, self.model, **how)
+        params = self.params if params is None else params
+        if not has_adapters(self.model):
+            checkpoint.export_hf(folder, dequantize_leaves(params, self.mesh), self.model, **how)
+            return
+        if how:
+            way_out = "leave it out, or save merge_and_unload()"
+            raise FzeroError(
+                f"save_pretrained: {next(iter(how))}", "is given, and files of adapters are peft's", way_out
+            )
+        on = find_ranks(self.mesh)
+        whole = gather_adapters(self.model, list_leaves(params), rank=on.ranks[0])
+
+        def write() -> None:
+            if on.number == 0:
+                if Path(folder).exists():
+                    raise FzeroError(str(folder), "exists", "remove it, or give another folder")
+                save_adapters(Path(folder), self.model, whole)
+
+        gather = gather_words(on.members, "save_pretrained", f"to {folder}")
+        do_together(gather, write, str(folder), "write files", "mend that, and save again")
 
 
 @check_arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 import transformers
 from hf_models import assert_comm_is_its_closed_form, make_arguments, make_dataset, make_model, read_logs
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import BitsAndBytesConfig
 
 import fzero.hf
-from fzero import VirtualMesh, tree
+from fzero import FzeroError, VirtualMesh
 from fzero.hf.codes import KINDS, quantize_base
+from fzero.hf.merging import list_leaves
 from fzero.values.quantized import is_quantized
 
 MESH = VirtualMesh(fsdp=2)
@@ -52,12 +55,21 @@ def round_to_int8(weight: Tensor) -> Tensor:
     return ((blocks / scales).round() * scales).reshape(weight.shape)
 
 
+def round_base(model: Any, round: Any) -> Any:
+    """A Llama whose weights of products, but for the head, went through `round`."""
+    for path, x in model.named_parameters():
+        if "proj" in path and "lora_" not in path:
+            x.data = round(x.data)
+    return model
+
+
+def make_from(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
 def make_adapted(round: Any = None) -> Any:
-    """A Llama with LoRA. The products of its base went through `round`, but for the head."""
-    model = make_model("llama")
-    for path, module in model.named_modules():
-        if round is not None and isinstance(module, nn.Linear) and path != "lm_head":
-            module.weight.data = round(module.weight.data)
+    """A Llama with LoRA, whose base went through `round`."""
+    model = make_model("llama") if round is None else round_base(make_model("llama"), round)
     return peft.get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
 
 
@@ -82,8 +94,7 @@ def test_adapters_over_codes_train_as_over_the_dequantized_weights(
     got = train(fzero.hf.Trainer, make_adapted(), tmp_path, changed, mesh=MESH, stage=stage, quantize=coding)
     for mine, their in zip(read_logs(got), read_logs(expected), strict=True):
         assert mine == pytest.approx(their, rel=TOLERANCE, abs=TOLERANCE)
-    params, plain = got.sharded.params, dict(expected.model.named_parameters())
-    held = dict(zip(tree.paths(params, is_leaf=is_quantized), tree.flatten(params, is_leaf=is_quantized)[0]))
+    held, plain = list_leaves(got.sharded.params), dict(expected.model.named_parameters())
     codes = {path for path, leaf in held.items() if is_quantized(leaf)}
     assert codes == {path for path in plain if "proj" in path and "lora" not in path}
     program = got._begin._pipeline._cache[0].finished
@@ -104,3 +115,63 @@ def test_layers_below_the_lowest_adapter_are_gathered_once() -> None:
 
     program = fzero.simulate(compute, MESH).trace(params, torch.ones(2, 6, dtype=torch.int64))
     assert_comm_is_its_closed_form(program, model, gathers=[1, 2], trained=[1], bits=4)
+
+
+def test_a_base_model_is_born_in_slices_with_adapters_and_merged_there(tmp_path: Path) -> None:
+    """As `get_peft_model` and `merge_and_unload` of peft do it with the whole, dequantized model: bit for bit."""
+    make_model("llama").save_pretrained(tmp_path / "base")
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"], use_dora=True, init_lora_weights=False
+    )
+    got = fzero.hf.from_pretrained(tmp_path / "base", MESH, seed=5, peft_config=adapters, quantize="nf4")
+    torch.manual_seed(5)
+    plain = peft.get_peft_model(make_from(tmp_path / "base"), adapters)  # DoRA takes norms of the weights as they were
+    round_base(plain.get_base_model(), round_to_nf4)
+    held = dict(fzero.iter_full({path: x for path, x in list_leaves(got.params).items() if not is_quantized(x)}))
+    assert {path for path in held if "lora_" in path} == {
+        path for path, x in plain.named_parameters() if x.requires_grad
+    }
+    assert all(torch.equal(x, plain.get_parameter(path)) for path, x in held.items())
+
+    got.save_pretrained(tmp_path / "adapters")
+    read = peft.PeftModel.from_pretrained(make_from(tmp_path / "base"), tmp_path / "adapters")
+    assert all(torch.equal(x, plain.get_parameter(path)) for path, x in read.named_parameters() if "lora_" in path)
+
+    merged = plain.merge_and_unload()
+    got.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert all(
+        torch.equal(x, merged.get_parameter(path)) for path, x in make_from(tmp_path / "merged").named_parameters()
+    )
+
+
+def test_codes_of_bitsandbytes_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    for config, way_out in (
+        (BitsAndBytesConfig(load_in_4bit=True), 'quantize="nf4"'),
+        (BitsAndBytesConfig(load_in_8bit=True), 'quantize="int8"'),
+    ):
+        with pytest.raises(FzeroError, match=f"quantization_config: is a BitsAndBytesConfig.*; give {way_out}"):
+            fzero.hf.from_pretrained(tmp_path, MESH, quantization_config=config)
+        with pytest.raises(FzeroError, match=f"quantize: is a BitsAndBytesConfig; give {way_out}"):
+            fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=MESH, quantize=config)
+        model.is_quantized, model.config.quantization_config = True, config  # what transformers sets
+        with pytest.raises(FzeroError, match=f"LlamaForCausalLM is quantized.*give {way_out} to fzero.hf.Trainer"):
+            fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=MESH)
+        model.config.save_pretrained(tmp_path)
+        with pytest.raises(FzeroError, match=f"are codes of bitsandbytes; give the files.* and {way_out}"):
+            fzero.hf.from_pretrained(tmp_path, MESH)
+        model.is_quantized = False
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("fp4", 'quantize: is \'fp4\'; give "nf4" or "int8", or a dict'),
+        ({"bit": 4}, "quantize: has 'bit', which fzero.quantize does not take; give a dict of bits, block"),
+        ({"bits": 3}, "bits is 3; give 8 or 4"),
+    ],
+)
+def test_other_codes_are_refused_by_name(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(FzeroError, match=re.escape(message)):
+        fzero.hf.Trainer(make_adapted(), make_arguments(tmp_path), mesh=MESH, quantize=given)
