@@ -134,6 +134,7 @@ class Trainer(Updates):
         if pretrained is not None:
             self._take(pretrained)
         elif isinstance(model, nn.Module):
+            check_model(model)
             check_values(model)
         elif model is not None:
             raise refuse_model("model", model)
