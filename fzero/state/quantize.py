@@ -134,7 +134,7 @@ def _check_leaf(path: str, leaf: Any, block: int) -> None:
 
 def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
     """The codes and scales of a tensor; of a source or a `Sharded`, sources of these."""
-    if isinstance(leaf, Tensor) and leaf.is_meta:
+    if isinstance(leaf, Tensor) and leaf.is_meta and not is_sharded(leaf):
         made = [torch.empty(x, dtype=torch.uint8, device="meta") for x in (coding.codes_shape, coding.scales_shape)]
     elif is_sharded(leaf) or is_source(leaf):
         if is_sharded(leaf):
