@@ -46,8 +46,8 @@ PLANNED = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048,
 }  # fmt: skip
 MEASURED = {
-    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128,
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 FORMS = ("full", "LoRA", "QLoRA")
 
@@ -144,7 +144,7 @@ def measure() -> dict[str, Any]:
             ranks = [context.Process(target=run_rank, args=each, daemon=True) for each in given]
             for each in ranks:
                 each.start()
-            rows = [results.get(timeout=600) for _ in ranks]
+            rows = [results.get(timeout=3600) for _ in ranks]
             for each in ranks:
                 each.join(timeout=60)
         found[form] = {name: max(row[name] for row in rows) for name in rows[0]}

@@ -135,7 +135,7 @@ def from_pretrained(
 
     def construct() -> nn.Module:
         model = chosen.from_pretrained(name_or_path, **named)
-        made.append(model if peft_config is None else add_adapters(model, peft_config))
+        made.append(model if peft_config is None else add_adapters(model, peft_config).eval())
         return made[0]
 
     params, apply = build(construct, mesh, seed=seed, **(partition or {}))
