@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.base.frozen import is_frozen
+from fzero.hf.codes import KINDS
 
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
 LORA: dict[str, Any] = {**CAUSAL, "r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -170,16 +171,26 @@ def train_on_two(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
         changed={"per_device_train_batch_size": 2},
     )  # fmt: skip
     assert_equal_logs(again, trainer, last=2)
+    again.merge_and_unload().save_pretrained(folder / "merged")
+    coded = fzero.hf.from_pretrained(folder / "merged", mesh, peft_config=LoraConfig(**LORA), quantize="nf4")
+    coded.merge_and_unload().save_pretrained(folder / "coded")  # untrained adapters add nothing
     return read_logs(trainer)
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """And merge adapters, and hold codes of a model."""
     changed = {"per_device_train_batch_size": 4}
     expected = train(transformers.Trainer, tmp_path / "theirs", "modules_to_save", changed=changed)
     for logs in run(2, train_on_two, tmp_path / "ours"):
         for mine, their in zip(logs, read_logs(expected), strict=True):
             assert mine == pytest.approx(their, rel=TOLERANCE, abs=TOLERANCE)
     assert_equal_files(tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+    merged, coded = (load_file(tmp_path / "ours" / name / "model.safetensors") for name in ("merged", "coded"))
+    for path, x in expected.model.merge_and_unload().named_parameters():
+        torch.testing.assert_close(merged[path], x, rtol=TOLERANCE, atol=TOLERANCE)
+        if "proj" in path:
+            x = fzero.quantize({"x": merged[path]}, **KINDS["nf4"], where="x")["x"].full_tensor()
+            assert torch.equal(coded[path], x), path
 
 
 def test_adapters_of_another_shape_are_refused(tmp_path: Path) -> None:
