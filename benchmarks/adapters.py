@@ -118,7 +118,7 @@ def run_rank(rank: int, store: str, form: str, results: Any) -> None:
     predicted = step.trace(params, opt_state, tokens).memory().peak
     params, opt_state, _ = step(params, opt_state, tokens)
     state = params, opt_state
-    held = [*fzero.tree.leaves(state), tokens]
+    held = nbytes([*fzero.tree.leaves(state), tokens])
 
     def run() -> None:
         nonlocal state

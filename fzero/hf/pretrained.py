@@ -54,7 +54,7 @@ class Pretrained(NamedTuple):
             FzeroError: for virtual tokens, and for adapters of two modules that share a weight.
         """
         model, params = merge_adapters(self.model, self.params, self.mesh)
-        return make_pretrained(model, params, self.mesh)
+        return join_slices(model, params, self.mesh)
 
     @check_arguments
     def save_pretrained(self, folder: str | os.PathLike[str], params: tree.Tree | None = None, **how: Any) -> None:
@@ -145,7 +145,7 @@ def from_pretrained(
     return Pretrained(model, params, apply, mesh, Generator(model, mesh))
 
 
-def make_pretrained(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
+def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
     """The value of a model without values, and its parameters in slices."""
     return Pretrained(model, params, lower(model.eval())[1], mesh, Generator(model, mesh))
 

@@ -35,7 +35,7 @@ from fzero.hf.codes import quantize_base, read_quantize
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
-from fzero.hf.pretrained import Pretrained, make_pretrained
+from fzero.hf.pretrained import Pretrained, join_slices
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.signatures import join_signatures
@@ -330,7 +330,7 @@ class Trainer(Updates):
             problem = f"{type(self.model).__name__} has running statistics, which are not in slices"
             raise FzeroError("merge_and_unload", problem, "save_model(folder), and merge with peft")
         structure = copy_without_values(self.model)
-        return make_pretrained(structure, self.sharded.params, self.mesh).merge_and_unload()
+        return join_slices(structure, self.sharded.params, self.mesh).merge_and_unload()
 
     # gradients
 
