@@ -354,8 +354,8 @@ MESH_OF_THE_USER = (
     "base.mesh", "formats.foreign", "formats.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero", "hf.files",
-    "hf.generation", "hf.merging", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "hf.trl_trainers", "training.models",
-    "training.programs", "ranks.live", "state.build.build", "state.init",
+    "hf.generation", "hf.merging", "hf.padding", "hf.pretrained", "hf.together", "hf.trainer", "hf.trl_trainers",
+    "training.models", "training.programs", "ranks.live", "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
