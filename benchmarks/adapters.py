@@ -8,16 +8,14 @@ The model is that of transformers, with peft's LoRA of rank 16 in all products o
 computed again in the backward pass. The products of a layer compute in bfloat16. Full fine-tuning holds weights in
 float32, LoRA frozen ones in bfloat16, and QLoRA frozen ones of the layers as nf4 codes.
 
-The plan is that of 4 virtual ranks with a row each, for the shapes of Llama 3.1 8B, on tensors without data. The steps
-that run are those of 4 gloo ranks with one thread each. Their peak is the bytes of state, and the growth of the bytes
-in use of the allocator (`examples/measure.py`), on the rank with the most, beside what `program.memory()` predicts.
+Ranks are virtual, and have a row each. The plan has the shapes of Llama 3.1 8B, on tensors without data. The steps that
+run are small. Their peak is a quarter of the bytes of state, and of the growth of the bytes in use of the allocator
+(`examples/measure.py`), beside what `program.memory()` predicts.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +24,6 @@ from typing import Any
 
 import rounds
 import torch
-import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -46,7 +43,7 @@ PLANNED = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048,
 }  # fmt: skip
 MEASURED = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 FORMS = ("full", "LoRA", "QLoRA")
@@ -106,48 +103,23 @@ def plan() -> dict[str, Any]:
     return found
 
 
-def run_rank(rank: int, store: str, form: str, results: Any) -> None:
-    """Run three updates of a form on one rank, and put what was found into the queue `results`."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    mesh = torch.distributed.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
-    params, opt_state, train_step = prepare(form, MEASURED, mesh)
-    step = fzero.shard(train_step, mesh)
-    tokens = torch.randint(MEASURED["vocab_size"], (1, MEASURED["max_position_embeddings"]))
-    predicted = step.trace(params, opt_state, tokens).memory().peak
-    params, opt_state, _ = step(params, opt_state, tokens)
-    state = params, opt_state
-    held = nbytes([*fzero.tree.leaves(state), tokens])
-
-    def run() -> None:
-        nonlocal state
-        for _ in range(2):
-            *state, _ = step(*state, tokens)
-
-    dist.barrier()
-    grown = growth(run, torch.device("cpu"))
-    results.put(
-        {"held": nbytes(held), "measured": None if grown is None else nbytes(held) + grown, "predicted": predicted}
-    )
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def measure() -> dict[str, Any]:
-    """Form -> the bytes of state, the measured and the predicted peak, each on the rank that has most."""
-    context, found = multiprocessing.get_context("spawn"), dict[str, Any]()
+    """Form -> the bytes of state of a rank, its measured and its predicted peak, in steady updates."""
+    mesh, found = fzero.VirtualMesh(fsdp=RANKS), dict[str, Any]()
+    tokens = torch.randint(MEASURED["vocab_size"], (RANKS, MEASURED["max_position_embeddings"]))
     for form in FORMS:
-        results = context.Queue()
-        with tempfile.TemporaryDirectory() as folder:
-            given = [(rank, f"{folder}/store", form, results) for rank in range(RANKS)]
-            ranks = [context.Process(target=run_rank, args=each, daemon=True) for each in given]
-            for each in ranks:
-                each.start()
-            rows = [results.get(timeout=3600) for _ in ranks]
-            for each in ranks:
-                each.join(timeout=60)
-        found[form] = {name: max(row[name] for row in rows) for name in rows[0]}
+        *state, train_step = prepare(form, MEASURED, mesh)
+        step = fzero.simulate(train_step, mesh)
+        predicted = step.trace(*state, tokens).memory().peak
+        *state, _ = step(*state, tokens)
+
+        def run(step: Any = step, state: Any = state) -> None:
+            for _ in range(2):
+                *state, _ = step(*state, tokens)
+
+        held = nbytes([*fzero.tree.leaves(state), tokens])
+        grown = growth(run, torch.device("cpu")) or 0
+        found[form] = {"held": held / RANKS, "measured": (held + grown) / RANKS, "predicted": predicted}
     return found
 
 
@@ -164,7 +136,7 @@ def main() -> None:
     if flags.plan:
         return
     measured = measure()
-    print(f"\nmeasured, Llama of {MEASURED}, {RANKS} ranks, a row each; MiB of the rank with the most\n")
+    print(f"\nmeasured, Llama of {MEASURED}, {RANKS} ranks, a row each; MiB of a rank\n")
     print("| | state | peak | predicted |\n|---|---|---|---|")
     for form, row in measured.items():
         print(f"| {form} | " + " | ".join(f"{row[x] / MIB:.1f}" for x in ("held", "measured", "predicted")) + " |")
