@@ -20,7 +20,7 @@ from transformers import (
 )
 
 
-def make_model(kind: str = "gpt2") -> Any:
+def make_model(kind: str = "gpt2", layers: int = 1) -> Any:
     torch.manual_seed(0)
     if kind == "gpt2 with frozen positions":
         model = make_model()
@@ -33,7 +33,7 @@ def make_model(kind: str = "gpt2") -> Any:
         ))  # fmt: skip
     width = 64 if kind == "wide llama" else 16  # 4,096 elements and more are kept in 8 bits
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=61, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=61, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=16,
     ))  # fmt: skip
 
@@ -141,3 +141,37 @@ def read_logs(trainer: Any) -> list[dict[str, float]]:
 def read_evaluations(trainer: Any) -> list[float]:
     """The loss of each evaluation."""
     return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def assert_comm_is_its_closed_form(
+    program: Any, model: Any, gathers: list[int], trained: list[int], bits: int | None = None
+) -> None:
+    """Of a Llama with LoRA of q_proj and v_proj on two ranks, each layer is gathered so many times: once for the
+    forward pass, and at stage 3 once more where a gradient goes through it. The embedding and the head are gathered
+    once. Gradients of adapters, in the layers `trained`, are scattered, and no others. With `bits` the products of the
+    base are gathered as codes, with scales of 64 elements."""
+    sizes = {path.removeprefix("base_model.model."): x.numel() for path, x in model.named_parameters()}
+
+    def count_bytes(layer: str) -> list[int]:
+        named = {path: size for path, size in sizes.items() if path.startswith(layer)}
+        coded = {path: size for path, size in named.items() if bits and "proj" in path and "lora_" not in path}
+        numbers = 4 * sum(size for path, size in named.items() if path not in coded)
+        codes = sum(size * (bits or 0) // 8 + size // 64 * 4 for size in coded.values())
+        return [_pad(numbers, 4), _pad(codes, 1)] if coded else [_pad(numbers, 4)]
+
+    gathered = [*count_bytes("model.embed_tokens"), _pad(4 * (sizes["model.norm.weight"] + sizes["lm_head.weight"]), 4)]
+    for layer, times in enumerate(gathers):
+        gathered += count_bytes(f"model.layers.{layer}.") * times
+    scattered = [
+        4 * sum(size for path, size in sizes.items() if path.startswith(f"model.layers.{layer}.") and "lora_" in path)
+        for layer in trained
+    ]
+    moved = program.comm()
+    assert sorted(x.nbytes for x in moved if x.op == "all_gather") == sorted(gathered)
+    assert [x.nbytes for x in moved if x.op == "reduce_scatter"] == scattered
+    assert all(x.nbytes == 4 for x in moved if x.op == "all_reduce"), "losses alone"
+
+
+def _pad(nbytes: int, itemsize: int) -> int:
+    """Bytes of a buffer of two ranks, each with a multiple of 16 elements."""
+    return -(-nbytes // (2 * 16 * itemsize)) * 2 * 16 * itemsize

@@ -26,22 +26,46 @@ def has_adapters(model: Any) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
-def find_base(model: Any, params: tree.Tree) -> tuple[Any, tree.Tree]:
-    """The model that adapters were put into, and its part of the parameters; the model itself where it has none.
+def add_adapters(model: Any, config: Any) -> Any:
+    """The model of peft that `peft.get_peft_model(model, config)` returns.
+
+    Raises:
+        FzeroError: for what is no configuration of peft.
+    """
+    import peft
+
+    if not isinstance(config, peft.PeftConfig):
+        raise FzeroError("peft_config", f"is {config!r:.80}", "give a configuration of peft, such as LoraConfig(r=8)")
+    return peft.get_peft_model(model, config)
+
+
+def find_base(model: Any) -> Any:
+    """The model that adapters were put into; the model itself where it has none.
 
     Raises:
         FzeroError: for virtual tokens, which peft puts in front of a prompt by itself.
     """
     if not has_adapters(model):
-        return model, params
+        return model
+    refuse_virtual_tokens(model, "generate", "save_model(folder), and generate with peft's from_pretrained")
+    return model.get_base_model()
+
+
+def refuse_virtual_tokens(model: Any, call: str, way_out: str) -> None:
+    """Raise for a model of peft whose adapter is no part of its modules."""
     if model.active_peft_config.is_prompt_learning:
         problem = f"{type(model).__name__} has virtual tokens of {model.active_peft_config.peft_type}"
-        raise FzeroError("generate", problem, "save_model(folder), and generate with peft's from_pretrained")
-    base = model.get_base_model()
-    path = next(path for path, module in model.named_modules() if module is base)
-    for name in path.split("."):
-        params = params[name]
-    return base, params
+        raise FzeroError(call, problem, way_out)
+
+
+def take_base(model: Any, params: tree.Tree) -> tree.Tree:
+    """The part of a model's parameters that are those of `find_base(model)`."""
+    base = find_base(model)
+    if base is not model:
+        path = next(path for path, module in model.named_modules() if module is base)
+        for name in path.split("."):
+            params = params[name]
+    return params
 
 
 def list_active(model: nn.Module) -> frozenset[tuple[bool, tuple[str, ...]]]:
@@ -60,14 +84,14 @@ def list_files(model: Any) -> list[str]:
 def gather_adapters(model: nn.Module, values: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
     """Path -> whole tensor on the CPU of what peft saves of a model, on one rank, and an empty dict on the others. All
     ranks call it together. `values` has the leaves of the model by their paths."""
-    paths = _find_saved_paths(copy_without_values(model))
+    paths = find_adapter_paths(copy_without_values(model))
     whole = unpartition({path: values[path] for path in paths if path in values}, rank=rank)
     return {path: x.cpu() for path, x in whole.items() if x is not None}
 
 
 def save_adapters(folder: Path, model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Write what `save_pretrained` of a model of peft writes, with the tensors `whole` for its values."""
-    _fill(model, whole).save_pretrained(str(folder))
+    fill_model(model, whole).save_pretrained(str(folder))
 
 
 def load_adapters(folder: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -80,9 +104,9 @@ def load_adapters(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     empty = copy_without_values(model)
-    paths = _find_saved_paths(empty)
+    paths = find_adapter_paths(empty)
     unknown = {path: _make_unknown(x) for path, x in _list_tensors(empty, paths).items()}
-    target = _fill(model, unknown)
+    target = fill_model(model, unknown)
     for name, config in target.peft_config.items():
         file = _find_folder(folder, name) / WEIGHTS
         found: Any = set_peft_model_state_dict(target, load_file(file), adapter_name=name)
@@ -108,7 +132,7 @@ def _find_folder(folder: Path, name: str) -> Path:
     return folder if name == "default" else folder / name
 
 
-def _find_saved_paths(empty: Any) -> dict[str, None]:
+def find_adapter_paths(empty: Any) -> dict[str, None]:
     """The paths of the parameters and buffers of which peft saves values: those that train, and what peft takes of a
     state dict for its adapters."""
     from peft import get_peft_model_state_dict
@@ -130,7 +154,7 @@ def _list_tensors(module: nn.Module, paths: Mapping[str, None]) -> dict[str, Ten
     return {path: held[path] for path in paths if path in held}
 
 
-def _fill(model: nn.Module, whole: Mapping[str, Tensor]) -> Any:
+def fill_model(model: nn.Module, whole: Mapping[str, Tensor]) -> Any:
     """A copy of a model with these values, and without all others."""
     filled = copy_without_values(model)
     filled.load_state_dict(dict(whole), strict=False, assign=True)

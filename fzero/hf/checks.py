@@ -13,8 +13,10 @@ from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.hf.adapters import has_adapters
 from fzero.hf.arguments import ARGUMENTS
+from fzero.hf.codes import suggest
 from fzero.hf.optimizers import check_optimizer
 from fzero.training.spent import Spent
+from fzero.values.quantized import is_quantized
 
 SEAMS = (
     *("_wrap_model", "_move_model_to_device", "_clip_grad_norm", "_get_grad_norm"),
@@ -131,7 +133,9 @@ def check_model(model: Any) -> None:
         problem = f"{cut} was cut by deepspeed.zero.Init, which TrainingArguments of transformers turn on"
         raise FzeroError("model", problem, "give fzero.hf.TrainingArguments, or load the model before the arguments")
     if getattr(model, "is_quantized", False):
-        raise FzeroError("model", f"{name} is quantized", "load it without quantization; fzero.quantize holds codes")
+        held = suggest(getattr(getattr(model, "config", None), "quantization_config", None) or {})
+        way_out = f"load it without quantization_config, and give {held} to fzero.hf.Trainer or from_pretrained"
+        raise FzeroError("model", f"{name} is quantized, and its weights are codes that ranks cannot cut", way_out)
 
 
 def refuse_use(path: str, what: str) -> FzeroError:
@@ -189,7 +193,8 @@ def check_frozen(model: nn.Module, params: tree.Tree) -> None:
     Raises:
         FzeroError: naming the parameter.
     """
-    for path, leaf in zip(tree.paths(params), tree.leaves(params)):
+    leaves, _ = tree.flatten(params, is_leaf=is_quantized)
+    for path, leaf in zip(tree.paths(params, is_leaf=is_quantized), leaves):
         requires_grad = model.get_parameter(path).requires_grad
         if requires_grad == is_frozen(leaf):
             problem = f"requires_grad became {requires_grad} after the parameter was cut into slices"

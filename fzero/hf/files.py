@@ -19,6 +19,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.hf.adapters import gather_adapters, has_adapters, list_files, load_adapters, save_adapters
+from fzero.hf.merging import dequantize_leaves, list_leaves
 from fzero.hf.together import Together
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.models import WHOLE
@@ -118,13 +119,11 @@ class Files(Together):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _list_values(self) -> dict[str, Any]:
-        """Parameters, and running statistics that training changes, by their names in the model."""
+        """Parameters, and running statistics that training changes, by their names in the model. Codes become numbers,
+        but of a base model, which peft does not save."""
         held = self.sharded
-        return {
-            path: leaf
-            for each in (held.params, held.buffers)
-            for path, leaf in zip(tree.paths(each), tree.leaves(each))
-        }
+        params = held.params if has_adapters(self.model) else dequantize_leaves(held.params, self.mesh)
+        return {**list_leaves(params), **list_leaves(held.buffers)}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         held = State(opt_state=self.sharded.opt_state, scale=self.sharded.scale)

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode
 from fzero import lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.hf.adapters import find_base, take_base
 from fzero.hf.caches import (
     OLD_NAMES,
     Fixing,
@@ -54,9 +55,9 @@ class Generator:
         generator = fzero.hf.Generator(model, mesh)
         tokens = generator(params, **tokenizer(texts, return_tensors="pt", padding=True), num_beams=4)
 
-    `model` is a model of transformers, whose values may be on the meta device, and `params` its parameters in slices of
-    `mesh`. The further arguments, and the result, are those of `model.generate`, whose loop runs: sampling, beams,
-    stopping criteria, logits processors, streamers.
+    `model` is a model of transformers, or of peft, whose values may be on the meta device, and `params` its parameters
+    in slices of `mesh`. The further arguments, and the result, are those of `model.generate`, whose loop runs:
+    sampling, beams, stopping criteria, logits processors, streamers.
 
     * A prompt is one program, padded to a bucket: a power of two, at least 16.
     * Each further token is one program for all tokens of a cache. A cache has the length of a bucket.
@@ -72,12 +73,12 @@ class Generator:
 
     @check_arguments
     def __init__(self, model: Any, mesh: Any, *, call: Callable[..., Any] | None = None, **how: Any) -> None:
-        self.model, self.mesh = model, mesh
+        self.given, self.mesh = model, mesh
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
 
     def __call__(self, params: tree.Tree, *args: Any, **named: Any) -> Any:
-        session = _Session(self, params)
+        session = _Session(self, take_base(self.given, params))
         named.pop("synced_gpus", None)  # ranks wait for each other in any case
 
         def generate() -> Any:
@@ -86,6 +87,11 @@ class Generator:
 
         with torch.no_grad():
             return session.run(generate)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model of transformers."""
+        return find_base(self.given)
 
     @functools.cached_property
     def programs(self) -> dict[str, Any]:

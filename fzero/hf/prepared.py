@@ -20,7 +20,6 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.deepspeed.functions import NoLoss, find_loss
 from fzero.deepspeed.programs import list_names
-from fzero.hf.adapters import find_base
 from fzero.hf.alike import list_model
 from fzero.hf.checks import check_frozen, check_model, check_values
 from fzero.hf.files import move_model
@@ -284,11 +283,10 @@ class Prepared:
 
     def generate(self, *args: Any, **named: Any) -> Any:
         """What the model's `generate` returns, from slices. All ranks call it together."""
-        model, params = find_base(self.structure, self.state.params)
         if self._generator is None:
             compute = functools.partial(_swap, self.how)
-            self._generator = Generator(model, self.how.mesh, call=compute, stage=self.how.stage)
-        return self._generator(params, *args, **named)
+            self._generator = Generator(self.structure, self.how.mesh, call=compute, stage=self.how.stage)
+        return self._generator(self.state.params, *args, **named)
 
     def list_values(self) -> dict[str, Any]:
         """Parameters, and running statistics that training changes, by their names in the model."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from fzero import build, checkpoint, tree
+from fzero import build, checkpoint, lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.hf.adapters import add_adapters, gather_adapters, has_adapters, save_adapters
+from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
+from fzero.hf.merging import dequantize_leaves, list_leaves, merge_adapters
+from fzero.ranks.live import find_ranks
+from fzero.ranks.together import do_together, gather_words
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import copy_without_values
 from fzero.values.lowering import Apply
@@ -38,15 +46,45 @@ class Pretrained(NamedTuple):
         """
         return self.generator(self.params, *args, **named)
 
+    def merge_and_unload(self) -> Pretrained:
+        """The base model with the adapters as part of its weights, as `merge_and_unload` of peft returns it, in slices.
+        Codes become numbers. All ranks call together. This value stays as it is.
+
+        Raises:
+            FzeroError: for virtual tokens, and for adapters of two modules that share a weight.
+        """
+        model, params = merge_adapters(self.model, self.params, self.mesh)
+        return join_slices(model, params, self.mesh)
+
     @check_arguments
     def save_pretrained(self, folder: str | os.PathLike[str], params: tree.Tree | None = None, **how: Any) -> None:
         """Write parameters, by default those of this value, as a folder that `from_pretrained` reads. All ranks call
-        `save_pretrained` together; each writes its own slices. `how` are keywords of `fzero.checkpoint.export_hf`.
+        `save_pretrained` together; each writes its own slices. Codes become numbers. Of a model of peft rank 0 writes
+        the adapters, as peft does. `how` are keywords of `fzero.checkpoint.export_hf`.
 
         Raises:
-            FzeroError: for a folder that exists; as `fzero.checkpoint.export_hf`.
+            FzeroError: for a folder that exists; for `how` beside adapters; as `fzero.checkpoint.export_hf`.
         """
-        checkpoint.export_hf(folder, self.params if params is None else params, self.model, **how)
+        params = self.params if params is None else params
+        if not has_adapters(self.model):
+            checkpoint.export_hf(folder, dequantize_leaves(params, self.mesh), self.model, **how)
+            return
+        if how:
+            way_out = "leave it out, or save merge_and_unload()"
+            raise FzeroError(
+                f"save_pretrained: {next(iter(how))}", "is given, and files of adapters are peft's", way_out
+            )
+        on = find_ranks(self.mesh)
+        whole = gather_adapters(self.model, list_leaves(params), rank=on.ranks[0])
+
+        def write() -> None:
+            if on.number == 0:
+                if Path(folder).exists():
+                    raise FzeroError(str(folder), "exists", "remove it, or give another folder")
+                save_adapters(Path(folder), self.model, whole)
+
+        gather = gather_words(on.members, "save_pretrained", f"to {folder}")
+        do_together(gather, write, str(folder), "write files", "mend that, and save again")
 
 
 @check_arguments
@@ -57,6 +95,8 @@ def from_pretrained(
     cls: Any = None,
     seed: int = 0,
     partition: Any = None,
+    peft_config: Any = None,
+    quantize: Any = None,
     **named: Any,
 ) -> Pretrained:
     """The model of a folder, or of a name on the Hub, in slices.
@@ -71,17 +111,20 @@ def from_pretrained(
     * `cls`: a class of transformers with `from_pretrained`, by default `AutoModelForCausalLM`.
     * `seed`: of weights that the files lack, such as a new head.
     * `partition`: a dict of keywords of `fzero.partition`, such as `{"unit": 256}` for an optimizer of 8 bits.
+    * `peft_config`: a configuration of peft, whose adapters are put into the model: `peft.get_peft_model`.
+    * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model become
+      codes, with `peft_config` for QLoRA.
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
-        FzeroError: for `device_map` and `quantization_config`; for a `cls` that reads no files; as `fzero.build`.
+        FzeroError: for `device_map` and `quantization_config`, and for files that bitsandbytes quantized; for a `cls`
+            that reads no files; as `fzero.build`.
     """
     import transformers
 
-    for name in ("device_map", "quantization_config"):
-        if named.get(name) is not None:
-            problem = f"is {named[name]!r:.80}, and slices lie where the mesh says"
-            raise FzeroError(f"from_pretrained: {name}", problem, "leave it out")
+    coding = read_quantize(quantize)
+    _refuse_places(named)
+    _refuse_codes(Path(name_or_path))
     if mesh is None:
         mesh = make_mesh(find_local_rank(None), PORT, None)
     chosen = transformers.AutoModelForCausalLM if cls is None else cls
@@ -91,9 +134,37 @@ def from_pretrained(
     made: list[nn.Module] = []
 
     def construct() -> nn.Module:
-        made.append(chosen.from_pretrained(name_or_path, **named))
+        model = chosen.from_pretrained(name_or_path, **named)
+        made.append(model if peft_config is None else add_adapters(model, peft_config).eval())
         return made[0]
 
     params, apply = build(construct, mesh, seed=seed, **(partition or {}))
     model = copy_without_values(made[0])
+    if coding is not None:
+        params = quantize_base(params, model, coding)
     return Pretrained(model, params, apply, mesh, Generator(model, mesh))
+
+
+def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
+    """The value of a model without values, and its parameters in slices."""
+    return Pretrained(model, params, lower(model.eval())[1], mesh, Generator(model, mesh))
+
+
+def _refuse_places(named: Mapping[str, Any]) -> None:
+    """Refuse arguments that say where values lie, and in which form."""
+    if named.get("device_map") is not None:
+        problem = f"is {named['device_map']!r:.80}, and slices lie where the mesh says"
+        raise FzeroError("from_pretrained: device_map", problem, "leave it out")
+    config = named.get("quantization_config")
+    if config is not None:
+        problem = f"is a {type(config).__name__}, which packs whole weights"
+        raise FzeroError("from_pretrained: quantization_config", problem, f"give {suggest(config)} in its place")
+
+
+def _refuse_codes(folder: Path) -> None:
+    """Refuse the files of a model that bitsandbytes quantized."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
+    if config and config.get("quant_method") == "bitsandbytes":
+        way_out = f"give the files of the model in full precision, and {suggest(config)}"
+        raise FzeroError(str(file), "says that the weights are codes of bitsandbytes", way_out)

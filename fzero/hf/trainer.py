@@ -18,7 +18,6 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
 from fzero.base.state import State
 from fzero.deepspeed.quantized import quantize_frozen
-from fzero.hf.adapters import find_base
 from fzero.hf.alike import list_arguments, list_model
 from fzero.hf.checks import (
     check_frozen,
@@ -32,10 +31,11 @@ from fzero.hf.checks import (
     refuse_model,
     refuse_use,
 )
+from fzero.hf.codes import quantize_base, read_quantize
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
-from fzero.hf.pretrained import Pretrained
+from fzero.hf.pretrained import Pretrained, join_slices
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.signatures import join_signatures
@@ -74,6 +74,8 @@ class Trainer(Updates):
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
     * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
+    * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model are held
+      and gathered as codes, as in QLoRA.
 
     `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
     The values of any other model are those of rank 0. They move into slices: `trainer.model` is `model` without its
@@ -92,8 +94,16 @@ class Trainer(Updates):
 
     @check_arguments
     def __init__(
-        self, model: Any = None, args: Any = None, *more: Any, mesh: Any = None, stage: int | None = None, **named: Any
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        mesh: Any = None,
+        stage: int | None = None,
+        quantize: Any = None,
+        **named: Any,
     ) -> None:
+        self._coding = read_quantize(quantize)
         self.mesh, self._is_given = mesh, mesh is not None or isinstance(model, Pretrained)
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
@@ -116,7 +126,7 @@ class Trainer(Updates):
     ) -> None:
         """`__init__` of a rank. An error in here is one on all ranks."""
         check_type(args)
-        self._meet(CONSTRUCT, lambda: [f"configuration stage: {stage}", *list_arguments(args)])
+        self._meet(CONSTRUCT, lambda: [*self._list_own(stage), *list_arguments(args)])
         check_stage(3 if stage is None else stage)
         check_training_arguments(args, self._allowed)
         self._plan = make_plan(args, stage)
@@ -124,6 +134,7 @@ class Trainer(Updates):
         if pretrained is not None:
             self._take(pretrained)
         elif isinstance(model, nn.Module):
+            check_model(model)
             check_values(model)
         elif model is not None:
             raise refuse_model("model", model)
@@ -140,6 +151,11 @@ class Trainer(Updates):
         if pretrained is not None:  # nothing is refused from here on
             spend_model(self.model, self.args.device, refuse_use)
 
+    def _list_own(self, stage: int | None) -> list[str]:
+        """A line for each argument that transformers' Trainer lacks, but the mesh."""
+        coding = {name: "a function" if callable(x) else x for name, x in (self._coding or {}).items()}
+        return [f"configuration stage: {stage}", f"configuration quantize: {coding or None}"]
+
     def _take(self, pretrained: Pretrained) -> None:
         """Train parameters that are in slices already."""
         check_model(pretrained.model)
@@ -147,7 +163,7 @@ class Trainer(Updates):
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
-        params = place(pretrained.params, self._plan)
+        params = place(self._quantize(pretrained.params, pretrained.model), self._plan)
         self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
         self._structure = pretrained.model
 
@@ -166,12 +182,18 @@ class Trainer(Updates):
         store = find_store(self.model)
         lowered = lower_modes(self.model)
         params = partition_model(self.model, lowered.params, store, self.mesh, **self._plan.held)
-        settings = self._plan.settings
-        params = quantize_frozen(params) if settings is not None and settings.quantizes_frozen else params
+        params = self._quantize(params, copy_without_values(self.model))
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
         spend_model(self.model, self.args.device, refuse_use)
         self._structure = self.model
+
+    def _quantize(self, params: tree.Tree, structure: nn.Module) -> tree.Tree:
+        """Parameters in slices, with the frozen ones as codes that the arguments ask for."""
+        settings = self._plan.settings
+        if self._coding is not None:
+            return quantize_base(params, structure, self._coding)
+        return quantize_frozen(params) if settings is not None and settings.quantizes_frozen else params
 
     def call_model_init(self, trial: Any = None) -> Any:
         """As transformers' `call_model_init`: a new model of `model_init`."""
@@ -289,10 +311,26 @@ class Trainer(Updates):
             problem = f"{type(self.model).__name__} has running statistics, which generate does not read"
             way_out = "save_model(folder), and call generate of fzero.hf.from_pretrained(folder)"
             raise FzeroError("generate", problem, way_out)
-        model, params = find_base(self.model, self.sharded.params)
-        if self._generator is None or self._generator.model is not model:
-            self._generator = Generator(model, self.mesh, call=self._call, **self._how)
-        return self._generator(params, *args, **named)
+        if self._generator is None or self._generator.given is not self.model:
+            self._generator = Generator(self.model, self.mesh, call=self._call, **self._how)
+        return self._generator(self.sharded.params, *args, **named)
+
+    def merge_and_unload(self) -> Pretrained:
+        """The base model with the present adapters as part of its weights, in slices: `Pretrained.merge_and_unload`.
+        All ranks call it together.
+
+            trainer.merge_and_unload().save_pretrained("folder")
+
+        Raises:
+            FzeroError: for a model with running statistics; as `Pretrained.merge_and_unload`.
+        """
+        self._meet("trainer.merge_and_unload")
+        self._adopt()
+        if self.sharded.buffers is not None:
+            problem = f"{type(self.model).__name__} has running statistics, which are not in slices"
+            raise FzeroError("merge_and_unload", problem, "save_model(folder), and merge with peft")
+        structure = copy_without_values(self.model)
+        return join_slices(structure, self.sharded.params, self.mesh).merge_and_unload()
 
     # gradients
 

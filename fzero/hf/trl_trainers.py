@@ -43,14 +43,16 @@ class _Front(Outside):
     _is_constructed = False
 
     @check_arguments
-    def __init__(self, model: Any, *more: Any, mesh: Any = None, stage: int | None = None, **named: Any) -> None:
-        self._own = {"mesh": mesh, "stage": stage}
+    def __init__(
+        self, model: Any, *more: Any, mesh: Any = None, stage: int | None = None, quantize: Any = None, **named: Any
+    ) -> None:
+        self._own = {"mesh": mesh, "stage": stage, "quantize": quantize}
         self._pretrained = model if isinstance(model, Pretrained) else None
         if self._pretrained is not None:
             model = self._pretrained.model
             if named.get("peft_config") is not None:
                 problem = "needs a whole model to put adapters into, and from_pretrained made slices"
-                raise FzeroError("peft_config", problem, "give the folder or the name itself as model")
+                raise FzeroError("peft_config", problem, "give peft_config to fzero.hf.from_pretrained")
         super().__init__(model, *more, **named)
         if not self._is_constructed:
             self._finish()

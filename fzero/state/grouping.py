@@ -77,8 +77,8 @@ def plan_buckets(
             problem = f"returns {named!r:.80} for leaf {tree.dotted(key)}"
             raise FzeroError("layers", problem, "return the name of a bucket, or None for the rule")
         split = splits.get(tree.dotted(key))
-        axis = "" if split is None else split.axis
-        groups.setdefault((bucket_of(key) if named is None else named, leaf.dtype, axis), []).append(position)
+        axis, name = "" if split is None else split.axis, _choose_bucket(key, leaf) if named is None else named
+        groups.setdefault((name, leaf.dtype, axis), []).append(position)
     for members in groups.values():
         members.sort(key=lambda i: -_alignment(leaves[i].shape.numel()))
     dtypes = Counter((name, axis) for name, _, axis in groups)
@@ -113,6 +113,13 @@ def _leaf(
         problem = f"returns {block!r:.80} for leaf {path}"
         raise FzeroError("granularity", problem, "return a number of elements, or None")
     return Leaf(path, shape, 1 if block is None else block, is_frozen(leaf), is_embedding(leaf), split)
+
+
+def _choose_bucket(key: tuple[str | int, ...], leaf: Any) -> str:
+    """The layer of a leaf. The embeddings deep in a top-level entry, such as "model", are a layer by themselves: the
+    final norm, or the head, of that entry needs no gather of them."""
+    name = bucket_of(key)
+    return f"{name}.embeddings" if is_embedding(leaf) and name == tree.dotted(key[:1]) and len(key) > 2 else name
 
 
 def bucket_of(key: tuple[str | int, ...]) -> str:

@@ -69,8 +69,9 @@ def partition(
 
     Leaves are grouped into buckets. A bucket is gathered and scattered as one. The rule: each element of the outermost
     list or tuple on a leaf's path is a bucket, and so is any other top-level entry. A dict with numbers as its keys is
-    like a list. `layers(path)` returns the name of another bucket for a leaf, or None to keep the rule. The logger
-    "fzero" warns of a bucket with most of the bytes that holds several layers, and says the `layers` that cuts it.
+    like a list. Embeddings deep in a top-level entry are a bucket of their own. `layers(path)` returns the name of
+    another bucket for a leaf, or None to keep the rule. The logger "fzero" warns of a bucket with most of the bytes
+    that holds several layers, and says the `layers` that cuts it.
 
     `like` is a tree of partitioned parameters, for state that belongs to the parameters, such as an optimizer's:
 

@@ -21,10 +21,10 @@ from fzero.ranks.calls import describe_leaf
 from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Stretch
 from fzero.state.fill import CHUNK_NBYTES
-from fzero.state.grouping import plan_leaves
+from fzero.state.grouping import LeafLayouts, plan_leaves
 from fzero.state.partition import fill_leaves
 from fzero.state.sources import Source, check_range, is_source, source_of
-from fzero.state.unpartition import assemble_piece
+from fzero.state.unpartition import SourceOfSharded, assemble_piece
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state
 from fzero.values.quantized import Quantized, is_quantized
@@ -66,9 +66,9 @@ def quantize(
 
     Tensors are quantized now, on their device; a source of values, as `fzero.open_safetensors` returns, while
     `fzero.partition` reads it, a chunk at a time. A `Sharded` leaf, as `fzero.build` returns, is quantized now. Its
-    codes are partitioned as the leaf was, and lie where the leaf lies, such as on the host or on a disk: all ranks call
-    together, and send each other a chunk at a time. A tensor on the meta device gives codes and scales there, as `like`
-    for `fzero.load_safetensors`.
+    codes lie where the leaf lies, such as on the host or on a disk, and leaves that shared its bucket are partitioned
+    anew: all ranks call together, in front of an optimizer's `init`, and send each other a chunk at a time. A tensor on
+    the meta device gives codes and scales there, as `like` for `fzero.load_safetensors`.
 
     Dettmers et al., QLoRA, https://arxiv.org/abs/2305.14314; the gathers are ZeRO++'s, https://arxiv.org/abs/2306.10209.
 
@@ -97,7 +97,7 @@ def quantize(
         leaves[i] = quantize_leaf(paths[i], leaves[i], coding)
     made = tree.unflatten(treedef, leaves)
     for on in dict.fromkeys(leaf.on for leaf in held.values()):
-        made = _partition_codes(made, on, held)
+        made = _partition_anew(made, on, held)
     return made
 
 
@@ -134,7 +134,7 @@ def _check_leaf(path: str, leaf: Any, block: int) -> None:
 
 def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
     """The codes and scales of a tensor; of a source or a `Sharded`, sources of these."""
-    if isinstance(leaf, Tensor) and leaf.is_meta:
+    if isinstance(leaf, Tensor) and leaf.is_meta and not is_sharded(leaf):
         made = [torch.empty(x, dtype=torch.uint8, device="meta") for x in (coding.codes_shape, coding.scales_shape)]
     elif is_sharded(leaf) or is_source(leaf):
         if is_sharded(leaf):
@@ -146,26 +146,34 @@ def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
     return Quantized(*(torch.nn.Parameter(x, requires_grad=False) for x in made), coding)
 
 
-def _partition_codes(made: tree.Tree, on: Ranks, held: Mapping[str, Sharded]) -> tree.Tree:
+def _partition_anew(made: tree.Tree, on: Ranks, held: Mapping[str, Sharded]) -> tree.Tree:
     """A tree in which the codes and scales of the leaves that were `held` on a mesh are partitioned there. They lie
-    where these leaves lie."""
+    where these leaves lie.
+
+    The other leaves of their buckets are partitioned anew, as if they had been partitioned beside codes: they were cut
+    as parts of larger buckets, so that few ranks would hold them all, and are views of memory that would stay.
+    """
     leaves, treedef = tree.flatten(made)
     keys = tree.keys(treedef)
-    here = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _StoredOnRanks) and leaf.value.on is on]
-    sources = {i: leaves[i] for i in here}
-    bucket_of = {path: layer_of(leaf.form.layout.bucket) for path, leaf in held.items()}
-    layouts = plan_leaves(
-        [keys[i] for i in here],
-        [leaves[i] for i in here],
-        on.mesh,
-        layers=lambda path: bucket_of[path.rpartition(".")[0]],
-    )
-    planned = {here[position]: where for position, where in layouts.items()}
-    lines = [f"leaf {leaves[i].path}: {describe_leaf(*planned[i], torch.uint8)}" for i in here]
+    lost = {leaf.form.layout for leaf in held.values() if leaf.on is on and not leaf.is_replicated}
+    codes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _StoredOnRanks) and leaf.value.on is on]
+    rest = [i for i, leaf in enumerate(leaves) if is_sharded(leaf) and leaf.on is on and leaf.form.layout in lost]
+    old = {i: leaves[i].value if i in codes else leaves[i] for i in (*codes, *rest)}
+    found: LeafLayouts = {}
+    for unit in dict.fromkeys(leaf.form.layout.unit for leaf in old.values()):
+        here = [i for i in sorted(old) if old[i].form.layout.unit == unit]
+        names = [keys[i] if i in codes else tuple(leaves[i].path.split(".")) for i in here]
+        layers = {tree.dotted(name): layer_of(old[i].form.layout.bucket) for name, i in zip(names, here)}
+        blocks = {leaves[i].path: leaves[i].leaf.block for i in here if i in rest}
+        how: dict[str, Any] = {"granularity": lambda path, shape, blocks=blocks: blocks.get(path), "unit": unit}
+        layouts = plan_leaves(names, [leaves[i] for i in here], on.mesh, layers=layers.get, **how)
+        found.update((here[position], where) for position, where in layouts.items())
+    sources = {i: leaves[i] if i in codes else SourceOfSharded(leaves[i]) for i in found}
+    dtypes = {i: sources[i].dtype for i in found}
+    lines = [f"leaf {sources[i].path}: {describe_leaf(*found[i], dtypes[i])}" for i in found]
     on.agree("quantize", [*lines, *(describe_state(path, leaf.origin) for path, leaf in held.items())])
-    dtypes, devices = dict.fromkeys(here, torch.uint8), {i: leaves[i].value.device for i in here}
-    places = {i: leaves[i].value.place for i in here}
-    filled = fill_leaves(on, planned, sources, dtypes, devices, CHUNK_NBYTES, places=places)
+    devices, places = {i: old[i].device for i in found}, {i: old[i].place for i in found}
+    filled = fill_leaves(on, found, sources, dtypes, devices, CHUNK_NBYTES, places=places)
     return tree.unflatten(treedef, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 

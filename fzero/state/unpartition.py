@@ -11,18 +11,20 @@ from torch import Tensor
 
 from fzero.base import torch_private, tree
 from fzero.base.arguments import check_arguments
+from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
-from fzero.base.frozen import freeze
+from fzero.base.frozen import freeze, is_frozen
 from fzero.base.placement import Disk
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
+from fzero.layout.ranges import intersect
 from fzero.program import ops
 from fzero.program.records import record
 from fzero.ranks.calls import describe_leaf
 from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
-from fzero.state.sources import TensorSource, fingerprint
+from fzero.state.sources import TensorSource, check_range, fingerprint
 from fzero.state.splits import join_parts
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state, follow
@@ -206,3 +208,29 @@ def assemble_piece(leaf: Tensor, piece: range) -> Tensor:
             room.at(part).copy_(have.at(part))
         on.broadcast(room.at(part), row.index(rank), layout)
     return room.values
+
+
+class SourceOfSharded:
+    """The source of the values of a `Sharded` leaf. Ranks send each other a chunk at a time."""
+
+    def __init__(self, leaf: Sharded) -> None:
+        check_unsplit(leaf, "a copy into other slices")
+        self._value, self.path, self.shape, self.dtype = leaf, leaf.path, leaf.shape, leaf.dtype
+        self.is_frozen, self.is_embedding = is_frozen(leaf), is_embedding(leaf)
+
+    def read(self, start: int, out: Tensor) -> None:
+        out.copy_(assemble_piece(self._value, check_range(self, start, out)))
+
+    def fingerprint(self) -> bytes:
+        """Nothing: one rank alone cannot read the values."""
+        return b""
+
+    def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
+        """Fill `out`, this rank's part of the leaf in a layout, 1-d. All ranks of the leaf's mesh call together."""
+        mine = layout.part(leaf, on.rank)
+        room = Stretch(mine.start, out)
+        for piece in chunks(self.shape.numel(), chunk_numel(chunk, self.dtype)):
+            values = Stretch(piece.start, assemble_piece(self._value, piece))
+            here = intersect(piece, mine)
+            if here:
+                room.put(here, values.at(here))

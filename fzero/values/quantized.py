@@ -34,6 +34,7 @@ class Quantized(Tensor):
     codes: Any
     scales: Any
     coding: Coding
+    is_frozen = True
     is_read_first = True
     """A function of a `Quantized` and of a `Sharded` is one of the dequantized value and the `Sharded`."""
 

@@ -16,7 +16,14 @@ pytest.importorskip("peft")
 import peft
 import torch
 import transformers
-from hf_models import make_arguments, make_model, make_ragged_dataset, pad_rows, read_logs
+from hf_models import (
+    assert_comm_is_its_closed_form,
+    make_arguments,
+    make_model,
+    make_ragged_dataset,
+    pad_rows,
+    read_logs,
+)
 from peft import LoraConfig
 from processes import run
 from safetensors.torch import load_file, save_file
@@ -25,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.base.frozen import is_frozen
+from fzero.hf.codes import KINDS
 
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
 LORA: dict[str, Any] = {**CAUSAL, "r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -150,6 +158,8 @@ def test_only_adapters_have_gradients_and_state(tmp_path: Path) -> None:
     assert trained and all("lora_" in path for path in trained)
     moments = [x for x in tree.leaves(trainer.sharded.opt_state) if isinstance(x, fzero.Sharded) and x.ndim]
     assert len(moments) == 2 * len(trained)
+    program = trainer._begin._pipeline._cache[0].finished
+    assert_comm_is_its_closed_form(program, trainer.model, gathers=[2], trained=[0])
 
 
 def train_on_two(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
@@ -161,16 +171,26 @@ def train_on_two(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
         changed={"per_device_train_batch_size": 2},
     )  # fmt: skip
     assert_equal_logs(again, trainer, last=2)
+    again.merge_and_unload().save_pretrained(folder / "merged")
+    coded = fzero.hf.from_pretrained(folder / "merged", mesh, peft_config=LoraConfig(**LORA), quantize="nf4")
+    coded.merge_and_unload().save_pretrained(folder / "coded")  # untrained adapters add nothing
     return read_logs(trainer)
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """And merge adapters, and hold codes of a model."""
     changed = {"per_device_train_batch_size": 4}
     expected = train(transformers.Trainer, tmp_path / "theirs", "modules_to_save", changed=changed)
     for logs in run(2, train_on_two, tmp_path / "ours"):
         for mine, their in zip(logs, read_logs(expected), strict=True):
             assert mine == pytest.approx(their, rel=TOLERANCE, abs=TOLERANCE)
     assert_equal_files(tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+    merged, coded = (load_file(tmp_path / "ours" / name / "model.safetensors") for name in ("merged", "coded"))
+    for path, x in expected.model.merge_and_unload().named_parameters():
+        torch.testing.assert_close(merged[path], x, rtol=TOLERANCE, atol=TOLERANCE)
+        if "proj" in path:
+            x = fzero.quantize({"x": merged[path]}, **KINDS["nf4"], where="x")["x"].full_tensor()
+            assert torch.equal(coded[path], x), path
 
 
 def test_adapters_of_another_shape_are_refused(tmp_path: Path) -> None:

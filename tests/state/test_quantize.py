@@ -162,8 +162,15 @@ def test_what_is_built_is_quantized_where_it_lies() -> None:
     torch.manual_seed(0)
     assert_same(held, fzero.quantize(fzero.lower(Model())[0], bits=4, block=64))
     weight = held["layers"][1]["weight"]
-    assert weight.codes.form.layout.bucket == "layers.1" and is_frozen(weight.scales)
+    assert weight.codes.form.layout.bucket == "layers.1:uint8" and is_frozen(weight.scales)
+    whole = fzero.partition(fzero.quantize(fzero.lower(Model())[0], bits=4, block=64), mesh)
+    for leaf, expected in zip(tree.leaves(held), tree.leaves(whole)):  # nothing keeps memory of the whole layer
+        assert leaf.form == expected.form
+        assert leaf.local.untyped_storage().nbytes() == expected.local.untyped_storage().nbytes()
     assert held["head"]["weight"] is built["head"]["weight"]
+    with torch.device("meta"):
+        absent = fzero.quantize(fzero.partition(fzero.lower(Model())[0], mesh), bits=4, block=64)
+    assert [leaf.form.layout for leaf in tree.leaves(absent)] == [leaf.form.layout for leaf in tree.leaves(whole)]
     step = fzero.simulate(fzero.value_and_grad(lambda p, x: apply(p, x).square().mean()), mesh)
     value, _ = step(held, torch.arange(6))
     expected = fzero.simulate(apply, mesh)(fzero.partition(fzero.unpartition(held), mesh), torch.arange(6))
