@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,3 +294,9 @@ def test_mistakes_on_a_model_axis_are_named(mistake: str) -> None:
     step, words = MISTAKES[mistake]
     with pytest.raises(FzeroError, match=words):
         fzero.simulate(step, GRID, data=("fsdp",))(fzero.partition(WEIGHTS, GRID), EXAMPLES)
+
+
+def test_the_first_program_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "axes.md").read_text()
+    exec(compile(page.split("```python\n")[1].split("```")[0], "axes.md", "exec"), {})
+    assert "over tp" in capsys.readouterr().out
