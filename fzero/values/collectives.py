@@ -176,6 +176,7 @@ def _map(
     axes = _name(on, axis)
 
     def of_leaf(leaf: Any) -> Tensor:
+        leaf = _take_part(leaf, on, axes)
         if is_sharded(leaf):
             problem = "is state, which is the same on all ranks"
             raise FzeroError(leaf.path, f"{name} over {axes!r}: it {problem}", "compute with it first")
@@ -195,6 +196,12 @@ def _check_differs(name: str, x: Tensor, on: MovePerformer, axis: str) -> None:
     if same:
         problem = f"the value {list(x.shape)} is the same on all ranks along the model axis {min(same)!r}"
         raise FzeroError(name, problem, "leave the collective out, or compute a part of the value on each rank first")
+
+
+def _take_part(leaf: Any, on: MovePerformer, axis: str) -> Any:
+    """A leaf; of one that is split over one of the axes this rank's part, which differs along them."""
+    is_part = is_sharded(leaf) and not set(leaf.form.layout.split_axes).isdisjoint(on.mesh.split(axis))
+    return leaf.full_tensor() if is_part else leaf
 
 
 def _name(on: MovePerformer, axis: Axis) -> str:
@@ -269,7 +276,10 @@ def _reduce(x: tree.Tree, op: str, axis: Axis) -> tree.Tree:
 
 def _reduce_leaf(leaf: Any, on: MovePerformer, op: str, axis: str) -> Tensor:
     """A leaf, reduced over the ranks along an axis. All ranks hold the same `Sharded`, which is its own mean."""
+    leaf = _take_part(leaf, on, axis)
     if is_sharded(leaf):
+        if op == "sum":
+            _check_differs("psum", leaf.full_tensor(), on, axis)
         return leaf * on.mesh.size(axis) if op == "sum" else leaf
     if op in ("max", "min"):
         return Extreme.apply(leaf, on, axis, op)

@@ -82,6 +82,23 @@ def test_a_step_of_split_leaves_is_that_of_one_device(name: str, mesh: VirtualMe
             torch.testing.assert_close(fzero.unpartition(got), right, rtol=1e-12, atol=1e-14)
 
 
+def test_a_collective_of_a_split_leaf_takes_parts() -> None:
+    whole = {"w": torch.arange(8.0, dtype=F64).view(4, 2)}
+    held = fzero.partition(whole, GRID, split={"w": ("tp", 0)})
+
+    def step(params: Any) -> Any:
+        w, axes = params["w"], ("fsdp", "tp")
+        found = [fzero.psum(w, "tp"), fzero.pmean(w, axes), fzero.pmax(w, "tp"), fzero.all_gather(w, "tp")]
+        return [*found, fzero.pmin(w, "fsdp").full_tensor() * 1, fzero.psum_scatter(w, "tp")]
+
+    total, mean, largest, joined, same, block = fzero.simulate(step, GRID, data=("fsdp",))(held)
+    parts = whole["w"].chunk(2)
+    assert torch.equal(total, parts[0] + parts[1]) and torch.equal(mean, (parts[0] + parts[1]) / 2)
+    assert torch.equal(largest, parts[1]) and torch.equal(joined, whole["w"])
+    assert torch.equal(same.view(2, 2, 2, 2)[0].flatten(0, 1), whole["w"])
+    assert torch.equal(block.view(2, 2, 2)[0], parts[0] + parts[1])
+
+
 def experts(params: Any, x: Tensor) -> Tensor:
     """Each rank along the data axis "ep" has some experts, which take the tokens of all ranks, weighed by a router."""
     weights = (x @ params["router"].T).softmax(-1)

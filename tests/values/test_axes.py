@@ -273,6 +273,10 @@ MISTAKES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda params, x: fzero.psum(x, "tp").mean(),
         r"psum: the value \[8, 4\] is the same on all ranks along the model axis 'tp'; leave the collective out",
     ),
+    "a sum of state": (
+        lambda params, x: fzero.psum(params["up"], "tp"),
+        r"psum: the value \[12, 4\] is the same on all ranks along the model axis 'tp'",
+    ),
     "a gather of what is the same": (lambda params, x: fzero.all_gather(x, ("fsdp", "tp")), "all_gather: the value"),
     "an axis that nothing uses": (
         lambda params, x: (x @ params["up"].T).mean(),
