@@ -250,7 +250,7 @@ class Simulation:
 
 def _find_position(layout: Layout, seat: Seat) -> int:
     """The position of a rank among those that have parts of the leaves of a layout."""
-    return seat.along(layout.mesh.join(layout.split_axes)) if layout.split_axes else 0
+    return seat.along(layout.split_axis) if layout.split_axis else 0
 
 
 def _find_part(leaf: Sharded, seat: Seat) -> Tensor:

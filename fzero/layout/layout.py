@@ -93,6 +93,11 @@ class Layout:
         """The model axes that the leaves are split over."""
         return self.mesh.split(self.leaves[0].split.axis) if self.leaves and self.leaves[0].split else ()
 
+    @cached_property
+    def split_axis(self) -> str:
+        """The name of these axes together, "" where there are none."""
+        return self.mesh.join(self.split_axes) if self.split_axes else ""
+
     @property
     def splits(self) -> int:
         """The ranks that each leaf is split over."""

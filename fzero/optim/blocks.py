@@ -88,4 +88,4 @@ def _roots(leaves: list[Any], divisors: list[int]) -> Tensor:
 
 def _count(leaves: list[Any]) -> list[int]:
     """The elements of each leaf; 1 for a leaf without any, whose mean is then 0."""
-    return [max(1, math.prod(leaf.shape)) for leaf in leaves]
+    return [max(1, leaf.numel()) for leaf in leaves]

@@ -45,7 +45,7 @@ class Virtual(Ranks):
         """
         for layout in call.layouts:
             if layout.splits > 1:
-                problem = f"is split over {layout.mesh.join(layout.split_axes)!r}, and one process has all parts"
+                problem = f"is split over {layout.split_axis!r}, and one process has all parts"
                 way_out = "use it in a step, or whole, by fzero.unpartition"
                 raise FzeroError(layout.leaves[0].path, f"{call.operation.name}: it {problem}", way_out)
         of_all = call.operation.of_all

@@ -307,7 +307,7 @@ def _list_parts(out: Tensor, source: Source, layout: Layout, leaf: int, on: Rank
     if is_on_ranks(source):
         raise FzeroError(source.path, "is split, and its values lie on ranks", "give it whole on each rank")
     splits = layout.splits
-    positions = range(splits) if on.rank is None else [on.along(layout.mesh.join(layout.split_axes))]
+    positions = range(splits) if on.rank is None else [on.along(layout.split_axis)]
     rows = out.view(len(positions), -1)
     return [(row, part_of(source, layout, leaf, position)) for row, position in zip(rows, positions)]
 

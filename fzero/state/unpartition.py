@@ -167,7 +167,7 @@ def _join(leaf: Sharded, on: Ranks) -> Tensor:
     if on.rank is None:
         parts = leaf.local.detach()
     else:
-        part, axis = _gather(leaf, on), layout.mesh.join(layout.split_axes)
+        part, axis = _gather(leaf, on), layout.split_axis
         parts = on.perform_agreed(record(ops.gather_rows), part[None], axis, layout.splits)
     return join_parts(parts.view(layout.splits, *leaf.shape), layout, leaf.index)
 

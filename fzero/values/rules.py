@@ -86,6 +86,8 @@ METADATA = frozenset(
        """.split()
 )
 """Names of functions that tell what a tensor is and read none of its elements: the value itself answers."""
+COUNTS = frozenset({"numel", "nelement"})
+"""Those that count the elements that a full reduction is of: of a split leaf, those of all ranks."""
 
 BYTES = METADATA | frozenset(
     """

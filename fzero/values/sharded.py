@@ -146,14 +146,12 @@ class Sharded(Tensor):
     @property
     def cut(self) -> Cut:
         """The leaf and its axes, for moves of slices."""
-        layout = self.form.layout
-        return Cut(self.path, layout.cut_axes, layout.splits * self.leaf.numel)
+        return Cut(self.path, self.form.layout.cut_axes, self.numel())
 
     @property
     def cut_of_part(self) -> Cut:
         """The same for what this rank has of a leaf that is split over model axes, gathered."""
-        layout = self.form.layout
-        return replace(self.cut, axes=layout.mesh.join(layout.split_axes), is_part=True)
+        return replace(self.cut, axes=self.form.layout.split_axis, is_part=True)
 
     @property
     def global_shape(self) -> torch.Size:
@@ -175,6 +173,12 @@ class Sharded(Tensor):
     @property
     def ndim(self) -> int:  # type: ignore[override]
         return len(self.leaf.shape)
+
+    def numel(self) -> int:
+        """The elements that a sum is of: those of the whole value, where `shape` is that of a part."""
+        return self.form.layout.splits * self.leaf.numel
+
+    nelement = numel
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def check_unsplit(x: Sharded, what: str) -> None:
     """Refuse a leaf that is split over model axes, for what does not know its parts."""
-    axes = x.form.layout.split_axes
-    if axes:
-        problem = f"is split over {x.form.layout.mesh.join(axes)!r}, and {what} knows no split leaves yet"
+    axis = x.form.layout.split_axis
+    if axis:
+        problem = f"is split over {axis!r}, and {what} knows no split leaves yet"
         raise FzeroError(x.path, problem, "leave the leaf out of split= of fzero.partition")

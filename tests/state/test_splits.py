@@ -27,6 +27,16 @@ def microbatches(params: Any, x: Tensor) -> Any:
     return fzero.accumulate(sums, 2)(params, x)
 
 
+def by_leaf(params: Any, x: Tensor) -> Any:
+    """Root mean squares and norms of whole leaves, and a mean that is taken by hand."""
+    grads = fzero.grad(loss_of(split_mlp))(params, x)
+    found = [each.update(grads, each.init(params), params)[0] for each in BY_LEAF]
+    return found, tree.map(lambda w: w.square().sum() / w.numel() + torch.numel(w), params)
+
+
+BY_LEAF = [optim.clip_by_block_rms(0.01), optim.scale_by_param_block_rms(), optim.scale_by_trust_ratio()]
+
+
 def decayed(params: Any, x: Tensor) -> Any:
     """Each sum, mean and extreme of a leaf counts the elements of all ranks once."""
 
@@ -61,6 +71,7 @@ STEPS: dict[str, tuple[Callable[..., Any], bool]] = {
     "in a loop": (train(looped), True),
     "microbatches": (microbatches, False),
     "penalties": (decayed, False),
+    "leaf by leaf": (by_leaf, False),
     "second derivatives": (second, False),
     "forward mode": (forward_mode, False),
 }
