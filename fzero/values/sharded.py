@@ -178,8 +178,6 @@ class Sharded(Tensor):
         """The elements that a sum is of: those of the whole value, where `shape` is that of a part."""
         return self.form.layout.splits * self.leaf.numel
 
-    nelement = numel
-
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.form.dtype  # type: ignore[return-value]  # None only while torch.func builds trees of dimensions

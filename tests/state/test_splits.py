@@ -31,7 +31,7 @@ def by_leaf(params: Any, x: Tensor) -> Any:
     """Root mean squares and norms of whole leaves, and a mean that is taken by hand."""
     grads = fzero.grad(loss_of(split_mlp))(params, x)
     found = [each.update(grads, each.init(params), params)[0] for each in BY_LEAF]
-    return found, tree.map(lambda w: w.square().sum() / w.numel() + torch.numel(w), params)
+    return found, tree.map(lambda w: w.square().sum() / w.numel() + torch.numel(w) - w.nelement(), params)
 
 
 BY_LEAF = [optim.clip_by_block_rms(0.01), optim.scale_by_param_block_rms(), optim.scale_by_trust_ratio()]
