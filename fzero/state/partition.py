@@ -228,7 +228,7 @@ def _partition_state(state: State, like: tree.Tree | None, partition: Callable[.
     done, rest = tree.split(state, lambda path, leaf: is_sharded(leaf))
     params = tree.merge(done.params, partition(rest.params, like=like))
     known = like if like is not None else () if params is None else params
-    others = partition(rest._replace(params=None)._asdict(), like=known)
+    others = partition(rest._replace(params=None)._asdict(), like=known, split=None)  # split as `params` are
     return State(**tree.merge(done._replace(params=None)._asdict(), others))._replace(params=params)
 
 

@@ -191,6 +191,14 @@ def test_a_checkpoint_loads_at_any_mesh_and_split(mesh: VirtualMesh, tmp_path: P
         torch.testing.assert_close(fzero.unpartition(loaded["p"]), SAVED, rtol=0, atol=0)
 
 
+def test_the_optimizer_state_of_a_state_is_split_as_its_parameters() -> None:
+    whole = fzero.State(params=WEIGHTS, opt_state=ADAMW.init(WEIGHTS), step=torch.zeros((), dtype=torch.int64))
+    held = fzero.partition(whole, GRID, split=SPLIT)
+    moments = [x for x in tree.leaves(held.opt_state) if x.path in SPLIT]
+    assert len(moments) == 4 and all(x.form.layout.split_axes == ("tp",) for x in moments)
+    torch.testing.assert_close(fzero.unpartition(held.params), WEIGHTS, rtol=0, atol=0)
+
+
 def test_values_of_a_file_are_read_by_parts(tmp_path: Path) -> None:
     fzero.save_safetensors(SAVED, tmp_path / "w.safetensors")
     held = fzero.partition(dict(fzero.open_safetensors(tmp_path / "w.safetensors")), GRID, split=GATED, chunk=40)
