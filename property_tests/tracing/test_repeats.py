@@ -10,7 +10,7 @@ from fzero import pipeline
 from fzero.program.open import find_difference
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.tracing.repeats import Repeats, find_known
+from fzero.tracing.repeats import Repeats, find_table
 from fzero.values.regions import get_mark
 from property_tests.random_steps.run import run
 
@@ -29,7 +29,7 @@ def trace_both(monkeypatch: pytest.MonkeyPatch, differences: list[str]) -> None:
                 if repeats == "none":
                     patch.setattr(Repeats, "knows", lambda self, call: False)
                 if repeats == "own":
-                    find_known.cache_clear()
+                    find_table.cache_clear()
                 made.append(given(*args, **kwargs))
         expected, *others = made
         for other in others:

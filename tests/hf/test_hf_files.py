@@ -74,7 +74,7 @@ def test_a_save_killed_anywhere_leaves_one_model_or_a_folder_that_is_refused(
             for name in ("replace", "unlink", "rmdir"):
                 patched.setattr(Path, name, count(getattr(Path, name)))
             try:
-                files._move_model(beside, folder)
+                files.move_model(beside, folder)
                 is_done = True
             except Killed:
                 is_done = False

@@ -116,7 +116,7 @@ def test_a_model_of_model_init_goes_on_from_a_checkpoint_and_trains_twice(tmp_pa
     trainers = []
     for name, cls, mesh in BOTH:
         changed = {"max_steps": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        trainer = train(cls, tmp_path / name, changed, model_init=make_model, **mesh)
+        trainer = train(cls, tmp_path / name, changed, model_init=lambda: make_model(), **mesh)
         trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1"))
         trainers.append(trainer)
     assert_equal(trainers[1], trainers[0])
