@@ -1,11 +1,8 @@
-"""Repeats: what a trace knows of operations that it or an earlier trace has seen.
+"""Repeats: what a trace knows of operations that it has seen.
 
 Layers are alike, so most operations of a step have been called before, on other tensors of the same forms. Their nodes
 are recorded at once, in a tenth of the time that torch takes to find the same forms of results again. Python runs for
 each layer as ever: nothing is assumed about that.
-
-Traces of one process share what they know: the forms of results follow from those of operands and from the settings of
-torch. Only a trace with open sizes keeps to itself what it knows, because its sizes are its own symbols.
 """
 
 from __future__ import annotations
@@ -13,13 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.base.ambient import Ambient, find_ambient
 from fzero.base.symbols import is_open, key_of
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, schema_of, storage_key
 from fzero.base.torch_private_traces import TraceGraph, make_empty, make_pair, without_proxies
@@ -30,10 +26,6 @@ from fzero.program.records import record
 _PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-
-
-MAX_KNOWN = 10_000
-"""How many calls are known under one setting of torch when a trace begins. With more, all are forgotten."""
 
 
 class Call(NamedTuple):
@@ -65,14 +57,12 @@ class _Unknown(Exception):
 
 
 class Repeats:
-    """The forms of the results of the calls that traces have seen, by the forms of their operands."""
+    """The forms of the results of the calls that a trace has seen, by the forms of their operands."""
 
     def __init__(self, traced: TraceGraph, mode: FakeTensorMode) -> None:
         self._traced, self._mode = traced, mode
         self._is_open = mode.shape_env is not None
-        if not self._is_open and len(find_table(find_ambient())) > MAX_KNOWN:
-            find_table.cache_clear()
-        self._known: dict[Any, Any] = {} if self._is_open else find_table(find_ambient())
+        self._known: dict[Any, Any] = {}  # None for a call that is not recorded as one node
         self._plain: dict[torch.device, FakeTensor] = {}
         self._describe_sizes: Callable[..., Any] = _describe_open if self._is_open else tuple
         self._aside: Callable[[], AbstractContextManager[Any]] = without_proxies if self._is_open else nullcontext
@@ -239,13 +229,6 @@ class Repeats:
         if device not in self._plain:
             self._plain[device] = make_empty(self._mode, device)
         return self._plain[device]
-
-
-@lru_cache(maxsize=8)
-def find_table(ambient: Ambient) -> dict[Any, Any]:
-    """What traces under these settings know, and add to: the key of a call -> the forms of its results; None for a call
-    that is not recorded as one node."""
-    return {}
 
 
 def _is_recorded(result: Any, node: Node, following: Iterator[Node]) -> bool:
