@@ -58,6 +58,7 @@ class Accelerator(accelerate.Accelerator):
 
     _models: list[Any]
 
+    @check_arguments
     def __init__(self, *args: Any, mesh: Any = None, stage: int = 3, **named: Any) -> None:
         check_stage(stage)
         for name in PLUGINS:
@@ -129,6 +130,7 @@ class Accelerator(accelerate.Accelerator):
         with torch.autograd.set_multithreading_enabled(False):  # programs run in this thread, on GPUs too
             super().backward(loss, **kwargs)
 
+    @check_arguments
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """The norm of the gradients of a model, which are scaled down to the norm `max_norm`.
 
@@ -144,6 +146,7 @@ class Accelerator(accelerate.Accelerator):
             raise FzeroError("accelerator.clip_grad_norm_", f"got norm_type={norm_type!r}", "give 2")
         return prepared.clip_norm(max_norm)
 
+    @check_arguments
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Bound each element of the gradients of a model. Raises as `clip_grad_norm_`."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -154,6 +157,7 @@ class Accelerator(accelerate.Accelerator):
         prepared.check_all(given)
         prepared.clip_value(clip_value)
 
+    @check_arguments
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Not supported."""
         problem = "lets ranks make unequal numbers of steps, and all ranks take each step together"
@@ -163,6 +167,7 @@ class Accelerator(accelerate.Accelerator):
 
     # files
 
+    @check_arguments
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **named: Any) -> Any:
         """As accelerate's `save_state`, with parameters, running statistics and optimizer state in a folder "fzero",
         which any number of ranks reads. All ranks call it together."""
