@@ -115,7 +115,9 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_ROOMS, "__doc__", "__file__", "__name__", "__path__", "__version__"])
 
 
-if not typing.TYPE_CHECKING:  # a checker of types would take any name for one of these
+if typing.TYPE_CHECKING:
+    from fzero.state import initializers as initializers
+else:  # a checker of types would take any name for one of these
 
     def __getattr__(name: str) -> typing.Any:
         if name not in _ROOMS:
