@@ -186,8 +186,9 @@ def _check_leaf(path: str, leaf: Any, shape: torch.Size) -> None:
         raise FzeroError(
             path, f"this leaf is a {type(leaf).__name__}, not a tensor", "give the tree that lower returned"
         )
-    if tuple(leaf.shape) != tuple(shape):
-        given, expected = list(leaf.shape), list(shape)
+    whole = getattr(leaf, "global_shape", leaf.shape)  # a module computes with a part of a split leaf
+    if tuple(whole) != tuple(shape):
+        given, expected = list(whole), list(shape)
         raise FzeroError(path, f"shape is {given}, the module has {expected}", "give a tree of the module's shapes")
 
 
