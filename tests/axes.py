@@ -42,6 +42,17 @@ def rows_of(mesh: VirtualMesh, rows: int = 24, seed: int = 0) -> Tensor:
     return torch.randn(mesh.size() * rows, 24, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
+def ragged_rows(mesh: VirtualMesh, axes: Any, rows: int = 7) -> tuple[Tensor, Tensor]:
+    """[ranks, rows, 3]: rows of each rank, and [ranks, N]: how many go to each rank along the axes, which may be none."""
+    generator, names = torch.Generator().manual_seed(3), (axes,) if isinstance(axes, str) else axes
+    world = mesh.size(mesh.join(names))
+    x = torch.randn(mesh.size(), rows, 3, dtype=F64, generator=generator)
+    ends = torch.randint(rows + 1, (mesh.size(), world), generator=generator).sort().values
+    sizes = ends.diff(prepend=torch.zeros(mesh.size(), 1, dtype=torch.int64))
+    sizes[0], sizes[-1, 1:] = 0, 0
+    return x, sizes
+
+
 WEIGHTS = {
     "norm": torch.ones(WIDTH, dtype=F64),
     "up": torch.randn(HIDDEN, WIDTH, dtype=F64, generator=torch.Generator().manual_seed(0)) / 2,

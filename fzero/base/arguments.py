@@ -95,6 +95,8 @@ def _has_null(value: Any) -> bool:
 
 def is_whole(value: Any) -> bool:
     """Whether `value` is a whole number. A bool is none."""
+    if isinstance(value, torch.SymInt):
+        return True  # its index would be that of one size
     try:
         operator.index(value)
     except (TypeError, RuntimeError):  # a tensor with a fraction, or of several elements

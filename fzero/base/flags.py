@@ -8,12 +8,13 @@ On a CPU the flags of the arguments are read at once. On a GPU reading waits for
 copy to the host, and raises for copies of earlier calls that have arrived. A flag stays set, so that none is missed.
 
 What has no state of its own, as `fzero.accumulate`, makes a flag that the step returns beside its results: `note_flag`
-of `fzero.values.flags`. The step holds it for its next call.
+and `note_local` of `fzero.values.flags`. The step holds it for its next call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -51,6 +52,32 @@ class Flag(_Value):
         value = self.value.item()
         if value:
             raise FzeroError(self.where, self.problem.format(value=value), self.way_out)
+
+
+@dataclass(frozen=True)
+class FlagForm:
+    """The words of a flag that are known when a step is traced: `FlagForm(...)(value)` is a flag with these words.
+
+    The value is [2], the number of the flag and a `limit`, both of which `problem` may name.
+    """
+
+    where: str
+    problem: str
+    way_out: str
+
+    def __call__(self, value: Tensor) -> Flag:
+        return type("FlagOfForm", (_Limited,), asdict(self))(value)
+
+
+class _Limited(Flag):
+    def raise_if_set(self) -> None:
+        value, limit = self.value.tolist()
+        if value:
+            raise FzeroError(self.where, self.problem.format(value=value, limit=limit), self.way_out)
+
+
+MakeFlag = Callable[[Tensor], Flag]
+"""What makes a flag of its value: a class of flags, or a form."""
 
 
 def find_flags(treedef: tree.TreeDef) -> dict[int, type[Flag]]:
@@ -120,7 +147,7 @@ def _is_on_host(flag: Flag) -> bool:
 
 def _copy_to_host(flag: Flag) -> tuple[Flag, Any]:
     """The flag with a copy of its value in pinned memory, and an event behind the copy."""
-    value = torch.empty((), dtype=flag.value.dtype, pin_memory=True).copy_(flag.value, non_blocking=True)
+    value = torch.empty(flag.value.shape, dtype=flag.value.dtype, pin_memory=True).copy_(flag.value, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return type(flag)(value), event

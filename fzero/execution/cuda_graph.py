@@ -16,7 +16,8 @@ from fzero.base.torch_private import version_of
 from fzero.execution.codegen import Runner
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import find_bodies, name_of, record
+from fzero.program.records import find_bodies, is_call, name_of, record
+from fzero.program import ops
 from fzero.program.refusals import line_of
 from fzero.ranks.live import Live
 from fzero.ranks.transports import Alone, Native
@@ -179,6 +180,8 @@ def _find_obstacle(node: Node, device_type: str) -> str:
         return "draws random numbers: a graph would draw the same in each step"
     if node.op == "call_function" and record(node).to is not None:
         return "copies between the device and the host, where state lies: the host computes outside of a graph"
+    if is_call(node, ops.ragged_rows):
+        return "reads on the host how many rows to send"
     value = node.meta.get("val")
     values = [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
     if node.op == "get_attr" and values[0].ndim == 0:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.base.flags import Flag
+from fzero.base.flags import Flag, MakeFlag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
@@ -109,7 +109,7 @@ class Program(LayoutTable):
       Python read while the step was traced: the program is right for these elements only.
     * `reduce_dtypes` has, by the path of a leaf, the dtype in which its gradients are averaged (`fzero.precision`).
     * `measured` are the rates of the machine, None where no one has measured them.
-    * `noted` has the class of each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
+    * `noted` makes each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
       these results.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
     * `remarks` are lines about the program, for its listing and its report.
@@ -128,7 +128,7 @@ class Program(LayoutTable):
     mesh: VirtualMesh
     fake_mode: Any
     measured: Rates | None = None
-    noted: tuple[type[Flag], ...] = ()
+    noted: tuple[MakeFlag, ...] = ()
     pass_state: tuple[PassState, ...] = ()
     read: tuple[Tensor, ...] = ()
     reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

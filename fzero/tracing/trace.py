@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.base import tree
 from fzero.base.ambient import leave_inference_mode
 from fzero.base.errors import FzeroError
-from fzero.base.flags import Flag, find_flags
+from fzero.base.flags import find_flags
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.state import find_seeds
@@ -47,7 +47,7 @@ from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.custom_functions import take_custom_functions
-from fzero.values.flags import collect_flags
+from fzero.values.flags import Noted, collect_flags, join_ranks
 from fzero.values.loops import record_loops
 from fzero.values.sharded import Sharded
 
@@ -180,7 +180,7 @@ class _Trace:
         self._out_def = self.treedef
         self._results: list[Result] = []
         self._read: list[Tensor] = []
-        self._noted: list[Flag] = []
+        self._noted: list[Noted] = []
 
     def describe(self, graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         """The program of a graph, with what has been found by now."""
@@ -196,7 +196,7 @@ class _Trace:
             fake_mode=self.fake_mode,
             read=tuple(self._read),
             reduce_dtypes=self.tracer.reduce_dtypes,
-            noted=tuple(map(type, self._noted)),
+            noted=tuple(flag.make for flag in self._noted),
             model_axes=self._model_axes,
             open=self.open,
         )
@@ -218,14 +218,15 @@ class _Trace:
             returned = take_state(before, returned, kinds)
             out_leaves, self._out_def = tree.flatten(returned)
             replaced = pair_results(before, returned)
+            flags = join_ranks(self._noted, tracer)
         self._read.extend(mode.read)
         for i, (path, leaf) in enumerate(zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves)):
             check_result(path, leaf, leaves)
             self._results.append(_describe_result(path, leaf, tracer, self.paths[replaced[i]] if i in replaced else ""))
-        self._results.extend(Result(flag.where) for flag in self._noted)
+        self._results.extend(Result(str(getattr(flag.make, "where"))) for flag in self._noted)
         # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
         made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
-        return made + [flag.value for flag in self._noted]
+        return made + flags
 
     @contextmanager
     def surround(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero.base import torch_private, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.values.flags import TurnFlags
 from fzero.values.functions import is_sharded
 from fzero.values.quantized import read_quantized_leaves
 from fzero.values.regions import keep_turns
@@ -109,10 +110,12 @@ def take_turns(
     lists, layer_def = _list_layers(layers)
     turns = _count_turns(paths, rows, length, layers)
     y_def: list[tree.TreeDef] = []
+    flags = TurnFlags()
 
     def turn(leaves: Leaves, slices: Leaves, layer: Leaves) -> tuple[Leaves, Leaves]:
         beside = () if layers is None else (tree.unflatten(layer_def, layer),)
-        result = body(tree.unflatten(carry_def, leaves), tree.unflatten(xs_def, slices), *beside)
+        with flags.collect():
+            result = body(tree.unflatten(carry_def, leaves), tree.unflatten(xs_def, slices), *beside)
         if not isinstance(result, tuple) or len(result) != 2:
             raise FzeroError("scan", f"the body returns a {type(result).__name__}", "return a pair: (carry, y)")
         news, new_def = tree.flatten(result[0])
@@ -123,7 +126,7 @@ def take_turns(
         ys, defs = tree.flatten(made)
         _check_tensors("y", tree.paths(made), ys)
         y_def[:] = [defs]
-        return [_check_carry(*row) for row in zip(carry_paths, leaves, news)], ys
+        return [_check_carry(*row) for row in zip(carry_paths, leaves, news)], [*ys, *flags.values()]
 
     recorder = _recorder.get()
     if turns == 0:
@@ -131,7 +134,9 @@ def take_turns(
     else:
         done = None if recorder is None else recorder.record(turn, start, rows, lists, turns, sync)
         carries, stacked = _run_turns(turn, start, rows, lists, turns) if done is None else done
-    return tree.unflatten(carry_def, carries), tree.unflatten(y_def[0], stacked)
+    count = y_def[0].num_leaves
+    flags.note(stacked[count:])
+    return tree.unflatten(carry_def, carries), tree.unflatten(y_def[0], stacked[:count])
 
 
 def _list_layers(layers: Sequence[tree.Tree] | None) -> tuple[list[Leaves], Any]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero import VirtualMesh, checkpoint, tree
+from fzero.parallel import ragged_all_to_all
 
 SHAPES: tuple[tuple[tuple[int, ...], tuple[str, ...], Any], ...] = (
     ((2, 2), ("b", "fsdp"), "b"),
@@ -43,6 +44,26 @@ def all_collectives(mesh: DeviceMesh) -> bool:
         if not all(torch.equal(a, b.chunk(4)[dist.get_rank()]) for a, b in zip(got, expected)):
             return False
     return True
+
+
+def ragged(mesh: DeviceMesh) -> list[Any]:
+    """Whether rows and their gradients have the bits of virtual ranks, and what is said of too many rows."""
+    over, right = ("fsdp", "tp"), []
+    for sizes, names, axis in (((4,), ("fsdp",), "fsdp"), ((2, 2), over, over), ((2, 2), over, "tp")):
+        shape, real = VirtualMesh(**dict(zip(names, sizes))), grid(sizes, names)
+
+        def there(x: Tensor, to: Tensor, axis: Any = axis) -> Any:
+            def loss(x: Tensor) -> Tensor:
+                return ragged_all_to_all(x.sin(), to[0], axis, 21)[0].square().sum()
+
+            return ragged_all_to_all(x, to[0], axis, 21)[0], fzero.grad(loss)(x)
+
+        x, to = axes.ragged_rows(shape, axis)
+        expected = fzero.simulate(there, shape, data=names)(x.flatten(0, 1), to)
+        step, rank = fzero.shard(there, real, data=names), dist.get_rank()
+        right.append(all(torch.equal(a, b.chunk(4)[rank]) for a, b in zip(step(x[rank], to[rank : rank + 1]), expected)))
+    step(torch.ones(99, 3, dtype=axes.F64), torch.full((1, 2), 20 * (rank < 2)))
+    return [*right, refusal(lambda: step(x[rank], to[rank : rank + 1]))]
 
 
 def trained(mesh: DeviceMesh) -> Any:
@@ -83,12 +104,18 @@ def unlike(mesh: DeviceMesh) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    cases: dict[str, Any] = {each.__name__: each for each in (all_collectives, trained, unlike)}
+    cases: dict[str, Any] = {each.__name__: each for each in (all_collectives, ragged, trained, unlike)}
     return run_cases(4, {**cases, "split": partial(split, folder=tmp_path_factory.mktemp("split"))})
 
 
 def test_collectives_have_the_bits_of_virtual_ranks(outcomes: dict[str, list[Outcome]]) -> None:
     assert values(outcomes["all_collectives"]) == [True] * 4
+
+
+def test_ragged_rows_have_the_bits_of_virtual_ranks(outcomes: dict[str, list[Outcome]]) -> None:
+    for *right, refused in values(outcomes["ragged"]):
+        assert right == [True] * 3 and isinstance(refused, Refusal)
+        assert refused.message.startswith("ragged_all_to_all over 'tp': 40 rows come to a rank, and its bound is 21; ")
 
 
 def test_a_model_axis_trains_as_one_device(outcomes: dict[str, list[Outcome]]) -> None:

@@ -10,7 +10,7 @@ from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Slice
 from fzero.program.operation import NO_WORK, Operation, Work
 from fzero.program.ops.attention import flex_attention, flex_attention_backward
-from fzero.program.ops.blocks import all_to_all_rows, gather_rows, ppermute_rows, psum_scatter_rows
+from fzero.program.ops.blocks import all_to_all_rows, gather_rows, ppermute_rows, psum_scatter_rows, ragged_rows
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
@@ -74,6 +74,7 @@ __all__ = [
     "part",
     "ppermute_rows",
     "psum_scatter_rows",
+    "ragged_rows",
     "read",
     "record",
     "reduce_scatter",

@@ -4,9 +4,13 @@ gather_rows         any -> uniform    [n, ...] of each rank -> [N n, ...] in ran
 psum_scatter_rows   any -> per-rank   [N n, ...] of each rank -> [n, ...], this rank's block of the sum
 all_to_all_rows     any -> per-rank   [N n, ...], block r for rank r -> [N n, ...], block r from rank r
 ppermute_rows       any -> per-rank   the tensor of the rank that sends to this one; zeros where none does
+ragged_rows         any -> per-rank   [rows, ...], `given[r]` of them for rank r -> [bound, ...], `taken[r]` from rank r
 
 The transpose of the first is the second, of an exchange the exchange back. The result of the first is the same along
 the axis, those of the others differ.
+
+`ragged_rows` knows its sizes when it runs. Rows behind those that are given or taken are zeros, and rows behind `bound`
+are cut off. So its transpose is itself with the sizes swapped, whatever they are.
 """
 
 from __future__ import annotations
@@ -110,6 +114,29 @@ def _permute(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     return run
 
 
+def _ragged(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+    def run(x: Tensor, axis: str, world: int, given: Tensor, taken: Tensor, bound: int, rows: int) -> Steps:
+        row, sizes = math.prod(x.shape[1:]), (given.tolist(), taken.tolist())  # on a GPU this waits for the sizes
+        sent = resize(x, sum(sizes[0])).reshape(-1)
+        splits = [row * size for size in sizes[0]], [row * size for size in sizes[1]]
+        received = yield AllToAll(f"ragged_all_to_all over {axis}", axis, sent, splits)
+        return resize(received.view(sum(sizes[1]), *x.shape[1:]), bound)
+
+    return run
+
+
+def resize(x: Tensor, rows: int) -> Tensor:
+    """The first rows of a tensor, and zeros where it has fewer."""
+    missing = rows - x.shape[0]
+    return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing > 0 else x[:rows]
+
+
+def _ragged_kind(walk: Walk, node: Node) -> Kind:
+    for sizes in node.args[3:5]:
+        walk.expect_full(node, sizes)
+    return _different_kind(walk, node).union(*map(walk.of, node.args[3:5]))
+
+
 def _pairs(perm: Sequence[int]) -> list[tuple[int, int]]:
     """`[0, 1, 1, 0] -> [(0, 1), (1, 0)]`: sources and targets."""
     return list(zip(perm[::2], perm[1::2]))
@@ -121,6 +148,11 @@ def _inverse(perm: Sequence[int]) -> list[int]:
 
 def _count_of_all(node: Node) -> int:
     return int(node.args[2]) * math.prod(node.meta["val"].shape)
+
+
+def _count_of_ragged(node: Node) -> int:
+    """A rank sends at most the rows that it has and takes at most the bound: on average over ranks the fewer of both."""
+    return min(node.args[5:7]) * math.prod(node.meta["val"].shape[1:])
 
 
 gather_rows: Any = register_for_tracing(
@@ -154,4 +186,14 @@ ppermute_rows: Any = register_for_tracing(
     perform=_permute,
     transpose=lambda cotangent, axis, world, perm: apply(record(ppermute_rows), cotangent, axis, world, _inverse(perm)),
     **_describe("ppermute", _count_of_all),
+)
+ragged_rows: Any = register_for_tracing(
+    "ragged_rows(Tensor x, str axis, int world, Tensor given, Tensor taken, SymInt bound, SymInt rows) -> Tensor",
+    lambda x, axis, world, given, taken, bound, rows: x.new_empty((bound, *x.shape[1:])),
+    kind=_ragged_kind,
+    perform=_ragged,
+    transpose=lambda cotangent, axis, world, given, taken, bound, rows: apply(
+        record(ragged_rows), cotangent, axis, world, taken, given, rows, bound
+    ),
+    **_describe("ragged_all_to_all", _count_of_ragged),
 )

@@ -1,0 +1,1 @@
+from fzero.values.ragged import ragged_all_to_all
