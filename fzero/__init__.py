@@ -5,8 +5,8 @@ gradients and optimizer state in slices:
 
     step = fzero.shard(train_step, mesh)
 
-`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf` and `fzero.initializers` are imported where they are
-first used.
+`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf`, `fzero.initializers` and `fzero.parallel` are imported
+where they are first used.
 """
 
 import importlib
@@ -60,6 +60,7 @@ _ROOMS = {
     "deepspeed": "fzero.deepspeed",
     "hf": "fzero.hf",
     "initializers": "fzero.state.initializers",
+    "parallel": "fzero.parallel",
 }
 
 __all__ = [
@@ -116,6 +117,7 @@ def __dir__() -> list[str]:
 
 
 if typing.TYPE_CHECKING:
+    from fzero import parallel as parallel
     from fzero.state import initializers as initializers
 else:  # a checker of types would take any name for one of these
 

@@ -39,8 +39,9 @@ def ragged_all_to_all(
     known before the step runs: the mean over ranks is never more. Sizes are read on the host, so a GPU waits for them.
 
     Where more than `bound` rows come to a rank, the further ones are dropped, and the next call of the step raises on
-    all ranks. With `cut` nothing is raised: the caller counts what `taken` has above `bound`. Outside of `shard` there
-    is one rank, and the call itself raises.
+    all ranks; likewise where sizes name rows that `x` lacks. With `cut` neither is an error: the caller counts what
+    `taken` has above `bound`, and rows that `x` lacks are zeros. Outside of `shard` there is one rank, and the call
+    itself raises.
 
     The derivative is by `x`. `torch.func.vmap` maps `x`, not `sizes`.
 
@@ -58,7 +59,8 @@ def ragged_all_to_all(
     over = f"{_WHERE} over {'+'.join((axis,) if isinstance(axis, str) else axis)!r}"
     problem = "has a number below 0, or more rows together than the {limit:.0f} of x"
     words = FlagForm(f"{over}: sizes", problem, "give how many rows of x, in order, go to each rank")
-    note_local(words, (given.sum() > rows) | (sizes < 0).any(), rows)
+    is_lacking = (sizes < 0).any() if cut else (given.sum() > rows) | (sizes < 0).any()
+    note_local(words, is_lacking, rows)
     if not cut:
         problem, total = "{value:.0f} rows come to a rank, and its bound is {limit:.0f}", taken.sum()
         words = FlagForm(over, problem, "give a larger bound, or let fewer rows go to one rank")

@@ -114,7 +114,7 @@ def _permute(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     return run
 
 
-def _ragged(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+def _exchange_rows(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     def run(x: Tensor, axis: str, world: int, given: Tensor, taken: Tensor, bound: int, rows: int) -> Steps:
         row, sizes = math.prod(x.shape[1:]), (given.tolist(), taken.tolist())  # on a GPU this waits for the sizes
         sent = resize(x, sum(sizes[0])).reshape(-1)
@@ -131,7 +131,7 @@ def resize(x: Tensor, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing > 0 else x[:rows]
 
 
-def _ragged_kind(walk: Walk, node: Node) -> Kind:
+def _kind_of_rows(walk: Walk, node: Node) -> Kind:
     for sizes in node.args[3:5]:
         walk.expect_full(node, sizes)
     return _different_kind(walk, node).union(*map(walk.of, node.args[3:5]))
@@ -150,7 +150,7 @@ def _count_of_all(node: Node) -> int:
     return int(node.args[2]) * math.prod(node.meta["val"].shape)
 
 
-def _count_of_ragged(node: Node) -> int:
+def _count_rows_sent(node: Node) -> int:
     """A rank sends at most the rows that it has and takes at most the bound: on average over ranks the fewer of both."""
     return min(node.args[5:7]) * math.prod(node.meta["val"].shape[1:])
 
@@ -190,10 +190,10 @@ ppermute_rows: Any = register_for_tracing(
 ragged_rows: Any = register_for_tracing(
     "ragged_rows(Tensor x, str axis, int world, Tensor given, Tensor taken, SymInt bound, SymInt rows) -> Tensor",
     lambda x, axis, world, given, taken, bound, rows: x.new_empty((bound, *x.shape[1:])),
-    kind=_ragged_kind,
-    perform=_ragged,
+    kind=_kind_of_rows,
+    perform=_exchange_rows,
     transpose=lambda cotangent, axis, world, given, taken, bound, rows: apply(
         record(ragged_rows), cotangent, axis, world, taken, given, rows, bound
     ),
-    **_describe("ragged_all_to_all", _count_of_ragged),
+    **_describe("ragged_all_to_all", _count_rows_sent),
 )

@@ -1,0 +1,73 @@
+"""A pipeline: ranks have some of a model's equal layers, and microbatches go from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import FzeroError
+from fzero.base.arguments import check_arguments
+
+
+@check_arguments
+def pipeline(
+    body: Callable[[Any, Tensor], Tensor],
+    layers: Any,
+    microbatches: Tensor,
+    *,
+    axis: str | tuple[str, ...] = "pp",
+    repeats: int = 1,
+) -> Tensor:
+    """`body(layer, h)` of all layers in order, for each of M microbatches.
+
+    * `layers` is a tree of stacked leaves [L, ...], split along dim 0: each rank has L / N layers, in rank order, which
+      differ along the axis. With `repeats` the leaves are [repeats, L / repeats, ...], split along dim 1: microbatches
+      go around so many times, and a rank has layers of each round.
+    * `microbatches` [M, ...] are the same along the axis, and so is the result [M, ...]. A microbatch keeps its shape
+      and dtype. Between ranks it differs, as each rank has another one.
+    * Compute what comes before and behind on all ranks alike, or in parts: `vocab_embedding` and `vocab_cross_entropy`
+      along the same axis cut the work of a vocabulary, too.
+
+    A `fzero.scan` over M x repeats + N - 1 ticks, of which N - 1 compute what nobody uses; in each a rank sends one
+    microbatch. The backward pass is the loop's transpose. It keeps the input of each tick and what `body` keeps: with
+    `fzero.remat(body)` nothing more. One all-reduce of the results ends the loop.
+
+    Raises:
+        FzeroError: for leaves of `layers` that are unequal along dim 0, or along `repeats`; with `repeats` above 1 for
+            fewer microbatches than ranks: a round begins before the one before has come back.
+    """
+    held = [leaf.full_tensor() if isinstance(leaf, fzero.Sharded) else leaf for leaf in fzero.tree.leaves(layers)]
+    held = [leaf if repeats > 1 else leaf.unsqueeze(0) for leaf in held]
+    structure, world, count = fzero.tree.flatten(layers)[1], fzero.axis_size(axis), microbatches.shape[0]
+    shapes = {tuple(leaf.shape[:2]) for leaf in held}
+    if len(shapes) != 1 or next(iter(shapes))[0] != repeats or (repeats > 1 and count < world):
+        problem = f"{count} microbatches on {world} ranks, {repeats} rounds, leaves of layers {sorted(shapes)}"
+        raise FzeroError("pipeline", problem, "give leaves [rounds, layers, ...], and a microbatch for each rank")
+    rank, ticks = fzero.axis_index(axis, microbatches.device), count * repeats + world - 1
+    around = [(i, (i + 1) % world) for i in range(world)]
+
+    def take(x: Tensor, at: Tensor) -> Tensor:
+        return x.index_select(0, at.view(1))[0]
+
+    def tick(carry: Any, now: Tensor) -> Any:
+        arrived, waiting, held = carry
+        item = (now - rank).clamp(0, count * repeats - 1)  # in a bubble any one
+        first = (rank == 0) | (now < rank)
+        h = torch.where(first, take(waiting, item % count), arrived)
+        stage = [leaf[0] if repeats == 1 else take(leaf, item // count) for leaf in held]
+        for leaves in zip(*(leaf.unbind() for leaf in stage)):
+            h = body(fzero.tree.unflatten(structure, leaves), h)
+        arrived = fzero.ppermute(h, axis, around)
+        if repeats > 1:  # what comes back to the first rank waits there for its next round
+            back = now - (world - 1)
+            is_slot = (torch.arange(count, device=back.device) == back % count) & (back >= 0) & (rank == 0)
+            waiting = torch.where(is_slot.view(-1, *[1] * h.ndim), arrived, waiting)
+        return (arrived, waiting, held), h
+
+    start = torch.zeros_like(microbatches[0]), microbatches, held
+    _, made = fzero.scan(tick, start, torch.arange(ticks, device=microbatches.device))
+    return fzero.psum(torch.where(rank == world - 1, made[ticks - count :], 0), axis)

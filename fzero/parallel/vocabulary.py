@@ -1,0 +1,95 @@
+"""A vocabulary that ranks have parts of: the embedding of tokens, and the cross entropy of a head."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fzero
+from fzero import FzeroError
+from fzero.base.arguments import check_arguments
+
+
+@check_arguments
+def vocab_embedding(
+    tokens: Tensor, weight: Tensor, *, axis: str | tuple[str, ...] = "tp", sequence: int | None = None
+) -> Tensor:
+    """The rows `weight[tokens]` of an embedding that is split by vocabulary.
+
+    * `weight` [V, d] is split along dim 0, `split={"embed": (axis, 0)}`, and differs along the axis.
+    * `tokens` [...], from 0 to V - 1, are the same along the axis.
+    * The result [..., d] is the same along the axis. With `sequence`, a dim, each rank gets some of its rows there, in
+      rank order: these differ.
+
+    Each rank looks up its own tokens. An all-reduce of one activation, or with `sequence` a reduce-scatter.
+
+    Raises:
+        IndexError: as torch does, for a token outside of the vocabulary.
+    """
+    local, is_mine = _find_local(tokens, weight, axis)
+    rows = torch.where(is_mine.unsqueeze(-1), F.embedding(local, weight), 0)
+    return fzero.psum(rows, axis) if sequence is None else fzero.psum_scatter(rows, axis, sequence)
+
+
+@check_arguments
+def vocab_cross_entropy(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: str | tuple[str, ...] = "tp",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    chunks: int = 1,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy(hidden @ head.T + bias, labels)`, where no rank has the logits of all classes.
+
+    * `head` [V, d] and `bias` [V] are split along dim 0, `split={"head": (axis, 0)}`, and differ along the axis.
+    * `hidden` [..., d] and `labels` [...] are the same along the axis. Gather rows that differ first.
+    * The loss is the same along the axis: 0-d, or [...] without a reduction. Its dtype is float32, float64 for float64.
+
+    A rank has [tokens, V / N] logits. With `chunks` it has those of one part of the tokens at a time, and computes them
+    again backward. Three numbers a token are reduced forward, the largest logit, the sum of exponentials and the
+    label's logit, and the last two backward. "mean" is over the labels of this rank that are not `ignore_index`.
+
+    Raises:
+        FzeroError: for a `label_smoothing` outside of 0 to 1; for `chunks` as `fzero.tiled`.
+        RuntimeError: as torch does, for a label outside of the vocabulary.
+    """
+    if not 0 <= label_smoothing <= 1:
+        raise FzeroError("vocab_cross_entropy: label_smoothing", f"is {label_smoothing}", "give 0 to 1")
+
+    def find_losses(params: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(hidden, *params)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        is_kept = labels != ignore_index
+        local, is_mine = _find_local(torch.where(is_kept, labels, 0), params[0], axis)
+        top = fzero.pmax(logits.detach().amax(-1), axis)
+        shifted = logits - top.unsqueeze(-1)
+        picked = torch.where(is_mine, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0)
+        if label_smoothing:
+            classes = logits.shape[-1] * fzero.axis_size(axis)
+            picked = (1 - label_smoothing) * picked + label_smoothing / classes * shifted.sum(-1)
+        total, target = fzero.psum(torch.stack([shifted.exp().sum(-1), picked]), axis)
+        return torch.where(is_kept, total.log() - target, 0)
+
+    params, rows = (head,) if bias is None else (head, bias), (hidden.flatten(0, -2), labels.flatten())
+    losses = find_losses(params, *rows) if chunks == 1 else fzero.tiled(find_losses, chunks)(params, *rows)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    return losses.sum() / (labels != ignore_index).sum() if reduction == "mean" else losses.sum()
+
+
+def _find_local(tokens: Tensor, weight: Tensor, axis: str | tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """The rows of this rank's part of a weight that are those of tokens, and whether they are. A token of another rank
+    has row 0, and one outside of the vocabulary a row that is nowhere, which torch refuses."""
+    size = weight.shape[0]
+    local = tokens - fzero.axis_index(axis, tokens.device) * size
+    is_mine = (local >= 0) & (local < size)
+    is_elsewhere = ~is_mine & (tokens >= 0) & (tokens < size * fzero.axis_size(axis))
+    return torch.where(is_elsewhere, 0, local), is_mine
