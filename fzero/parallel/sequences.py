@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,6 @@ from torch import Tensor
 import fzero
 from fzero import FzeroError
 from fzero.base.arguments import check_arguments
-
-Axis = str | tuple[str, ...]
-
 
 @check_arguments
 def ulysses(
@@ -86,54 +84,81 @@ def ring_attention(
     (_, heads, rows, width), few = q.shape, k.shape[1]
     _check(heads, few, rows, causal, window, positions, documents, balanced)
     world, rank = fzero.axis_size(axis), fzero.axis_index(axis, q.device)
-    place = _find_places(rows, world, balanced, q.device)  # [N, s]
-    mine = place.index_select(0, rank.view(1))[0]
+    places = _find_places(rows, world, balanced, q.device)  # [N, s]
+    mine = places.index_select(0, rank.view(1))[0]
     documents = documents if positions is None else mine - positions
-    scale = width**-0.5 if scale is None else scale
+    numbers, scale = [] if documents is None else [documents], width**-0.5 if scale is None else scale
+    see = partial(_find_seen, causal, window)
+    if rotate:
+        return _rotate(_Rows([q], [mine, *numbers]), k, v, axis, places, see, scale, balanced and causal)
+    k, v = fzero.all_gather((k, v), axis, 2)
+    mask = see([mine, *numbers], [places.flatten(), *fzero.all_gather(numbers, axis, 1)])
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=heads != few)
 
-    def find_mask(places: Tensor, others: Tensor | None) -> Tensor:
-        """[b or 1, 1, s, keys]: which keys queries see."""
-        distance = mine.unsqueeze(-1) - places
-        seen = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
-        seen = seen if window is None else seen & (distance < window)
-        if documents is None or others is None:
-            return seen[None, None]
-        return (seen & (documents.unsqueeze(-1) == others.unsqueeze(-2))).unsqueeze(1)
 
-    if not rotate:
-        k, v = fzero.all_gather((k, v), axis, 2)
-        mask = find_mask(place.flatten(), None if documents is None else fzero.all_gather(documents, axis, 1))
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=heads != few)
-    return _rotate(q, k, v, documents, axis, place, scale, find_mask)
+def _find_seen(causal: bool, window: int | None, queries: list[Tensor], keys: list[Tensor]) -> Tensor:
+    """[b or 1, 1, queries, keys]: which keys queries see, by the places and, where they are given, documents of both."""
+    distance = queries[0].unsqueeze(-1) - keys[0]
+    seen = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+    seen = seen if window is None else seen & (distance < window)
+    for ours, theirs in zip(queries[1:], keys[1:]):
+        seen = seen & (ours.unsqueeze(-1) == theirs.unsqueeze(-2))
+    return seen.unsqueeze(1) if seen.ndim == 3 else seen[None, None]
+
+
+class _Rows(NamedTuple):
+    """Some rows of a sequence: tensors [..., rows, d], and where they lie: [..., rows]."""
+
+    tensors: list[Tensor]
+    where: list[Tensor]
+
+    def halve(self) -> list[_Rows]:
+        cut = [x.chunk(2, -2) for x in self.tensors], [x.chunk(2, -1) for x in self.where]
+        return [_Rows(*([halves[i] for halves in each] for each in cut)) for i in range(2)]
+
+
+def _choose(is_first: Tensor, first: _Rows, second: _Rows) -> _Rows:
+    return fzero.tree.map(lambda x, y: torch.where(is_first, x, y), first, second)
 
 
 def _rotate(
-    q: Tensor, k: Tensor, v: Tensor, documents: Any, axis: Axis, place: Tensor, scale: float, find_mask: Any
+    queries: _Rows, k: Tensor, v: Tensor, axis: Any, places: Tensor, see: Any, scale: float, by_halves: bool
 ) -> Tensor:
-    """Attention to the keys of one rank after the other, which go around: the softmax of all from those of parts."""
-    world, rank = fzero.axis_size(axis), fzero.axis_index(axis, q.device)
-    around = [(i, (i + 1) % world) for i in range(world)]
+    """Attention to the keys of one rank after the other, which go around: the softmax of all from those of parts.
+
+    With `by_halves` a rank has a chunk from the head of the sequence and one from its tail. Of another rank's chunks
+    the queries of both see the first where that rank is earlier, else those of the tail alone see both. So in each turn
+    all ranks compute two of four blocks.
+    """
+    world, rank, (q,) = fzero.axis_size(axis), fzero.axis_index(axis, k.device), queries.tensors
+    around, grouped = [(i, (i + 1) % world) for i in range(world)], q.unflatten(1, (k.shape[1], -1))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
 
     @fzero.remat
-    def add(sums: Tensor, total: Tensor, top: Tensor, q: Tensor, held: Any, mask: Tensor) -> Any:
-        k, v, _ = held
-        scores = (q @ k.unsqueeze(2).mT).to(wide) * scale  # [b, heads of keys, heads of each, s, keys]
-        scores = scores.masked_fill(~mask.unsqueeze(1), -math.inf)
-        higher = torch.maximum(top, scores.detach().amax(-1, keepdim=True))  # no key is seen: as before
+    def add(sums: _Rows, queries: _Rows, keys: _Rows) -> _Rows:
+        (values, total, top), (q,), (k, v) = sums.tensors, queries.tensors, keys.tensors
+        scores = (q @ k.unsqueeze(2).mT).to(wide) * scale  # [b, heads of keys, heads of each, queries, keys]
+        scores = scores.masked_fill(~see(queries.where, keys.where).unsqueeze(1), -math.inf)
+        higher = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
         shares, less = (scores - higher).exp(), (top - higher).exp()
-        return sums * less + shares @ v.unsqueeze(2).to(wide), total * less + shares.sum(-1, keepdim=True), higher
+        return _Rows([values * less + shares @ v.unsqueeze(2).to(wide), total * less + shares.sum(-1, True), higher], [])
 
-    grouped, held = q.unflatten(1, (k.shape[1], -1)), (k, v, documents)
-    sums = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
-    total, top = sums[..., :1], torch.full_like(sums[..., :1], -math.inf)
+    queries, held = queries._replace(tensors=[grouped]), [k, v, *queries.where[1:]]
+    values = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
+    sums = _Rows([values, values[..., :1], torch.full_like(values[..., :1], -math.inf)], [])
     for turn in range(world):
-        if turn:
-            held = fzero.tree.map(lambda x: None if x is None else fzero.ppermute(x, axis, around), held)
+        held = fzero.ppermute(held, axis, around) if turn else held
         source = (rank - turn) % world
-        mask = find_mask(place.index_select(0, source.view(1))[0], held[2])
-        sums, total, top = add(sums, total, top, grouped, held, mask)
-    return (sums / total).to(q.dtype).flatten(1, 2)
+        keys = _Rows(held[:2], [places.index_select(0, source.view(1))[0], *held[2:]])
+        if turn == 0 or not by_halves:
+            sums = add(sums, queries, keys)
+            continue
+        (low, high), (first, second), (head, tail) = (each.halve() for each in (sums, queries, keys))
+        high, is_earlier = add(high, second, head), source < rank
+        other = [_choose(is_earlier, *pair) for pair in ((low, high), (first, second), (head, tail))]
+        low, high = _choose(is_earlier, (made := add(*other)), low), _choose(is_earlier, high, made)
+        sums = _Rows([torch.cat(pair, -2) for pair in zip(low.tensors, high.tensors)], [])
+    return (sums.tensors[0] / sums.tensors[1]).to(q.dtype).flatten(1, 2)
 
 
 @check_arguments

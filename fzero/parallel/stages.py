@@ -21,6 +21,7 @@ def pipeline(
     *,
     axis: str | tuple[str, ...] = "pp",
     repeats: int = 1,
+    remat: bool = True,
 ) -> Tensor:
     """`body(layer, h)` of all layers in order, for each of M microbatches.
 
@@ -33,8 +34,8 @@ def pipeline(
       along the same axis cut the work of a vocabulary, too.
 
     A `fzero.scan` over M x repeats + N - 1 ticks, of which N - 1 compute what nobody uses; in each a rank sends one
-    microbatch. The backward pass is the loop's transpose. It keeps the input of each tick and what `body` keeps: with
-    `fzero.remat(body)` nothing more. One all-reduce of the results ends the loop.
+    microbatch. The backward pass is the loop's transpose. With `remat` it keeps the input of each tick and computes the
+    rank's layers again, else it keeps what `body` does. One all-reduce of the results ends the loop.
 
     Raises:
         FzeroError: for leaves of `layers` that are unequal along dim 0, or along `repeats`; with `repeats` above 1 for
@@ -53,21 +54,27 @@ def pipeline(
     def take(x: Tensor, at: Tensor) -> Tensor:
         return x.index_select(0, at.view(1))[0]
 
-    def tick(carry: Any, now: Tensor) -> Any:
-        arrived, waiting, held = carry
-        item = (now - rank).clamp(0, count * repeats - 1)  # in a bubble any one
-        first = (rank == 0) | (now < rank)
-        h = torch.where(first, take(waiting, item % count), arrived)
-        stage = [leaf[0] if repeats == 1 else take(leaf, item // count) for leaf in held]
+    def compute(stage: list[Tensor], h: Tensor) -> Tensor:
         for leaves in zip(*(leaf.unbind() for leaf in stage)):
             h = body(fzero.tree.unflatten(structure, leaves), h)
+        return h
+
+    def tick(carry: Any, x: tuple[Tensor, Tensor]) -> Any:
+        (arrived, waiting, held), (now, new) = carry, x
+        item = (now - rank).clamp(0, count * repeats - 1)
+        given = new if repeats == 1 else torch.where(item < count, new, take(waiting, item % count))
+        h = torch.where((rank == 0) | (now < rank), given, arrived)  # in a bubble a microbatch, too: its numbers are sane
+        stage = [leaf[0] if repeats == 1 else take(leaf, item // count) for leaf in held]
+        h = (fzero.remat(compute) if remat else compute)(stage, h)
         arrived = fzero.ppermute(h, axis, around)
         if repeats > 1:  # what comes back to the first rank waits there for its next round
             back = now - (world - 1)
-            is_slot = (torch.arange(count, device=back.device) == back % count) & (back >= 0) & (rank == 0)
+            is_slot = (torch.arange(count, device=back.device) == back % count) & (back >= 0)
             waiting = torch.where(is_slot.view(-1, *[1] * h.ndim), arrived, waiting)
         return (arrived, waiting, held), h
 
-    start = torch.zeros_like(microbatches[0]), microbatches, held
-    _, made = fzero.scan(tick, start, torch.arange(ticks, device=microbatches.device))
+    first = microbatches[0]
+    start = torch.zeros_like(first), torch.zeros_like(microbatches) if repeats > 1 else (), held
+    news = torch.cat([microbatches, first.expand(ticks - count, *first.shape)])
+    _, made = fzero.scan(tick, start, (torch.arange(ticks, device=first.device), news))
     return fzero.psum(torch.where(rank == world - 1, made[ticks - count :], 0), axis)

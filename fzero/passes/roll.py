@@ -189,9 +189,14 @@ def _is_free(node: Node, own: set[Node], changed: set[Any]) -> bool:
     if is_call(node, *_INS) or storage(node) in changed or record(node).writes(node) or len(node.all_input_nodes) != 1:
         return False
     (source,) = node.all_input_nodes
-    if is_call(node, ops.gather) or (record(node).shares(node) and node.target is not operator.getitem):
+    if is_call(node, ops.gather) or (record(node).shares(node) and _is_view(node)):
         return True
     return _comes_from_leaf(source, own) and _moves_leaf(node)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a value in an operand's memory is a view of a tensor, and no item of a list that an operation made."""
+    return node.target is not operator.getitem or (record(node.args[0]).shares(node.args[0]) and _is_view(node.args[0]))
 
 
 def _comes_from_leaf(node: Node, own: set[Node]) -> bool:

@@ -1,0 +1,139 @@
+"""Layers of `fzero.parallel` on virtual ranks, against functions of torch on one device, with their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parallel_layers as layers
+import pytest
+import torch
+import torch.nn.functional as F
+from parallel_layers import F64, Layer, list_bytes
+from torch import Tensor
+
+import fzero
+from fzero import FzeroError, Program, VirtualMesh, parallel
+
+FLOAT = 8  # bytes
+
+
+def assert_equal(layer: Layer, plainly: Callable[..., Tensor], mesh: VirtualMesh) -> Program:
+    """The loss and all gradients are those of one device, by `plainly` and by the layer itself. Returns the program."""
+    right = fzero.value_and_grad(plainly)(layer.params, *layer.batch)
+    found, program = layer.on_ranks(mesh)
+    for each in (layer.on_one_device(), found):
+        torch.testing.assert_close(each, right, rtol=1e-12, atol=1e-14)
+    return program
+
+
+@pytest.mark.parametrize(("sequence", "tp"), [(None, 2), (1, 4)])
+def test_columns_rows_and_a_vocabulary(sequence: int | None, tp: int) -> None:
+    program = assert_equal(layers.decode(sequence), layers.decode_plainly, VirtualMesh(fsdp=2, tp=tp))
+    activation, tokens = 2 * layers.ROWS * layers.WIDTH * FLOAT, 2 * layers.ROWS * FLOAT
+    found = list_bytes(program, "tp")
+    assert found.pop("all_reduce") == 5 * tokens + (0 if sequence else 4 * activation)
+    assert found == ({"all_gather": 4 * activation, "psum_scatter": 4 * activation} if sequence else {})
+
+
+def test_tokens_and_labels_outside_of_the_vocabulary_are_refused() -> None:
+    weight, mesh = torch.randn(6, 2), VirtualMesh(fsdp=1, tp=2)
+
+    def step(weight: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = parallel.vocab_embedding(tokens, weight)
+        return parallel.vocab_cross_entropy(h, weight, labels)
+
+    held, right = fzero.partition(weight, mesh, split={"": ("tp", 0)}), torch.tensor([0, 5])
+    run = fzero.simulate(step, mesh, data=("fsdp",))
+    torch.testing.assert_close(run(held, right, right), step(weight, right, right))
+    for number in (-1, 6):
+        wrong = torch.tensor([0, number])
+        with pytest.raises(IndexError):
+            run(held, wrong, right)
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            run(held, right, wrong)
+    with pytest.raises(FzeroError, match="vocab_cross_entropy: label_smoothing: is 2"):
+        parallel.vocab_cross_entropy(weight, weight, right, label_smoothing=2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_cross_entropy_is_that_of_torch(reduction: Any) -> None:
+    hidden, head, labels = torch.randn(6, 4), torch.randn(5, 4), torch.tensor([0, 4, -100, 2, 1, 3])
+    found = parallel.vocab_cross_entropy(hidden.bfloat16(), head.bfloat16(), labels, reduction=reduction)
+    logits = (hidden.bfloat16() @ head.bfloat16().T).float()
+    torch.testing.assert_close(found, F.cross_entropy(logits, labels, reduction=reduction))
+
+
+# experts
+
+
+def test_experts_of_a_data_axis() -> None:
+    program = assert_equal(layers.route(capacity=4.0), layers.route_plainly, VirtualMesh(fsdp=2, ep=2))
+    rows = 2 * 3 * layers.CHOSEN  # of this rank
+    assert list_bytes(program, "ep") == {"ragged_all_to_all": 4 * rows * layers.WIDTH * FLOAT}
+
+
+def test_experts_along_two_axes_together_without_a_capacity() -> None:
+    layer = layers.route(capacity=None, axis=("ep", "tp"))
+    layer = layer._replace(split=dict.fromkeys(("up", "down"), (("ep", "tp"), 0)), data=("fsdp", "ep", "tp"))
+    assert_equal(layer, layers.route_plainly, VirtualMesh(fsdp=1, ep=2, tp=2))
+
+
+def send_all_to_one(overflow: Any) -> Callable[..., Any]:
+    """All of six tokens of each rank go to the first of two experts, which double them."""
+
+    def step(x: Tensor, ids: Tensor) -> Any:
+        how = {"number": 2, "capacity": 1.25, "overflow": overflow}
+        return parallel.experts(lambda rows, counts: 2 * rows, x, ids, torch.ones(ids.shape), **how)
+
+    return step
+
+
+def test_experts_that_overflow() -> None:
+    mesh, x, ids = VirtualMesh(fsdp=1, ep=2), torch.arange(1.0, 13).view(12, 1), torch.zeros(12, 1, dtype=torch.int64)
+    drop = fzero.simulate(lambda *args: [y.view(-1, 1) for y in send_all_to_one("drop")(*args)], mesh, data=mesh.names)
+    made, dropped = drop(x, ids)
+    assert dropped.flatten().tolist() == [4, 0] and made.flatten().tolist() == [*range(2, 18, 2), 0, 0, 0, 0]
+    step = fzero.simulate(send_all_to_one("error"), mesh, data=mesh.names)
+    even = torch.tensor([0, 1]).repeat(6).view(12, 1)
+    assert torch.equal(step(x, even), 2 * x)
+    step(x, ids)
+    with pytest.raises(FzeroError, match="ragged_all_to_all over 'ep': 12 rows come to a rank, and its bound is 8; give"):
+        step(x, even)
+    with pytest.raises(FzeroError, match="experts: has 3 experts on 2 ranks along 'ep'"):
+        fzero.simulate(lambda x: parallel.experts(send_all_to_one, x, ids, ids, number=3), mesh, data=mesh.names)(x)
+
+
+# pipelines
+
+
+@pytest.mark.parametrize(("repeats", "pp"), [(1, 4), (2, 2)])
+def test_a_pipeline(repeats: int, pp: int) -> None:
+    program = assert_equal(layers.stage(repeats, fzero.remat), layers.stage_plainly, VirtualMesh(fsdp=2, pp=pp))
+    ticks, microbatch = layers.MICROBATCHES * repeats + pp - 1, 2 * layers.WIDTH * FLOAT
+    found = list_bytes(program, "pp")
+    assert found == {"ppermute": 2 * ticks * pp * microbatch, "all_reduce": 2 * layers.MICROBATCHES * microbatch}
+
+
+def test_a_pipeline_keeps_one_input_a_tick() -> None:
+    """With `remat` a longer batch of one more microbatch costs its input, its result and the input of a tick."""
+    sizes = []
+    for count in (8, 16):
+        held = {"w": torch.empty(4, 64, 64, dtype=F64, device="meta")}
+        held = fzero.partition(held, VirtualMesh(fsdp=1, pp=2), split={"w": ("pp", 0)})
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return parallel.pipeline(fzero.remat(lambda p, h: (h @ p["w"]).tanh()), p, x).square().mean()
+
+        step = fzero.simulate(fzero.grad(loss), VirtualMesh(fsdp=1, pp=2), data=("fsdp",))
+        sizes.append(step.trace(held, torch.empty(count, 512, 64, dtype=F64, device="meta")).memory().peak)
+    assert (sizes[1] - sizes[0]) / (8 * 512 * 64 * FLOAT) <= 5
+
+
+def test_what_no_pipeline_is() -> None:
+    two = {"w": torch.ones(2, 4, 1)}
+    step = fzero.simulate(lambda x: parallel.pipeline(layers.compute_layer, two, x, repeats=2), VirtualMesh(fsdp=1, pp=2))
+    with pytest.raises(FzeroError, match="pipeline: 1 microbatches on 2 ranks, 2 rounds"):
+        step(torch.ones(1, 1, 1))
+    with pytest.raises(FzeroError, match="pipeline: 1 microbatches on 1 ranks, 1 rounds, leaves of layers"):
+        parallel.pipeline(layers.compute_layer, {"a": torch.ones(2, 1), "b": torch.ones(3, 1)}, torch.ones(1, 1))
