@@ -117,7 +117,6 @@ def __dir__() -> list[str]:
 
 
 if typing.TYPE_CHECKING:
-    from fzero import parallel as parallel
     from fzero.state import initializers as initializers
 else:  # a checker of types would take any name for one of these
 

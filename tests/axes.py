@@ -43,7 +43,7 @@ def rows_of(mesh: VirtualMesh, rows: int = 24, seed: int = 0) -> Tensor:
 
 
 def ragged_rows(mesh: VirtualMesh, axes: Any, rows: int = 7) -> tuple[Tensor, Tensor]:
-    """[ranks, rows, 3]: rows of each rank, and [ranks, N]: how many go to each rank along the axes, which may be none."""
+    """[ranks, rows, 3]: rows of each rank, and [ranks, N]: how many go to each rank along the axes, or none."""
     generator, names = torch.Generator().manual_seed(3), (axes,) if isinstance(axes, str) else axes
     world = mesh.size(mesh.join(names))
     x = torch.randn(mesh.size(), rows, 3, dtype=F64, generator=generator)

@@ -72,11 +72,10 @@ def decode(sequence: int | None) -> Layer:
         total = vocab_cross_entropy(h, p["head"], labels, p["head_bias"], chunks=chunks, **HEAD)
         return total / fzero.pmean((labels != -100).sum().to(F64), "fsdp")
 
-    params = {
-        "embed": draw(VOCABULARY, WIDTH), "norm": draw(WIDTH) + 1, "up": draw(16, WIDTH), "up_bias": draw(16),
-        "down": draw(WIDTH, 16), "down_bias": draw(WIDTH), "head": draw(VOCABULARY, WIDTH), "head_bias": draw(VOCABULARY),
-    }  # fmt: skip
-    split = {name: ("tp", 0) for name in ("embed", "up", "up_bias", "head", "head_bias")} | {"down": ("tp", 1)}
+    first = {"embed": draw(VOCABULARY, WIDTH), "up": draw(16, WIDTH), "up_bias": draw(16)}
+    first |= {"head": draw(VOCABULARY, WIDTH), "head_bias": draw(VOCABULARY)}
+    params = {**first, "norm": draw(WIDTH) + 1, "down": draw(WIDTH, 16), "down_bias": draw(WIDTH)}
+    split = {**dict.fromkeys(first, ("tp", 0)), "down": ("tp", 1)}
     return Layer(loss, params, (TOKENS[:, :-1], LABELS), split)
 
 
@@ -133,13 +132,13 @@ def compute_layer(p: Any, h: Tensor) -> Tensor:
     return h + torch.tanh(F.layer_norm(h, (WIDTH,), p["norm"]) @ p["up"].mT)
 
 
-def stage(repeats: int = 1, wrap: Callable[..., Any] = lambda body: body) -> Layer:
+def stage(repeats: int = 1, **how: Any) -> Layer:
     """Equal layers in a pipeline."""
     lead = (DEPTH,) if repeats == 1 else (repeats, DEPTH // repeats)
 
     def loss(p: Any, x: Tensor) -> Tensor:
         parts = x.unflatten(0, (MICROBATCHES, -1))
-        return pipeline(wrap(compute_layer), p, parts, repeats=repeats).square().mean()
+        return pipeline(compute_layer, p, parts, repeats=repeats, **how).square().mean()
 
     params = {"norm": draw(*lead, WIDTH) + 1, "up": draw(*lead, WIDTH, WIDTH)}
     return Layer(loss, params, (draw(16, WIDTH),), {"*": ("pp", len(lead) - 1)})

@@ -29,7 +29,7 @@ MAX_PUBLIC = 45
 ROOMS = (
     "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats | general"
     " | cache | fzero"
-    " | variants data checkpoint | training | deepspeed | hf | __main__"
+    " | variants data checkpoint parallel | training | deepspeed | hf | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
 command line."""
@@ -149,7 +149,7 @@ def test_all_is_what_is_exported() -> None:
 def test_rooms_beside_the_core_are_attributes() -> None:
     code = "import fzero; print(*dir(fzero)); fzero.checkpoint.save, fzero.data.loader; fzero.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers"}
+    rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers", "parallel"}
     assert {name for name in done.stdout.split() if not name.startswith("_")} == {*fzero.__all__, *rooms}
     assert "module 'fzero' has no attribute 'nothing'" in done.stderr
 
@@ -230,7 +230,7 @@ def names_in(tree: ast.Module) -> set[str]:
     return names
 
 
-BRIDGES = frozenset({"deepspeed", "formats", "hf", "training", "variants"})
+BRIDGES = frozenset({"deepspeed", "formats", "hf", "parallel", "training", "variants"})
 """Rooms that name what others name."""
 
 
@@ -396,6 +396,24 @@ def test_data_uses_public_names_and_the_ranks(name: str) -> None:
     assert inner <= {"ranks.live", "base.arguments", "base.mesh"}, (
         f"fzero.{name} imports {sorted(inner)}: data uses `from fzero import ...`"
     )
+
+
+# layers
+
+
+PARALLEL = [name for name in MODULES if room(name) == "parallel"]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_layers_use_public_names_and_are_short(name: str) -> None:
+    """A user could have written each: what is not at the top is the exchange of rows, and checked arguments."""
+    inner = {other for other in imports(name) if room(other) != "parallel"} - {"", *fzero.__all__}
+    advice = "a layer uses `import fzero` and what `fzero.parallel` exports"
+    assert inner <= {"values.ragged", "base.arguments"}, f"fzero.{name} imports {sorted(inner)}: {advice}"
+    for each in ast.walk(parse(name)):
+        if isinstance(each, ast.FunctionDef) and each.end_lineno is not None:
+            lines = each.end_lineno - each.lineno + 1
+            assert lines <= MAX_LINES_OF_VARIANT, f"fzero.{name}.{each.name} has {lines} lines"
 
 
 # variants

@@ -13,7 +13,7 @@ and `note_local` of `fzero.values.flags`. The step holds it for its next call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -76,8 +76,8 @@ class _Limited(Flag):
             raise FzeroError(self.where, self.problem.format(value=value, limit=limit), self.way_out)
 
 
-MakeFlag = Callable[[Tensor], Flag]
-"""What makes a flag of its value: a class of flags, or a form."""
+MakeFlag = type[Flag] | FlagForm
+"""What makes a flag of its value."""
 
 
 def find_flags(treedef: tree.TreeDef) -> dict[int, type[Flag]]:

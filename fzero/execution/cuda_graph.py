@@ -14,10 +14,10 @@ from torch import Tensor
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import version_of
 from fzero.execution.codegen import Runner
+from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, is_call, name_of, record
-from fzero.program import ops
 from fzero.program.refusals import line_of
 from fzero.ranks.live import Live
 from fzero.ranks.transports import Alone, Native

@@ -9,7 +9,7 @@ ring_attention), `stages` (pipeline). `ragged_all_to_all` is the collective unde
 
 from fzero.parallel.linear import column, row
 from fzero.parallel.routing import experts
-from fzero.parallel.sequences import list_balanced, ring_attention, ulysses
+from fzero.parallel.sequences import order_rows, ring_attention, ulysses
 from fzero.parallel.stages import pipeline
 from fzero.parallel.vocabulary import vocab_cross_entropy, vocab_embedding
 from fzero.values.ragged import ragged_all_to_all
@@ -17,7 +17,7 @@ from fzero.values.ragged import ragged_all_to_all
 __all__ = [
     "column",
     "experts",
-    "list_balanced",
+    "order_rows",
     "pipeline",
     "ragged_all_to_all",
     "ring_attention",

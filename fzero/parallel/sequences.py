@@ -1,4 +1,4 @@
-"""Attention over a sequence that ranks have parts of: by heads (`ulysses`), or by rows of queries (`ring_attention`)."""
+"""Attention over a sequence that ranks have parts of: by heads (`ulysses`), or by queries (`ring_attention`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 import fzero
 from fzero import FzeroError
 from fzero.base.arguments import check_arguments
+
 
 @check_arguments
 def ulysses(
@@ -66,7 +67,7 @@ def ring_attention(
     """Scaled dot-product attention of this rank's queries to the keys of all ranks. Any number of heads will do.
 
     * `q` [b, heads, s, d], and `k` and `v` [b, heads of keys, s, d], are this rank's rows. Ranks have the sequence's
-      rows in rank order; with `balanced` in the order of `list_balanced`. They differ along the axis, and so does the
+      rows in rank order; with `balanced` in the order of `order_rows`. They differ along the axis, and so does the
       result, as `q`.
     * A query sees the keys at its place and, with `causal`, at earlier ones, else at all; of the last `window` places,
       itself among them; of its own document alone. `documents` [b, s] has a number for each document, or `positions`
@@ -88,7 +89,7 @@ def ring_attention(
     mine = places.index_select(0, rank.view(1))[0]
     documents = documents if positions is None else mine - positions
     numbers, scale = [] if documents is None else [documents], width**-0.5 if scale is None else scale
-    see = partial(_find_seen, causal, window)
+    see = partial(_find_mask, causal, window)
     if rotate:
         return _rotate(_Rows([q], [mine, *numbers]), k, v, axis, places, see, scale, balanced and causal)
     k, v = fzero.all_gather((k, v), axis, 2)
@@ -96,8 +97,8 @@ def ring_attention(
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=heads != few)
 
 
-def _find_seen(causal: bool, window: int | None, queries: list[Tensor], keys: list[Tensor]) -> Tensor:
-    """[b or 1, 1, queries, keys]: which keys queries see, by the places and, where they are given, documents of both."""
+def _find_mask(causal: bool, window: int | None, queries: list[Tensor], keys: list[Tensor]) -> Tensor:
+    """[b or 1, 1, queries, keys]: which keys queries see, by the places of both, and documents where there are some."""
     distance = queries[0].unsqueeze(-1) - keys[0]
     seen = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
     seen = seen if window is None else seen & (distance < window)
@@ -141,7 +142,9 @@ def _rotate(
         scores = scores.masked_fill(~see(queries.where, keys.where).unsqueeze(1), -math.inf)
         higher = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
         shares, less = (scores - higher).exp(), (top - higher).exp()
-        return _Rows([values * less + shares @ v.unsqueeze(2).to(wide), total * less + shares.sum(-1, True), higher], [])
+        return _Rows(
+            [values * less + shares @ v.unsqueeze(2).to(wide), total * less + shares.sum(-1, True), higher], []
+        )
 
     queries, held = queries._replace(tensors=[grouped]), [k, v, *queries.where[1:]]
     values = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
@@ -162,17 +165,17 @@ def _rotate(
 
 
 @check_arguments
-def list_balanced(length: int, ranks: int) -> Tensor:
+def order_rows(length: int, ranks: int) -> Tensor:
     """The order in which rows of a sequence are cut, so that all ranks have equal parts of a causal triangle.
 
-    Index a batch by the order before ranks take their parts: `tokens[:, list_balanced(s, N)]`. Rank i then has chunks i
+    Index a batch by the order before ranks take their parts: `tokens[:, order_rows(s, N)]`. Rank i then has chunks i
     and 2 N - 1 - i, of 2 N chunks. Positions go with their tokens.
 
     Raises:
         FzeroError: for a length that does not divide by 2 N.
     """
     if length % (2 * ranks):
-        raise FzeroError("list_balanced: length", f"is {length}", f"give a multiple of {2 * ranks}, 2 chunks a rank")
+        raise FzeroError("order_rows: length", f"is {length}", f"give a multiple of {2 * ranks}, 2 chunks a rank")
     return _find_places(length // ranks, ranks, True, torch.device("cpu")).flatten()
 
 

@@ -51,9 +51,6 @@ def pipeline(
     rank, ticks = fzero.axis_index(axis, microbatches.device), count * repeats + world - 1
     around = [(i, (i + 1) % world) for i in range(world)]
 
-    def take(x: Tensor, at: Tensor) -> Tensor:
-        return x.index_select(0, at.view(1))[0]
-
     def compute(stage: list[Tensor], h: Tensor) -> Tensor:
         for leaves in zip(*(leaf.unbind() for leaf in stage)):
             h = body(fzero.tree.unflatten(structure, leaves), h)
@@ -62,9 +59,11 @@ def pipeline(
     def tick(carry: Any, x: tuple[Tensor, Tensor]) -> Any:
         (arrived, waiting, held), (now, new) = carry, x
         item = (now - rank).clamp(0, count * repeats - 1)
-        given = new if repeats == 1 else torch.where(item < count, new, take(waiting, item % count))
-        h = torch.where((rank == 0) | (now < rank), given, arrived)  # in a bubble a microbatch, too: its numbers are sane
-        stage = [leaf[0] if repeats == 1 else take(leaf, item // count) for leaf in held]
+        given = new if repeats == 1 else torch.where(item < count, new, _take(waiting, item % count))
+        h = torch.where(
+            (rank == 0) | (now < rank), given, arrived
+        )  # in a bubble a microbatch, too: its numbers are sane
+        stage = [leaf[0] if repeats == 1 else _take(leaf, item // count) for leaf in held]
         h = (fzero.remat(compute) if remat else compute)(stage, h)
         arrived = fzero.ppermute(h, axis, around)
         if repeats > 1:  # what comes back to the first rank waits there for its next round
@@ -78,3 +77,7 @@ def pipeline(
     news = torch.cat([microbatches, first.expand(ticks - count, *first.shape)])
     _, made = fzero.scan(tick, start, (torch.arange(ticks, device=first.device), news))
     return fzero.psum(torch.where(rank == world - 1, made[ticks - count :], 0), axis)
+
+
+def _take(x: Tensor, at: Tensor) -> Tensor:
+    return x.index_select(0, at.view(1))[0]

@@ -223,7 +223,7 @@ class _Trace:
         for i, (path, leaf) in enumerate(zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves)):
             check_result(path, leaf, leaves)
             self._results.append(_describe_result(path, leaf, tracer, self.paths[replaced[i]] if i in replaced else ""))
-        self._results.extend(Result(str(getattr(flag.make, "where"))) for flag in self._noted)
+        self._results.extend(Result(flag.make.where) for flag in self._noted)
         # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
         made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
         return made + flags

@@ -54,8 +54,8 @@ def note_flag(flag: Flag) -> None:
 
 
 def note_local(form: FlagForm, value: Tensor, limit: int) -> None:
-    """Let the next call of the step raise the error of a flag whose `value` is not 0 on some rank, on all ranks. Outside
-    of a step, raise the error now. The `limit` is the same on all ranks.
+    """Let the next call of the step raise the error of a flag, on all ranks, where `value` is not 0 on some rank.
+    Outside of a step, raise the error now. The `limit` is the same on all ranks.
 
     The value, 0 or more, has no derivative and is no batch of vmap. So it is one of the whole step also in a function
     that is differentiated. In the turns of a loop the largest counts.
@@ -69,8 +69,7 @@ def note_local(form: FlagForm, value: Tensor, limit: int) -> None:
 
 
 class TurnFlags:
-    """The flags that a turn of a loop notes: `collect` once a turn, `values` to return, `note` what all turns returned.
-    """
+    """The flags that a turn of a loop notes: `collect` them, return their `values`, and `note` those of all turns."""
 
     def __init__(self) -> None:
         self._found: list[Noted] = []

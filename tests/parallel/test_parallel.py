@@ -9,13 +9,14 @@ import parallel_layers as layers
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel_layers import F64, Layer, list_bytes
+from parallel_layers import Layer, list_bytes
 from torch import Tensor
 
 import fzero
 from fzero import FzeroError, Program, VirtualMesh, parallel
 
 FLOAT = 8  # bytes
+MESH = VirtualMesh(fsdp=1, pp=2)
 
 
 def assert_equal(layer: Layer, plainly: Callable[..., Tensor], mesh: VirtualMesh) -> Program:
@@ -98,7 +99,7 @@ def test_experts_that_overflow() -> None:
     even = torch.tensor([0, 1]).repeat(6).view(12, 1)
     assert torch.equal(step(x, even), 2 * x)
     step(x, ids)
-    with pytest.raises(FzeroError, match="ragged_all_to_all over 'ep': 12 rows come to a rank, and its bound is 8; give"):
+    with pytest.raises(FzeroError, match="ragged_all_to_all over 'ep': 12 rows come to a rank, and its bound is 8;"):
         step(x, even)
     with pytest.raises(FzeroError, match="experts: has 3 experts on 2 ranks along 'ep'"):
         fzero.simulate(lambda x: parallel.experts(send_all_to_one, x, ids, ids, number=3), mesh, data=mesh.names)(x)
@@ -109,30 +110,32 @@ def test_experts_that_overflow() -> None:
 
 @pytest.mark.parametrize(("repeats", "pp"), [(1, 4), (2, 2)])
 def test_a_pipeline(repeats: int, pp: int) -> None:
-    program = assert_equal(layers.stage(repeats, fzero.remat), layers.stage_plainly, VirtualMesh(fsdp=2, pp=pp))
+    program = assert_equal(layers.stage(repeats), layers.stage_plainly, VirtualMesh(fsdp=2, pp=pp))
     ticks, microbatch = layers.MICROBATCHES * repeats + pp - 1, 2 * layers.WIDTH * FLOAT
     found = list_bytes(program, "pp")
     assert found == {"ppermute": 2 * ticks * pp * microbatch, "all_reduce": 2 * layers.MICROBATCHES * microbatch}
 
 
 def test_a_pipeline_keeps_one_input_a_tick() -> None:
-    """With `remat` a longer batch of one more microbatch costs its input, its result and the input of a tick."""
-    sizes = []
-    for count in (8, 16):
-        held = {"w": torch.empty(4, 64, 64, dtype=F64, device="meta")}
-        held = fzero.partition(held, VirtualMesh(fsdp=1, pp=2), split={"w": ("pp", 0)})
+    """Three times the layers need three times the parameters and gradients, and no more activations. Without `remat`
+    each tick keeps a value for each further layer."""
+    peaks, mesh = {}, MESH
+    for depth, remat in ((4, True), (12, True), (12, False)):
+        held = fzero.partition({"w": torch.empty(depth, 8, 8, device="meta")}, mesh, split={"w": ("pp", 0)})
 
-        def loss(p: Any, x: Tensor) -> Tensor:
-            return parallel.pipeline(fzero.remat(lambda p, h: (h @ p["w"]).tanh()), p, x).square().mean()
+        def loss(p: Any, x: Tensor, remat: bool = remat) -> Tensor:
+            return parallel.pipeline(lambda p, h: (h @ p["w"]).tanh(), p, x, remat=remat).square().mean()
 
-        step = fzero.simulate(fzero.grad(loss), VirtualMesh(fsdp=1, pp=2), data=("fsdp",))
-        sizes.append(step.trace(held, torch.empty(count, 512, 64, dtype=F64, device="meta")).memory().peak)
-    assert (sizes[1] - sizes[0]) / (8 * 512 * 64 * FLOAT) <= 5
+        step = fzero.simulate(fzero.grad(loss), mesh, data=("fsdp",))
+        peaks[depth, remat] = step.trace(held, torch.empty(4, 512, 8, device="meta")).memory().peak
+    activation, parameters = 512 * 8 * 4, (12 - 4) // 2 * 8 * 8 * 4
+    assert peaks[12, True] - peaks[4, True] <= 5 * activation + 3 * parameters  # one turn computes five layers more
+    assert peaks[12, False] - peaks[12, True] >= 3 * 5 * activation  # of five ticks
 
 
 def test_what_no_pipeline_is() -> None:
     two = {"w": torch.ones(2, 4, 1)}
-    step = fzero.simulate(lambda x: parallel.pipeline(layers.compute_layer, two, x, repeats=2), VirtualMesh(fsdp=1, pp=2))
+    step = fzero.simulate(lambda x: parallel.pipeline(layers.compute_layer, two, x, repeats=2), MESH, data=("fsdp",))
     with pytest.raises(FzeroError, match="pipeline: 1 microbatches on 2 ranks, 2 rounds"):
         step(torch.ones(1, 1, 1))
     with pytest.raises(FzeroError, match="pipeline: 1 microbatches on 1 ranks, 1 rounds, leaves of layers"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fzero
 from fzero import FzeroError, VirtualMesh
-from fzero.parallel import list_balanced, ring_attention, ulysses
+from fzero.parallel import order_rows, ring_attention, ulysses
 
 FLOAT = 8  # bytes
 DATA = ("fsdp", "sp")
@@ -55,7 +55,7 @@ def test_a_sequence_of_parts_is_the_whole(name: str) -> None:
     mesh = VirtualMesh(fsdp=2, sp=sp)
     layer = layers.attend_to_parts(attention, keys=2)
     right = fzero.value_and_grad(partial(layers.attend_plainly, window))(layer.params, *layer.batch)
-    order = list_balanced(layers.PLACES, sp) if is_balanced else torch.arange(layers.PLACES)
+    order = order_rows(layers.PLACES, sp) if is_balanced else torch.arange(layers.PLACES)
     parts = layer._replace(batch=tuple(layers.cut(x, mesh, order) for x in layer.batch))
     made, program = parts.on_ranks(mesh)
     torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-14)
@@ -72,7 +72,9 @@ def test_a_sequence_of_parts_is_the_whole(name: str) -> None:
 @pytest.mark.parametrize("rotate", [False, True])
 def test_without_causality_and_documents(rotate: bool) -> None:
     x = torch.randn(4, 2, 4, 2, dtype=torch.float64)
-    attend = fzero.simulate(lambda x: ring_attention(x, x, x, causal=False, rotate=rotate), VirtualMesh(fsdp=1, sp=4), data=DATA)
+    attend = fzero.simulate(
+        lambda x: ring_attention(x, x, x, causal=False, rotate=rotate), VirtualMesh(fsdp=1, sp=4), data=DATA
+    )
     whole = F.scaled_dot_product_attention(*[torch.cat(x.split(1), 2)] * 3)
     torch.testing.assert_close(torch.cat(attend(x).split(1), 2), whole, rtol=1e-12, atol=1e-14)
 
@@ -102,7 +104,7 @@ X = torch.ones(1, 4, 3, 2)
         (lambda: ring_attention(X, X[:, :3], X[:, :3]), "ring_attention: k: has 3 heads, q has 4"),
         (lambda: ring_attention(X, X, X, balanced=True), "ring_attention: balanced: cuts 3 rows of a rank"),
         (lambda: ring_attention(X, X, X, positions=X[0, 0], documents=X[0, 0]), "documents: is given beside positions"),
-        (lambda: list_balanced(6, 2), "list_balanced: length: is 6; give a multiple of 4"),
+        (lambda: order_rows(6, 2), "order_rows: length: is 6; give a multiple of 4"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
@@ -113,5 +115,7 @@ def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     attention = ulysses(F.scaled_dot_product_attention)
     step = fzero.simulate(lambda x: attention(x, x, x), VirtualMesh(fsdp=1, sp=3), data=DATA)
-    with pytest.raises(FzeroError, match="ulysses: 4 heads, and 4 of keys, on 3 ranks along 'sp'; use 4 ranks, or fzero"):
+    with pytest.raises(
+        FzeroError, match="ulysses: 4 heads, and 4 of keys, on 3 ranks along 'sp'; use 4 ranks, or fzero"
+    ):
         step(X.repeat(3, 1, 1, 1))

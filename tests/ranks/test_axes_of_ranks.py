@@ -61,7 +61,9 @@ def ragged(mesh: DeviceMesh) -> list[Any]:
         x, to = axes.ragged_rows(shape, axis)
         expected = fzero.simulate(there, shape, data=names)(x.flatten(0, 1), to)
         step, rank = fzero.shard(there, real, data=names), dist.get_rank()
-        right.append(all(torch.equal(a, b.chunk(4)[rank]) for a, b in zip(step(x[rank], to[rank : rank + 1]), expected)))
+        right.append(
+            all(torch.equal(a, b.chunk(4)[rank]) for a, b in zip(step(x[rank], to[rank : rank + 1]), expected))
+        )
     step(torch.ones(99, 3, dtype=axes.F64), torch.full((1, 2), 20 * (rank < 2)))
     return [*right, refusal(lambda: step(x[rank], to[rank : rank + 1]))]
 

@@ -53,10 +53,19 @@ def test_rows_go_where_sizes_say_and_cotangents_back(axes: Any) -> None:
             tangent = torch.func.jvp(run, (x,), (x + 1,))[1]
             batched = torch.func.vmap(run, 1, 1)(x)
             products = (made * y).sum(), (x * pull(y)[0]).sum()
-            same = fzero.pmax(torch.stack([(tangent - run(x + 1)).abs().amax(), (batched - made).abs().amax()]), mesh.names)
-            return made, ragged_all_to_all(x, sizes[0], axes, 24)[1], fzero.psum(torch.stack(products), mesh.names), same
+            same = fzero.pmax(
+                torch.stack([(tangent - run(x + 1)).abs().amax(), (batched - made).abs().amax()]), mesh.names
+            )
+            return (
+                made,
+                ragged_all_to_all(x, sizes[0], axes, 24)[1],
+                fzero.psum(torch.stack(products), mesh.names),
+                same,
+            )
 
-        made, taken, (forward, backward), same = fzero.simulate(several, mesh, data=mesh.names)(x.flatten(0, 1), y, sizes)
+        made, taken, (forward, backward), same = fzero.simulate(several, mesh, data=mesh.names)(
+            x.flatten(0, 1), y, sizes
+        )
         torch.testing.assert_close((made, taken), expect(mesh, axes, x, sizes, bound), rtol=0, atol=0)
         torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-12)
         assert not same.any()
@@ -85,7 +94,10 @@ def test_rows_that_do_not_fit_are_an_error_of_the_next_call(fn: Any) -> None:
     step = fzero.simulate(fn, VirtualMesh(fsdp=2))
     for wrong, words in (
         ([3, 0, 3, 0], "ragged_all_to_all over 'fsdp': 6 rows come to a rank, and its bound is 5; give a larger bound"),
-        ([2, 2, 0, 0], "over 'fsdp': sizes: has a number below 0, or more rows together than the 3 of x; give how many"),
+        (
+            [2, 2, 0, 0],
+            "over 'fsdp': sizes: has a number below 0, or more rows together than the 3 of x; give how many",
+        ),
         ([2, -1, 0, 0], "over 'fsdp': sizes: has a number below 0"),
     ):
         step(X, EVEN)
@@ -97,7 +109,9 @@ def test_rows_that_do_not_fit_are_an_error_of_the_next_call(fn: Any) -> None:
 
 def test_a_program_from_a_file_has_its_flags(tmp_path: Path) -> None:
     step = fzero.simulate(exchange, VirtualMesh(fsdp=2), passes=())
-    traced, restored = (Pipeline(exchange, step._pipeline.on, (), lambda program: program, cache=tmp_path) for _ in "ab")
+    traced, restored = (
+        Pipeline(exchange, step._pipeline.on, (), lambda program: program, cache=tmp_path) for _ in "ab"
+    )
     given = [X[:3], EVEN[:2]], tree.flatten((X, EVEN))[1]
     traced.prepare(*given)
     restored.program = None  # type: ignore[assignment]  # no trace

@@ -150,8 +150,8 @@ def _count_of_all(node: Node) -> int:
     return int(node.args[2]) * math.prod(node.meta["val"].shape)
 
 
-def _count_rows_sent(node: Node) -> int:
-    """A rank sends at most the rows that it has and takes at most the bound: on average over ranks the fewer of both."""
+def _count_rows(node: Node) -> int:
+    """A rank sends at most the rows that it has, and takes at most the bound: on average the fewer of both."""
     return min(node.args[5:7]) * math.prod(node.meta["val"].shape[1:])
 
 
@@ -195,5 +195,5 @@ ragged_rows: Any = register_for_tracing(
     transpose=lambda cotangent, axis, world, given, taken, bound, rows: apply(
         record(ragged_rows), cotangent, axis, world, taken, given, rows, bound
     ),
-    **_describe("ragged_all_to_all", _count_rows_sent),
+    **_describe("ragged_all_to_all", _count_rows),
 )
