@@ -30,16 +30,15 @@ def pipeline(
       go around so many times, and a rank has layers of each round.
     * `microbatches` [M, ...] are the same along the axis, and so is the result [M, ...]. A microbatch keeps its shape
       and dtype. Between ranks it differs, as each rank has another one.
-    * Compute what comes before and behind on all ranks alike, or in parts: `vocab_embedding` and `vocab_cross_entropy`
-      along the same axis cut the work of a vocabulary, too.
+    * Compute what comes before and behind on all ranks, or in parts: `vocab_embedding` and `vocab_cross_entropy` along
+      the same axis cut the work of a vocabulary.
 
     A `fzero.scan` over M x repeats + N - 1 ticks, of which N - 1 compute what nobody uses; in each a rank sends one
     microbatch. The backward pass is the loop's transpose. With `remat` it keeps the input of each tick and computes the
     rank's layers again, else it keeps what `body` does. One all-reduce of the results ends the loop.
 
     Raises:
-        FzeroError: for leaves of `layers` that are unequal along dim 0, or along `repeats`; with `repeats` above 1 for
-            fewer microbatches than ranks: a round begins before the one before has come back.
+        FzeroError: for leaves of unequal numbers of layers or rounds; with `repeats` for fewer microbatches than ranks.
     """
     held = [leaf.full_tensor() if isinstance(leaf, fzero.Sharded) else leaf for leaf in fzero.tree.leaves(layers)]
     held = [leaf if repeats > 1 else leaf.unsqueeze(0) for leaf in held]
@@ -60,9 +59,7 @@ def pipeline(
         (arrived, waiting, held), (now, new) = carry, x
         item = (now - rank).clamp(0, count * repeats - 1)
         given = new if repeats == 1 else torch.where(item < count, new, _take(waiting, item % count))
-        h = torch.where(
-            (rank == 0) | (now < rank), given, arrived
-        )  # in a bubble a microbatch, too: its numbers are sane
+        h = torch.where((rank == 0) | (now < rank), given, arrived)  # in a bubble a microbatch, whose numbers are sane
         stage = [leaf[0] if repeats == 1 else _take(leaf, item // count) for leaf in held]
         h = (fzero.remat(compute) if remat else compute)(stage, h)
         arrived = fzero.ppermute(h, axis, around)
