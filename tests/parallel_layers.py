@@ -15,11 +15,11 @@ from fzero.parallel import column, experts, pipeline, row, vocab_cross_entropy, 
 
 F64 = torch.float64
 WIDTH, VOCABULARY, ROWS = 8, 24, 8
-_generator = torch.Generator().manual_seed(0)
 
 
 def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=_generator) / shape[-1] ** 0.5
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, dtype=F64, generator=generator) / shape[-1] ** 0.5
 
 
 class Layer(NamedTuple):
@@ -45,6 +45,13 @@ class Layer(NamedTuple):
         leaves, treedef = tree.flatten((params, *self.batch))
         return (loss, fzero.unpartition(grads)), step._prepare(treedef, leaves)
 
+    def on_rank(self, mesh: Any, rows: slice) -> tuple[Tensor, Any]:
+        """The loss and the gradients on a rank of a real mesh, which takes these rows of the batch."""
+        params = fzero.partition(self.params, mesh, split=self.split)
+        step = fzero.shard(self.step, mesh, data=self.data)
+        loss, grads = step(params, *(x[rows] for x in self.batch))
+        return loss, fzero.unpartition(grads)
+
 
 def list_bytes(program: Program, axis: str) -> dict[str, int]:
     """Collective -> bytes along an axis of float64 values that are no state."""
@@ -55,7 +62,7 @@ def list_bytes(program: Program, axis: str) -> dict[str, int]:
     return found
 
 
-TOKENS = torch.randint(VOCABULARY, (4, ROWS + 1), generator=_generator)
+TOKENS = torch.randint(VOCABULARY, (4, ROWS + 1), generator=torch.Generator().manual_seed(1))
 LABELS = TOKENS[:, 1:].masked_fill(TOKENS[:, 1:] % 5 == 0, -100)
 HEAD = {"label_smoothing": 0.1, "reduction": "sum"}
 
@@ -73,7 +80,7 @@ def decode(sequence: int | None) -> Layer:
         return total / fzero.pmean((labels != -100).sum().to(F64), "fsdp")
 
     first = {"embed": draw(VOCABULARY, WIDTH), "up": draw(16, WIDTH), "up_bias": draw(16)}
-    first |= {"head": draw(VOCABULARY, WIDTH), "head_bias": draw(VOCABULARY)}
+    first |= {"head": draw(VOCABULARY, WIDTH).flip(0), "head_bias": draw(VOCABULARY)}
     params = {**first, "norm": draw(WIDTH) + 1, "down": draw(WIDTH, 16), "down_bias": draw(WIDTH)}
     split = {**dict.fromkeys(first, ("tp", 0)), "down": ("tp", 1)}
     return Layer(loss, params, (TOKENS[:, :-1], LABELS), split)
@@ -175,7 +182,7 @@ def attend_to_parts(attention: Callable[..., Tensor], keys: int) -> Layer:
     def loss(p: Any, x: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
         return attend(p, x, lambda q, k, v: attention(q, k, v, documents, positions))
 
-    params = {"q": draw(HEADS * WIDE, WIDTH), "k": draw(keys * WIDE, WIDTH), "v": draw(keys * WIDE, WIDTH)}
+    params = {"q": draw(HEADS * WIDE, WIDTH), "k": draw(keys * WIDE, WIDTH), "v": draw(keys * WIDE, WIDTH).flip(0)}
     return Layer(loss, params, (draw(4, PLACES, WIDTH), DOCUMENTS, POSITIONS), {}, ("fsdp", "sp"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import axes
+import parallel_layers
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +69,14 @@ def ragged(mesh: DeviceMesh) -> list[Any]:
     return [*right, refusal(lambda: step(x[rank], to[rank : rank + 1]))]
 
 
+def layered(mesh: DeviceMesh) -> list[Any]:
+    """The loss and the gradients of experts along a data axis, and of a pipeline."""
+    rank = dist.get_rank()
+    experts = parallel_layers.route(capacity=2.0).on_rank(grid(names=("fsdp", "ep")), slice(2 * rank, 2 * rank + 2))
+    half = slice(rank // 2 * 8, rank // 2 * 8 + 8)
+    return [experts, parallel_layers.stage(2).on_rank(grid(names=("fsdp", "pp")), half)]
+
+
 def trained(mesh: DeviceMesh) -> Any:
     """Three steps on a model axis: losses, and the parameters whole."""
     mesh = grid()
@@ -106,7 +115,7 @@ def unlike(mesh: DeviceMesh) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    cases: dict[str, Any] = {each.__name__: each for each in (all_collectives, ragged, trained, unlike)}
+    cases: dict[str, Any] = {each.__name__: each for each in (all_collectives, layered, ragged, trained, unlike)}
     return run_cases(4, {**cases, "split": partial(split, folder=tmp_path_factory.mktemp("split"))})
 
 
@@ -118,6 +127,12 @@ def test_ragged_rows_have_the_bits_of_virtual_ranks(outcomes: dict[str, list[Out
     for *right, refused in values(outcomes["ragged"]):
         assert right == [True] * 3 and isinstance(refused, Refusal)
         assert refused.message.startswith("ragged_all_to_all over 'tp': 40 rows come to a rank, and its bound is 21; ")
+
+
+def test_layers_of_parts_are_those_of_one_device(outcomes: dict[str, list[Outcome]]) -> None:
+    layers = parallel_layers.route(capacity=2.0), parallel_layers.stage(2)
+    for found in values(outcomes["layered"]):
+        torch.testing.assert_close(found, [each.on_one_device() for each in layers], rtol=1e-12, atol=1e-14)
 
 
 def test_a_model_axis_trains_as_one_device(outcomes: dict[str, list[Outcome]]) -> None:
