@@ -34,7 +34,7 @@ def experts(
       which may be a data axis. A router is the user's: `weights, ids = scores.topk(K)`.
     * `apply(rows, counts)` computes this rank's experts, of `number` on all ranks in rank order. Its weights are split
       along the axis by expert. `rows` [B, d] stand in order of these experts, `counts` says how many each has, and rows
-      behind them are zeros. Rows and what it returns, [B, ...], differ along the axis.
+      behind them are zeros, of which it makes finite numbers. Rows and results, [B, ...], differ along the axis.
     * The result [..., ...] differs along the axis, as `x` does.
 
     B is `capacity` times the mean of rows that a rank gets. Where more come, "error" raises in the next call of the

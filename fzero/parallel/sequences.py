@@ -40,7 +40,8 @@ def ulysses(
         world, many, few = fzero.axis_size(axis), q.shape[heads], k.shape[heads]
         if many % world or (few % world and world % few):
             problem = f"{many} heads, and {few} of keys, on {world} ranks along {axis!r}"
-            raise FzeroError("ulysses", problem, f"use {math.gcd(many, few)} ranks, or fzero.parallel.ring_attention")
+            most = max(n for n in range(1, world) if not (many % n or (few % n and n % few)))
+            raise FzeroError("ulysses", problem, f"use {most} ranks, or fzero.parallel.ring_attention")
         if few % world:
             k, v = (x.repeat_interleave(world // few, heads) for x in (k, v))
         q, k, v = (fzero.all_to_all(x, axis, heads, rows) for x in (q, k, v))

@@ -116,6 +116,6 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     attention = ulysses(F.scaled_dot_product_attention)
     step = fzero.simulate(lambda x: attention(x, x, x), VirtualMesh(fsdp=1, sp=3), data=DATA)
     with pytest.raises(
-        FzeroError, match="ulysses: 4 heads, and 4 of keys, on 3 ranks along 'sp'; use 4 ranks, or fzero"
+        FzeroError, match="ulysses: 4 heads, and 4 of keys, on 3 ranks along 'sp'; use 2 ranks, or fzero"
     ):
         step(X.repeat(3, 1, 1, 1))
