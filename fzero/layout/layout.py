@@ -25,7 +25,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.packing import Packing, pack
 from fzero.layout.ranges import intersect, pad, shift, tile
-from fzero.layout.splits import Split
+from fzero.layout.splits import Split, range_in_part, run_of
 
 ALIGN = 16
 """A rank's slice is a multiple of so many elements. NCCL wants 16 bytes, and the narrowest dtype has one byte."""
@@ -112,6 +112,28 @@ class Layout:
     def cut_axes(self) -> str:
         """The name of the axes, together, along which ranks hold different elements."""
         return self.mesh.join((self.mesh.shard_axis, *self.split_axes))
+
+    @cached_property
+    def cut_positions(self) -> tuple[tuple[int, int], ...]:
+        """For each rank along `cut_axes` its position along the shard axis, and that along the split axes."""
+        axes = self.mesh.split(self.cut_axes)
+        cut = VirtualMesh(**{axis: self.mesh.size(axis) for axis in axes})
+        shard, split = self.mesh.shard_axis, self.split_axes
+        return tuple(
+            (cut.position(number, shard), cut.position(number, cut.join(split)) if split else 0)
+            for number in range(cut.size())
+        )
+
+    def run_of(self, leaf: int) -> int:
+        """The elements of a leaf that adjoin in the whole and lie in one part: the flattened whole has such a run for
+        each rank along the split axes in turn. All elements of a leaf that is not split."""
+        (shape, split) = self.leaves[leaf].shape, self.leaves[leaf].split
+        return self.leaves[leaf].numel if split is None else run_of(shape, *split[1:])
+
+    def range_in_part(self, leaf: int, position: int, elements: range) -> range:
+        """The elements of a range of the whole leaf that the rank at a position along the split axes has, counted from
+        the start of its part."""
+        return range_in_part(self.run_of(leaf), self.splits, position, elements) if self.splits > 1 else elements
 
     def shape_of(self, leaf: int) -> tuple[int, ...]:
         """The shape of a leaf as a whole: of the parts of all ranks that it is split over."""

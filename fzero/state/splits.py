@@ -88,16 +88,6 @@ def view_parts(whole: Tensor, split: Split, ranks: int) -> Tensor:
     return whole.unflatten(split.dim, (split.parts, ranks, size)).movedim(split.dim + 1, 0)
 
 
-def join_parts(parts: Tensor, layout: Layout, leaf: int) -> Tensor:
-    """[ranks, *shape] the parts of a leaf -> the whole leaf, a new tensor."""
-    split = layout.leaves[leaf].split
-    assert split is not None
-    whole = parts.new_empty(layout.shape_of(leaf))
-    view = view_parts(whole, split, layout.splits)
-    view.copy_(parts.view(view.shape))
-    return whole
-
-
 class _Part:
     """A part of the values of a source, read in runs that are contiguous in the whole."""
 

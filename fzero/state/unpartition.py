@@ -17,6 +17,7 @@ from fzero.base.frozen import freeze, is_frozen
 from fzero.base.placement import Disk
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout
+from fzero.layout.parts import join_parts
 from fzero.layout.ranges import intersect
 from fzero.program import ops
 from fzero.program.records import record
@@ -25,7 +26,6 @@ from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, check_range, fingerprint
-from fzero.state.splits import join_parts
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state, follow
 from fzero.values.sharded import Sharded
@@ -169,7 +169,7 @@ def _join(leaf: Sharded, on: Ranks) -> Tensor:
     else:
         part, axis = _gather(leaf, on), layout.split_axis
         parts = on.perform_agreed(record(ops.gather_rows), part[None], axis, layout.splits)
-    return join_parts(parts.view(layout.splits, *leaf.shape), layout, leaf.index)
+    return join_parts(parts, layout, leaf.index).view(leaf.global_shape)
 
 
 def _collect(leaf: Sharded, on: Ranks, rank: int) -> Tensor | None:

@@ -388,8 +388,6 @@ def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blo
     others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
     places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
     on = values[0].on.specify("orthogonalize", [describe_state(x.path, x.origin) for x in values])
-    for x in values:
-        check_unsplit(x, "Muon")
     slices = iter(orthogonalize_on_owners(on, [x.local for x in values], places, cuts, how))
     call = hash_call(func, values[0], cuts, how)
     return [_wrap(next(slices), x, follow_call(x, [x], call)) if is_sharded(x) else next(others) for x in given]

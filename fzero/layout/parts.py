@@ -1,0 +1,55 @@
+"""Parts: what all ranks have of a leaf that is split over model axes, one part behind the other, and the whole leaf.
+
+    parts    |- gate 0 -|- up 0 -|- gate 1 -|- up 1 -|
+    whole    |- gate 0 -|- gate 1 -|- up 0 -|- up 1 -|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+
+from torch import Tensor
+
+from fzero.layout.layout import Layout
+from fzero.layout.splits import runs_in_parts
+
+
+def join_parts(parts: Tensor, layout: Layout, leaf: int, elements: range | None = None) -> Tensor:
+    """[numel] the whole leaf, or a range of its elements, of what the ranks' parts have of it: a new tensor, or that of
+    a leaf that is not split."""
+    flat = parts.reshape(-1)
+    if layout.splits == 1:
+        return flat
+    whole = flat.new_empty(flat.numel())
+    for part, run in _pair_runs(flat, whole, layout, leaf, elements):
+        run.copy_(part)
+    return whole
+
+
+def cut_into_parts(whole: Tensor, parts: Tensor, layout: Layout, leaf: int, elements: range | None = None) -> Tensor:
+    """The inverse of `join_parts`. Writes into the contiguous `parts`, and returns it."""
+    if layout.splits == 1:
+        parts.view(whole.shape).copy_(whole)
+        return parts
+    for part, run in _pair_runs(parts.view(-1), whole.reshape(-1), layout, leaf, elements):
+        part.copy_(run)
+    return parts
+
+
+def _pair_runs(
+    parts: Tensor, whole: Tensor, layout: Layout, leaf: int, elements: range | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the same elements of both."""
+    run, ranks = layout.run_of(leaf), layout.splits
+    elements = range(math.prod(layout.shape_of(leaf))) if elements is None else elements
+    if elements.start % (run * ranks) == len(elements) % (run * ranks) == 0:
+        yield parts.view(ranks, -1, run).transpose(0, 1), whole.view(-1, ranks, run)
+        return
+    held = [layout.range_in_part(leaf, position, elements) for position in range(ranks)]
+    begins, done = list(accumulate(map(len, held), initial=0)), 0
+    for position, first, size in runs_in_parts(run, ranks, elements):
+        at = begins[position] + first - held[position].start
+        yield parts[at : at + size], whole[done : done + size]
+        done += size
