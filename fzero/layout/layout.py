@@ -182,25 +182,43 @@ class Layout:
     def _align_in_units(self) -> int:
         return self.align // math.gcd(self.align, self.unit)
 
-    def coarsen(self, size: int) -> Layout:
+    def coarsen(self, size: int, leaf: int | None = None) -> Layout:
         """The layout of one value for each `size` elements of every leaf, on the rank that holds these elements.
 
-        `coarsen(size).part(leaf, rank)` is `part(leaf, rank)` in units of `size`, rounded up.
+        `coarsen(size).part(leaf, rank)` is `part(leaf, rank)` in units of `size`, rounded up. The values of a split
+        leaf whose runs are multiples of `size` are those of the whole leaf, split as the leaf is.
 
         Raises:
-            FzeroError: where a rank boundary may cut `size` elements: where they are no part of a unit.
+            FzeroError: where a rank boundary may cut `size` elements: where they are no part of a unit; with a `leaf`,
+                whose values are wanted, where that one's parts cut them.
         """
+        if leaf is not None and self.splits > 1 and (run := self.run_of(leaf)) % size:
+            problem = f"is split over {self.split_axis!r} into runs of {run} elements, which cut blocks of {size}"
+            way_out = (
+                f"split it so that runs, such as a rank's part of a row, are multiples of {size}, or leave it whole"
+            )
+            raise FzeroError(self.leaves[leaf].path, problem, way_out)
         is_whole = self.replicated or self.world == 1
         if not is_whole and self.unit % size:
             problem = f"ranks may cut blocks of {size} elements: leaves lie at multiples of {self.unit}"
             raise FzeroError(self.leaves[0].path, problem, f"partition with fzero.partition(..., unit={size})")
         unit = 1 if is_whole else self.unit // size
         leaves = tuple(
-            Leaf(leaf.path, (-(-leaf.numel // size),), 1 if is_whole else math.lcm(leaf.block, self.unit) // size)
-            for leaf in self.leaves
+            Leaf(
+                leaf.path,
+                (-(-leaf.numel // size),),
+                1 if is_whole else math.lcm(leaf.block, self.unit) // size,
+                split=self._coarsen_split(i, size),
+            )
+            for i, leaf in enumerate(self.leaves)
         )
         align = unit * self._align_in_units
         return Layout(f"{self.bucket}/{size}", leaves, self.mesh, align, self.replicated, unit)
+
+    def _coarsen_split(self, leaf: int, size: int) -> Split | None:
+        """How the values of a split leaf's elements are split: run by run."""
+        split, run = self.leaves[leaf].split, self.run_of(leaf)
+        return split and Split(split.axis, 0, 1 if run % size else max(1, self.leaves[leaf].numel // max(1, run)))
 
     def is_like(self, other: Layout) -> bool:
         """Whether another layout has leaves of the same shapes in the same places, under any names."""

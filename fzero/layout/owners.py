@@ -7,8 +7,8 @@
 A matrix is some rows of a whole leaf, so its elements adjoin in each part of a leaf that is split over model axes. The
 ranks are then those along the shard axis and the split axes together. A matrix comes to its owner part by part.
 
-A matrix that one rank holds whole stays on that rank. All other matrices go to the least loaded rank, the most work first (Graham, Bounds on Multiprocessing Timing Anomalies,
-1969). So no rank has more work than the larger of
+A matrix that one rank holds whole stays on that rank. All other matrices go to the least loaded rank, the most work
+first (Graham, Bounds on Multiprocessing Timing Anomalies, 1969). So no rank has more work than the larger of
 
 * the work of the matrices that it holds whole,
 * a rank's share of all work, plus the largest work of a matrix that moves.

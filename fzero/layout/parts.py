@@ -1,7 +1,7 @@
 """Parts: what all ranks have of a leaf that is split over model axes, one part behind the other, and the whole leaf.
 
-    parts    |- gate 0 -|- up 0 -|- gate 1 -|- up 1 -|
-    whole    |- gate 0 -|- gate 1 -|- up 0 -|- up 1 -|
+parts    |- gate 0 -|- up 0 -|- gate 1 -|- up 1 -|
+whole    |- gate 0 -|- gate 1 -|- up 0 -|- up 1 -|
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Splits: values of leaves that are split over model axes: where slices lie in the whole, and what knows no split leaves
-refuses them, by name."""
+"""Splits: where slices of leaves that are split over model axes lie in the whole. What knows no split leaves refuses
+them, by name."""
 
 from __future__ import annotations
 

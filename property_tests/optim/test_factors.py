@@ -102,4 +102,5 @@ def test_scaled_slices_are_slices_of_the_scaled_leaf(layout: Layout, floor: floa
             row, column = row.view(*x.shape[:-1], 1), column.view(*x.shape[:-2], 1, x.shape[-1])
             variance = row @ column / row.mean(-2, keepdim=True).clamp(min=floor)
             want = x / variance.sqrt().clamp(min=floor)
-            torch.testing.assert_close(join_parts(torch.cat(parts), layout, i), want.reshape(-1), rtol=1e-12, atol=0)  # a dozen roundings
+            got = join_parts(torch.cat(parts), layout, i)
+            torch.testing.assert_close(got, want.reshape(-1), rtol=1e-12, atol=0)  # a dozen roundings

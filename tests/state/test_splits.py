@@ -234,26 +234,7 @@ def taken(use: Callable[[Any], Any]) -> Callable[[], Any]:
     return lambda: use(fzero.partition(WEIGHTS, GRID, split=SPLIT))
 
 
-def updated(optimizer: Any) -> Callable[[], Any]:
-    def step(params: Any, state: Any, x: Tensor) -> Any:
-        updates, state = optimizer.update(fzero.grad(loss_of(split_mlp))(params, x), state, params)
-        return tree.map(torch.add, params, updates), state
-
-    return taken(lambda held: fzero.simulate(step, GRID, data=("fsdp",))(held, optimizer.init(held), EXAMPLES))
-
-
 UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
-    "muon": (
-        updated(optim.muon(0.1, where=lambda path, leaf: leaf.ndim == 2)),
-        "is split over 'tp', and Muon knows no split leaves yet",
-    ),
-    "adafactor": (updated(optim.adafactor(0.1)), "is split over 'tp', and an update by rows, columns or blocks"),
-    "8-bit state": (
-        lambda: optim.adamw8bit(0.1).init(
-            fzero.partition({"w": torch.ones(256, 64)}, GRID, split={"w": ("tp", 0)}, unit=256)
-        ),
-        "w: is split over 'tp', and 8-bit state knows",
-    ),
     "safetensors": (
         taken(lambda held: fzero.save_safetensors(held, "x.safetensors")),
         "a file other than a checkpoint's",

@@ -1,6 +1,6 @@
 """Operations on whole matrices, each on one rank, its owner. Orthogonalizing slices emits them.
 
-    to_owners         slices -> per-rank     the whole matrices that this rank owns, one behind the other, each part by part
+    to_owners         slices -> per-rank     this rank's whole matrices, one behind the other, each part by part
     orthogonalize     per-rank -> per-rank   each of these matrices orthogonalized
     from_owners       per-rank -> slices     this rank's slices of the matrices, each matrix times its scale
 
@@ -48,8 +48,8 @@ def orthogonalize_on_owners(
     done: dict[int, Tensor] = {}
     for axes in dict.fromkeys(layout.cut_axes for layout, _ in places):
         mine = [i for i, (layout, _) in enumerate(places) if layout.cut_axes == axes]
-        given: Any = [[column[i] for i in mine] for column in (slices, places, blocks)]
-        done |= zip(mine, _move_and_orthogonalize(on, *given, how))
+        xs, at, rows = [slices[i] for i in mine], [places[i] for i in mine], [blocks[i] for i in mine]
+        done |= zip(mine, _move_and_orthogonalize(on, xs, at, rows, how))
     return [done[i] for i in range(len(slices))]
 
 
