@@ -16,6 +16,12 @@ from fzero.layout.layout import Layout
 from fzero.layout.splits import runs_in_parts
 
 
+def take_part(parts: Tensor, layout: Layout, position: int) -> Tensor:
+    """[numel] what the rank at a position has of a split leaf, of the parts of all ranks: a view."""
+    numel = parts.numel() // layout.splits
+    return parts[position * numel : (position + 1) * numel] if layout.splits > 1 else parts
+
+
 def join_parts(parts: Tensor, layout: Layout, leaf: int, elements: range | None = None) -> Tensor:
     """[numel] the whole leaf, or a range of its elements, of what the ranks' parts have of it: a new tensor, or that of
     a leaf that is not split."""

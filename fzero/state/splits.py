@@ -14,7 +14,9 @@ from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
+from fzero.layout.parts import take_part
 from fzero.layout.splits import Split, run_of, runs_in_whole
+from fzero.ranks.ranks import Ranks
 from fzero.state.sources import Source, TensorSource
 
 Rules = Mapping[str, Sequence[Any]]
@@ -72,10 +74,21 @@ def split_shape(path: str, shape: Sequence[int], split: Split, mesh: VirtualMesh
     return (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), Split(axis, dim, parts)
 
 
+def list_parts(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks) -> list[tuple[Tensor, Source]]:
+    """The memory, within what this process has of a leaf, and the source of each part."""
+    if layout.splits == 1:
+        return [(out, part_of(source, layout, leaf, 0))]
+    if on.rank is not None:
+        return [(out, part_of(source, layout, leaf, on.along(layout.split_axis)))]
+    places = range(layout.splits)
+    return [(take_part(out, layout, place), part_of(source, layout, leaf, place)) for place in places]
+
+
 def part_of(source: Source, layout: Layout, leaf: int, position: int) -> Source:
     """The source of the part that ranks at a position along the split axes have of a leaf."""
     split = layout.leaves[leaf].split
-    assert split is not None
+    if split is None or layout.splits == 1:
+        return source
     if isinstance(source, TensorSource):
         part = view_parts(source.tensor, split, layout.splits)[position].reshape(layout.leaves[leaf].shape)
         return TensorSource(part, source.path, source.dtype, source.is_frozen)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.files import load
 from fzero.layout.parts import cut_into_parts, join_parts
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _has_all_parts(value: Sharded | None) -> TypeGuard[Sharded]:
 
 def join_here(x: Tensor, value: Sharded | None) -> Tensor:
     """A slice of the value, in the order of the whole leaf where this process has all parts of a split one."""
-    return join_parts(x, value.form.layout, value.index) if _has_all_parts(value) else x
+    return join_parts(load(x), value.form.layout, value.index) if _has_all_parts(value) else x
 
 
 def cut_here(x: Tensor, value: Sharded | None) -> Tensor:

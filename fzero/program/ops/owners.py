@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.torch_private_functions import take_dtypes
+from fzero.files import load
 from fzero.layout.owners import Owners, Piece, Places, plan_owners
 from fzero.layout.parts import cut_into_parts, join_parts
 from fzero.optim import newton_schulz
@@ -42,9 +43,9 @@ def orthogonalize_on_owners(
     """The slices of these leaves, orthogonalized: by three operations on `on` for all leaves that are split over the
     same axes, or at once where all slices are here."""
     if on.rank is None:
-        fulls = [join_parts(x, *place).view(place[0].shape_of(place[1])) for x, place in zip(slices, places)]
+        fulls = [join_parts(load(x), *place).view(place[0].shape_of(place[1])) for x, place in zip(slices, places)]
         made = newton_schulz.orthogonalize(fulls, blocks, how)
-        return [cut_into_parts(each, torch.empty_like(x), *place) for each, x, place in zip(made, slices, places)]
+        return [cut_into_parts(each, each.new_empty(x.shape), *place) for each, x, place in zip(made, slices, places)]
     done: dict[int, Tensor] = {}
     for axes in dict.fromkeys(layout.cut_axes for layout, _ in places):
         mine = [i for i, (layout, _) in enumerate(places) if layout.cut_axes == axes]
