@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fzero.layout.layout import Layout
 from fzero.layout.splits import runs_in_parts
+from fzero.layout.strides import Copy, view_to_view
 
 
 def take_part(parts: Tensor, layout: Layout, position: int) -> Tensor:
@@ -42,6 +43,14 @@ def cut_into_parts(whole: Tensor, parts: Tensor, layout: Layout, leaf: int, elem
     for part, run in _pair_runs(parts.view(-1), whole.reshape(-1), layout, leaf, elements):
         part.copy_(run)
     return parts
+
+
+def find_copy(layout: Layout, leaf: int, position: int) -> Copy:
+    """Which elements of the whole leaf are those of the part at a position. The leaf has elements."""
+    run, ranks = layout.run_of(leaf), layout.splits
+    runs = layout.leaves[leaf].numel // run
+    (found,) = view_to_view([runs, run], [run, 1], [ranks * run, 1], 0, position * run)
+    return found
 
 
 def _pair_runs(

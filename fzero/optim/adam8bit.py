@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.shapes import global_shape
 from fzero.base.tree import Tree
 from fzero.optim import kernels
 from fzero.optim.base import (
@@ -21,7 +22,6 @@ from fzero.optim.base import (
     check_not_negative,
     check_number,
     flatten_alike,
-    global_shape,
     init_count,
     init_zeros,
     stage,

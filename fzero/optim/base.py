@@ -237,11 +237,6 @@ def flatten_alike(first: Tree, *rest: Tree) -> tuple[TreeDef, list[list[Any]]]:
     return treedef, lists
 
 
-def global_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of the whole leaf, where it may be split over model axes."""
-    return tuple(getattr(leaf, "global_shape", leaf.shape))
-
-
 def cast(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """Each value in the dtype of the like at its position. A value that has the dtype already stays the same object."""
     return [value if value.dtype == like.dtype else value.to(like.dtype) for value, like in zip(values, likes)]

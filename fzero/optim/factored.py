@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.shapes import global_shape
 from fzero.base.tree import Tree
 from fzero.optim import factors, kernels
 from fzero.optim.base import (
@@ -20,7 +21,6 @@ from fzero.optim.base import (
     check_floating,
     check_not_negative,
     flatten_alike,
-    global_shape,
     init_count,
     init_zeros,
     stage,

@@ -17,6 +17,7 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.shapes import global_shape
 from fzero.base.tree import Tree
 from fzero.optim.base import (
     EmptyState,
@@ -32,7 +33,6 @@ from fzero.optim.base import (
     check_not_negative,
     check_number,
     flatten_alike,
-    global_shape,
     init_zeros,
     stage,
 )
