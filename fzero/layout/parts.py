@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from fzero.layout.layout import Layout
@@ -53,18 +54,32 @@ def find_copy(layout: Layout, leaf: int, position: int) -> Copy:
     return found
 
 
+def cut_out(values: Tensor, elements: range, layout: Layout, leaf: int, position: int) -> tuple[range, Tensor]:
+    """`(elements of the part at a position, their values)` among the values, 1-d, of some elements of a whole leaf."""
+    held = [layout.range_in_part(leaf, each, elements) for each in range(position + 1)]
+    parts = cut_into_parts(values, torch.empty_like(values), layout, leaf, elements)
+    return held[-1], parts[sum(map(len, held[:-1])) :][: len(held[-1])]
+
+
 def _pair_runs(
     parts: Tensor, whole: Tensor, layout: Layout, leaf: int, elements: range | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of the same elements of both."""
+    """Views of the same elements of both: of all periods, in which each rank has a run, together, and of the runs in
+    front of and behind these."""
     run, ranks = layout.run_of(leaf), layout.splits
     elements = range(math.prod(layout.shape_of(leaf))) if elements is None else elements
-    if elements.start % (run * ranks) == len(elements) % (run * ranks) == 0:
-        yield parts.view(ranks, -1, run).transpose(0, 1), whole.view(-1, ranks, run)
-        return
+    period, start, stop = max(1, run * ranks), elements.start, elements.stop
+    middle = range(-(-start // period) * period, stop // period * period)
     held = [layout.range_in_part(leaf, position, elements) for position in range(ranks)]
-    begins, done = list(accumulate(map(len, held), initial=0)), 0
-    for position, first, size in runs_in_parts(run, ranks, elements):
-        at = begins[position] + first - held[position].start
-        yield parts[at : at + size], whole[done : done + size]
-        done += size
+    begins = list(accumulate(map(len, held), initial=0))
+    if middle:
+        rows = whole[middle.start - start : middle.stop - start].view(-1, ranks, run)
+        for position in range(ranks):
+            at = begins[position] + middle.start // ranks - held[position].start
+            yield parts[at : at + len(middle) // ranks].view(-1, run), rows[:, position]
+    for rest in (range(start, middle.start), range(middle.stop, stop)) if middle else [elements]:
+        done = rest.start - start
+        for position, first, size in runs_in_parts(run, ranks, rest):
+            at = begins[position] + first - held[position].start
+            yield parts[at : at + size], whole[done : done + size]
+            done += size

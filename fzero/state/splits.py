@@ -14,10 +14,13 @@ from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
-from fzero.layout.parts import take_part
-from fzero.layout.splits import Split, run_of, runs_in_whole
+from fzero.layout.parts import cut_out, take_part
+from fzero.layout.splits import Split, runs_in_whole
 from fzero.ranks.ranks import Ranks
 from fzero.state.sources import Source, TensorSource
+
+UNIT = 2**14
+"""Elements of a source that are read together, with others between them, sooner than run by run."""
 
 Rules = Mapping[str, Sequence[Any]]
 """Path of a leaf, in which "*" stands for any text -> (axis, dim), or (axis, dim, parts)."""
@@ -76,12 +79,14 @@ def split_shape(path: str, shape: Sequence[int], split: Split, mesh: VirtualMesh
 
 def list_parts(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks) -> list[tuple[Tensor, Source]]:
     """The memory, within what this process has of a leaf, and the source of each part."""
-    if layout.splits == 1:
-        return [(out, part_of(source, layout, leaf, 0))]
-    if on.rank is not None:
-        return [(out, part_of(source, layout, leaf, on.along(layout.split_axis)))]
-    places = range(layout.splits)
-    return [(take_part(out, layout, place), part_of(source, layout, leaf, place)) for place in places]
+    return [(each, part_of(source, layout, leaf, position)) for each, position in list_positions(out, layout, on)]
+
+
+def list_positions(out: Tensor, layout: Layout, on: Ranks) -> list[tuple[Tensor, int]]:
+    """The memory, within what this process has of a leaf, and the position along the split axes of each part."""
+    if on.rank is not None or layout.splits == 1:
+        return [(out, on.along(layout.split_axis) if layout.split_axis else 0)]
+    return [(take_part(out, layout, position), position) for position in range(layout.splits)]
 
 
 def part_of(source: Source, layout: Layout, leaf: int, position: int) -> Source:
@@ -102,16 +107,32 @@ def view_parts(whole: Tensor, split: Split, ranks: int) -> Tensor:
 
 
 class _Part:
-    """A part of the values of a source, read in runs that are contiguous in the whole."""
+    """A part of the values of a source, read in runs that are contiguous in the whole. Runs that are short beside the
+    elements that the source makes at once are read together, with those of other parts between them."""
 
     def __init__(self, source: Source, layout: Layout, leaf: int, position: int) -> None:
-        self._source, self._leaf, self._ranks, self._position = source, layout.leaves[leaf], layout.splits, position
-        assert self._leaf.split is not None
-        self._split = self._leaf.split[1:]
-        self.shape, self.dtype, self.path = torch.Size(self._leaf.shape), source.dtype, source.path
+        self._source, self._layout, self._leaf, self._position = source, layout, leaf, position
+        self._unit: int = getattr(source, "unit", UNIT)
+        self.shape, self.dtype, self.path = torch.Size(layout.leaves[leaf].shape), source.dtype, source.path
 
     def read(self, start: int, out: Tensor) -> None:
-        run, done = run_of(self._leaf.shape, *self._split), 0
-        for begin, size in runs_in_whole(run, self._ranks, self._position, range(start, start + out.numel())):
-            self._source.read(begin, out[done : done + size])
-            done += size
+        run, ranks = self._layout.run_of(self._leaf), self._layout.splits
+        together, wanted, done = self._unit // max(1, run * ranks) * run, range(start, start + out.numel()), 0
+        while done < out.numel():
+            if together > run:
+                done += self._read_together(wanted[done : done + together], out[done : done + together])
+            else:
+                begin, size = next(runs_in_whole(run, ranks, self._position, wanted[done:]))
+                self._source.read(begin, out[done : done + size])
+                done += size
+
+    def _read_together(self, elements: range, out: Tensor) -> int:
+        """Read some elements of the part, through all that lies between them. Returns their number."""
+        run, ranks = self._layout.run_of(self._leaf), self._layout.splits
+        (first, _), (last, _) = (next(runs_in_whole(run, ranks, self._position, elements[i:][:1])) for i in (0, -1))
+        between = range(first, last + 1)
+        values = out.new_empty(len(between))
+        self._source.read(first, values)
+        _, found = cut_out(values, between, self._layout, self._leaf, self._position)
+        out.copy_(found)
+        return len(elements)

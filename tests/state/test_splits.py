@@ -235,23 +235,9 @@ def taken(use: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
-    "safetensors": (
-        taken(lambda held: fzero.save_safetensors(held, "x.safetensors")),
-        "a file other than a checkpoint's",
-    ),
     "quantize": (
         lambda: fzero.quantize(fzero.partition({"w": torch.ones(64, 64)}, GRID, split={"w": ("tp", 0)}), where="w"),
         "w: is split over 'tp', and fzero.quantize knows",
-    ),
-    "update_leaf": (
-        taken(lambda held: fzero.update_leaf(held, "up", lambda w: w)),
-        "update_leaf knows no split leaves",
-    ),
-    "chunks": (taken(lambda held: dict(fzero.iter_full(held, chunk=8))), "iter_full by chunks knows no split"),
-    "a placement": (lambda: fzero.partition(WEIGHTS, GRID, split=SPLIT, to=fzero.host()), "to: is given beside split"),
-    "a source rank": (
-        lambda: fzero.partition(WEIGHTS, GRID, split=SPLIT, source_rank=0),
-        "source_rank: is given beside",
     ),
     "the part of one rank, outside of a step": (
         taken(lambda held: held["up"].full_tensor()),
