@@ -23,12 +23,12 @@ from fzero.base.errors import FzeroError
 from fzero.checkpoint.pieces import Plan, plan
 from fzero.files import load
 from fzero.layout.boxes import Box, boxes
-from fzero.layout.parts import take_part
 from fzero.layout.ranges import tile
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import gather_words
 from fzero.state.publishing import Publication, find_common_ranks, give_name, open_temporary
 from fzero.state.sources import Source, TensorSource
+from fzero.state.splits import list_positions
 from fzero.values.sharded import Sharded
 
 
@@ -105,8 +105,7 @@ def _view(leaf: Sharded | Source) -> Tensor:
 def _list_boxes(leaf: Sharded) -> Iterator[tuple[Box, Tensor]]:
     """The rectangles of a whole leaf that this process has, and their values."""
     layout, local = leaf.form.layout, load(leaf.local.detach()).view(-1)
-    for place in range(layout.splits) if leaf.on.rank is None else [leaf.on.along(layout.split_axis)]:
-        held = take_part(local, layout, place) if leaf.on.rank is None else local
+    for held, place in list_positions(local, layout, leaf.ranks):
         shape, dim = list(leaf.shape), 0
         if (split := leaf.leaf.split) is not None:  # each of the parts that a dim is split into has a dim of its own
             dim, size = split.dim, leaf.shape[split.dim] // split.parts

@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.layout.parts import find_copy, take_part
+from fzero.layout.parts import find_copy
 from fzero.layout.strides import Copy, within
 from fzero.ranks.ranks import Ranks
 from fzero.state.fill import CHUNK_NBYTES
@@ -21,6 +21,7 @@ from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.writing import ITSELF, Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
+from fzero.state.splits import list_positions
 from fzero.values.origin import describe_state
 from fzero.values.sharded import Sharded
 
@@ -116,8 +117,7 @@ def choose_part(value: Sharded | Source, on: Ranks) -> range | None:
 def list_parts(value: Sharded, on: Ranks) -> Iterator[tuple[Tensor, range, Copy]]:
     """For each part that this process has of a split leaf the elements that it writes, 1-d, which they are in the part,
     and which elements of the whole leaf are those of the part."""
-    layout, part, local = value.form.layout, choose_part(value, on), value.local.detach()
+    layout, part = value.form.layout, choose_part(value, on)
     if part:
-        for place in range(layout.splits) if on.rank is None else [on.along(layout.split_axis)]:
-            held = take_part(local, layout, place) if on.rank is None else local
+        for held, place in list_positions(value.local.detach(), layout, on):
             yield held, part, find_copy(layout, value.index, place)
