@@ -126,9 +126,9 @@ class Layout:
 
     def run_of(self, leaf: int) -> int:
         """The elements of a leaf that adjoin in the whole and lie in one part: the flattened whole has such a run for
-        each rank along the split axes in turn. All elements of a leaf that is not split."""
-        (shape, split) = self.leaves[leaf].shape, self.leaves[leaf].split
-        return self.leaves[leaf].numel if split is None else run_of(shape, *split[1:])
+        each rank along the split axes in turn. All elements of a leaf that is not split; 1 for a leaf without any."""
+        shape, split = self.leaves[leaf].shape, self.leaves[leaf].split
+        return max(1, math.prod(shape) if split is None else run_of(shape, *split[1:]))
 
     def range_in_part(self, leaf: int, position: int, elements: range) -> range:
         """The elements of a range of the whole leaf that the rank at a position along the split axes has, counted from
@@ -218,7 +218,7 @@ class Layout:
     def _coarsen_split(self, leaf: int, size: int) -> Split | None:
         """How the values of a split leaf's elements are split: run by run."""
         split, run = self.leaves[leaf].split, self.run_of(leaf)
-        return split and Split(split.axis, 0, 1 if run % size else max(1, self.leaves[leaf].numel // max(1, run)))
+        return split and Split(split.axis, 0, 1 if run % size else max(1, self.leaves[leaf].numel // run))
 
     def is_like(self, other: Layout) -> bool:
         """Whether another layout has leaves of the same shapes in the same places, under any names."""

@@ -68,7 +68,7 @@ def _pair_runs(
     front of and behind these."""
     run, ranks = layout.run_of(leaf), layout.splits
     elements = range(math.prod(layout.shape_of(leaf))) if elements is None else elements
-    period, start, stop = max(1, run * ranks), elements.start, elements.stop
+    period, start, stop = run * ranks, elements.start, elements.stop
     middle = range(-(-start // period) * period, stop // period * period)
     held = [layout.range_in_part(leaf, position, elements) for position in range(ranks)]
     begins = list(accumulate(map(len, held), initial=0))

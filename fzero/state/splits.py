@@ -117,7 +117,7 @@ class _Part:
 
     def read(self, start: int, out: Tensor) -> None:
         run, ranks = self._layout.run_of(self._leaf), self._layout.splits
-        together, wanted, done = self._unit // max(1, run * ranks) * run, range(start, start + out.numel()), 0
+        together, wanted, done = self._unit // (run * ranks) * run, range(start, start + out.numel()), 0
         while done < out.numel():
             if together > run:
                 done += self._read_together(wanted[done : done + together], out[done : done + together])

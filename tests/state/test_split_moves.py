@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fzero
-from fzero import FzeroError, VirtualMesh, checkpoint, initializers, tree
+from fzero import FzeroError, VirtualMesh, checkpoint, initializers, optim, tree
 from fzero.layout.parts import cut_into_parts, cut_out, join_parts
 
 DRAW = torch.Generator().manual_seed(4)
@@ -67,6 +67,23 @@ def test_files_of_split_leaves_have_whole_tensors(mesh: VirtualMesh, on_disk: bo
         for path, (piece, values) in fzero.iter_full(held, chunk=chunk):
             out[path][piece.start : piece.stop] = values
         check_same(tree.map(lambda x, like: x.view(like.shape), out, WHOLE), WHOLE)
+
+
+def test_split_leaves_without_elements(tmp_path: Path) -> None:
+    whole = {"rows": torch.zeros(0, 4), "columns": torch.zeros(4, 0), "some": torch.ones(4, 4)}
+    held = fzero.partition(whole, GRID, split={"*": ("tp", 0)})
+    checkpoint.save(tmp_path, held, step=1)
+    check_same(fzero.unpartition(checkpoint.load(tmp_path, held)), whole)
+    held = fzero.partition(whole, GRID, split={"*": ("tp", 0)})
+    for each in (optim.adafactor(0.1), optim.muon(0.1, where=lambda path, leaf: True), optim.adamw8bit(0.1)):
+        got, right = (each.update(x, each.init(x), x)[0] for x in (held, whole))
+        torch.testing.assert_close(fzero.unpartition(got), right)
+    checkpoint.save_dcp(tmp_path / "dcp", held)
+    fzero.save_safetensors(held, tmp_path / "split")
+    assert {path: x.shape for path, x in fzero.open_safetensors(tmp_path / "split").items()} == {
+        path: x.shape for path, x in whole.items()
+    }
+    assert [path for path, _ in fzero.iter_full(held, chunk=64)] == ["some"]
 
 
 def test_a_folder_of_transformers_has_whole_tensors(tmp_path: Path) -> None:
