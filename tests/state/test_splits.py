@@ -3,6 +3,7 @@ one device, checkpoints at any mesh and split, and what knows no split leaves ye
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,25 @@ def test_values_of_a_file_are_read_by_parts(tmp_path: Path) -> None:
     fzero.save_safetensors(SAVED, tmp_path / "w.safetensors")
     held = fzero.partition(dict(fzero.open_safetensors(tmp_path / "w.safetensors")), GRID, split=GATED, chunk=40)
     torch.testing.assert_close(fzero.unpartition(held), SAVED, rtol=0, atol=0)
+
+
+def test_a_mean_over_the_elements_of_a_part_is_refused() -> None:
+    """A sum over a split leaf is of all elements, and the shape in a step is that of a part."""
+
+    def penalty(params: Any, x: Tensor) -> Tensor:
+        return loss_of(split_mlp)(params, x) + params["up"].square().sum().sqrt() / math.prod(params["up"].shape)
+
+    def size(params: Any, x: Tensor) -> Any:
+        grads = fzero.grad(loss_of(split_mlp))(params, x)
+        return tree.map(lambda g: (g.square().sum() / math.prod(g.shape)).sqrt(), grads)
+
+    held = fzero.partition(WEIGHTS, GRID, split=SPLIT)
+    for step, leaf in ((fzero.grad(penalty), "up"), (size, "down")):
+        words = f"{leaf}: its sum over all ranks is divided by 24, the elements of a rank's part.*; take .mean"
+        with pytest.raises(FzeroError, match=words):
+            fzero.simulate(step, GRID, data=("fsdp",)).trace(held, EXAMPLES)
+    other = fzero.partition(WEIGHTS, VirtualMesh(fsdp=4, tp=1), split=SPLIT)  # a part is all
+    fzero.simulate(size, VirtualMesh(fsdp=4, tp=1), data=("fsdp",)).trace(other, EXAMPLES)
 
 
 RULES: dict[str, tuple[Any, str]] = {
