@@ -28,10 +28,10 @@ from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layo
 from fzero.state.large_buckets import warn_of_large_buckets
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
-from fzero.state.splits import Rules, list_parts
+from fzero.state.splits import Rules, check_not_split, list_parts
 from fzero.values.functions import is_sharded
 from fzero.values.origin import UNKNOWN, Origin, make_origin
-from fzero.values.quantized import map_quantized_leaves
+from fzero.values.quantized import is_quantized, map_quantized_leaves
 from fzero.values.sharded import Sharded
 
 META = torch.device("meta")
@@ -129,6 +129,10 @@ def _partition_tree(
     """`partition` of a tree that is no `State`. `how` are keywords of `plan_leaves`."""
     if isinstance(dtype, torch.dtype):
         params = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), params)
+    given, _ = tree.flatten(params, is_leaf=is_quantized)
+    for path, leaf in zip(tree.paths(params, is_leaf=is_quantized), given):
+        if is_quantized(leaf):
+            check_not_split(path, leaf.coding.keys, how["split"])
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]

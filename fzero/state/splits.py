@@ -45,6 +45,14 @@ def find_splits(rules: Rules | None, paths: Sequence[str], mesh: VirtualMesh) ->
     return found
 
 
+def check_not_split(path: str, keys: Sequence[str], rules: Rules | None) -> None:
+    """Refuse rules that match a quantized leaf, or one of the `keys` below its path: codes are no dims of the leaf."""
+    for rule in rules or ():
+        if any(fnmatchcase(each, rule) for each in (path, *(f"{path}.{key}" for key in keys))):
+            problem = f"is quantized, and split {rule!r} would split its codes"
+            raise FzeroError(path, problem, "leave it out of split=, or partition it without fzero.quantize")
+
+
 def _read_split(rule: str, given: Any, mesh: VirtualMesh) -> Split:
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3) or not all(map(is_whole, given[1:])):
         way_out = 'give (axis, dim), as in ("tp", 0), or (axis, dim, parts)'

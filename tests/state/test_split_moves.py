@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from axes import ADAMW, EXAMPLES, F64, SPLIT, WEIGHTS, loss_of, split_mlp, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -148,6 +149,35 @@ def test_a_step_with_state_elsewhere_is_that_of_one_device(tmp_path: Path) -> No
         right = train(split_mlp)(WEIGHTS, ADAMW.init(WEIGHTS), EXAMPLES)
         torch.testing.assert_close(fzero.unpartition(got), right, rtol=1e-12, atol=1e-14)
         assert got[0]["up"].place == place
+
+
+def decode(params: Any, tokens: Tensor) -> Tensor:
+    """Each weight is split; columns of an embedding, then a column and a row of Megatron's, then rows of a head."""
+    hidden = fzero.all_gather(F.embedding(tokens, params["embed"]), "tp", -1)
+    hidden = hidden + fzero.psum((hidden @ params["up"].T).relu() @ params["down"].T, "tp")
+    return fzero.all_gather(hidden @ params["head"].T, "tp", -1)
+
+
+def test_a_split_leaf_is_streamed_in_chunks() -> None:
+    shapes = {"embed": (40, 16), "up": (64, 16), "down": (16, 64), "head": (48, 16)}
+    whole = {name: torch.randn(shape, dtype=F64, generator=DRAW) / 4 for name, shape in shapes.items()}
+    rules = {name: ("tp", int(name in ("embed", "down"))) for name in shapes}
+    tokens = torch.randint(40, (12, 6), generator=DRAW)
+
+    def step(params: Any, state: Any, tokens: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            return F.cross_entropy(decode(params, tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+        value, grads = fzero.value_and_grad(loss)(params)
+        updates, state = ADAMW.update(grads, state, params)
+        return tree.map(torch.add, params, updates), state, value
+
+    held = fzero.partition(whole, GRID, split=rules, granularity=lambda path, shape: shape[-1])
+    run = fzero.simulate(step, GRID, data=("fsdp",), chunk=1024)
+    moved = {entry.bucket for entry in run.trace(held, ADAMW.init(held), tokens).comm() if entry.bucket}
+    assert moved == {"embed:tp in 4", "up:tp in 4", "down:tp in 4", "head:tp in 3"}
+    got, right = run(held, ADAMW.init(held), tokens), step(whole, ADAMW.init(whole), tokens)
+    torch.testing.assert_close(fzero.unpartition(got), right, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
