@@ -195,6 +195,35 @@ def test_narrow_and_frozen_leaves(reduce_dtype: torch.dtype | None) -> None:
     torch.testing.assert_close((loss, fzero.unpartition(grads)), step(whole, EXAMPLES), rtol=3 * 2**-8, atol=3 * 2**-8)
 
 
+def test_quantized_leaves_stand_beside_split_ones() -> None:
+    whole = fzero.quantize({**WEIGHTS, "codes": torch.randn(4, 64, dtype=F64, generator=DRAW)}, where="codes", block=32)
+
+    def step(params: Any, x: Tensor) -> Any:
+        return fzero.value_and_grad(lambda params: (split_mlp(params, x) @ params["codes"]).square().mean())(params)
+
+    got = fzero.simulate(step, GRID, data=("fsdp",))(fzero.partition(whole, GRID, split=SPLIT), EXAMPLES)
+    torch.testing.assert_close(fzero.unpartition(got), step(whole, EXAMPLES), rtol=1e-12, atol=1e-14)
+    held = fzero.partition({**WEIGHTS, "codes": torch.ones(4, 64)}, GRID, split=SPLIT)
+    made = fzero.quantize(held, where="codes")
+    check_same(fzero.unpartition({name: made[name] for name in WEIGHTS}), WEIGHTS)
+
+
+class OnRanks:
+    """A source whose values lie on several ranks."""
+
+    path, shape, dtype = "up", torch.Size((12, 4)), F64
+
+    def read(self, start: int, out: Tensor) -> None:
+        raise NotImplementedError
+
+    fill = read
+
+
+def test_values_on_ranks_are_refused_for_a_split_leaf() -> None:
+    with pytest.raises(FzeroError, match="up: is split, and its values lie on ranks; give it whole on each rank"):
+        fzero.partition({"up": OnRanks()}, GRID, split={"up": ("tp", 0)})
+
+
 def test_equivalence_is_checked_with_a_split() -> None:
     state = WEIGHTS, ADAMW.init(WEIGHTS)
     found = fzero.check_equivalence(train(split_mlp), state, (EXAMPLES,), ranks=GRID, data=("fsdp",), split=SPLIT)
