@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A worker has one thread, as a rank has: with more, threads of one worker would spin on the core of another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests property_tests
 
-# The tests of a newcomer, in minutes: of each function two cases, and no processes but those of a smoke run.
+# The tests of a newcomer, in minutes: of each function one case, and no processes but those of a smoke run.
 test: $(READY)
 	$(PYTEST) --tier=quick $(ARGS)
 

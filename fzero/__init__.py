@@ -5,8 +5,8 @@ gradients and optimizer state in slices:
 
     step = fzero.shard(train_step, mesh)
 
-`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf` and `fzero.initializers` are imported where they are
-first used.
+`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf`, `fzero.initializers` and `fzero.lightning` are imported
+where they are first used.
 """
 
 import importlib
@@ -60,6 +60,7 @@ _ROOMS = {
     "deepspeed": "fzero.deepspeed",
     "hf": "fzero.hf",
     "initializers": "fzero.state.initializers",
+    "lightning": "fzero.lightning",
 }
 
 __all__ = [

@@ -4,8 +4,8 @@
     pytest tests property_tests --tier=rest     what that left out
     pytest tests property_tests                 all
 
-A test is quick if it launches no process, is none of `SLOW`, and is one of the first `CASES` of its function, in the
-order of a hash of their names: other cases of one function take other ways through the same code.
+A test is quick if it launches no process, is none of `SLOW`, and is the first case of its function, in the order of a
+hash of their names: other cases of one function take other ways through the same code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import hosts
 import processes
 import pytest
 
-CASES = 2
 SMOKE = frozenset({"test_smoke.py"})
 """Files that are quick although they launch ranks."""
 SLOW = frozenset(
@@ -34,18 +33,43 @@ SLOW = frozenset(
     test_metrics_are_of_the_tokens_that_transformers_generates test_predicted_memory_bounds_that_of_each_rank
     test_predicted_comm_is_what_each_rank_exchanges test_training_goes_on_from_adapters
     test_peft_reads_what_was_saved_and_generates_the_same_tokens test_arguments_mean_the_same_for_adapters
-    test_adapters_over_codes_train_as_over_the_dequantized_weights
-    test_logs_and_files_are_those_of_trl test_the_load_of_experts_is_logged_and_counts_as_in_trl
-    test_a_model_of_from_pretrained_trains_and_takes_no_peft_config
-    test_plain_libraries_read_what_was_saved test_metrics_of_logits_and_a_loss_function_of_the_user_are_those_of_trl
+    test_adapters_over_codes_train_as_over_the_dequantized_weights test_logs_and_files_are_those_of_trl
+    test_the_load_of_experts_is_logged_and_counts_as_in_trl
+    test_a_model_of_from_pretrained_trains_and_takes_no_peft_config test_plain_libraries_read_what_was_saved
+    test_metrics_of_logits_and_a_loss_function_of_the_user_are_those_of_trl
     test_training_of_trl_goes_on_from_a_checkpoint test_a_loss_of_parameters_that_have_changed_is_refused
     test_adapters_of_another_shape_are_refused test_a_random_step_from_a_file_is_the_one_that_was_traced
     test_the_scale_goes_on_from_a_checkpoint test_a_checkpoint_goes_on_with_the_scheduler_of_the_file
     test_an_overflow_skips_the_update_and_halves_the_scale
     test_narrow_compute_has_wide_weights_and_is_near_to_wide_compute
-    test_a_collective_is_a_diff_of_three_files_and_sixty_lines
-    test_a_second_process_traces_no_length test_a_file_of_lengths_that_is_none_is_as_no_file
+    test_a_collective_is_a_diff_of_three_files_and_sixty_lines test_a_second_process_traces_no_length
+    test_a_file_of_lengths_that_is_none_is_as_no_file
     test_sizes_that_no_schedule_of_the_folder_serves_are_traced_and_kept test_a_broken_condition_is_a_trace
+    test_a_budget_holds_at_each_length_and_few_lengths_are_searched
+    test_a_given_adafactor_of_transformers_is_converted test_a_given_optimizer_and_its_schedule_mean_the_same
+    test_a_model_of_files_has_state_of_8_bits_where_its_blocks_are_whole test_a_model_of_files_moves_to_the_host
+    test_a_model_of_model_init_goes_on_from_a_checkpoint_and_trains_twice
+    test_a_pass_that_swaps_two_dependent_nodes_is_refused
+    test_a_program_in_any_order_that_reorder_allows_gives_the_same
+    test_a_record_names_every_operand_that_an_operation_writes test_a_search_is_near_exhaustive_search
+    test_a_second_job_is_refused_by_name_until_the_first_is_killed test_a_stage_is_meant
+    test_a_sum_of_gradients_is_the_mean_times_ranks test_a_trainer_generates_from_what_it_trained
+    test_adapters_train_and_are_saved_as_in_transformers
+    test_draws_have_the_numbers_that_they_have_in_a_trace_of_their_length test_each_pass_keeps_results_bit_for_bit
+    test_each_rule_runs_in_plain_torch test_fp16_trains_as_plain test_groups_of_ranks_are_a_mesh
+    test_more_memory_never_takes_more_time test_most_random_models_are_not_refused
+    test_most_random_steps_are_not_refused test_noise_has_the_bound_of_transformers_in_training_alone
+    test_one_program_serves_all_prompts_of_a_bucket_and_one_all_tokens_of_a_cache
+    test_only_adapters_have_gradients_and_state test_options_mean_the_same test_parts_are_all_logits
+    test_passes_leave_the_program_that_they_are_given_as_it_was test_passes_preserve_meaning_in_any_order
+    test_predicted_memory_bounds_that_of_each_rank_before_any_pass test_predicted_memory_is_near_that_of_some_rank
+    test_ranks_agree_on_what_is_uniform_in_a_changed_program_that_is_accepted
+    test_ranks_that_are_not_looked_at_have_as_much_as_others test_relieve_raises_no_peak_and_moves_no_collective
+    test_run_clm_has_the_same_losses_with_both_trainers_also_when_it_goes_on
+    test_sizes_that_meet_a_constant_of_the_model test_state_lies_on_the_host_where_the_file_says_so
+    test_steps_that_compute_with_lengths_are_those_of_plain_torch
+    test_the_newest_complete_checkpoint_is_resumed_and_others_are_logged
+    test_tiles_in_tiles_are_the_function_under_every_transform test_what_is_too_far_from_its_reference_is_named
     """.split()
 )
 """Functions of which a case takes more than five seconds."""
@@ -70,8 +94,8 @@ def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item
         for item in group:
             (others if is_quick(item) else launching).append(item)
         others.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        quick += others[:CASES]
-        further += others[CASES:]
+        quick += others[:1]
+        further += others[1:]
     return quick, launching, further
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.hf.prepared import How, Prepared
+from fzero.hf.prepared import How, Prepared, Words
 from fzero.hf.signatures import join_signatures
 from fzero.passes.release import check_stage
 from fzero.ranks.live import find_ranks
@@ -28,6 +28,16 @@ STATE = "fzero"
 PLUGINS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 LAUNCHED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 """How processes may be started."""
+WORDS = Words(
+    owner="Accelerator",
+    prepare="accelerator.prepare",
+    backward="accelerator.backward",
+    clip="accelerator.clip_grad_norm_",
+    save="accelerator.save_state",
+    read="accelerator.get_state_dict(model) gathers values, model.save_pretrained and save_state write them; "
+    "load and cast a model before prepare",
+    clips="accelerator.clip_grad_norm_ and clip_grad_value_ clip gradients, optimizer.zero_grad() drops them",
+)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -69,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
         compiles = _check_state(self)
         self.mesh = make_mesh(self.local_process_index, PORT, None, self.device.type) if mesh is None else mesh
         autocast = torch.bfloat16 if self.native_amp else None
-        self._how = How(self.mesh, stage, self.device, autocast, compiles)
+        self._how = How(self.mesh, stage, self.device, autocast, compiles, WORDS)
         self._prepared: list[Prepared] = []
 
     @property

@@ -1,4 +1,4 @@
-"""Prepared: a model of an Accelerator in slices. It is called as a whole model, and its optimizer moves slices."""
+"""Prepared: a model in slices under the loop of others. It is called as a whole model; its optimizer moves slices."""
 
 from __future__ import annotations
 
@@ -51,18 +51,31 @@ ITEMS = "num_items_in_batch"
 _log = logging.getLogger("fzero")
 
 
+class Words(NamedTuple):
+    """What a user wrote: the names that errors and the log have for it."""
+
+    owner: str
+    prepare: str
+    backward: str
+    clip: str
+    save: str
+    read: str  # how to read values, as the way out of an error
+    clips: str  # how to clip gradients, likewise
+
+
 class How(NamedTuple):
-    """How an Accelerator computes."""
+    """How a model computes, and the words for what is done with it."""
 
     mesh: Any
     stage: int
     device: torch.device
     autocast: torch.dtype | None
     compile: bool
+    words: Words
 
     def make(self, title: str, function: Callable[..., Any], **how: Any) -> Any:
         """The program of a function."""
-        named = f"Accelerator: {title}"
+        named = f"{self.words.owner}: {title}"
         return compile_function(function, self.mesh, title=named, stage=self.stage, compile=self.compile, **how)
 
 
@@ -96,7 +109,7 @@ class Prepared:
         self.structure, self.how, self._on = model, how, find_ranks(how.mesh)
         self._find_share = find_share
         lines = [f"configuration stage: {how.stage}", *list_model(model)]
-        agree(self._on.members, digest(lines), lambda: lines, what="accelerator.prepare")
+        agree(self._on.members, digest(lines), lambda: lines, what=how.words.prepare)
         persist = WHOLE if how.stage == 0 else 0
         lowered = lower_modes(model)
         params = partition_model(model, lowered.params, find_store(model), how.mesh, persist=persist)
@@ -104,7 +117,7 @@ class Prepared:
         self._ids = {id(x): path for path, x in model.named_parameters()}
         self._names = list_names(model.forward)
         self._labels = find_labels(type(model)) or ["labels"]
-        spend_model(model, how.device, _refuse_use)
+        spend_model(model, how.device, functools.partial(_refuse_use, how.words))
         self._sliced = Sliced(model, how.make, self._compute, len(self._on.numbers))
         methods: dict[str, Any] = {"zero_grad": self.zero_grad, "state_dict": self.gather, "no_sync": nullcontext}
         if hasattr(model, "generate"):
@@ -168,8 +181,8 @@ class Prepared:
 
     def _compute_behind(self, reason: str) -> None:
         if self._on.number == 0:
-            text = "fzero.hf.Accelerator: %s: backward runs the model again. Give accelerator.backward the model's loss"
-            _log.info(text, reason)
+            text = "fzero: %s: %s: backward runs the model again. Give %s the model's loss"
+            _log.info(text, self.how.words.owner, reason, self.how.words.backward)
         self._computes_ahead = False
 
     @property
@@ -192,7 +205,7 @@ class Prepared:
     def _add(self, call: Call, find_sums: Callable[[Any], Any]) -> None:
         if call.held.params is not self.state.params:
             problem = "the parameters have changed since the call of the model whose output the loss depends on"
-            raise FzeroError("accelerator.backward", problem, "call the model again before backward")
+            raise FzeroError(self.how.words.backward, problem, "call the model again before backward")
         self._check_dropped()
         if self._open is not None:
             self._open = None
@@ -224,7 +237,7 @@ class Prepared:
         if missing or None in given:
             what = f"without {missing[0]}" if missing else "with parameters of another model"
             problem = f"is called {what}: gradients of one model are clipped together"
-            raise FzeroError("accelerator.clip_grad_norm_", problem, "give model.parameters(), model by model")
+            raise FzeroError(self.how.words.clip, problem, "give model.parameters(), model by model")
 
     def clip_norm(self, most: float) -> Tensor:
         """The norm of the sums of gradients, which are scaled down to the norm `most`."""
@@ -249,7 +262,7 @@ class Prepared:
         """
         if self._groups is not None:
             problem = f"{type(self.structure).__name__} has an optimizer already"
-            raise FzeroError("accelerator.prepare", problem, "give one optimizer with groups of parameters")
+            raise FzeroError(self.how.words.prepare, problem, "give one optimizer with groups of parameters")
         self._groups = convert_optimizer(optimizer, self.structure)
         made = make_at_rates(self._groups, [group.rate for group in self._groups])
         self.state = self.state._replace(opt_state=init_state(made, self.state.params, None))
@@ -263,6 +276,11 @@ class Prepared:
             return optim.apply_updates(params, updates), opt_state
 
         self._update = self.how.make("update", update)
+
+    def drop_optimizer(self) -> None:
+        """Forget the optimizer, its state and the gradients."""
+        self._groups, self.state = None, self.state._replace(opt_state=None)
+        self.zero_grad()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the parameters by the sums of gradients, at the rates that the groups have now. As in torch, nothing
@@ -336,14 +354,14 @@ class Prepared:
         """
         if self._sums is not None:
             problem = "gradients are waiting for an update, and no file would have them"
-            raise FzeroError("accelerator.save_state", problem, "call it behind optimizer.step() of an update")
+            raise FzeroError(self.how.words.save, problem, "call it behind optimizer.step() of an update")
         checkpoint.save(folder, self.state, step=0, keep=1, overwrite=True)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on any number of ranks."""
         if not folder.is_dir():
             problem = "has no slices of this model"
-            raise FzeroError(str(folder), problem, "give a folder that fzero.hf.Accelerator saved")
+            raise FzeroError(str(folder), problem, f"give a folder that {self.how.words.save} wrote")
         self.state = checkpoint.load(folder, self.state)
         self.zero_grad()
 
@@ -356,13 +374,8 @@ def _clip_value(sums: Any, most: float) -> Any:
     return tree.map(lambda x: x.clamp(-most, most), sums)
 
 
-def _refuse_use(path: str, what: str) -> FzeroError:
+def _refuse_use(words: Words, path: str, what: str) -> FzeroError:
     """The error for the use `what` of a parameter at `path`, or of the model itself."""
-    problem = f"{what} needs values, which are in slices since accelerator.prepare"
-    way_out = (
-        "accelerator.get_state_dict(model) gathers values, model.save_pretrained and save_state write them; "
-        "load and cast a model before prepare"
-    )
-    if what == ".grad":
-        way_out = "accelerator.clip_grad_norm_ and clip_grad_value_ clip gradients, optimizer.zero_grad() drops them"
+    problem = f"{what} needs values, which are in slices since {words.prepare}"
+    way_out = words.clips if what == ".grad" else words.read
     return FzeroError(f"model: {path}" if path else "model", problem, way_out)

@@ -134,8 +134,8 @@ def make_at_rates(groups: Sequence[Group], rates: Any) -> GradientTransformation
 
 def read_rates(optimizer: torch.optim.Optimizer, mesh: Any) -> Any:
     """The rates that the groups have now, as an argument of a program."""
-    rates = {"learning_rate": [torch.tensor(float(group["lr"])) for group in optimizer.param_groups]}  # for errors
-    return partition(rates, mesh, persist=WHOLE)
+    rates = [torch.tensor(float(group["lr"]), dtype=torch.float64) for group in optimizer.param_groups]
+    return partition({"learning_rate": rates}, mesh, persist=WHOLE)  # named for errors
 
 
 def forget_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -170,7 +170,7 @@ MISUSES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda accelerator, model, optimizer, folder, **_: (
             accelerator.save_state(folder), (folder / "fzero").rename(folder / "other"), accelerator.load_state(folder)
         ),
-        "fzero: has no slices of this model; give a folder that fzero.hf.Accelerator saved",
+        "fzero: has no slices of this model; give a folder that accelerator.save_state wrote",
     ),
     "an option that changed": (
         change_an_option,
