@@ -199,7 +199,8 @@ def test_quantized_leaves_stand_beside_split_ones() -> None:
     whole = fzero.quantize({**WEIGHTS, "codes": torch.randn(4, 64, dtype=F64, generator=DRAW)}, where="codes", block=32)
 
     def step(params: Any, x: Tensor) -> Any:
-        return fzero.value_and_grad(lambda params: (split_mlp(params, x) @ params["codes"]).square().mean())(params)
+        loss, grads = fzero.value_and_grad(lambda p: (split_mlp(p, x) @ p["codes"]).square().mean())(params)
+        return loss, {name: grads[name] for name in WEIGHTS}
 
     got = fzero.simulate(step, GRID, data=("fsdp",))(fzero.partition(whole, GRID, split=SPLIT), EXAMPLES)
     torch.testing.assert_close(fzero.unpartition(got), step(whole, EXAMPLES), rtol=1e-12, atol=1e-14)
