@@ -122,7 +122,7 @@ def _find_summed_leaf(program: Program, node: Any) -> Leaf | None:
         elif node in given and given[node].bucket is not None:
             layout, leaf = layouts[given[node].bucket], given[node].leaf
         else:
-            is_summed |= is_call(node, ops.all_reduce) and node.args[1] == "sum"
+            is_summed |= node.op == "call_function" and record(node).moves is not None and "sum" in node.args
             node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
             continue
         return layout.leaves[leaf] if is_summed and layout.splits > 1 else None
