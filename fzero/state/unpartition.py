@@ -19,7 +19,7 @@ from fzero.files import load
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout, Leaf
 from fzero.layout.parts import join_parts, take_part
-from fzero.layout.ranges import intersect
+from fzero.layout.ranges import intersect, shift
 from fzero.program import ops
 from fzero.program.records import record
 from fzero.ranks.calls import describe_leaf
@@ -149,9 +149,8 @@ def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
         return leaf.full_tensor()
     on = leaf.ranks
     check_rank("rank", rank, on.ranks)
-    if leaf.form.layout.splits > 1:
-        joined = freeze(_join(leaf, on), leaf)
-        return joined if rank in (None, on.ranks[on.number]) else None
+    if leaf.form.layout.splits > 1 and (rank is None or on.members.is_alone):
+        return freeze(_join(leaf, on), leaf)
     if on.members.is_alone or torch_private.depth():  # under torch.func a slice has no memory of its own
         return freeze(leaf.full_tensor().detach(), leaf)
     if rank is None:
@@ -180,18 +179,22 @@ def _join(leaf: Sharded, on: Ranks) -> Tensor:
 
 
 def _collect(leaf: Sharded, on: Ranks, rank: int) -> Tensor | None:
-    """A whole leaf on one rank. Only the ranks of one copy of the state, those in the row of `rank`, send to it."""
-    row, me = on.row(rank), on.ranks[on.number]
-    if leaf.form.layout.replicated:
+    """A whole leaf on one rank. Only the ranks of one copy of the state, that of `rank`, send to it."""
+    layout, me, numel = leaf.form.layout, on.ranks[on.number], leaf.leaf.numel
+    if layout.replicated:
         return leaf.local.detach().clone() if me == rank else None
+    number = on.ranks.index(rank)
+    row = [on.ranks[each] for each in next(row for row in on.mesh.rows(layout.cut_axes) if number in row)]
     if me not in row:
         return None
-    everything = range(leaf.numel())
-    have = find_owners(leaf.form.layout, leaf.index, everything, [[peer] for peer in row])
-    flat = torch.empty(leaf.numel() if me == rank else 0, dtype=leaf.dtype, device=leaf.device)
-    mine = Stretch(leaf.part.start, leaf.local.detach())
-    perform(on, f"collecting {leaf.path} on rank {rank}", plan(have, [Part(rank, everything)]), mine, Stretch(0, flat))
-    return flat.view(leaf.shape) if me == rank else None
+    held = [(layout.part(leaf.index, along), position) for along, position in layout.cut_positions]
+    have = [Part(peer, shift(part, position * numel)) for peer, (part, position) in zip(row, held) if part]
+    part, position = held[row.index(me)]
+    parts = torch.empty(leaf.numel() if me == rank else 0, dtype=leaf.dtype, device=leaf.device)
+    mine = Stretch(position * numel + part.start, leaf.local.detach())
+    messages = plan(have, [Part(rank, range(leaf.numel()))])
+    perform(on, f"collecting {leaf.path} on rank {rank}", messages, mine, Stretch(0, parts))
+    return join_parts(parts, layout, leaf.index).view(leaf.global_shape) if me == rank else None
 
 
 def assemble_piece(leaf: Tensor, piece: range) -> Tensor:
