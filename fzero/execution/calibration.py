@@ -188,16 +188,43 @@ def fit_rates(program: Program, seconds: Seconds) -> Rates:
     moves = {node: done.nbytes for node, done in works.items() if not done.flops and done.nbytes >= SMALL}
     sent = {node: nbytes for node, nbytes in sent.items() if nbytes}
     latency = min((seconds[node] for node in sent), default=guess.latency)
+    wire = _fit_rate(sent, seconds, latency) or guess.wire
+    axes = _fit_axes(program, {node: seconds[node] for node in sent}, latency, wire)
     return Rates(
         flops=_fit_rate(products, seconds, launch) or guess.flops,
         memory=_fit_rate(moves, seconds, launch) or guess.memory,
-        wire=_fit_rate(sent, seconds, latency) or guess.wire,
+        wire=wire,
         launch=launch,
         latency=latency,
         link=guess.link,
         host=guess.host,
         disk=guess.disk,
+        axes=tuple(axes.items()) if len(axes) > 1 else (),
     )
+
+
+def _fit_axes(program: Program, seconds: Seconds, latency: float, wire: float) -> dict[str, float]:
+    """Axis -> its wire. Where a node communicates over two axes, the second has what time the first leaves. What goes
+    over several axes together tells of none."""
+    parts: dict[Node, dict[str, float]] = {}
+    left = dict(seconds)
+    for node in seconds:
+        entries = [each for each in comm_of(program, node) if program.mesh.size(each.axis) > 1]
+        if all(each.axis in program.mesh.sizes for each in entries):
+            parts[node] = {each.axis: 0.0 for each in entries}
+        for each in entries if node in parts else ():
+            parts[node][each.axis] += bus_bytes(each, program.mesh)
+            left[node] -= latency
+    found: dict[str, float] = {}
+
+    def list_unknown() -> dict[Node, list[str]]:
+        return {node: [axis for axis in part if axis not in found] for node, part in parts.items()}
+
+    while axis := next((axes[0] for axes in list_unknown().values() if len(axes) == 1), None):
+        own = {node: parts[node][axis] for node, axes in list_unknown().items() if axes == [axis]}
+        spent = {node: left[node] - sum(x / found[y] for y, x in parts[node].items() if y in found) for node in own}
+        found[axis] = _fit_rate(own, spent, 0.0) or wire
+    return found
 
 
 def _count_bus_bytes(program: Program, node: Node) -> float:
@@ -257,7 +284,11 @@ def _clock_runs(run: Callable[[], Any], clock: _Clock) -> float:
 def average_rates(rates: Rates, reduce: Callable[[Tensor, str], Tensor], device: Any) -> Rates:
     """The mean of the rates of all ranks, the same on all of them to the last bit: ranks that schedule by other rates
     would make other programs."""
-    values = torch.tensor(rates, dtype=torch.float64, device=device)
+    names = [name for name in Rates._fields if name != "axes"]
+    numbers = [*(getattr(rates, name) for name in names), *(rate for _, rate in rates.axes)]
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
     for op in ("avg", "max"):  # backends may round a mean differently on each rank; the maximum of the means is one
         values = reduce(values, op)
-    return Rates(*values.tolist())
+    found = values.tolist()
+    axes = tuple((axis, rate) for (axis, _), rate in zip(rates.axes, found[len(names) :]))
+    return Rates(**dict(zip(names, found)), axes=axes)

@@ -20,6 +20,7 @@ class Rates(NamedTuple):
     link: float = 2.5e10  # bytes a second between the device and the host, in each direction
     host: float = 5e10  # bytes read or written a second by an operation on the host
     disk: float = 3e9  # bytes read or written a second, of files
+    axes: tuple[tuple[str, float], ...] = ()  # mesh axis and its `wire`, for axes whose wire is another one
 
     def compute(self, work: Work) -> float:
         """Seconds of an operation, which arithmetic or memory bounds: the roofline model (Williams, Waterman and
@@ -38,10 +39,17 @@ class Rates(NamedTuple):
         """Seconds of a copy between the host and a disk, either way."""
         return nbytes / self.disk
 
+    def wire_along(self, axis: str, mesh: VirtualMesh) -> float:
+        """The `wire` along an axis; over several axes together, which `axes` does not have, that of the slowest."""
+        known = dict(self.axes)
+        return known.get(axis) or min(known.get(each, self.wire) for each in mesh.split(axis))
+
     def communicate(self, comm: Comm, mesh: VirtualMesh) -> float:
         """Seconds of a collective that has the wire to itself. On one rank it takes no time."""
-        sent = bus_bytes(comm, mesh)
-        return self.latency + sent / self.wire if mesh.size(comm.axis) > 1 else 0.0
+        if mesh.size(comm.axis) == 1:
+            return 0.0
+        wire = self.wire_along(comm.axis, mesh) if self.axes else self.wire
+        return self.latency + bus_bytes(comm, mesh) / wire
 
 
 def bus_bytes(comm: Comm, mesh: VirtualMesh) -> float:

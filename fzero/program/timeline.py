@@ -1,18 +1,20 @@
 """Timeline: when a program computes, communicates and copies, simulated on lanes from the costs of its nodes.
 
-The lanes: the device computes; collectives use the wire; copies between the device and the host use the link; what
-updates state on the host runs there; the disk reads and writes files.
+The lanes: the device computes; collectives use the wire of their mesh axis, or those of their axes; copies between the
+device and the host use the link; what updates state on the host runs there; the disk reads and writes files.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fzero.base.mesh import JOINT
 from fzero.program.comm import Comm
 from fzero.program.operation import Node
 from fzero.program.ops.transfers import copy_of, count_bytes
@@ -95,11 +97,15 @@ class Timeline:
 
     @property
     def lanes(self) -> dict[str, list[Span | Transfer]]:
-        """Lane -> what occupies it, in order. The lanes of a program that does not use them are left out."""
-        lanes: dict[str, list[Span | Transfer]] = {COMPUTE: [*self.spans], WIRE: [], LINK: [], HOST: [*self.on_host]}
-        lanes[DISK] = []
+        """Lane -> what occupies it, in order. The lanes of a program that does not use them are left out. With
+        collectives over several axes those over "tp" are in the lane "communication over tp"."""
+        axes = dict.fromkeys(each.comm.axis for each in self.transfers if each.lane == WIRE)
+        wires = {axis: f"{WIRE} over {axis}" for axis in axes} if len(axes) > 1 else dict.fromkeys(axes, WIRE)
+        names = (COMPUTE, *(dict.fromkeys(wires.values()) or (WIRE,)), LINK, HOST, DISK)
+        lanes: dict[str, list[Span | Transfer]] = {name: [] for name in names}
+        lanes[COMPUTE], lanes[HOST] = [*self.spans], [*self.on_host]
         for transfer in sorted(self.transfers, key=lambda transfer: transfer.start):
-            lanes[transfer.lane].append(transfer)
+            lanes[wires.get(transfer.comm.axis, transfer.lane)].append(transfer)
         return {lane: entries for lane, entries in lanes.items() if entries or lane in (COMPUTE, WIRE)}
 
     def hidden(self, *names: str) -> float:
@@ -183,8 +189,8 @@ def cost_nodes(program: Program, rates: Rates) -> Costs:
 def simulate_timeline(program: Program, costs: Costs) -> Timeline:
     """The timeline of a program whose nodes have these costs.
 
-    Nodes compute on one lane in order, collectives use another in the order of their starts, and so do copies, and
-    operations on the host.
+    Nodes compute on one lane in order. Collectives over an axis use that of the axis, in the order of their starts,
+    those over several axes all of theirs; copies, and operations on the host, are on lanes of their own.
 
     A wait holds up compute until its collective is done. A collective without a wait holds up compute at once. The
     lanes do not slow each other down. The thread that computes on the host also starts what the device computes, and
@@ -202,15 +208,17 @@ class Lanes:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.now = 0.0  # when compute has done the nodes so far
-        self.free = {WIRE: 0.0, "to_host": 0.0, "to_device": 0.0, HOST: 0.0, DISK: 0.0}
+        self.free = {"to_host": 0.0, "to_device": 0.0, HOST: 0.0, DISK: 0.0}
         """When a lane has done what it was given so far. The link works in both directions at once, the disk in one."""
+        self.wires: dict[str, float] = defaultdict(float)
+        """The same of the wire of each mesh axis."""
         self.done_at: dict[Node, float] = {}
         """Node that starts a collective, or that is not of the compute lane -> when that is done."""
         self.waited: dict[Node, float] = {}
         """Node -> the seconds for which compute waited there."""
         self.spans: list[Span] = []
         self.on_host: list[Span] = []
-        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = {lane: [] for lane in self.free}
+        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = defaultdict(list)
         self._idle: list[tuple[float, float]] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -265,7 +273,7 @@ class Lanes:
 
     def finish(self, output: Node) -> None:
         """Let compute wait until all lanes have done what the step gave them."""
-        self._wait(output, max(self.free.values()))
+        self._wait(output, max(*self.free.values(), *self.wires.values()))
 
     def _run_beside(self, node: Node) -> None:
         """Put a copy or an operation on the host on its lane, behind what it needs, and behind what the thread of the
@@ -290,11 +298,12 @@ class Lanes:
             self.now += seconds
 
     def _send(self, comm: Comm, seconds: float, is_ahead: bool = False) -> float:
-        """Put a collective on the wire, behind all earlier ones. Returns the time at which it is done."""
-        start = max(self.now, self.free[WIRE])
-        self.free[WIRE] = start + seconds
-        self._sent[WIRE].append((comm, start, start + seconds, is_ahead))
-        return self.free[WIRE]
+        """Put a collective on the wires of its axes, behind all earlier ones. Returns the time at which it is done."""
+        axes = comm.axis.split(JOINT)
+        start = max(self.now, *(self.wires[axis] for axis in axes))
+        self.wires.update(dict.fromkeys(axes, start + seconds))
+        self._sent[comm.axis].append((comm, start, start + seconds, is_ahead))
+        return start + seconds
 
     def _wait_at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
         for comm, seconds in comms:
@@ -307,7 +316,8 @@ class Lanes:
             self.now = until
 
     def transfers(self) -> Iterator[Transfer]:
-        """The collectives in order, with the seconds for which compute waited during each."""
+        """The collectives of each wire and the copies of each lane, in order, with the seconds for which compute waited
+        during each."""
         return itertools.chain.from_iterable(map(self._measure_exposed, self._sent.values()))
 
     def _measure_exposed(self, sent: Iterable[tuple[Comm, float, float, bool]]) -> Iterator[Transfer]:

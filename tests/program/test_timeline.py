@@ -84,6 +84,24 @@ def test_a_scatter_is_averaged_over_other_axes_when_it_is_waited_for() -> None:
     assert moved(timeline)[1:] == [("reduce_scatter 0", 5, 8, 3), ("all_reduce 0", 8, 11, 3)]
 
 
+def test_each_axis_has_its_wire() -> None:
+    """Collectives over one axis do not hold up those over another; one over both waits for both."""
+
+    def step(params: dict[str, Tensor], x: Tensor) -> Any:
+        x = products(params, x)  # a gather of 3 s, and a product that takes 1 s
+        return fzero.psum(x * fzero.axis_index("tp"), "tp").mean()
+
+    mesh = VirtualMesh(fsdp=2, tp=2)
+    params = fzero.partition({"0": torch.ones(4, 4)}, mesh)
+    rates = RATES._replace(axes=(("tp", 16.0),))
+    traced = fzero.simulate(step, mesh, data=("fsdp",)).trace(params, torch.ones(4, 4))
+    lanes = traced.timeline(rates).lanes
+    times = {name: [(each.name, each.start, each.end) for each in entries] for name, entries in lanes.items()}
+    assert times["communication over tp"] == [("all_reduce tp", 4, 7)]  # 1 + 32 / 16 s
+    assert times["communication over fsdp"] == [("all_gather 0", 0, 3), ("all_reduce fsdp", 7, 8.125)]
+    assert rates.wire_along("fsdp+tp", mesh) == 16 and rates.wire_along("fsdp", mesh) == 32
+
+
 def test_nothing_is_moved_on_one_rank() -> None:
     timeline = program(products, VirtualMesh(fsdp=1)).timeline(RATES)
     assert (timeline.seconds, timeline.exposed, timeline.hidden()) == (2, 0, 1)
