@@ -13,9 +13,12 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, virtual_mesh
+from fzero.layout.splits import runs_in_parts
 from fzero.passes.run import Pass
 from fzero.simulation import simulate
 from fzero.state.partition import partition
+from fzero.state.splits import Rules
+from fzero.state.unpartition import unpartition
 from fzero.values.sharded import Sharded
 
 
@@ -42,13 +45,15 @@ def check_equivalence(
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
+    split: Rules | None = None,
 ) -> dict[str, Difference]:
     """Run `steps` steps sharded on virtual ranks and unsharded, and compare the results after each step.
 
     `state` and `batch` are tuples of trees of full tensors, which stay as they are. `train_step(*state, *batch)`
     returns the new state, tree by tree, and then its other results. Every step gets the same batch. The trees of
-    `state` are partitioned by `fzero.partition`, each `like` the trees before it. Every tensor of `batch` is cut along
-    dim 0, one part for each rank. `stage`, `memory`, `reduce_dtype`, `passes` and `data` are as in `fzero.simulate`.
+    `state` are partitioned by `fzero.partition`, each `like` the trees before it, and the first of them with `split`,
+    whose axes `data` leaves out. Every tensor of `batch` is cut along dim 0, one part for each rank. `stage`, `memory`,
+    `reduce_dtype`, `passes` and `data` are as in `fzero.simulate`.
 
     Returns:
         Path of each result -> its largest difference over all steps.
@@ -63,7 +68,7 @@ def check_equivalence(
     step = simulate(train_step, mesh, stage=stage, memory=memory, reduce_dtype=reduce_dtype, passes=passes, data=data)
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:
-        sharded = (*sharded, partition(part, mesh, like=sharded))
+        sharded = (*sharded, partition(part, mesh, like=sharded, split=None if sharded else split))
     plain = tree.map(lambda leaf: freeze(leaf.detach().clone(), leaf), state)
     largest: dict[str, Difference] = {}
     for number in range(1, steps + 1):
@@ -104,7 +109,7 @@ def _compare_results(
 
 
 def _compare(where: str, got: Tensor, expected: Tensor, tolerances: tuple[float, float]) -> Difference:
-    value = got.full_tensor() if isinstance(got, Sharded) else got
+    value = unpartition(got)
     if (value.shape, value.dtype) != (expected.shape, expected.dtype):
         raise FzeroError(
             where,
@@ -142,8 +147,12 @@ def _find_holder(value: Tensor, element: int) -> str:
     """The rank that holds an element of a flattened value, in words."""
     if not isinstance(value, Sharded) or value.form.layout.replicated:
         return "every rank"
-    layout = value.form.layout
-    return f"rank {next(rank for rank in range(layout.world) if element in layout.part(value.index, rank))}"
+    layout, where = value.form.layout, ""
+    if layout.splits > 1:
+        runs = runs_in_parts(layout.run_of(value.index), layout.splits, range(element, element + 1))
+        position, element, _ = next(runs)
+        where = f" of part {position} along {layout.split_axis!r}"
+    return f"rank {next(rank for rank in range(layout.world) if element in layout.part(value.index, rank))}{where}"
 
 
 def _describe(x: Tensor) -> str:

@@ -25,6 +25,7 @@ from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, address_of, allocate, duplicate
 from fzero.layout.layout import Layout
+from fzero.layout.parts import take_part
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
@@ -209,7 +210,7 @@ class Simulation:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Sharded) and isinstance(leaf.local, OnDisk):
                 part = leaf.form.layout.part(leaf.index, seat.rank)
-                values[i] = leaf.local[part.start : part.stop]
+                values[i] = _find_part(leaf, seat)[part.start : part.stop]
         for layout, members in groups:
             full = {index: _find_part(leaves[i], seat) for i, index in members.items()}
             placed = copy_slices(full, layout, seat.rank)
@@ -255,8 +256,7 @@ def _find_position(layout: Layout, seat: Seat) -> int:
 
 def _find_part(leaf: Sharded, seat: Seat) -> Tensor:
     """The part of a leaf that a rank has a slice of."""
-    layout = leaf.form.layout
-    return leaf.local if layout.splits == 1 else leaf.local.view(layout.splits, -1)[_find_position(layout, seat)]
+    return take_part(leaf.local, leaf.form.layout, _find_position(leaf.form.layout, seat))
 
 
 def _separate(program: Program, given: Sequence[Tensor]) -> list[Tensor]:

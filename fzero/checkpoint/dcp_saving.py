@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from fzero.base import torch_private, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.pieces import Plan, plan
+from fzero.files import load
 from fzero.layout.boxes import Box, boxes
 from fzero.layout.ranges import tile
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import gather_words
 from fzero.state.publishing import Publication, find_common_ranks, give_name, open_temporary
 from fzero.state.sources import Source, TensorSource
+from fzero.state.splits import list_positions
 from fzero.values.sharded import Sharded
 
 
@@ -100,6 +102,26 @@ def _view(leaf: Sharded | Source) -> Tensor:
     return whole
 
 
+def _list_boxes(leaf: Sharded) -> Iterator[tuple[Box, Tensor]]:
+    """The rectangles of a whole leaf that this process has, and their values."""
+    layout, local = leaf.form.layout, load(leaf.local.detach()).view(-1)
+    for held, place in list_positions(local, layout, leaf.ranks):
+        shape, dim = list(leaf.shape), 0
+        if (split := leaf.leaf.split) is not None:  # each of the parts that a dim is split into has a dim of its own
+            dim, size = split.dim, leaf.shape[split.dim] // split.parts
+            shape[dim : dim + 1] = split.parts, size
+        found = boxes(tuple(shape), leaf.part)
+        for box, at in zip(found, tile(torch.Size(box.size).numel() for box in found)):
+            values = held[at.start : at.stop].view(box.size)
+            if split is None:
+                yield box, values
+                continue
+            for number, each in enumerate(values.unbind(dim), box.start[dim]):
+                first = (number * layout.splits + place) * size + box.start[dim + 1]
+                start = (*box.start[:dim], first, *box.start[dim + 2 :])
+                yield Box(start, tuple(each.shape)), each
+
+
 class Slices(Tensor):
     """A leaf of which this rank holds a slice, for `torch.distributed.checkpoint` to write. Of torch's protocol
     `_Checkpointable`; a tensor of the leaf's global shape, without memory of its own."""
@@ -107,11 +129,8 @@ class Slices(Tensor):
     boxes: dict[tuple[int, ...], tuple[Box, Tensor]]
 
     def __new__(cls, leaf: Sharded) -> Slices:
-        view: Slices = torch_private.make_wrapper_subclass(cls, leaf.shape, dtype=leaf.dtype, device=leaf.device)
-        found = boxes(tuple(leaf.shape), leaf.part)
-        places = tile(torch.Size(box.size).numel() for box in found)
-        local = leaf.local.detach().view(-1)
-        view.boxes = {box.start: (box, local[at.start : at.stop].view(box.size)) for box, at in zip(found, places)}
+        view: Slices = torch_private.make_wrapper_subclass(cls, leaf.global_shape, dtype=leaf.dtype, device=leaf.device)
+        view.boxes = {box.start: (box, values) for box, values in _list_boxes(leaf)}
         return view
 
     def __init__(self, leaf: Sharded) -> None:

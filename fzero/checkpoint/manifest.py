@@ -203,7 +203,7 @@ def _parse_places(rows: Any, grid: Grid) -> Iterator[Place]:
         if split:
             dim, parts, firsts = split
             place = place._replace(dim=dim, parts=parts, firsts=tuple(firsts))
-            if not firsts or dim >= len(shape) or not parts or shape[dim] % parts or not shard:
+            if not firsts or dim >= len(shape) or not parts or shape[dim] % parts or (place.numel and not shard):
                 raise ValueError(f"{path} is no split leaf: {shape}, {split}")
         firsts = [part.first for part in place.list_parts()]
         is_within = start + place.numel <= shard * grid.world and not any(map(grid.position, firsts))

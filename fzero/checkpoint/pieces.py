@@ -15,6 +15,7 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.checkpoint.manifest import DTYPE_NAMES, KINDS, OTHERS, Value, render_value
 from fzero.checkpoint.places import Grid, Place
 from fzero.layout.owners import balance
+from fzero.layout.parts import take_part
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.virtual import ALONE
 from fzero.state.sources import Source, TensorSource, fingerprint, source_of
@@ -132,8 +133,8 @@ def _cut(leaf: Sharded | Source, part: range, position: int) -> Source:
     if leaf.is_replicated:
         return TensorSource(leaf.local, leaf.path)
     begin, local = leaf.part.start, leaf.local.view(-1)
-    if leaf.on.rank is None and leaf.form.layout.splits > 1:  # all parts are here
-        local = local.view(leaf.form.layout.splits, -1)[position]
+    if leaf.on.rank is None:  # all parts are here
+        local = take_part(local, leaf.form.layout, position)
     return TensorSource(local[part.start - begin : part.stop - begin], leaf.path)
 
 

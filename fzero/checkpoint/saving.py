@@ -59,7 +59,7 @@ def save(
     """
     step = _choose_step(state, step)
     check_keep(keep)
-    on = find_common_ranks(zip(tree.paths(state), tree.leaves(state)), with_splits=True)
+    on = find_common_ranks(zip(tree.paths(state), tree.leaves(state)))
     lane = find_lane(on)
     lane.finish()
     options = Options(Path(path), step, keep, overwrite, sha256, dict(metadata or {}))

@@ -14,7 +14,9 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.base.shapes import global_shape
 from fzero.base.sizes import parse_size
+from fzero.files import load
 from fzero.formats.rearranged import Rearranged, RearrangedSource
 from fzero.formats.transformers_models import (
     Model,
@@ -28,7 +30,7 @@ from fzero.formats.transformers_models import (
     split_files,
 )
 from fzero.layout.chunks import chunks
-from fzero.layout.strides import Copy, dense, view_to_view, within
+from fzero.layout.strides import Copy, compose, dense, view_to_view, within
 from fzero.ranks.ranks import Ranks
 from fzero.state.fill import CHUNK_NBYTES, chunk_numel
 from fzero.state.partition import partition
@@ -36,7 +38,13 @@ from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors import load_sources, open_safetensors
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.loading import Rename
-from fzero.state.safetensors.saving import check_paths, choose_part, list_origins, name_value
+from fzero.state.safetensors.saving import (
+    check_paths,
+    choose_part,
+    list_origins,
+    list_parts,
+    name_value,
+)
 from fzero.state.safetensors.writing import Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.quantized import is_quantized
@@ -204,8 +212,9 @@ def _complete(values: Values, model: Model) -> Values:
         way_out = "give the tree that fzero.lower or fzero.build returned for the model, or `rename` another tree"
         raise FzeroError((surplus + missing)[0], "; ".join(problems), way_out)
     for path, value in values.items():
-        if value.shape != expected[path].shape:
-            problem = f"has shape {list(value.shape)}, {name} has {list(expected[path].shape)}"
+        shape = global_shape(value)
+        if shape != expected[path].shape:
+            problem = f"has shape {list(shape)}, {name} has {list(expected[path].shape)}"
             raise FzeroError(path, problem, "give the model that was lowered, with its configuration")
     return {path: values[path] if path in values else source_of(x, path) for path, x in expected.items()}
 
@@ -228,11 +237,20 @@ def plan_pieces(
     for name, header in headers.items():
         for key, entry in header.entries.items():
             for path, copy in tensors[key].pieces(key):
-                part = choose_part(values[path], on) or range(0)
-                for mine in within(copy, part):
-                    held = _flatten(values[path], path)
-                    offset = entry.span.start + mine.target * entry.dtype.itemsize
-                    yield _plan_piece(held, mine, part.start, entry.dtype, path)._replace(offset=offset, file=name)
+                for held, part, of_part in _list_parts(values[path], path, copy, on):
+                    for mine in within(of_part, part):
+                        offset = entry.span.start + mine.target * entry.dtype.itemsize
+                        yield _plan_piece(held, mine, part.start, entry.dtype, path)._replace(offset=offset, file=name)
+
+
+def _list_parts(value: Sharded | Source, path: str, copy: Copy, on: Ranks) -> Iterator[tuple[Tensor, range, Copy]]:
+    """The elements of a leaf that this process writes, 1-d, which they are in the leaf, and the copy of these. Of a
+    split leaf, those of each part, and the copies of a part's elements."""
+    if isinstance(value, Sharded) and value.form.layout.splits > 1:
+        for held, part, to_whole in list_parts(value, on):
+            yield from ((load(held), part, each) for each in compose(to_whole, copy))
+    else:
+        yield _flatten(value, path), choose_part(value, on) or range(0), copy
 
 
 def _flatten(value: Sharded | Source, path: str) -> Tensor:

@@ -25,7 +25,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.packing import Packing, pack
 from fzero.layout.ranges import intersect, pad, shift, tile
-from fzero.layout.splits import Split
+from fzero.layout.splits import Split, range_in_part, run_of
 
 ALIGN = 16
 """A rank's slice is a multiple of so many elements. NCCL wants 16 bytes, and the narrowest dtype has one byte."""
@@ -113,6 +113,28 @@ class Layout:
         """The name of the axes, together, along which ranks hold different elements."""
         return self.mesh.join((self.mesh.shard_axis, *self.split_axes))
 
+    @cached_property
+    def cut_positions(self) -> tuple[tuple[int, int], ...]:
+        """For each rank along `cut_axes` its position along the shard axis, and that along the split axes."""
+        axes = self.mesh.split(self.cut_axes)
+        cut = VirtualMesh(**{axis: self.mesh.size(axis) for axis in axes})
+        shard, split = self.mesh.shard_axis, self.split_axes
+        return tuple(
+            (cut.position(number, shard), cut.position(number, cut.join(split)) if split else 0)
+            for number in range(cut.size())
+        )
+
+    def run_of(self, leaf: int) -> int:
+        """The elements of a leaf that adjoin in the whole and lie in one part: the flattened whole has such a run for
+        each rank along the split axes in turn. All elements of a leaf that is not split; 1 for a leaf without any."""
+        shape, split = self.leaves[leaf].shape, self.leaves[leaf].split
+        return max(1, math.prod(shape) if split is None else run_of(shape, *split[1:]))
+
+    def range_in_part(self, leaf: int, position: int, elements: range) -> range:
+        """The elements of a range of the whole leaf that the rank at a position along the split axes has, counted from
+        the start of its part."""
+        return range_in_part(self.run_of(leaf), self.splits, position, elements) if self.splits > 1 else elements
+
     def shape_of(self, leaf: int) -> tuple[int, ...]:
         """The shape of a leaf as a whole: of the parts of all ranks that it is split over."""
         (shape, split), splits = (self.leaves[leaf].shape, self.leaves[leaf].split), self.splits
@@ -160,25 +182,43 @@ class Layout:
     def _align_in_units(self) -> int:
         return self.align // math.gcd(self.align, self.unit)
 
-    def coarsen(self, size: int) -> Layout:
+    def coarsen(self, size: int, leaf: int | None = None) -> Layout:
         """The layout of one value for each `size` elements of every leaf, on the rank that holds these elements.
 
-        `coarsen(size).part(leaf, rank)` is `part(leaf, rank)` in units of `size`, rounded up.
+        `coarsen(size).part(leaf, rank)` is `part(leaf, rank)` in units of `size`, rounded up. The values of a split
+        leaf whose runs are multiples of `size` are those of the whole leaf, split as the leaf is.
 
         Raises:
-            FzeroError: where a rank boundary may cut `size` elements: where they are no part of a unit.
+            FzeroError: where a rank boundary may cut `size` elements: where they are no part of a unit; with a `leaf`,
+                whose values are wanted, where that one's parts cut them.
         """
+        if leaf is not None and self.splits > 1 and (run := self.run_of(leaf)) % size:
+            problem = f"is split over {self.split_axis!r} into runs of {run} elements, which cut blocks of {size}"
+            way_out = (
+                f"split it so that runs, such as a rank's part of a row, are multiples of {size}, or leave it whole"
+            )
+            raise FzeroError(self.leaves[leaf].path, problem, way_out)
         is_whole = self.replicated or self.world == 1
         if not is_whole and self.unit % size:
             problem = f"ranks may cut blocks of {size} elements: leaves lie at multiples of {self.unit}"
             raise FzeroError(self.leaves[0].path, problem, f"partition with fzero.partition(..., unit={size})")
         unit = 1 if is_whole else self.unit // size
         leaves = tuple(
-            Leaf(leaf.path, (-(-leaf.numel // size),), 1 if is_whole else math.lcm(leaf.block, self.unit) // size)
-            for leaf in self.leaves
+            Leaf(
+                leaf.path,
+                (-(-leaf.numel // size),),
+                1 if is_whole else math.lcm(leaf.block, self.unit) // size,
+                split=self._coarsen_split(i, size),
+            )
+            for i, leaf in enumerate(self.leaves)
         )
         align = unit * self._align_in_units
         return Layout(f"{self.bucket}/{size}", leaves, self.mesh, align, self.replicated, unit)
+
+    def _coarsen_split(self, leaf: int, size: int) -> Split | None:
+        """How the values of a split leaf's elements are split: run by run."""
+        split, run = self.leaves[leaf].split, self.run_of(leaf)
+        return split and Split(split.axis, 0, 1 if run % size else max(1, self.leaves[leaf].numel // run))
 
     def is_like(self, other: Layout) -> bool:
         """Whether another layout has leaves of the same shapes in the same places, under any names."""

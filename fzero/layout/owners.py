@@ -4,9 +4,11 @@
     matrices  |---- q ----|---- k ----|----- v ------|
     owners          0           1            2          k: ranks 0 and 2 would send nothing, rank 1 holds all of it
 
-A matrix is some rows of a leaf, so its elements adjoin. A matrix that one rank holds whole stays on that rank. All
-other matrices go to the least loaded rank, the most work first (Graham, Bounds on Multiprocessing Timing Anomalies,
-1969). So no rank has more work than the larger of
+A matrix is some rows of a whole leaf, so its elements adjoin in each part of a leaf that is split over model axes. The
+ranks are then those along the shard axis and the split axes together. A matrix comes to its owner part by part.
+
+A matrix that one rank holds whole stays on that rank. All other matrices go to the least loaded rank, the most work
+first (Graham, Bounds on Multiprocessing Timing Anomalies, 1969). So no rank has more work than the larger of
 
 * the work of the matrices that it holds whole,
 * a rank's share of all work, plus the largest work of a matrix that moves.
@@ -32,7 +34,7 @@ Places = Sequence[Place]
 
 class Matrix(NamedTuple):
     """Some rows of a leaf. `place` is the leaf's position among the given leaves, `part` the elements of the matrix,
-    counted from the leaf's start."""
+    counted from the start of the whole leaf."""
 
     place: int
     part: range
@@ -42,7 +44,7 @@ class Matrix(NamedTuple):
 
 class Piece(NamedTuple):
     """The elements of a matrix that one rank holds: `local` in the rank's slice of the leaf, `owned` in the owner's
-    buffer; in a list of what a rank lends, counted from the matrix's start instead."""
+    buffer, which has a matrix part by part; in a list of what a rank lends, counted from the matrix's start instead."""
 
     matrix: int
     place: int
@@ -53,7 +55,7 @@ class Piece(NamedTuple):
 class Route(NamedTuple):
     """What one rank keeps, lends and borrows on the way to the owners. On the way back, pieces go the other way.
 
-    `lent` and `borrowed` list, for each rank of the shard axis, the pieces that go to it and that come from it.
+    `lent` and `borrowed` list, for each rank along the axis, the pieces that go to it and that come from it.
     """
 
     matrices: tuple[tuple[Matrix, range], ...]  # that the rank owns, and their places in its buffer
@@ -74,7 +76,12 @@ class Owners:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.places[0][0].world
+        return len(self.places[0][0].cut_positions)
+
+    @property
+    def axis(self) -> str:
+        """The axes, together, along which the ranks are."""
+        return self.places[0][0].cut_axes
 
     @cached_property
     def costliest(self) -> int:
@@ -119,8 +126,8 @@ class Owners:
         held = [0] * self.world
         for layout, leaf in self.places:
             if not layout.replicated:
-                for rank in _list_holders(layout, leaf, range(layout.leaves[leaf].numel)):
-                    held[rank] += len(layout.part(leaf, rank))
+                for rank in _list_holders(layout, leaf, range(math.prod(layout.shape_of(leaf)))):
+                    held[rank] += len(layout.part(leaf, layout.cut_positions[rank][0]))
         return [have - kept for have, kept in zip(held, self._kept)]
 
     @cached_property
@@ -151,9 +158,10 @@ class Owners:
         return [total + everywhere for total in sums]
 
     def _part(self, matrix: Matrix, rank: int) -> range:
-        """The elements of a matrix that a rank holds, counted from the leaf's start."""
+        """The elements of a matrix that a rank holds, counted from the start of its part of the leaf."""
         layout, leaf = self.places[matrix.place]
-        return intersect(matrix.part, layout.part(leaf, rank))
+        along, position = layout.cut_positions[rank]
+        return intersect(layout.range_in_part(leaf, position, matrix.part), layout.part(leaf, along))
 
     def _list_own(self, rank: int) -> Iterator[tuple[int, range]]:
         """The matrices that a rank owns, as indices, and the places of their elements in its buffer."""
@@ -182,13 +190,16 @@ class Owners:
         """The elements of a matrix that `holder` holds. The matrix begins at `start` of its owner's buffer."""
         matrix, part = self.matrices[index], self._part(self.matrices[index], holder)
         layout, leaf = self.places[matrix.place]
-        begin = layout.part(leaf, holder).start
-        return Piece(index, matrix.place, shift(part, -begin), shift(part, start - matrix.part.start))
+        along, position = layout.cut_positions[holder]
+        parts = [layout.range_in_part(leaf, each, matrix.part) for each in range(position + 1)]
+        owned = shift(part, start + sum(map(len, parts[:-1])) - parts[-1].start)
+        return Piece(index, matrix.place, shift(part, -layout.part(leaf, along).start), owned)
 
 
 @lru_cache(2**6)
 def plan_owners(places: tuple[Place, ...], rows: tuple[int, ...], cost: Callable[[int, int], int]) -> Owners:
-    """The owners of the matrices of these leaves, balanced by `cost(rows, columns)`.
+    """The owners of the matrices of these leaves, which are split over the same axes, balanced by
+    `cost(rows, columns)`.
 
     `rows` lists the rows of each matrix, leaf by leaf.
 
@@ -199,7 +210,8 @@ def plan_owners(places: tuple[Place, ...], rows: tuple[int, ...], cost: Callable
     costs = tuple(cost(matrix.rows, matrix.columns) for matrix in matrices)
     cut = [i for i, matrix in enumerate(matrices) if not places[matrix.place][0].replicated]
     homes = [_find_home(*places[matrices[i].place], matrices[i].part) for i in cut]
-    owners = dict(zip(cut, balance([costs[i] for i in cut], homes, places[0][0].world)))
+    world = len(places[0][0].cut_positions)
+    owners = dict(zip(cut, balance([costs[i] for i in cut], homes, world)))
     return Owners(places, matrices, costs, tuple(owners.get(i) for i in range(len(matrices))))
 
 
@@ -222,7 +234,7 @@ def balance(costs: Sequence[int], homes: Sequence[int | None], world: int) -> li
 def _cut(places: Places, rows: Sequence[int]) -> Iterator[Matrix]:
     left = iter(rows)
     for position, (layout, leaf) in enumerate(places):
-        path, shape = layout.leaves[leaf].path, layout.leaves[leaf].shape
+        path, shape = layout.leaves[leaf].path, layout.shape_of(leaf)
         end, total = 0, math.prod(shape[:-1]) if math.prod(shape) else 0
         while end < total:
             count = next(left, 0)
@@ -241,9 +253,11 @@ def _find_home(layout: Layout, leaf: int, part: range) -> int | None:
     return holders[0] if len(holders) == 1 else None
 
 
-def _list_holders(layout: Layout, leaf: int, part: range) -> range:
+def _list_holders(layout: Layout, leaf: int, part: range) -> Sequence[int]:
     """The ranks that hold some of these elements of a leaf that is cut over ranks."""
-    if not part:
-        return range(0)
-    at = shift(part, layout.leaf_ranges[leaf].start)
-    return range(at.start // layout.shard, (at.stop - 1) // layout.shard + 1)
+    parts = [layout.range_in_part(leaf, position, part) for position in range(layout.splits)]
+    spans = [shift(each, layout.leaf_ranges[leaf].start) for each in parts]
+    along = [range(at.start // layout.shard, (at.stop - 1) // layout.shard + 1) if at else range(0) for at in spans]
+    if layout.splits == 1:
+        return along[0]
+    return [rank for rank, (row, position) in enumerate(layout.cut_positions) if row in along[position]]

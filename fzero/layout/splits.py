@@ -28,6 +28,12 @@ def run_of(shape: Sequence[int], dim: int, parts: int) -> int:
     return math.prod(shape[dim + 1 :]) * shape[dim] // parts
 
 
+def range_in_part(run: int, ranks: int, position: int, elements: range) -> range:
+    """The elements of what the rank at a position has that lie in a range of the whole: they adjoin."""
+    periods = ((divmod(at, run * ranks)) for at in (elements.start, elements.stop))
+    return range(*(number * run + min(max(0, rest - position * run), run) for number, rest in periods))
+
+
 def runs_in_whole(run: int, ranks: int, position: int, elements: range) -> Iterator[tuple[int, int]]:
     """`(first element in the whole, number)` of the runs of some elements of what the rank at a position has."""
     start = elements.start

@@ -71,7 +71,7 @@ def plan_stream(layout: Layout, leaf: int, itemsize: int, limit: int) -> Stream:
     if height is None:
         height = -(-held // -(-held // most))
     turns = -(-held // height)
-    chunk = Leaf(own.path, (world * height, *own.shape[1:]), is_frozen=own.is_frozen, is_embedding=own.is_embedding)
+    chunk = Leaf(own.path, (world * height, *own.shape[1:]), 1, own.is_frozen, own.is_embedding, own.split)
     align = math.gcd(height * width, ALIGN)  # so that a chunk has no padding
     return Stream(
         own.shape[0], width, world, held, height, turns,

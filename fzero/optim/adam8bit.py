@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.shapes import global_shape
 from fzero.base.tree import Tree
 from fzero.optim import kernels
 from fzero.optim.base import (
@@ -43,15 +44,17 @@ class ScaleByAdam8bitState(NamedTuple):
 def scale_by_adam8bit(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
     """`scale_by_adam` whose running means take 8 bits an element, and 4 bytes for each block of 256.
 
-    Blocks are counted from the start of each leaf, so codes are the same on any number of ranks. Therefore no rank may
-    cut a block: partition with `fzero.partition(..., unit=256)`. Leaves of fewer than 4,096 elements have means of the
-    parameter's dtype. A step computes in float32. State is made outside of a step.
+    Blocks are counted from the start of each whole leaf, so codes are the same on any number of ranks. Therefore no
+    rank may cut a block: partition with `fzero.partition(..., unit=256)`. A leaf that is split over model axes has the
+    blocks of one device too: elements that adjoin in the whole and in a part, such as a row's, must be whole blocks.
+    Leaves of fewer than 4,096 elements have means of the parameter's dtype. A step computes in float32. State is made
+    outside of a step.
 
     Dettmers et al., 8-bit Optimizers via Block-wise Quantization, https://arxiv.org/abs/2110.02861, with blocks of 256.
 
     Raises:
-        FzeroError: as `scale_by_adam`, and for a rate that is a tensor; in `init`, naming the leaf, where ranks cut
-            blocks; in `update`, naming the leaf, for state of blocks of another size.
+        FzeroError: as `scale_by_adam`, and for a rate that is a tensor; in `init`, naming the leaf, where ranks, or
+            the parts of a split leaf, cut blocks; in `update`, naming the leaf, for state of blocks of another size.
     """
     check_number("scale_by_adam8bit", b1=b1, b2=b2, eps=eps)
     check_decay("scale_by_adam8bit", "b1", b1)
@@ -112,7 +115,7 @@ def adamw8bit(
 
 
 def _is_large(path: str, leaf: Any) -> bool:
-    return math.prod(leaf.shape) >= LEAST
+    return math.prod(global_shape(leaf)) >= LEAST
 
 
 def _check_scales(paths: list[str], codes: list[Any], state: ScaleByAdam8bitState) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.shapes import global_shape
 from fzero.base.tree import Tree
 from fzero.optim import factors, kernels
 from fzero.optim.base import (
@@ -24,6 +25,7 @@ from fzero.optim.base import (
     init_zeros,
     stage,
 )
+from fzero.optim.operations import list_whole
 
 
 class FactoredState(NamedTuple):
@@ -87,7 +89,7 @@ def _init_means(path: str, leaf: Any, side: str) -> Any:
     if is_frozen(leaf):
         return None
     check_floating(path, leaf)
-    of = factors.matrices_of(leaf.shape)
+    of = factors.matrices_of(global_shape(leaf))
     return leaf.new_zeros((of.number * getattr(of, side),))
 
 
@@ -108,15 +110,15 @@ def _scale_matrices(
         raise tree.mismatch(treedef, given)
     if not grads:
         return updates, state.v_row, state.v_col
-    shapes = [factors.matrices_of(grad.shape) for grad in grads]
+    shapes = [factors.matrices_of(global_shape(grad)) for grad in grads]
     for path, row, column, of in zip(tree.paths(updates), rows, columns, shapes):
         expected = (of.number * of.rows, of.number * of.columns)
         held = (row.shape[0], column.shape[0])
         if held != expected:
             problem = f"has {expected[0]} rows and {expected[1]} columns, its state {held[0]} and {held[1]}"
             raise FzeroError(path, problem, "give a leaf of the parameter's shape")
-    sizes, whole = [size for of in shapes for size in of], [0] * len(grads)
-    means = factors.average_rows_and_columns(grads, sizes, whole, whole, 0)
+    sizes, whole = [size for of in shapes for size in of], list_whole(len(grads))
+    means = factors.average_rows_and_columns(grads, sizes, *whole)
     both = _average([*rows, *columns], means, weight)
     rows, columns = both[: len(grads)], both[len(grads) :]
     above: tuple[Any, Any] = (rows, columns)
@@ -125,7 +127,7 @@ def _scale_matrices(
             torch._foreach_mul(torch._foreach_add(rows, added), 2.0**37),
             torch._foreach_add(columns, added),
         )
-    scaled = factors.scale_by_factors(grads, *above, _floors(grads, eps), sizes, whole, whole, 0)
+    scaled = factors.scale_by_factors(grads, *above, _floors(grads, eps), sizes, *whole)
     return tuple(tree.unflatten(treedef, leaves) for leaves in (scaled, rows, columns))
 
 

@@ -2,19 +2,22 @@
 
 A leaf of shape [..., R, C] is B matrices of R rows and C columns. A slice begins and ends anywhere in a row. Zeros fill
 the slice up to whole rows, and to whole matrices where the leaf has several: `_fold`.
+
+A rank has a part of a split leaf: some columns of each matrix, some rows of each, or some matrices. A slice is one of
+this part, and means are those of the whole leaf.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fzero.optim.operations import MAPS, PLACED, SUMS, define, find_starts
+from fzero.optim.operations import MAPS, PLACED, PLACES, SUMS, Place, define, find_places
 
 List = list[Tensor]
 
@@ -37,6 +40,27 @@ def matrices_of(shape: Sequence[int]) -> Matrices:
     return Matrices(math.prod(shape[:-2]), *shape[-2:])
 
 
+def _find_runs(of: Matrices, at: Place) -> tuple[int, int]:
+    """The rows, and the columns, in a run of a leaf's elements; 0 where each rank has some elements of all of them."""
+    columns = at.run if at.run < of.columns else at.run // (of.rows * of.columns) * of.columns
+    return at.run // of.columns, columns
+
+
+def _take_part(of: Matrices, at: Place) -> Matrices:
+    """The matrices that this rank's part of a leaf has."""
+    rows, columns = _find_runs(of, at)
+    if at.ranks == 1:
+        return of
+    if not rows:
+        return of._replace(columns=of.columns // at.ranks)
+    return of._replace(number=of.number // at.ranks) if columns else of._replace(rows=of.rows // at.ranks)
+
+
+def _view_part(means: Tensor, run: int, at: Place) -> Tensor:
+    """A view of the means, of all rows or columns of a leaf, that are those of this rank's part."""
+    return means if at.ranks == 1 or not run else means.view(-1, at.ranks, run)[:, at.position]
+
+
 def _split_sizes(sizes: Sequence[int]) -> list[Matrices]:
     return [Matrices(*sizes[i : i + 3]) for i in range(0, len(sizes), 3)]
 
@@ -51,18 +75,18 @@ def _fold(x: Tensor, of: Matrices, start: int) -> Tensor:
     return filled.view(1, -1, of.columns) if of.number == 1 else filled.view(-1, of.rows, of.columns)
 
 
-def _average_rows_and_columns(
-    leaves: List, sizes: Sequence[int], shards: Sequence[int], begins: Sequence[int], rank: int
-) -> List:
+def _average_rows_and_columns(leaves: List, sizes: Sequence[int], *places: Any) -> List:
     rows, columns = _make_zeros(leaves, sizes)
-    for i, (x, of, start) in enumerate(zip(leaves, _split_sizes(sizes), find_starts(shards, begins, rank))):
+    for i, (x, of, at) in enumerate(zip(leaves, _split_sizes(sizes), find_places(*places))):
         if x.numel():
-            squares = _fold(x.reshape(-1).to(rows[i].dtype).square(), of, start)
-            first = start // of.unit  # the first row, or matrix, that the slice reaches into
-            at_row, at_column = (first, 0) if of.number == 1 else (first * of.rows, first * of.columns)
-            by_row, by_column = squares.sum(2).view(-1) / of.columns, squares.sum(1).view(-1) / of.rows
-            rows[i][at_row : at_row + by_row.numel()] = by_row
-            columns[i][at_column : at_column + by_column.numel()] = by_column
+            part = _take_part(of, at)
+            squares = _fold(x.reshape(-1).to(rows[i].dtype).square(), part, at.start)
+            first = at.start // part.unit  # the first row, or matrix, that the slice reaches into
+            starts = (first, 0) if part.number == 1 else (first * part.rows, first * part.columns)
+            means = squares.sum(2).view(-1) / of.columns, squares.sum(1).view(-1) / of.rows
+            for mean, start, all_means, run in zip(means, starts, (rows[i], columns[i]), _find_runs(of, at)):
+                into = _view_part(all_means, run, at)
+                into += pad(mean, (start, into.numel() - start - mean.numel())).view(into.shape)
     return rows + columns
 
 
@@ -77,55 +101,49 @@ def _make_zeros(leaves: List, sizes: Sequence[int]) -> tuple[List, List]:
 
 
 average_rows_and_columns = define(
-    "average_rows_and_columns(Tensor[] leaves, int[] sizes, int[] shards, int[] begins, int rank) -> Tensor[]",
+    f"average_rows_and_columns(Tensor[] leaves, int[] sizes, {PLACES}) -> Tensor[]",
     _average_rows_and_columns,
-    lambda leaves, sizes, *placed: [x for zeros in _make_zeros(leaves, sizes) for x in zeros],
+    lambda leaves, sizes, *places: [x for zeros in _make_zeros(leaves, sizes) for x in zeros],
     SUMS,
     PLACED,
 )
 """The mean square of each row, 1-d, for each leaf, and behind them that of each column.
 
-`sizes` has the three numbers of `Matrices` for each leaf. The last arguments say where the slices lie: see `PLACED`.
+`sizes` has the three numbers of `Matrices` for each whole leaf. The last arguments say where the slices lie.
 """
 
 
 def _scale_by_factors(
-    leaves: List,
-    rows: List,
-    columns: List,
-    floors: Sequence[float],
-    sizes: Sequence[int],
-    shards: Sequence[int],
-    begins: Sequence[int],
-    rank: int,
+    leaves: List, rows: List, columns: List, floors: Sequence[float], sizes: Sequence[int], *places: Any
 ) -> List:
     scaled = []
-    starts = find_starts(shards, begins, rank)
-    for x, row, column, floor, of, start in zip(leaves, rows, columns, floors, _split_sizes(sizes), starts):
-        scaled.append(_scale_leaf(x, row, column, floor, of, start) if x.numel() else torch.empty_like(x))
+    known = zip(_split_sizes(sizes), find_places(*places))
+    for x, row, column, floor, (of, at) in zip(leaves, rows, columns, floors, known):
+        scaled.append(_scale_leaf(x, row, column, floor, of, at) if x.numel() else torch.empty_like(x))
     return scaled
 
 
-def _scale_leaf(x: Tensor, row: Tensor, column: Tensor, floor: float, of: Matrices, start: int) -> Tensor:
+def _scale_leaf(x: Tensor, row: Tensor, column: Tensor, floor: float, of: Matrices, at: Place) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    first, front = divmod(start, of.unit)
-    units = -(-(front + x.numel()) // of.unit)  # that the slice reaches into
+    part, (row_run, column_run) = _take_part(of, at), _find_runs(of, at)
+    first, front = divmod(at.start, part.unit)
+    units = -(-(front + x.numel()) // part.unit)  # that the slice reaches into
     shares = row.to(wide).view(of.number, of.rows)
     shares = shares / shares.mean(1, keepdim=True).clamp(min=floor)
-    if of.number == 1:
+    shares = _view_part(shares.view(-1), row_run, at).reshape(part.number, part.rows)
+    columns = _view_part(column.to(wide), column_run, at).reshape(part.number, part.columns)
+    if part.number == 1:
         shares = shares[:, first : first + units]
-        columns = column.to(wide).view(1, of.columns)
     else:
-        shares = shares[first : first + units]
-        columns = column.to(wide).view(of.number, of.columns)[first : first + units]
+        shares, columns = shares[first : first + units], columns[first : first + units]
     variances = (shares[:, :, None] * columns[:, None, :]).view(-1)[front : front + x.numel()]
     roots = variances.clamp(min=floor * floor).rsqrt()
     return (x.reshape(-1).to(wide) * roots).view(x.shape).to(x.dtype)
 
 
 scale_by_factors = define(
-    "scale_by_factors(Tensor[] leaves, Tensor[] rows, Tensor[] columns, float[] floors, int[] sizes, int[] shards,"
-    " int[] begins, int rank) -> Tensor[]",
+    "scale_by_factors(Tensor[] leaves, Tensor[] rows, Tensor[] columns, float[] floors, int[] sizes,"
+    f" {PLACES}) -> Tensor[]",
     _scale_by_factors,
     lambda leaves, *others: [torch.empty_like(x) for x in leaves],
     MAPS,

@@ -17,6 +17,7 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.shapes import global_shape
 from fzero.base.tree import Tree
 from fzero.optim.base import (
     EmptyState,
@@ -42,7 +43,8 @@ from fzero.optim.transforms import add_decayed_weights, scale_by_learning_rate
 
 Adjust = Literal["original", "match_rms_adamw"]
 Split = Callable[[str, Any], Sequence[int] | None]
-"""(dotted path, leaf) -> the rows of each matrix that the leaf's rows are cut into; None for one matrix."""
+"""(dotted path, leaf) -> the rows of each matrix that the leaf's rows are cut into; None for one matrix. Of a leaf that
+is split over model axes, the rows of the whole leaf."""
 
 SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -101,7 +103,8 @@ def scale_by_muon(
     how = NewtonSchulz(ns_steps, (ns_coeffs[0], ns_coeffs[1], ns_coeffs[2]), eps)
 
     def cut(path: str, leaf: Any) -> list[Block]:
-        return [Block(rows, SCALES[adjust](rows, leaf.shape[-1])) for rows in _cut_rows(path, leaf, split)]
+        columns = global_shape(leaf)[-1]
+        return [Block(rows, SCALES[adjust](rows, columns)) for rows in _cut_rows(path, leaf, split)]
 
     def init(params: Tree) -> ScaleByMuonState:
         mu = init_zeros(params)
@@ -131,18 +134,19 @@ def _lerp(start: list[Any], end: list[Any], weight: float | Tensor) -> list[Any]
 
 def _cut_rows(path: str, leaf: Any, split: Split | None) -> list[int]:
     """The rows of each matrix of a leaf, in order."""
-    if leaf.ndim not in (2, 3):
+    shape = global_shape(leaf)
+    if len(shape) not in (2, 3):
         way_out = "let where=... choose leaves of 2 dimensions, or of 3, which are stacks of matrices"
-        raise FzeroError(path, f"has shape {list(leaf.shape)}, which is no matrix", way_out)
-    if not math.prod(leaf.shape):
+        raise FzeroError(path, f"has shape {list(shape)}, which is no matrix", way_out)
+    if not math.prod(shape):
         return []
-    total = leaf.shape[-2]
+    total = shape[-2]
     given = split(path, leaf) if split is not None else None
     rows = [total] if given is None else list(given)
     if sum(rows) != total or min(rows) < 1:
         problem = f"split gives matrices of {rows} rows, and the leaf has {total}"
         raise FzeroError(path, problem, "give rows above 0 that add up to those of the leaf, or None")
-    return rows * math.prod(leaf.shape[:-2])
+    return rows * math.prod(shape[:-2])
 
 
 class MuonState(NamedTuple):

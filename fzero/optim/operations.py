@@ -5,13 +5,13 @@
     STAGES   elementwise at each position of their lists
     SUMS     their results are sums over the elements of a leaf: the sum over slices is the sum over ranks
     MAPS     one new leaf for each leaf of the first list, with other operands of any shape
-    PLACED   operations that need to know which elements of its leaf a slice has, from their last three arguments
+    PLACED   operations that need to know which elements of its leaf a slice has, from their last arguments, `PLACES`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -101,10 +101,40 @@ def define_stage(schema: str, kernel: Callable[..., tuple[list[Tensor], ...]]) -
     return define(schema, compute, fake, STAGES)
 
 
-def find_starts(shards: Sequence[int], begins: Sequence[int], rank: int) -> Iterator[int]:
-    """For each leaf the element at which this rank's slice begins, from the last arguments of an operation of `PLACED`:
-    a bucket has `shard` elements a rank, and the leaf begins at element `begin` of the bucket."""
-    return (max(0, rank * shard - begin) for shard, begin in zip(shards, begins))
+PLACES = "int[] shards, int[] begins, int[] runs, int[] splits, str[] axes, int[] positions, int rank"
+"""The last arguments of an operation of `PLACED`, of which lists have an item for each leaf. A leaf's bucket has
+`shards` elements a rank, and the leaf begins at element `begins` of the bucket. It is split over `axes`, of `splits`
+ranks, in runs of `runs` elements; this rank is at `positions` along these axes, and at `rank` along the shard axis."""
+
+
+def list_whole(count: int) -> tuple[Any, ...]:
+    """`PLACES` of so many leaves of which this rank has all elements."""
+    zeros = [0] * count
+    return zeros, zeros, zeros, [1] * count, [""] * count, zeros, 0
+
+
+class Place(NamedTuple):
+    """Which elements of its leaf a slice has: those from `start` on, of what the rank at a position has of a leaf whose
+    runs go to so many ranks in turn."""
+
+    start: int
+    run: int
+    ranks: int
+    position: int
+
+
+def find_places(
+    shards: Sequence[int],
+    begins: Sequence[int],
+    runs: Sequence[int],
+    splits: Sequence[int],
+    axes: Sequence[str],
+    positions: Sequence[int],
+    rank: int,
+) -> Iterator[Place]:
+    """The place of this rank's slice of each leaf, from `PLACES`."""
+    starts = (max(0, rank * shard - begin) for shard, begin in zip(shards, begins))
+    return map(Place, starts, runs, splits, positions)
 
 
 def _is_list_of_tensors(arg: Any) -> bool:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.randomness import fold
-from fzero.optim.operations import PLACED, define, find_starts
+from fzero.optim.operations import PLACED, PLACES, Place, define, find_places, list_whole
 
 Lists = Sequence[Tensor]
 Key = int | Tensor
 """A whole number, maybe a 0-d tensor, that keys random bits."""
 CHUNK = 2**20
-"""The elements that are rounded at once: the scratch of a sum and its random bits is 16 bytes for each of them."""
+"""The elements that are rounded at once: the scratch of a sum and its random bits is 16 bytes for each of them,
+and more for a leaf that is split over model axes."""
 LARGEST = torch.finfo(torch.bfloat16).max
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -89,31 +90,33 @@ def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.abs() <= LARGEST, carried, x).to(torch.bfloat16)
 
 
-def _add_to_leaf(param: Tensor, update: Tensor, key: Tensor, start: int) -> None:
-    """Add an update to a parameter in place. `start` is the position of the first element in the leaf."""
+def _draw_bits_of(key: Tensor, at: Place, start: int, numel: int) -> Tensor:
+    """[numel] the bits of the elements of a slice from `start` on."""
+    if at.ranks == 1:
+        return draw_bits(key, at.start + start, numel)
+    held = at.start + start + torch.arange(numel, device=key.device)  # of this rank's part
+    whole = (held // at.run * at.ranks + at.position) * at.run + held % at.run
+    bits = _mix(key + whole // 4 * _STEP).view(torch.int16).view(-1, 4)
+    return bits.gather(1, (whole % 4)[:, None]).view(-1).to(torch.int32) & 0xFFFF
+
+
+def _add_to_leaf(param: Tensor, update: Tensor, key: Tensor, at: Place) -> None:
+    """Add an update to a parameter in place, a slice at a place of its leaf."""
     if param.dtype != torch.bfloat16:
         param.add_(update)
         return
     flat, steps = param.reshape(-1), update.reshape(-1)
-    for at in range(0, flat.numel(), CHUNK):
-        into = flat[at : at + CHUNK]
-        total = into.to(torch.float32) + steps[at : at + CHUNK].to(torch.float32)
-        into.copy_(round_to_bfloat16(total, draw_bits(key, start + at, into.numel())))
+    for start in range(0, flat.numel(), CHUNK):
+        into = flat[start : start + CHUNK]
+        total = into.to(torch.float32) + steps[start : start + CHUNK].to(torch.float32)
+        into.copy_(round_to_bfloat16(total, _draw_bits_of(key, at, start, into.numel())))
     if not param.is_contiguous():  # `flat` is a copy
         param.copy_(flat.view(param.shape))
 
 
-def _add_(
-    params: Lists,
-    updates: Lists,
-    key: Tensor,
-    names: Sequence[int],
-    shards: Sequence[int],
-    begins: Sequence[int],
-    rank: int,
-) -> None:
-    for param, update, name, start in zip(params, updates, names, find_starts(shards, begins, rank)):
-        _add_to_leaf(param, update, _mix(_mix(key) + name), start)
+def _add_(params: Lists, updates: Lists, key: Tensor, names: Sequence[int], *places: Any) -> None:
+    for param, update, name, at in zip(params, updates, names, find_places(*places)):
+        _add_to_leaf(param, update, _mix(_mix(key) + name), at)
 
 
 def _add(params: Lists, *others: object) -> list[Tensor]:
@@ -122,7 +125,7 @@ def _add(params: Lists, *others: object) -> list[Tensor]:
     return news
 
 
-_ARGUMENTS = "Tensor[] updates, Tensor key, int[] names, int[] shards, int[] begins, int rank"
+_ARGUMENTS = f"Tensor[] updates, Tensor key, int[] names, {PLACES}"
 foreach_stochastic_add = define(
     f"_foreach_stochastic_add(Tensor[] params, {_ARGUMENTS}) -> Tensor[]",
     _add,
@@ -141,6 +144,5 @@ torch.library.register_fake("fzero::_foreach_stochastic_add_", lambda *_: None, 
 def add_stochastically(params: Sequence[Any], updates: Sequence[Any], key: Tensor, paths: Sequence[str]) -> list[Any]:
     """Each parameter plus its update, in its own dtype: one of bfloat16 is rounded stochastically, others as torch
     rounds. One list operation, of lists of plain tensors or of `Sharded`."""
-    whole = [0] * len(params)
     names = [fold(0, path) for path in paths]  # the same in every process
-    return list(foreach_stochastic_add(params, updates, key, names, whole, whole, 0))
+    return list(foreach_stochastic_add(params, updates, key, names, *list_whole(len(params))))

@@ -146,10 +146,6 @@ def _find_large(program: Program, chunk: int) -> list[_Leaf]:
         gathers, scatters = nodes.get(ops.gather, []), nodes.get(ops.scatter, [])
         itemsize = max(node.meta["val"].element_size() for node in (*gathers, *scatters))
         numel = program.layouts[key[0]].leaves[key[1]].numel
-        if itemsize * numel > chunk and program.layouts[key[0]].split_axes:
-            path = program.layouts[key[0]].leaves[key[1]].path
-            problem = f"is split over model axes, and a part of {itemsize * numel} bytes is not streamed yet"
-            raise FzeroError(path, problem, f"give a chunk of at least {itemsize * numel} bytes")
         if itemsize * numel > chunk:
             found.append(_Leaf(key, gathers, scatters, itemsize, numel))
     return found

@@ -37,6 +37,11 @@ class MovePerformer:
         Outside of a trace the result is new memory."""
         raise NotImplementedError
 
+    def along(self, axis: str) -> int:
+        """This rank's position along an axis, or along several axes together; 0 in a trace, and for all ranks
+        together."""
+        return 0
+
     def specify(self, what: str, details: Sequence[str]) -> Self:
         """What performs operations for `what`, such as "sum of layers.0.w". Live ranks compare that and the lines
         `details` before they communicate. In a trace, and on virtual ranks, this performer itself."""

@@ -50,7 +50,8 @@ def allocate_slices(
     place: Placement | None = None,
 ) -> dict[int, Tensor]:
     """Memory in place of the slices that `copy_slices` returns: zeros as padding, and no values yet. Reads only the
-    shapes of leaves. On disk each slice lies by itself, without padding.
+    shapes of leaves. On disk each slice lies by itself, without padding. So does a leaf that is split over model axes,
+    of which all ranks together have each part, one behind the other.
 
     Raises:
         FzeroError: as `find_memory` and `allocate`, of a device or of a disk.
@@ -58,12 +59,15 @@ def allocate_slices(
     along = wire(layout, tuple(sorted(leaves)))
     block = along.block(rank)
     device, pin = find_memory(place, device, pin)
+    parts = layout.splits if rank is None else 1
     if isinstance(place, Disk) and device.type != "meta":
         paths = [layout.leaves[index].path for index in along.leaves]
         return {
-            index: files.allocate(place, dtype, len(at), rank, layout.bucket, path)
+            index: files.allocate(place, dtype, parts * len(at), rank, layout.bucket, path)
             for index, at, path in zip(along.leaves, block, paths)
         }
+    if parts > 1:
+        return {index: allocate(parts * len(at), dtype, device, pin) for index, at in zip(along.leaves, block)}
     numel = len(layout.rank_range(rank)) if along.is_complete else sum(map(len, block))
     buffer = allocate(numel, dtype, device, pin)
     end = 0  # not zeros everywhere: they would take longer than to read the values from a file in the page cache

@@ -145,7 +145,7 @@ def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mes
         if param is not None:
             found[position] = (param.form.layout, param.index)
         elif (param := _find_param_of_scales(known, key, leaf)) is not None:
-            found[position] = (param.form.layout.coarsen(BLOCK), param.index)
+            found[position] = (param.form.layout.coarsen(BLOCK, param.index), param.index)
         elif not leaf.shape:
             found[position] = (replicated_layout(leaf.shape, mesh), 0)
     return found

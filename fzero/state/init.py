@@ -54,8 +54,10 @@ class Initial:
     """The initial values of one leaf, a `Source`.
 
     A generator with the seed `fold(seed, path, k)` draws chunk k of the flattened leaf: in fp64 for an fp64 leaf, else
-    in fp32.
+    in fp32. `unit` is the size of a chunk.
     """
+
+    unit = DRAWN_TOGETHER
 
     def __init__(self, path: str, leaf: Any, initializer: Any, seed: int) -> None:
         if not callable(initializer):

@@ -28,10 +28,10 @@ from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layo
 from fzero.state.large_buckets import warn_of_large_buckets
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
-from fzero.state.splits import Rules, part_of
+from fzero.state.splits import Rules, check_not_split, list_parts
 from fzero.values.functions import is_sharded
 from fzero.values.origin import UNKNOWN, Origin, make_origin
-from fzero.values.quantized import map_quantized_leaves
+from fzero.values.quantized import is_quantized, map_quantized_leaves
 from fzero.values.sharded import Sharded
 
 META = torch.device("meta")
@@ -105,9 +105,6 @@ def partition(
     if persist < 0:
         raise FzeroError("persist", f"is {persist}", "give a number of elements, from 0 on")
     check_rank("source_rank", source_rank, on.ranks)
-    for name, given in (("source_rank", source_rank), ("to", to)) if split else ():
-        if given is not None:
-            raise FzeroError(name, "is given beside split, which it does not know yet", f"leave {name} out")
     how: dict[str, Any] = {
         "layers": layers, "persist": persist, "granularity": granularity, "unit": unit, "split": split
     }  # fmt: skip
@@ -132,6 +129,10 @@ def _partition_tree(
     """`partition` of a tree that is no `State`. `how` are keywords of `plan_leaves`."""
     if isinstance(dtype, torch.dtype):
         params = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), params)
+    given, _ = tree.flatten(params, is_leaf=is_quantized)
+    for path, leaf in zip(tree.paths(params, is_leaf=is_quantized), given):
+        if is_quantized(leaf):
+            check_not_split(path, leaf.coding.keys, how["split"])
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
@@ -192,8 +193,6 @@ def fill_leaves(
             first = next(iter(members))
             to, device = None if layout.replicated else kinds[first][1], torch.device(devices[first])
             made = allocate_slices(new, layout, on.rank, dtypes[first], device, pin, to) if new else {}
-            if on.rank is None and layout.splits > 1:  # all parts of a leaf, one after the other
-                made = {index: x.new_empty(layout.splits * x.numel()) for index, x in made.items()}
             slices |= {i: made[index] for i, index in members.items() if index in made}
         return slices
 
@@ -201,8 +200,7 @@ def fill_leaves(
         values: dict[int, Sharded] = {}
         for layout, members in groups:
             for i, index in members.items():
-                for out, source in _list_parts(slices[i], sources[i], layout, index, on):
-                    _fill(out, source, layout, index, on, chunk, feed)
+                _fill(slices[i], sources[i], layout, index, on, chunk, feed)
                 values[i] = Sharded(slices[i], layout, index, on)
                 to = None if layout.replicated else kinds[i][1]
                 if to is not None:
@@ -300,24 +298,17 @@ def _agree(
     on.agree(f"partition from {origin}, {chunk} bytes at a time", lines)
 
 
-def _list_parts(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks) -> list[tuple[Tensor, Source]]:
-    """The memory and the source of each part of a leaf that this process has."""
-    if not layout.split_axes:
-        return [(out.view(-1), source)]
-    if is_on_ranks(source):
-        raise FzeroError(source.path, "is split, and its values lie on ranks", "give it whole on each rank")
-    splits = layout.splits
-    positions = range(splits) if on.rank is None else [on.along(layout.split_axis)]
-    rows = out.view(len(positions), -1)
-    return [(row, part_of(source, layout, leaf, position)) for row, position in zip(rows, positions)]
-
-
 def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks, chunk: int, feed: Feed | None) -> None:
+    """Fill the memory of what this process has of a leaf."""
     if out.is_meta:
         return
+    flat = out if out.ndim == 1 else out.view(-1)
     if feed is not None:
-        feed.fill(out, source, layout, leaf, chunk)
+        feed.fill(flat, source, layout, leaf, chunk)
     elif is_on_ranks(source):
-        source.fill(on, out, layout, leaf, chunk)
+        if layout.splits > 1:
+            raise FzeroError(source.path, "is split, and its values lie on ranks", "give it whole on each rank")
+        source.fill(on, flat, layout, leaf, chunk)
     else:
-        fill(out, source, layout, leaf, on.rank, chunk)
+        for into, part in list_parts(flat, source, layout, leaf, on):
+            fill(into, part, layout, leaf, on.rank, chunk)

@@ -31,7 +31,6 @@ from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import Gather, do_together
 from fzero.ranks.virtual import ALONE
 from fzero.values.sharded import Sharded
-from fzero.values.splits import check_unsplit
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """Errors of a filesystem that cannot sync a directory, as some network filesystems."""
@@ -111,12 +110,11 @@ class Publication(NamedTuple):
         raise FzeroError(str(self.target), problem, f"give {self.caller} the same tree on every rank")
 
 
-def find_common_ranks(leaves: Iterable[tuple[str, Any]], with_splits: bool = False) -> Ranks:
+def find_common_ranks(leaves: Iterable[tuple[str, Any]]) -> Ranks:
     """The ranks that the `Sharded` leaves lie on, of leaves with their paths; `ALONE` where there are none.
 
     Raises:
-        FzeroError: for leaves on several meshes, for leaves inside of a step, and without `with_splits` for leaves that
-            are split over model axes.
+        FzeroError: for leaves on several meshes, and for leaves inside of a step.
     """
     found: dict[Ranks, str] = {}
     for path, leaf in leaves:
@@ -124,8 +122,6 @@ def find_common_ranks(leaves: Iterable[tuple[str, Any]], with_splits: bool = Fal
             continue
         if leaf.on.is_tracing:
             raise FzeroError(path, "is saved inside of a step, where it has no values", "save what the step returns")
-        if not with_splits:
-            check_unsplit(leaf, "a file other than a checkpoint's")
         found.setdefault(leaf.ranks, path)
         if len(found) > 1:
             (on, first), _ = found.items()

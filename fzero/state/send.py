@@ -11,6 +11,7 @@ from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Message, Part, Stretch, find_owners, perform, plan, ranks_by_position, report
 from fzero.state.fill import chunk_numel
 from fzero.state.sources import Source
+from fzero.state.splits import part_of
 
 
 class Feed:
@@ -24,7 +25,8 @@ class Feed:
         self._others = [rank for rank in on.ranks if rank != source]
 
     def fill(self, out: Tensor, values: Source, layout: Layout, leaf: int, chunk: int) -> None:
-        """Fill `out`, this rank's part of a leaf, 1-d, with the `values` of the source, `chunk` bytes at a time.
+        """Fill `out`, this rank's slice of a leaf, 1-d, with the `values` of the source, `chunk` bytes at a time. Parts
+        of a split leaf follow one another.
 
         Raises:
             FzeroError: on the other ranks when the source failed to read, with the text of its error; when a rank is
@@ -36,12 +38,21 @@ class Feed:
         numel, step = layout.leaves[leaf].numel, chunk_numel(chunk, values.dtype, out.dtype)
         # All chunks share one buffer, so that memory holds one chunk and not two.
         buffer = torch.empty(min(step, numel) if self.is_source else 0, dtype=out.dtype, device="cpu")
-        for piece in chunks(numel, step):
-            have = Stretch(piece.start, buffer[: len(piece)])
-            if self.is_source:
-                self._read(have, values, what)
-            messages = plan([Part(self.source, piece)], find_owners(layout, leaf, piece, self._ranks))
-            perform(self.on, what, messages, have, room)
+        for position in range(layout.splits):
+            part, ranks = part_of(values, layout, leaf, position), self._find_ranks(layout, position)
+            for piece in chunks(numel, step):
+                have = Stretch(piece.start, buffer[: len(piece)])
+                if self.is_source:
+                    self._read(have, part, what)
+                messages = plan([Part(self.source, piece)], find_owners(layout, leaf, piece, ranks))
+                perform(self.on, what, messages, have, room)
+
+    def _find_ranks(self, layout: Layout, position: int) -> list[list[int]]:
+        """The global ranks at each position of the shard axis that have the part at a position of split leaves."""
+        mesh, axis, numbers = self.on.mesh, layout.split_axis, {rank: i for i, rank in enumerate(self.on.ranks)}
+        if not axis:
+            return self._ranks
+        return [[rank for rank in row if mesh.position(numbers[rank], axis) == position] for row in self._ranks]
 
     def end(self) -> None:
         """Return when every rank has what it keeps: a rank without a part in the last chunks hears of an error here."""

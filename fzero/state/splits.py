@@ -14,8 +14,13 @@ from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
-from fzero.layout.splits import Split, run_of, runs_in_whole
+from fzero.layout.parts import cut_out, take_part
+from fzero.layout.splits import Split, runs_in_whole
+from fzero.ranks.ranks import Ranks
 from fzero.state.sources import Source, TensorSource
+
+UNIT = 2**14
+"""Elements of a source that are read together, with others between them, sooner than run by run."""
 
 Rules = Mapping[str, Sequence[Any]]
 """Path of a leaf, in which "*" stands for any text -> (axis, dim), or (axis, dim, parts)."""
@@ -38,6 +43,14 @@ def find_splits(rules: Rules | None, paths: Sequence[str], mesh: VirtualMesh) ->
         for path in matches:
             found.setdefault(path, split)
     return found
+
+
+def check_not_split(path: str, keys: Sequence[str], rules: Rules | None) -> None:
+    """Refuse rules that match a quantized leaf, or one of the `keys` below its path: codes are no dims of the leaf."""
+    for rule in rules or ():
+        if any(fnmatchcase(each, rule) for each in (path, *(f"{path}.{key}" for key in keys))):
+            problem = f"is quantized, and split {rule!r} would split its codes"
+            raise FzeroError(path, problem, "leave it out of split=, or partition it without fzero.quantize")
 
 
 def _read_split(rule: str, given: Any, mesh: VirtualMesh) -> Split:
@@ -72,10 +85,23 @@ def split_shape(path: str, shape: Sequence[int], split: Split, mesh: VirtualMesh
     return (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]), Split(axis, dim, parts)
 
 
+def list_parts(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks) -> list[tuple[Tensor, Source]]:
+    """The memory, within what this process has of a leaf, and the source of each part."""
+    return [(each, part_of(source, layout, leaf, position)) for each, position in list_positions(out, layout, on)]
+
+
+def list_positions(out: Tensor, layout: Layout, on: Ranks) -> list[tuple[Tensor, int]]:
+    """The memory, within what this process has of a leaf, and the position along the split axes of each part."""
+    if on.rank is not None or layout.splits == 1:
+        return [(out, on.along(layout.split_axis) if layout.split_axis else 0)]
+    return [(take_part(out, layout, position), position) for position in range(layout.splits)]
+
+
 def part_of(source: Source, layout: Layout, leaf: int, position: int) -> Source:
     """The source of the part that ranks at a position along the split axes have of a leaf."""
     split = layout.leaves[leaf].split
-    assert split is not None
+    if split is None or layout.splits == 1:
+        return source
     if isinstance(source, TensorSource):
         part = view_parts(source.tensor, split, layout.splits)[position].reshape(layout.leaves[leaf].shape)
         return TensorSource(part, source.path, source.dtype, source.is_frozen)
@@ -88,27 +114,33 @@ def view_parts(whole: Tensor, split: Split, ranks: int) -> Tensor:
     return whole.unflatten(split.dim, (split.parts, ranks, size)).movedim(split.dim + 1, 0)
 
 
-def join_parts(parts: Tensor, layout: Layout, leaf: int) -> Tensor:
-    """[ranks, *shape] the parts of a leaf -> the whole leaf, a new tensor."""
-    split = layout.leaves[leaf].split
-    assert split is not None
-    whole = parts.new_empty(layout.shape_of(leaf))
-    view = view_parts(whole, split, layout.splits)
-    view.copy_(parts.view(view.shape))
-    return whole
-
-
 class _Part:
-    """A part of the values of a source, read in runs that are contiguous in the whole."""
+    """A part of the values of a source, read in runs that are contiguous in the whole. Runs that are short beside the
+    elements that the source makes at once are read together, with those of other parts between them."""
 
     def __init__(self, source: Source, layout: Layout, leaf: int, position: int) -> None:
-        self._source, self._leaf, self._ranks, self._position = source, layout.leaves[leaf], layout.splits, position
-        assert self._leaf.split is not None
-        self._split = self._leaf.split[1:]
-        self.shape, self.dtype, self.path = torch.Size(self._leaf.shape), source.dtype, source.path
+        self._source, self._layout, self._leaf, self._position = source, layout, leaf, position
+        self._unit: int = getattr(source, "unit", UNIT)
+        self.shape, self.dtype, self.path = torch.Size(layout.leaves[leaf].shape), source.dtype, source.path
 
     def read(self, start: int, out: Tensor) -> None:
-        run, done = run_of(self._leaf.shape, *self._split), 0
-        for begin, size in runs_in_whole(run, self._ranks, self._position, range(start, start + out.numel())):
-            self._source.read(begin, out[done : done + size])
-            done += size
+        run, ranks = self._layout.run_of(self._leaf), self._layout.splits
+        together, wanted, done = self._unit // (run * ranks) * run, range(start, start + out.numel()), 0
+        while done < out.numel():
+            if together > run:
+                done += self._read_together(wanted[done : done + together], out[done : done + together])
+            else:
+                begin, size = next(runs_in_whole(run, ranks, self._position, wanted[done:]))
+                self._source.read(begin, out[done : done + size])
+                done += size
+
+    def _read_together(self, elements: range, out: Tensor) -> int:
+        """Read some elements of the part, through all that lies between them. Returns their number."""
+        run, ranks = self._layout.run_of(self._leaf), self._layout.splits
+        (first, _), (last, _) = (next(runs_in_whole(run, ranks, self._position, elements[i:][:1])) for i in (0, -1))
+        between = range(first, last + 1)
+        values = out.new_empty(len(between))
+        self._source.read(first, values)
+        _, found = cut_out(values, between, self._layout, self._leaf, self._position)
+        out.copy_(found)
+        return len(elements)

@@ -15,9 +15,11 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
 from fzero.base.placement import Disk
+from fzero.files import load
 from fzero.layout.chunks import chunks
-from fzero.layout.layout import Layout
-from fzero.layout.ranges import intersect
+from fzero.layout.layout import Layout, Leaf
+from fzero.layout.parts import join_parts, take_part
+from fzero.layout.ranges import intersect, shift
 from fzero.program import ops
 from fzero.program.records import record
 from fzero.ranks.calls import describe_leaf
@@ -25,11 +27,10 @@ from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, check_range, fingerprint
-from fzero.state.splits import join_parts
+from fzero.state.splits import list_parts, split_shape
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state, follow
 from fzero.values.sharded import Sharded
-from fzero.values.splits import check_unsplit
 
 
 @check_arguments
@@ -67,8 +68,6 @@ def iter_full(params: tree.Tree, *, chunk: int | None = None) -> Iterator[tuple[
         FzeroError: for a chunk smaller than one element.
     """
     for path, leaf in zip(tree.paths(params), tree.leaves(params)):
-        if chunk is not None and is_sharded(leaf):
-            check_unsplit(leaf, "iter_full by chunks")
         if chunk is None:
             _agree(f"iter_full of {path}", leaf)
             yield path, _assemble(leaf, None) if is_sharded(leaf) else leaf
@@ -97,29 +96,35 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     if path not in paths or not is_sharded(leaves[paths.index(path)]):
         raise FzeroError(path, f"is no Sharded leaf of the {len(paths)} in the tree", f"it has {', '.join(paths[:8])}")
     old = leaves[paths.index(path)]
-    check_unsplit(old, "update_leaf")
     _agree(f"update_leaf of {path}", params)
-    new = fn(old.full_tensor().detach())
+    new = fn(_read_whole(old))
     if new.dtype != old.dtype:
         raise FzeroError(path, f"is {old.dtype}, the new value {new.dtype}", f"return value.to({old.dtype})")
-    layout = _reshape(old, tuple(new.shape))
+    layout = _reshape(old, path, tuple(new.shape))
     at = {paths[i]: i for i in range(len(paths))}
     prefix = path.removesuffix(old.path)
     family = {
         index: at[prefix + leaf.path] for index, leaf in enumerate(old.form.layout.leaves) if prefix + leaf.path in at
     }
-    shapes = {index: new if i == at[path] else leaves[i] for index, i in family.items()}
+    shapes = {index: layout.leaves[index] for index in family}
     slices = _allocate_like(old, shapes, layout)
     for index, i in family.items():
-        value = new if i == at[path] else leaves[i].full_tensor().detach()
-        fill(slices[index].view(-1), TensorSource(value, paths[i]), layout, index, old.on.rank, CHUNK_NBYTES)
+        value = new if i == at[path] else _read_whole(leaves[i])
+        flat, source = slices[index].view(-1), TensorSource(value, paths[i])
+        for out, part in list_parts(flat, source, layout, index, old.ranks):
+            fill(out, part, layout, index, old.on.rank, CHUNK_NBYTES)
         origin = leaves[i].origin if i != at[path] else follow([old.origin], fingerprint(TensorSource(new, path)))
         leaves[i] = Sharded.of_form(slices[index], old.form._replace(layout=layout, leaf=index))
         leaves[i].origin = origin  # where `fn` returned other values on another rank, the next step tells
     return tree.unflatten(treedef, leaves)
 
 
-def _allocate_like(old: Sharded, shapes: Mapping[int, Tensor], layout: Layout) -> dict[int, Tensor]:
+def _read_whole(leaf: Sharded) -> Tensor:
+    """The whole leaf, once ranks have agreed on it."""
+    return _join(leaf, leaf.ranks) if leaf.form.layout.splits > 1 else leaf.full_tensor().detach()
+
+
+def _allocate_like(old: Sharded, shapes: Mapping[int, Leaf], layout: Layout) -> dict[int, Tensor]:
     """Memory for slices of a layout where a leaf lies. On a disk, all ranks have room or none returns."""
 
     def allocate() -> dict[int, Tensor]:
@@ -128,11 +133,13 @@ def _allocate_like(old: Sharded, shapes: Mapping[int, Tensor], layout: Layout) -
     return old.on.do_together(allocate, "update_leaf on a disk") if isinstance(old.place, Disk) else allocate()
 
 
-def _reshape(leaf: Sharded, shape: tuple[int, ...]) -> Layout:
-    """The leaf's layout with another shape for the leaf."""
-    others = list(leaf.form.layout.leaves)
-    others[leaf.index] = replace(leaf.leaf, shape=shape)
-    return replace(leaf.form.layout, leaves=tuple(others))
+def _reshape(leaf: Sharded, path: str, shape: tuple[int, ...]) -> Layout:
+    """The leaf's layout with another shape for the whole leaf."""
+    others, layout, split = list(leaf.form.layout.leaves), leaf.form.layout, leaf.leaf.split
+    if split is not None:
+        shape, split = split_shape(path, shape, split, layout.mesh)
+    others[leaf.index] = replace(leaf.leaf, shape=shape, split=split)
+    return replace(layout, leaves=tuple(others))
 
 
 def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
@@ -142,9 +149,8 @@ def _assemble(leaf: Sharded, rank: int | None) -> Tensor | None:
         return leaf.full_tensor()
     on = leaf.ranks
     check_rank("rank", rank, on.ranks)
-    if leaf.form.layout.splits > 1:
-        joined = freeze(_join(leaf, on), leaf)
-        return joined if rank in (None, on.ranks[on.number]) else None
+    if leaf.form.layout.splits > 1 and (rank is None or on.members.is_alone):
+        return freeze(_join(leaf, on), leaf)
     if on.members.is_alone or torch_private.depth():  # under torch.func a slice has no memory of its own
         return freeze(leaf.full_tensor().detach(), leaf)
     if rank is None:
@@ -165,34 +171,55 @@ def _join(leaf: Sharded, on: Ranks) -> Tensor:
     """A leaf that is split over model axes, whole on every rank."""
     layout = leaf.form.layout
     if on.rank is None:
-        parts = leaf.local.detach()
+        parts = load(leaf.local.detach()).to(leaf.device)
     else:
         part, axis = _gather(leaf, on), layout.split_axis
         parts = on.perform_agreed(record(ops.gather_rows), part[None], axis, layout.splits)
-    return join_parts(parts.view(layout.splits, *leaf.shape), layout, leaf.index)
+    return join_parts(parts, layout, leaf.index).view(leaf.global_shape)
 
 
 def _collect(leaf: Sharded, on: Ranks, rank: int) -> Tensor | None:
-    """A whole leaf on one rank. Only the ranks of one copy of the state, those in the row of `rank`, send to it."""
-    row, me = on.row(rank), on.ranks[on.number]
-    if leaf.form.layout.replicated:
+    """A whole leaf on one rank. Only the ranks of one copy of the state, that of `rank`, send to it."""
+    layout, me, numel = leaf.form.layout, on.ranks[on.number], leaf.leaf.numel
+    if layout.replicated:
         return leaf.local.detach().clone() if me == rank else None
+    number = on.ranks.index(rank)
+    row = [on.ranks[each] for each in next(row for row in on.mesh.rows(layout.cut_axes) if number in row)]
     if me not in row:
         return None
-    everything = range(leaf.numel())
-    have = find_owners(leaf.form.layout, leaf.index, everything, [[peer] for peer in row])
-    flat = torch.empty(leaf.numel() if me == rank else 0, dtype=leaf.dtype, device=leaf.device)
-    mine = Stretch(leaf.part.start, leaf.local.detach())
-    perform(on, f"collecting {leaf.path} on rank {rank}", plan(have, [Part(rank, everything)]), mine, Stretch(0, flat))
-    return flat.view(leaf.shape) if me == rank else None
+    held = [(layout.part(leaf.index, along), position) for along, position in layout.cut_positions]
+    have = [Part(peer, shift(part, position * numel)) for peer, (part, position) in zip(row, held) if part]
+    part, position = held[row.index(me)]
+    parts = torch.empty(leaf.numel() if me == rank else 0, dtype=leaf.dtype, device=leaf.device)
+    mine = Stretch(position * numel + part.start, leaf.local.detach())
+    messages = plan(have, [Part(rank, range(leaf.numel()))])
+    perform(on, f"collecting {leaf.path} on rank {rank}", messages, mine, Stretch(0, parts))
+    return join_parts(parts, layout, leaf.index).view(leaf.global_shape) if me == rank else None
 
 
 def assemble_piece(leaf: Tensor, piece: range) -> Tensor:
-    """[len(piece)] some elements of a flattened leaf, on every rank."""
+    """[len(piece)] some elements of a flattened whole leaf, on every rank."""
     if not isinstance(leaf, Sharded):
         out = torch.empty(len(piece), dtype=leaf.dtype, device="cpu")
         TensorSource(leaf).read(piece.start, out)
         return out
+    if leaf.form.layout.splits == 1:
+        return _assemble_within(leaf, piece)
+    layout, index, on = leaf.form.layout, leaf.index, leaf.ranks
+    held = [layout.range_in_part(index, position, piece) for position in range(layout.splits)]
+    if on.rank is None:
+        rows = [take_part(leaf.local.detach(), layout, place)[at.start : at.stop] for place, at in enumerate(held)]
+        return join_parts(torch.cat(rows).to(leaf.device), layout, index, piece)
+    row = leaf.local.new_empty(max(map(len, held)), device=leaf.device)  # those of other ranks may be longer
+    mine = _assemble_within(leaf, held[on.along(layout.split_axis)])
+    row[: mine.numel()] = mine
+    every = on.perform_agreed(record(ops.gather_rows), row[None], layout.split_axis, layout.splits)
+    return join_parts(torch.cat([row[: len(at)] for row, at in zip(every, held)]), layout, index, piece)
+
+
+def _assemble_within(leaf: Sharded, piece: range) -> Tensor:
+    """[len(piece)] some elements of a flattened leaf, or of this rank's part of a split one, on the ranks in line along
+    the shard axis."""
     layout = leaf.form.layout
     if leaf.on.is_tracing or layout.replicated or leaf.ranks.members.is_alone:
         return leaf.local.detach().reshape(-1)[piece.start : piece.stop].clone().to(leaf.device)
@@ -214,8 +241,7 @@ class SourceOfSharded:
     """The source of the values of a `Sharded` leaf. Ranks send each other a chunk at a time."""
 
     def __init__(self, leaf: Sharded) -> None:
-        check_unsplit(leaf, "a copy into other slices")
-        self._value, self.path, self.shape, self.dtype = leaf, leaf.path, leaf.shape, leaf.dtype
+        self._value, self.path, self.shape, self.dtype = leaf, leaf.path, leaf.global_shape, leaf.dtype
         self.is_frozen, self.is_embedding = is_frozen(leaf), is_embedding(leaf)
 
     def read(self, start: int, out: Tensor) -> None:

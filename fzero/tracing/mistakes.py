@@ -4,6 +4,7 @@
     captured parameters          they are constants of the program: no step trains them; of a module that the step
                                  uses by `apply`, an error
     state that is not returned   an optimizer begins anew at each step
+    elements of a part           a sum over a whole split leaf, divided by the product of the shape of this rank's part
 
 What is certainly wrong is an error. What may be meant is a warning of the logger "fzero".
 """
@@ -15,11 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.reachable import walk
 from fzero.base.torch_private import is_wrapper, storage_key
+from fzero.layout.layout import Leaf
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Argument, Program
@@ -36,9 +39,11 @@ def check_mistakes(program: Program, fn: Callable[..., Any], *, warn: bool = Tru
 
     Raises:
         FzeroError: where each rank would update plain tensors by gradients of its own batch; where the step uses the
-            parameters of a module that was lowered, beside the function that `lower` returned.
+            parameters of a module that was lowered, beside the function that `lower` returned; where a mean over a
+            split leaf is taken over the elements of a part.
     """
     _refuse_plain_parameters(program)
+    _refuse_counts_of_parts(program)
     _report_captured_parameters(program, fn, warn)
     if warn:
         _warn_of_lost_state(program)
@@ -87,6 +92,41 @@ def _has_place_of(path: str, argument: Argument) -> bool:
 def _has_type_of(value: Node, other: Node) -> bool:
     a, b = value.meta["val"], other.meta["val"]
     return a.shape == b.shape and a.dtype == b.dtype
+
+
+# elements of a part
+
+
+def _refuse_counts_of_parts(program: Program) -> None:
+    """Refuse to divide a sum over a whole split leaf by the elements of a part, the product of its shape in a step."""
+    if all(layout.splits == 1 for layout in program.layouts.values()):
+        return
+    for node in program.graph.nodes:
+        if is_call(node, torch.ops.aten.div.Tensor) and isinstance(node.args[1], int):
+            leaf = _find_summed_leaf(program, node.args[0])
+            if leaf is not None and leaf.numel == node.args[1]:
+                problem = f"its sum over all ranks is divided by {leaf.numel}, the elements of a rank's part"
+                way_out = (
+                    "take .mean(), or divide by .numel(), the number of all elements, or by what global_shape says"
+                )
+                raise FzeroError(leaf.path, f"{problem}{_find_line(node)}", way_out)
+
+
+def _find_summed_leaf(program: Program, node: Any) -> Leaf | None:
+    """The split leaf that a 0-d value was computed from alone, as a sum over all of its elements."""
+    layouts, is_summed = program.layouts, False
+    given = dict(zip(program.placeholders, program.arguments))
+    while isinstance(node, fx.Node):
+        if is_call(node, ops.scatter):
+            layout, leaf = layouts[node.args[1]], node.args[2]
+        elif node in given and given[node].bucket is not None:
+            layout, leaf = layouts[given[node].bucket], given[node].leaf
+        else:
+            is_summed |= node.op == "call_function" and record(node).moves is not None and "sum" in node.args
+            node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+            continue
+        return layout.leaves[leaf] if is_summed and layout.splits > 1 else None
+    return None
 
 
 # parameters that the step captured

@@ -35,7 +35,7 @@ from fzero.values.calls import follow_call, hash_call, perform_call
 from fzero.values.moves import BESIDE, Cut, add_parts, copy_alias, move
 from fzero.values.origin import Origin, describe_state
 from fzero.values.scales import make_scales
-from fzero.values.splits import check_unsplit
+from fzero.values.splits import cut_here, find_places, join_here
 from fzero.values.views import apply_to_copies
 
 if TYPE_CHECKING:
@@ -292,10 +292,14 @@ def _apply_to_lists(
         return move(BESIDE, x, first.perform_for("a number beside"), first.cut)
 
     places = _find_places(anchors) if rules.name_of(func) in operations.PLACED else ()
-    given = (*args[: len(args) - len(places)], *places)
-    result = func(*map(to_slices, given), **{key: to_slices(x) for key, x in kwargs.items()})
+    given = [*map(to_slices, args[: len(args) - len(places)]), *places]
+    if places:
+        given[:2] = [list(map(join_here, column, anchors)) for column in given[:2]]
+    result = func(*given, **{key: to_slices(x) for key, x in kwargs.items()})
     if result is None or written:
         return None
+    if places:
+        result = list(map(cut_here, result, anchors))
     # One list, or a tuple of lists: `scale_by_adam` returns three.
     columns = result if isinstance(result, tuple) and result and isinstance(result[0], (list, tuple)) else (result,)
     call, beside = hash_call(func, first, args, kwargs), tuple(x for x in beside if is_sharded(x))
@@ -312,9 +316,10 @@ def _apply_to_lists(
 def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any], *others: Any) -> Any:
     """A function of `rules.SLICE_OPS` on slices: its results are sums over leaves, or one new leaf for each leaf."""
     slices, options = [x if is_sharded(x) and not _is_whole(x) else None for x in leaves], others
-    if name in operations.PLACED:
-        others = (*others[:-3], *_find_places(leaves))
     given = [_gather(x) if sliced is None else sliced.local for x, sliced in zip(leaves, slices)]
+    if is_placed := name in operations.PLACED:
+        places = _find_places(leaves)
+        others, given = (*others[: -len(places)], *places), list(map(join_here, given, slices))
     results = func(given, *([_gather(x) for x in arg] if isinstance(arg, (list, tuple)) else arg for arg in others))
     if name in operations.SUMS:
         owners = [leaves[i % len(leaves)] for i in range(len(results))]
@@ -322,6 +327,7 @@ def _apply_to_slices(func: Callable[..., Any], name: str, leaves: Sequence[Any],
         return [x if cut is None else add_parts(x, perform_call(name, own, options, {}), cut) for x, own, cut in rows]
     anchors = [x if is_sharded(x) else None for x in leaves]
     call = hash_call(func, next((x for x in anchors if x is not None), None), options)
+    results = list(map(cut_here, results, slices)) if is_placed else results
     return [x if each is None else _wrap(x, each, follow_call(each, [each], call)) for x, each in zip(results, anchors)]
 
 
@@ -334,17 +340,9 @@ def _find_cut(x: Any) -> Cut | None:
     return x.cut_of_part if x.form.layout.splits > 1 else None
 
 
-def _find_places(leaves: Sequence[Any]) -> tuple[list[int], list[int], int]:
-    """The last arguments of an operation of `PLACED`: the elements that a rank has of each leaf's bucket, the first
-    element of each leaf in its bucket, and this rank. Zeros for a leaf that is whole, or of which all ranks are here.
-    """
-    for x in leaves:
-        if is_sharded(x):
-            check_unsplit(x, "an update by rows, columns or blocks of a leaf")
-    apart = [x if is_sharded(x) and x.on.rank is not None and not _is_whole(x) else None for x in leaves]
-    shards = [0 if x is None else x.form.layout.shard for x in apart]
-    begins = [0 if x is None else x.form.layout.leaf_ranges[x.index].start for x in apart]
-    return shards, begins, next((x.on.rank for x in apart if x is not None and x.on.rank is not None), 0)
+def _find_places(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The last arguments of an operation of `PLACED`: a leaf is whole where all ranks are here."""
+    return find_places([x if is_sharded(x) and x.on.rank is not None else None for x in leaves], _is_whole)
 
 
 def _apply_blockwise(func: Callable[..., Any], updates: Sequence[Any], *rest: Any) -> tuple[list[Any], ...]:
@@ -388,8 +386,6 @@ def _apply_on_owners(func: Callable[..., Any], given: Sequence[Any], blocks: Blo
     others = iter(func([x for x, _ in plain], [row for _, row in plain], how))
     places, cuts = [x.form[:2] for x in values], [row for x, row in zip(given, blocks) if is_sharded(x)]
     on = values[0].on.specify("orthogonalize", [describe_state(x.path, x.origin) for x in values])
-    for x in values:
-        check_unsplit(x, "Muon")
     slices = iter(orthogonalize_on_owners(on, [x.local for x in values], places, cuts, how))
     call = hash_call(func, values[0], cuts, how)
     return [_wrap(next(slices), x, follow_call(x, [x], call)) if is_sharded(x) else next(others) for x in given]

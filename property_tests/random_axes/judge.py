@@ -29,6 +29,13 @@ MESHES: tuple[tuple[dict[str, int], Any], ...] = (
 """The axes of a mesh, and those along which ranks have parts."""
 
 
+OPTIMIZERS = {
+    "adamw": optim.adamw(0.01),
+    "muon": optim.muon(0.01, eps=1e-3, where=lambda path, leaf: leaf.ndim == 2),
+    "adafactor": optim.adafactor(0.01),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A seed's model."""
@@ -43,9 +50,11 @@ class Case:
     params: dict[str, Tensor]
     x: Tensor
     loss: Callable[[Any, Tensor], Tensor]
+    optimizer: str
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.mesh}, parts along {self.axes}, stage {self.stage}, {self.kind}"]
+        lines += [f"  {self.optimizer}"] * (self.kind == "train")
         return "\n".join([*lines, *(f"  {name}" for name in self.names), f"  split: {self.splits}"])
 
 
@@ -75,7 +84,8 @@ def draw_case(seed: int) -> Case:
     def loss(params: Any, x: Tensor) -> Tensor:
         return finish(forward(params, x * params["w"]), has, axes, is_summed)
 
-    return Case(seed, mesh, axes, draw.choice([1, 2, 3]), kind, tuple(names), splits, params, x, loss)
+    stage, optimizer = draw.choice([1, 2, 3]), draw.choice(list(OPTIMIZERS))
+    return Case(seed, mesh, axes, stage, kind, tuple(names), splits, params, x, loss, optimizer)
 
 
 def _apply(chain: list[Apply], params: Any, x: Tensor) -> Tensor:
@@ -84,13 +94,17 @@ def _apply(chain: list[Apply], params: Any, x: Tensor) -> Tensor:
     return x
 
 
-OPTIMIZER = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01))
+def _choose_optimizer(case: Case) -> optim.GradientTransformation:
+    chosen = OPTIMIZERS[case.optimizer]
+    return optim.chain(optim.clip_by_global_norm(0.5), chosen)
 
 
 def _train(case: Case) -> Callable[..., Any]:
+    optimizer = _choose_optimizer(case)
+
     def step(params: Any, state: Any, x: Tensor) -> Any:
         loss, grads = fzero.value_and_grad(case.loss)(params, x)
-        updates, state = OPTIMIZER.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
         return tree.map(torch.add, params, updates), state, loss
 
     return step
@@ -120,7 +134,10 @@ def run_on_ranks(case: Case) -> Any:
     if case.kind != "train":
         step = fzero.simulate(lambda *given: _derive(case)(*given), case.mesh, data=data, stage=case.stage)
         return fzero.unpartition(step(held, case.x))
-    step, state = fzero.simulate(_train(case), case.mesh, data=data, stage=case.stage), OPTIMIZER.init(held)
+    step, state = (
+        fzero.simulate(_train(case), case.mesh, data=data, stage=case.stage),
+        _choose_optimizer(case).init(held),
+    )
     for _ in range(2):
         held, state, loss = step(held, state, case.x)
     return fzero.unpartition((held, state, loss))
@@ -136,7 +153,7 @@ def run_alone(case: Case, axis_ranks: int) -> Any:
 
     alone = Case(**{**vars(case), "loss": loss})
     if case.kind == "train":
-        params, state = case.params, OPTIMIZER.init(case.params)
+        params, state = case.params, _choose_optimizer(case).init(case.params)
         for _ in range(2):
             params, state, value = _train(alone)(params, state, case.x)
         return params, state, value

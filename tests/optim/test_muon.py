@@ -405,7 +405,7 @@ def test_a_training_step_is_the_plain_one(world: int, stage: int, donate: bool) 
 def test_a_scale_is_not_rounded_to_the_dtype_of_a_matrix() -> None:
     layout = Layout("m", (Leaf("w", (4, 3)),), VirtualMesh(fsdp=1))
     plan, matrix = plan_owners(((layout, 0),), (4,), lambda rows, columns: rows * columns), torch.randn(12).bfloat16()
-    steps = bring_back(matrix, plan, 0, "fsdp", [0.3], [12], [torch.bfloat16])
+    steps = bring_back(matrix, plan, 0, [0.3], [12], [torch.bfloat16])
     with pytest.raises(StopIteration) as end:  # one rank has nothing to exchange
         next(steps)
     assert torch.equal(end.value.value[0], 0.3 * matrix)

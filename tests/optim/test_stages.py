@@ -233,13 +233,13 @@ def test_a_stage_refuses_to_be_differentiated(name: str) -> None:
 def arguments_of_leaves(leaves: list[Tensor]) -> dict[str, tuple[Any, ...]]:
     """Name of an operation on whole leaves -> arguments."""
     shapes = [factors.matrices_of(x.shape) for x in leaves]
-    sizes, zeros = [size for of in shapes for size in of], [0] * len(leaves)
+    sizes, whole = [size for of in shapes for size in of], operations.list_whole(len(leaves))
     rows, columns = ([torch.rand(of.number * of[side]) for of in shapes] for side in (1, 2))
     return {
         "sums_of_squares": (leaves, [2 for _ in leaves], torch.float64),
         "scale_each": (leaves, torch.rand(3), list(range(len(leaves)))),
-        "average_rows_and_columns": (leaves, sizes, zeros, zeros, 0),
-        "scale_by_factors": (leaves, rows, columns, [1e-3 for _ in leaves], sizes, zeros, zeros, 0),
+        "average_rows_and_columns": (leaves, sizes, *whole),
+        "scale_by_factors": (leaves, rows, columns, [1e-3 for _ in leaves], sizes, *whole),
     }
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import axes
 import parallel_layers
 import pytest
+import split_optimizers
 import torch
 import torch.distributed as dist
 from processes import Outcome, Refusal, refusal, run_cases, values
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
@@ -100,9 +102,50 @@ def split(mesh: DeviceMesh, folder: Path) -> Any:
     other = grid((1, 4))
     like = fzero.partition(tree.map(torch.zeros_like, axes.WEIGHTS), other, split=axes.SPLIT)
     loaded = checkpoint.load(folder, {"params": like, "state": axes.ADAMW.init(like)})
-    on_one = fzero.unpartition(loaded["params"], rank=1)["up"]
+    on_one, whole = (fzero.unpartition(loaded["params"], rank=rank) for rank in (1, None))
+    is_right = on_one["up"] is None if dist.get_rank() != 1 else all(torch.equal(on_one[x], whole[x]) for x in whole)
     params, _, loss = fzero.shard(step, other, data=("fsdp",))(loaded["params"], loaded["state"], axes.EXAMPLES)
-    return loss, fzero.unpartition(params), on_one is None
+    return loss, fzero.unpartition(params), is_right
+
+
+def optimized(mesh: DeviceMesh) -> Any:
+    """Two steps of optimizers that look at whole leaves, from state that the last rank alone has."""
+    mesh, whole = grid(), split_optimizers.WHOLE
+    given = whole if dist.get_rank() == 3 else tree.map(lambda x: x.to("meta"), whole)
+    params = fzero.partition(given, mesh, split=split_optimizers.SPLIT, unit=256, source_rank=3, chunk=1000)
+    states = split_optimizers.init(params)
+    step = fzero.shard(split_optimizers.step, mesh, data=("fsdp",))
+    batch = split_optimizers.EXAMPLES.chunk(2)[dist.get_rank() // 2]
+    params, states, _ = step(params, states, batch)
+    return fzero.unpartition(step(params, states, batch))
+
+
+def moved(mesh: DeviceMesh, folder: Path) -> Any:
+    """Whole leaves of a module that is built in parts: by chunks, behind an edit, and in files."""
+    torch.manual_seed(0)
+    whole, _ = fzero.lower(Feedforward())
+    rules = {"up.weight": ("tp", 0), "down.weight": ("tp", 1)}
+    held, _ = fzero.build(Feedforward, grid(), split=rules, chunk=1000)
+    held = fzero.update_leaf(held, "up.weight", lambda w: 2 * w)
+    whole["up"]["weight"] = 2 * whole["up"]["weight"].detach()
+    chunks = dict[str, list[Tensor]]()
+    for path, (_, piece) in fzero.iter_full(held, chunk=1000):
+        chunks.setdefault(path, []).append(piece)
+    fzero.save_safetensors(held, folder / "held")
+    checkpoint.save_dcp(folder / "dcp", held)
+    if dist.get_rank() == 0:
+        fzero.save_safetensors(whole, folder / "whole")
+        dcp_to_torch_save(folder / "dcp", folder / "dcp.pt")
+        assert (folder / "held").read_bytes() == (folder / "whole").read_bytes()
+        read = torch.load(folder / "dcp.pt")
+        assert all(torch.equal(read[path], x) for path, x in zip(tree.paths(whole), tree.leaves(whole)))
+    return [torch.equal(torch.cat(chunks[path]), x.view(-1)) for path, x in zip(tree.paths(whole), tree.leaves(whole))]
+
+
+class Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 64), nn.Linear(64, 24)
 
 
 def unlike(mesh: DeviceMesh) -> list[Any]:
@@ -115,8 +158,10 @@ def unlike(mesh: DeviceMesh) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    cases: dict[str, Any] = {each.__name__: each for each in (all_collectives, layered, ragged, trained, unlike)}
-    return run_cases(4, {**cases, "split": partial(split, folder=tmp_path_factory.mktemp("split"))})
+    functions = (all_collectives, layered, ragged, trained, optimized, unlike)
+    cases: dict[str, Any] = {each.__name__: each for each in functions}
+    cases |= {each.__name__: partial(each, folder=tmp_path_factory.mktemp("files")) for each in (split, moved)}
+    return run_cases(4, cases)
 
 
 def test_collectives_have_the_bits_of_virtual_ranks(outcomes: dict[str, list[Outcome]]) -> None:
@@ -143,9 +188,21 @@ def test_a_model_axis_trains_as_one_device(outcomes: dict[str, list[Outcome]]) -
         losses.append(loss)
     for found in values(outcomes["trained"]):
         torch.testing.assert_close(found, (losses, params), rtol=1e-12, atol=1e-14)
-    for rank, (loss, found, is_elsewhere) in enumerate(values(outcomes["split"])):
+    for loss, found, is_right in values(outcomes["split"]):
         torch.testing.assert_close((loss, found), (losses[-1], params), rtol=1e-12, atol=1e-14)
-        assert is_elsewhere == (rank != 1)
+        assert is_right
+
+
+def test_optimizers_of_whole_leaves_train_split_ones_as_one_device(outcomes: dict[str, list[Outcome]]) -> None:
+    step, whole = split_optimizers.step, split_optimizers.WHOLE
+    params, states, _ = step(whole, split_optimizers.init(whole), split_optimizers.EXAMPLES)
+    right = step(params, states, split_optimizers.EXAMPLES)
+    for found in values(outcomes["optimized"]):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-14)
+
+
+def test_whole_leaves_come_out_of_parts(outcomes: dict[str, list[Outcome]]) -> None:
+    assert values(outcomes["moved"]) == [[True] * 4] * 4
 
 
 def test_unlike_batches_are_named_on_all_ranks(outcomes: dict[str, list[Outcome]]) -> None:

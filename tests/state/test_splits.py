@@ -3,6 +3,7 @@ one device, checkpoints at any mesh and split, and what knows no split leaves ye
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,25 @@ def test_values_of_a_file_are_read_by_parts(tmp_path: Path) -> None:
     torch.testing.assert_close(fzero.unpartition(held), SAVED, rtol=0, atol=0)
 
 
+def test_a_mean_over_the_elements_of_a_part_is_refused() -> None:
+    """A sum over a split leaf is of all elements, and the shape in a step is that of a part."""
+
+    def penalty(params: Any, x: Tensor) -> Tensor:
+        return loss_of(split_mlp)(params, x) + params["up"].square().sum().sqrt() / math.prod(params["up"].shape)
+
+    def size(params: Any, x: Tensor) -> Any:
+        grads = fzero.grad(loss_of(split_mlp))(params, x)
+        return tree.map(lambda g: (g.square().sum() / math.prod(g.shape)).sqrt(), grads)
+
+    held = fzero.partition(WEIGHTS, GRID, split=SPLIT)
+    for step, leaf in ((fzero.grad(penalty), "up"), (size, "down")):
+        words = f"{leaf}: its sum over all ranks is divided by 24, the elements of a rank's part.*; take .mean"
+        with pytest.raises(FzeroError, match=words):
+            fzero.simulate(step, GRID, data=("fsdp",)).trace(held, EXAMPLES)
+    other = fzero.partition(WEIGHTS, VirtualMesh(fsdp=4, tp=1), split=SPLIT)  # a part is all
+    fzero.simulate(size, VirtualMesh(fsdp=4, tp=1), data=("fsdp",)).trace(other, EXAMPLES)
+
+
 RULES: dict[str, tuple[Any, str]] = {
     "no leaf": ({"ups": ("tp", 0)}, r"split 'ups': matches no leaf; near to it are up, "),
     "no axis": ({"up": ("pp", 0)}, "mesh axis 'pp': this mesh has"),
@@ -234,55 +254,18 @@ def taken(use: Callable[[Any], Any]) -> Callable[[], Any]:
     return lambda: use(fzero.partition(WEIGHTS, GRID, split=SPLIT))
 
 
-def updated(optimizer: Any) -> Callable[[], Any]:
-    def step(params: Any, state: Any, x: Tensor) -> Any:
-        updates, state = optimizer.update(fzero.grad(loss_of(split_mlp))(params, x), state, params)
-        return tree.map(torch.add, params, updates), state
-
-    return taken(lambda held: fzero.simulate(step, GRID, data=("fsdp",))(held, optimizer.init(held), EXAMPLES))
-
-
 UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
-    "muon": (
-        updated(optim.muon(0.1, where=lambda path, leaf: leaf.ndim == 2)),
-        "is split over 'tp', and Muon knows no split leaves yet",
-    ),
-    "adafactor": (updated(optim.adafactor(0.1)), "is split over 'tp', and an update by rows, columns or blocks"),
-    "8-bit state": (
-        lambda: optim.adamw8bit(0.1).init(
-            fzero.partition({"w": torch.ones(256, 64)}, GRID, split={"w": ("tp", 0)}, unit=256)
-        ),
-        "w: is split over 'tp', and 8-bit state knows",
-    ),
-    "safetensors": (
-        taken(lambda held: fzero.save_safetensors(held, "x.safetensors")),
-        "a file other than a checkpoint's",
-    ),
     "quantize": (
         lambda: fzero.quantize(fzero.partition({"w": torch.ones(64, 64)}, GRID, split={"w": ("tp", 0)}), where="w"),
         "w: is split over 'tp', and fzero.quantize knows",
     ),
-    "update_leaf": (
-        taken(lambda held: fzero.update_leaf(held, "up", lambda w: w)),
-        "update_leaf knows no split leaves",
-    ),
-    "chunks": (taken(lambda held: dict(fzero.iter_full(held, chunk=8))), "iter_full by chunks knows no split"),
-    "a placement": (lambda: fzero.partition(WEIGHTS, GRID, split=SPLIT, to=fzero.host()), "to: is given beside split"),
-    "a source rank": (
-        lambda: fzero.partition(WEIGHTS, GRID, split=SPLIT, source_rank=0),
-        "source_rank: is given beside",
+    "a split of codes": (
+        lambda: fzero.partition(fzero.quantize({"w": torch.ones(64, 64)}, where="w"), GRID, split={"w*": ("tp", 0)}),
+        "w: is quantized, and split 'w.*' would split its codes; leave it out of split=",
     ),
     "the part of one rank, outside of a step": (
         taken(lambda held: held["up"].full_tensor()),
         "up: gather: it is split over 'tp', and one process has all parts; use it in a step, or whole, by fzero.unpart",
-    ),
-    "a streamed part": (
-        taken(
-            lambda held: fzero.simulate(train(split_mlp), GRID, data=("fsdp",), chunk=64)(
-                held, ADAMW.init(held), EXAMPLES
-            )
-        ),
-        "up: .* a part of 192 bytes is not streamed yet; give a chunk of at least 192 bytes",
     ),
 }
 

@@ -1,6 +1,6 @@
 """Operations on whole matrices, each on one rank, its owner. Orthogonalizing slices emits them.
 
-    to_owners         slices -> per-rank     the whole matrices that this rank owns, one behind the other
+    to_owners         slices -> per-rank     this rank's whole matrices, one behind the other, each part by part
     orthogonalize     per-rank -> per-rank   each of these matrices orthogonalized
     from_owners       per-rank -> slices     this rank's slices of the matrices, each matrix times its scale
 
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from fzero.base.torch_private_functions import take_dtypes
+from fzero.files import load
 from fzero.layout.owners import Owners, Piece, Places, plan_owners
+from fzero.layout.parts import cut_into_parts, join_parts
 from fzero.optim import newton_schulz
 from fzero.optim.newton_schulz import DTYPE, Blocks, NewtonSchulz, count_flops, count_scratch
 from fzero.program.comm import Comm
-from fzero.program.kinds import UNIFORM, Kind, Slice
+from fzero.program.kinds import RAGGED, UNIFORM, Kind, Slice
 from fzero.program.operation import Node, Work, read_and_write
 from fzero.program.records import record, register_for_tracing
 from fzero.program.refusals import refuse_node
@@ -38,10 +40,23 @@ if TYPE_CHECKING:
 def orthogonalize_on_owners(
     on: MovePerformer, slices: Sequence[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz
 ) -> list[Tensor]:
-    """The slices of these leaves, orthogonalized: by three operations on `on`, or at once where all slices are here."""
+    """The slices of these leaves, orthogonalized: by three operations on `on` for all leaves that are split over the
+    same axes, or at once where all slices are here."""
     if on.rank is None:
-        fulls = [x.view(layout.leaves[leaf].shape) for x, (layout, leaf) in zip(slices, places)]
-        return [made.view(x.shape) for made, x in zip(newton_schulz.orthogonalize(fulls, blocks, how), slices)]
+        fulls = [join_parts(load(x), *place).view(place[0].shape_of(place[1])) for x, place in zip(slices, places)]
+        made = newton_schulz.orthogonalize(fulls, blocks, how)
+        return [cut_into_parts(each, each.new_empty(x.shape), *place) for each, x, place in zip(made, slices, places)]
+    done: dict[int, Tensor] = {}
+    for axes in dict.fromkeys(layout.cut_axes for layout, _ in places):
+        mine = [i for i, (layout, _) in enumerate(places) if layout.cut_axes == axes]
+        xs, at, rows = [slices[i] for i in mine], [places[i] for i in mine], [blocks[i] for i in mine]
+        done |= zip(mine, _move_and_orthogonalize(on, xs, at, rows, how))
+    return [done[i] for i in range(len(slices))]
+
+
+def _move_and_orthogonalize(
+    on: MovePerformer, slices: Sequence[Tensor], places: Places, blocks: Blocks, how: NewtonSchulz
+) -> list[Tensor]:
     each = [block for row in blocks for block in row]
     rows, scales = [block.rows for block in each], [block.scale for block in each]
     plan = plan_owners(tuple(places), tuple(rows), count_flops)
@@ -87,20 +102,25 @@ def _kinds_of_leaves(walk: Walk, node: Node) -> list[Kind]:
 def _to_owners_kind(walk: Walk, node: Node) -> Kind:
     for given, kind in zip(node.args[0], _kinds_of_leaves(walk, node), strict=True):
         walk.expect(node, given, kind)
-    return walk.of_slices
+    return _kind_of_matrices(walk, node)
+
+
+def _kind_of_matrices(walk: Walk, node: Node) -> Kind:
+    """Matrices differ between ranks that may own others, and so do their sizes."""
+    return frozenset({RAGGED, *walk.program.mesh.split(owners_of(walk.program, node).axis)})
 
 
 def _expect_matrices(walk: Walk, node: Node) -> None:
     """Refuse an operand that is not the matrices that the node names."""
     owned = node.args[0]
-    walk.expect(node, owned, walk.of_slices)
+    walk.expect(node, owned, _kind_of_matrices(walk, node))
     if walk.record(owned).name not in ("to_owners", "orthogonalize") or owned.args[1:4] != node.args[1:4]:
         raise walk.refuse(node, f"takes {owned.name} for the matrices that it names")
 
 
 def _orthogonalize_kind(walk: Walk, node: Node) -> Kind:
     _expect_matrices(walk, node)
-    return walk.of_slices
+    return _kind_of_matrices(walk, node)
 
 
 def _from_owners_kind(walk: Walk, node: Node) -> Kind:
@@ -117,7 +137,7 @@ def _list_exchange(program: Program, node: Node) -> Iterator[Comm]:
     dtype = made.dtype if isinstance(made, Tensor) else node.args[0].meta["val"].dtype
     if plan.moved:
         numel = -(-plan.busiest * plan.world // (plan.world - 1))
-        yield Comm("all_to_all", program.mesh.shard_axis, None, dtype, numel * dtype.itemsize)
+        yield Comm("all_to_all", plan.axis, None, dtype, numel * dtype.itemsize)
 
 
 # Every rank counts as having the matrices of the rank that owns most elements. Scratch is what another rank, which owns
@@ -131,10 +151,16 @@ def _to_owners_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 
 
 def _orthogonalize_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
-    """New matrices, and beside all matrices the products of one at a time."""
+    """New matrices, and beside all matrices the products of one at a time; of one that comes in parts, the whole too,
+    in the order of rows, before and behind."""
     plan, steps = owners_of(allocator.program, node), node.args[4]
     size = 2 * node.meta["val"].element_size()  # of an element before and behind
-    allocator.scratch[node] = plan.find_scratch(size, lambda rows, columns: count_scratch(rows, columns, steps))
+    joined = size if plan.places[0][0].splits > 1 else 0
+
+    def count(rows: int, columns: int) -> int:
+        return count_scratch(rows, columns, steps) + joined * rows * columns
+
+    allocator.scratch[node] = plan.find_scratch(size, count)
     return (allocator.new(node, node.meta["val"]),)
 
 
@@ -154,22 +180,22 @@ def _orthogonalize_work(node: Node) -> Work:
 
 
 def _to_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
-    plan, axis, dtype = owners_of(program, node), program.mesh.shard_axis, node.args[5]
-    return lambda slices, *_: bring_to_owners(slices, plan, rank.rank, axis, dtype)
+    plan, dtype = owners_of(program, node), node.args[5]
+    return lambda slices, *_: bring_to_owners(slices, plan, rank.along(plan.axis), dtype)
 
 
 def _orthogonalize(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     plan, how = owners_of(program, node), NewtonSchulz(*node.args[4:7])
-    return lambda owned, *_: orthogonalize_matrices(owned, plan, rank.rank, how)
+    return lambda owned, *_: orthogonalize_matrices(owned, plan, rank.along(plan.axis), how)
 
 
 def _from_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
-    plan, axis, (scales, _, dtypes) = owners_of(program, node), program.mesh.shard_axis, node.args[4:7]
+    plan, (scales, _, dtypes) = owners_of(program, node), node.args[4:7]
     sizes = [len(layout.part(leaf, rank.rank)) for layout, leaf in plan.places]
-    return lambda owned, *_: bring_back(owned, plan, rank.rank, axis, scales, sizes, take_dtypes(dtypes))
+    return lambda owned, *_: bring_back(owned, plan, rank.along(plan.axis), scales, sizes, take_dtypes(dtypes))
 
 
-def bring_to_owners(slices: Sequence[Tensor], plan: Owners, rank: int, axis: str, dtype: torch.dtype) -> Steps:
+def bring_to_owners(slices: Sequence[Tensor], plan: Owners, rank: int, dtype: torch.dtype) -> Steps:
     """The whole matrices that this rank owns, one behind the other, cast to `dtype`."""
     route, flats = plan.route(rank), [x.reshape(-1) for x in slices]
     owned = flats[0].new_empty(sum(len(at) for _, at in route.matrices), dtype=dtype)
@@ -179,7 +205,7 @@ def bring_to_owners(slices: Sequence[Tensor], plan: Owners, rank: int, axis: str
         sent = owned.new_empty(sum(len(piece.local) for piece in lent))
         _copy(sent.split([len(piece.local) for piece in lent]), _take_from_slices(flats, lent))
         splits = _count(route.lent), _count(route.borrowed)
-        arrived = yield AllToAll("all_to_all of matrices to their owners", axis, sent, splits)
+        arrived = yield AllToAll("all_to_all of matrices to their owners", plan.axis, sent, splits)
         _copy(_take_from_buffer(owned, borrowed), arrived.split([len(piece.owned) for piece in borrowed]))
     return owned
 
@@ -188,8 +214,9 @@ def orthogonalize_matrices(owned: Tensor, plan: Owners, rank: int, how: NewtonSc
     """The matrices that this rank owns, orthogonalized: a new tensor."""
     made = torch.empty_like(owned)
     for matrix, at in plan.route(rank).matrices:
-        shape, where = (matrix.rows, matrix.columns), slice(at.start, at.stop)
-        made[where].view(shape).copy_(how.apply(owned[where].view(shape)))
+        (layout, leaf), where = plan.places[matrix.place], slice(at.start, at.stop)
+        whole = join_parts(owned[where], layout, leaf, matrix.part).view(matrix.rows, matrix.columns)
+        cut_into_parts(how.apply(whole), made[where], layout, leaf, matrix.part)
     return made
 
 
@@ -197,7 +224,6 @@ def bring_back(
     owned: Tensor,
     plan: Owners,
     rank: int,
-    axis: str,
     scales: Sequence[float],
     sizes: Sequence[int],
     dtypes: Sequence[torch.dtype],
@@ -212,7 +238,7 @@ def bring_back(
         sent = owned.new_empty(sum(len(piece.owned) for piece in borrowed))
         _copy(sent.split([len(piece.owned) for piece in borrowed]), _take_from_buffer(owned, borrowed))
         splits = _count(route.borrowed), _count(route.lent)
-        arrived = yield AllToAll("all_to_all of matrices from their owners", axis, sent, splits)
+        arrived = yield AllToAll("all_to_all of matrices from their owners", plan.axis, sent, splits)
         _copy(_take_from_slices(slices, lent), arrived.split([len(piece.local) for piece in lent]))
         pieces += lent
     for piece, here in zip(pieces, _take_from_slices(slices, pieces)):

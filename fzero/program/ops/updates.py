@@ -123,8 +123,9 @@ def _maps_kind(walk: Walk, node: Node) -> Kind:
 
 
 def _bind_rank(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
-    """The last argument of a node is the rank whose fake values the program shows."""
-    return lambda *args: node.target(*args[:-1], rank.rank)
+    """The last arguments of a node are the positions of the rank whose fake values the program shows."""
+    positions = [rank.along(axis) if axis else 0 for axis in node.args[-3]]
+    return lambda *args: node.target(*args[:-2], positions, rank.rank)
 
 
 for _name, _packet in (STAGES | SUMS | MAPS).items():

@@ -23,15 +23,18 @@ from fzero.base.placement import Disk, Placement
 from fzero.base.tree import Tree
 from fzero.files import allocate as allocate_on_disk
 from fzero.files.memory import memory_of
+from fzero.layout.parts import cut_out
+from fzero.layout.ranges import intersect
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import tell_others
-from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, read
+from fzero.state.build.deferred import Deferred, copy_whole, defer_tensors, iter_values, read
 from fzero.state.build.store import Store
 from fzero.state.fill import BUILD_CHUNK_NBYTES, allocate, chunk_numel, fill, find_memory
 from fzero.state.partition import partition
 from fzero.state.sources import source_of
+from fzero.state.splits import list_parts, list_positions
 from fzero.values.lowering import Apply, StatefulApply, lower, lower_stateful
 from fzero.values.origin import make_origin
 from fzero.values.sharded import Sharded
@@ -90,7 +93,7 @@ def _check(mesh: Any, seed: int, how: dict[str, Any]) -> None:
         raise FzeroError("seed", f"is {seed}, which torch.manual_seed does not take", "give a number of 64 bits")
     if how.get("source_rank") is not None:
         raise FzeroError("source_rank", "one rank alone would build the module", "let all ranks run the constructor")
-    partition({}, mesh, **how)  # raises for a keyword that it does not have
+    partition({}, mesh, **{**how, "split": None})  # raises for a keyword that it does not have
     chunk_numel(how.get("chunk", BUILD_CHUNK_NBYTES), torch.uint8)
 
 
@@ -213,13 +216,23 @@ def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharde
 
 def _allocate_on_disk(planned: Sharded, place: Disk, device: torch.device) -> Sharded:
     layout, rank = planned.form.layout, planned.on.rank
-    local = allocate_on_disk(place, planned.dtype, len(planned.part), rank, layout.bucket, planned.path)
+    local = allocate_on_disk(place, planned.dtype, planned.local.numel(), rank, layout.bucket, planned.path)
     return Sharded.of_form(local, planned.form._replace(device=device))
 
 
 def _fill(value: Sharded, leaf: Tensor, chunk: int) -> None:
     """Write this rank's part of a leaf. Collective for a deferred leaf."""
-    if isinstance(leaf, Deferred):
-        read(leaf, value.part, value.local.view(-1), chunk)
+    layout, index, flat = value.form.layout, value.index, value.local.view(-1)
+    if not isinstance(leaf, Deferred):
+        for out, part in list_parts(flat, source_of(leaf, value.path), layout, index, value.ranks):
+            fill(out, part, layout, index, value.on.rank, chunk)
+    elif layout.splits == 1:
+        read(leaf, value.part, flat, chunk)
     else:
-        fill(value.local.view(-1), source_of(leaf, value.path), value.form.layout, value.index, value.on.rank, chunk)
+        for span, values in iter_values(leaf, range(leaf.numel()), chunk):
+            for out, position in list_positions(flat, layout, value.ranks):
+                held, found = cut_out(values, span, layout, index, position)
+                here = intersect(held, value.part)
+                into = out[here.start - value.part.start : here.stop - value.part.start]
+                into.copy_(found[here.start - held.start : here.stop - held.start])
+            del values  # as in `read`

@@ -92,18 +92,26 @@ def copy_whole(value: Deferred) -> Tensor:
 
 
 def read(value: Deferred, part: range, out: Tensor, chunk: int) -> None:
-    """Fill `out`, 1-d, with the row-major elements `part`, cast to the dtype of `out`. Collective; each rank has its
-    own part. A contiguous tensor is gathered `chunk` bytes at a time, any other as a whole."""
+    """Fill `out`, 1-d, with the row-major elements `part`, cast to the dtype of `out`. Collective, as `iter_values`."""
+    for found, values in iter_values(value, part, chunk):
+        out[found.start - part.start : found.stop - part.start].copy_(values)
+        del values  # a view of a chunk, which is freed before the next is gathered
+
+
+def iter_values(value: Deferred, part: range, chunk: int) -> Iterator[tuple[range, Tensor]]:
+    """Yield some of the row-major elements `part`, and their values, in any order. Collective: every rank iterates to
+    the end; each rank has its own part. A contiguous tensor is gathered `chunk` bytes at a time, any other as a
+    whole."""
     store = value.allocation.store
     if not value.is_contiguous():
         store.bring([value.allocation])
-        out.copy_(_real_view(value).reshape(-1)[part.start : part.stop])
+        yield part, _real_view(value).reshape(-1)[part.start : part.stop]
         return
-    size = value.dtype.itemsize
-    first = value.storage_offset() + part.start
-    for span, values in store.spans(value.allocation, range(first * size, (first + len(part)) * size), chunk):
-        out[span.start // size - first : span.stop // size - first].copy_(values.view(value.dtype))
-        del values  # a view of a chunk, which is freed before the next is gathered
+    size, begin = value.dtype.itemsize, value.storage_offset()
+    wanted = range((begin + part.start) * size, (begin + part.stop) * size)
+    for span, values in store.spans(value.allocation, wanted, chunk):
+        yield range(span.start // size - begin, span.stop // size - begin), values.view(value.dtype)
+        del values  # as in `read`
 
 
 def run(store: Store, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

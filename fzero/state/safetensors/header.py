@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base.errors import FzeroError
+from fzero.base.shapes import global_shape
 
 PREFIX = 8
 """Bytes of the number that is the length of the header. The data starts at a multiple of it."""
@@ -88,7 +89,7 @@ def plan_header(values: Mapping[str, Any], metadata: Mapping[str, str]) -> Heade
             raise FzeroError(METADATA, f"has {key!r}: {text!r}", "metadata are strings by strings")
     order, start, entries = list(NAMES), 0, {}
     for key in sorted(values, key=lambda key: (order.index(values[key].dtype), key)):
-        dtype, shape = values[key].dtype, tuple(values[key].shape)
+        dtype, shape = values[key].dtype, global_shape(values[key])
         entries[key] = Entry(dtype, shape, range(start, start + math.prod(shape) * dtype.itemsize))
         start = entries[key].span.stop
     return Header(entries, dict(sorted(metadata.items())))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.layout.parts import find_copy
+from fzero.layout.strides import Copy, within
 from fzero.ranks.ranks import Ranks
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors.header import Header, plan_header
 from fzero.state.safetensors.writing import ITSELF, Piece, Plan, write
 from fzero.state.sources import Source, TensorSource, source_of
+from fzero.state.splits import list_positions
 from fzero.values.origin import describe_state
 from fzero.values.sharded import Sharded
 
@@ -86,17 +91,33 @@ def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Rank
     """The pieces that this process writes. All ranks of a mesh together write each byte once."""
     found = []
     for path, value in values.items():
-        part = choose_part(value, on)
-        if part is not None:
-            held = TensorSource(value.local, path) if isinstance(value, Sharded) else value
-            found.append(Piece(header.entries[path].span.start + part.start * value.dtype.itemsize, held))
+        start, itemsize = header.entries[path].span.start, value.dtype.itemsize
+        if not isinstance(value, Sharded) or value.form.layout.splits == 1:
+            part = choose_part(value, on)
+            if part is not None:
+                source = TensorSource(value.local, path) if isinstance(value, Sharded) else value
+                found.append(Piece(start + part.start * itemsize, source))
+            continue
+        for held, part, copy in list_parts(value, on):
+            for mine in within(copy, part):
+                adjoining = held[mine.source - part.start :][: mine.numel]
+                places = mine._replace(source=0, target=0)
+                found.append(Piece(start + mine.target * itemsize, TensorSource(adjoining, path), places=places))
     return found
 
 
 def choose_part(value: Sharded | Source, on: Ranks) -> range | None:
-    """The elements of a leaf that this process writes; None where other ranks write the leaf."""
+    """The elements of a leaf, or of its part of a split one, that this process writes; None where other ranks do."""
     everything = range(value.shape.numel())
     if not isinstance(value, Sharded) or value.form.layout.replicated:
         return everything if on.number == 0 else None
-    copies = (axis for axis in on.mesh.names if axis != on.mesh.shard_axis)
-    return None if any(map(on.along, copies)) else value.part
+    return None if any(map(on.along, value.form.layout.replica_axes)) else value.part
+
+
+def list_parts(value: Sharded, on: Ranks) -> Iterator[tuple[Tensor, range, Copy]]:
+    """For each part that this process has of a split leaf the elements that it writes, 1-d, which they are in the part,
+    and which elements of the whole leaf are those of the part."""
+    layout, part = value.form.layout, choose_part(value, on)
+    if part:
+        for held, place in list_positions(value.local.detach(), layout, on):
+            yield held, part, find_copy(layout, value.index, place)
