@@ -14,6 +14,7 @@ check_release()  # before the rest, which asks transformers for names that other
 from fzero.hf import trl_options  # noqa: E402
 from fzero.hf.accelerator import Accelerator  # noqa: E402
 from fzero.hf.generation import Generator  # noqa: E402
+from fzero.hf.parallelize import parallel  # noqa: E402
 from fzero.hf.pretrained import Pretrained, from_pretrained  # noqa: E402
 from fzero.hf.seq2seq import Seq2SeqTrainer  # noqa: E402
 from fzero.hf.trainer import Trainer  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [  # and TRL's, if installed
     "Trainer",
     "TrainingArguments",
     "from_pretrained",
+    "parallel",
 ]
 
 
