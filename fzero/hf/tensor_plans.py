@@ -66,8 +66,14 @@ OURS: dict[str, Plan] = {
     },
     "t5": {"shared": "embedding_rowwise", **_T5},
     "whisper": {"decoder.embed_tokens": "embedding_rowwise", **_WHISPER},
+    # the mean and deviation of the gate are taken over all of it, and the plan of transformers splits it
+    "gemma3n_text": {
+        "layers.*.mlp.gate_proj": "colwise_gather_output", "layers.*.mlp.up_proj": "colwise_gather_output",
+        "layers.*.mlp.down_proj": "rowwise_split_input",
+    },
 }  # fmt: skip
-"""Plans for models of transformers that have none of their own, by model type. Names are those of the base model."""
+"""Rules by the type of a model: plans of models that have none, and what takes the place of wrong rules of transformers.
+Names are those of the base model."""
 
 
 def list_rules(model: nn.Module, plan: Plan | None, tp: Axis | None, ep: Axis | None) -> dict[str, Rule]:
@@ -80,7 +86,7 @@ def list_rules(model: nn.Module, plan: Plan | None, tp: Axis | None, ep: Axis | 
     """
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
     expert_plan = _read_plan(model, "ep_plan") if ep is not None else {}
-    tensor_plan = (_read_plan(model, "tp_plan") or _find_ours(model)) if tp is not None else {}
+    tensor_plan = _read_plan(model, "tp_plan") | _find_ours(model) if tp is not None else {}
     if plan is not None:
         _check_names(plan, names)
         own = {name: style for name, style in plan.items() if ep is not None and style in EXPERT_STYLES}
@@ -104,16 +110,18 @@ def list_rules(model: nn.Module, plan: Plan | None, tp: Axis | None, ep: Axis | 
 EXPERT_STYLES = ("grouped_gemm", "ep_dispatch_experts")
 
 
-def _read_plan(model: Any, name: str) -> Plan:
+def _read_plan(model: Any, name: str) -> dict[str, str]:
     return dict(getattr(model, name, None) or {})
 
 
-def _find_ours(model: Any) -> Plan:
-    """The plan of `OURS` for a model, with names as in the model."""
-    found = OURS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
-    prefix = getattr(model, "base_model_prefix", "")
-    is_base = not prefix or not isinstance(getattr(model, prefix, None), nn.Module)
-    return dict(found) if is_base else {f"{prefix}.{name}": style for name, style in found.items()}
+def _find_ours(model: nn.Module) -> dict[str, str]:
+    """The rules of `OURS` for a model and the models inside of it, with names as in the model."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        model_type = getattr(getattr(module, "config", None), "model_type", None)
+        if model_type in OURS and getattr(module, "base_model", None) is module:
+            found |= {f"{path}.{name}".lstrip("."): style for name, style in OURS[model_type].items()}
+    return found
 
 
 def _find(name: str, plan: Plan) -> str | None:
