@@ -45,7 +45,22 @@ SIZES: tuple[tuple[str, int | None], ...] = (
 """Attributes of a configuration by expression, and their sizes; None for those that follow from others."""
 SPECIAL = 50
 """Tokens from here on are special ones, such as of images."""
-SETTINGS: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "Dots1Config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "Gemma4TextConfig": {"num_global_key_value_heads": 2},
+    "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "Step3p7TextConfig": {"sliding_window": 4},
+}  # fmt: skip
 """Config class -> what the rules above do not find."""
 
 
@@ -103,6 +118,8 @@ def draw_batch(model_class: Any) -> dict[str, Any]:
     ids = torch.randint(3, SPECIAL, (ROWS, LENGTH), generator=draws)
     given = inspect.signature(model_class.forward).parameters
     batch = {"input_ids": ids}
+    if model_class.__name__.startswith("PaliGemma"):  # which is causal only where it is told
+        batch["token_type_ids"] = torch.ones_like(ids)
     if "labels" in given:
         batch["labels"] = ids
     elif "decoder_input_ids" in given:
@@ -168,9 +185,12 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             size = next((size for rule, size in SIZES if re.fullmatch(rule, name)), value)
             if size is not None and size != value and value > 0:
                 made[name] = min(size, value)
+    for name, size in (("head_dim", 8), ("num_key_value_heads", 2)):
+        if name in values and values[name] is None:
+            made[name] = size
     rope = values.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        half = int(made.get("head_dim", 32 // 4) * rope.get("partial_rotary_factor", 1)) // 2
+    if isinstance(rope, dict) and ("mrope_section" in rope or _names_sections(type(config))):
+        half = int(made.get("qk_rope_head_dim", made.get("head_dim", 8)) * rope.get("partial_rotary_factor", 1)) // 2
         made["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
     heads = [key for key in made if re.fullmatch(r"(.*_)?(num_attention_heads|num_key_value_heads)", key)]
     for name in heads:
@@ -182,6 +202,12 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     if layers is not None:
         made |= _choose_layers(layers, getattr(config, layers), values)
     return made | given
+
+
+def _names_sections(config_class: Any) -> bool:
+    """Whether a model divides the dims of its rotation among axes of an image."""
+    folder = Path(inspect.getfile(config_class)).parent
+    return any("mrope_section" in file.read_text() for file in folder.glob("modeling_*.py"))
 
 
 def _choose_layers(name: str, layers: int, values: dict[str, Any]) -> dict[str, Any]:

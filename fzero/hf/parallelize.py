@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
-from fzero import FzeroError, lower, partition, tree
+from fzero import FzeroError, axis_size, lower, partition, tree
 from fzero.base.arguments import check_arguments
 from fzero.hf.head_counts import check_counts
 from fzero.hf.styles import Axis, Cut
@@ -67,12 +67,17 @@ def parallel(
 def _replace_forwards(model: nn.Module, rules: Mapping[str, Rule]) -> Iterator[None]:
     """Within this context, modules run with the effects of their rules."""
     replaced: list[tuple[nn.Module, Any]] = []
+
+    def replace(module: nn.Module, run: Callable[..., Any]) -> None:
+        replaced.insert(0, (module, vars(module).get("forward")))
+        module.forward = run  # type: ignore[method-assign]
+
     try:
         for name, module in model.named_modules():
             rule = rules.get(name)
             if rule is not None and rule.style.effect is not None:
-                replaced.append((module, vars(module).get("forward")))
-                module.forward = _run_with(rule, module, module.forward)  # type: ignore[method-assign]
+                replace(module, _run_with(rule, module, module.forward))
+        replace(model, _name_shapes(model, {rule.axis for rule in rules.values()}))
         yield
     finally:
         for module, before in replaced:
@@ -91,6 +96,35 @@ def _run_with(rule: Rule, module: nn.Module, forward: Callable[..., Any]) -> Cal
         return effect(module, axis, forward, *args, **kwargs)
 
     return run
+
+
+def _name_shapes(model: nn.Module, axes: Iterable[Axis]) -> Callable[..., Any]:
+    """The forward of a model, with the module where shapes do not fit on ranks that have parts."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            is_of_shapes = any(word in str(error) for word in ("shape", "size", "dimension"))
+            if type(error) is not RuntimeError or not is_of_shapes or all(axis_size(axis) == 1 for axis in axes):
+                raise
+            problem = f"its forward does not fit parts of its weights: {str(error).splitlines()[0][:300]}"
+            name = _find_module(model, error) or type(model).__name__
+            raise FzeroError(name, problem, "leave its layers whole: plan={name: 'replicate'}") from error
+
+    return run
+
+
+def _find_module(model: nn.Module, error: BaseException) -> str:
+    """The innermost module whose forward raised an error."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, frame = "", error.__traceback__
+    while frame is not None:
+        found = names.get(id(frame.tb_frame.f_locals.get("self"))) or found
+        frame = frame.tb_next
+    return found
 
 
 # leaves

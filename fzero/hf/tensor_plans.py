@@ -66,6 +66,8 @@ OURS: dict[str, Plan] = {
     },
     "t5": {"shared": "embedding_rowwise", **_T5},
     "whisper": {"decoder.embed_tokens": "embedding_rowwise", **_WHISPER},
+    # gate and up are halves of one tensor
+    "inkling_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     # the mean and deviation of the gate are taken over all of it, and the plan of transformers splits it
     "gemma3n_text": {
         "layers.*.mlp.gate_proj": "colwise_gather_output", "layers.*.mlp.up_proj": "colwise_gather_output",
@@ -130,7 +132,7 @@ def _find(name: str, plan: Plan) -> str | None:
 
 def generalize(name: str) -> str:
     """`layers.3.mlp` -> `layers.*.mlp`"""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
 
 
 def _to_expression(name: str) -> str:
