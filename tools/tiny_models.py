@@ -49,7 +49,15 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
-    "DbrxAttentionConfig": {"rope_theta": 10000.0},
+    "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
+    "DeepseekOcr2TextConfig": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "DoryConfig": {
+        "num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}},
+    "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2},
     "Dots1Config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "Gemma4TextConfig": {"num_global_key_value_heads": 2},
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
@@ -93,23 +101,27 @@ def make(folder: str, plan: str) -> tuple[nn.Module, dict[str, Any]] | None:
             errors.append(f"{model_class.__name__}: {type(error).__name__} {' '.join(str(error).split())[:200]}")
             continue
         if found:
-            return _fill(model_class, config), draw_batch(model_class)
+            batch = draw_batch(model_class)
+            return _fill(model_class, config, batch), batch
     if errors:
         raise UntriedError("; ".join(errors[:2]))
     return None
 
 
-def _fill(model_class: Any, config: Any) -> nn.Module:
+def _fill(model_class: Any, config: Any, batch: dict[str, Any]) -> nn.Module:
+    """The model with weights of some size, in double precision if its code works in it."""
     torch.manual_seed(0)
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"
     model = model_class(config).double().eval()
-    for child in model.modules():  # experts of parts, whose configuration is their own
+    for child in model.modules():  # shapes of eager experts depend on values
         if hasattr(getattr(child, "config", None), "_experts_implementation"):
             child.config._experts_implementation = "batched_mm"
     with torch.no_grad():
         for leaf in model.parameters():
             leaf.copy_(torch.nan_to_num(leaf) + 0.2 * torch.randn_like(leaf))
+        try:
+            model(**batch)
+        except RuntimeError as error:
+            return model.float() if "dtype" in str(error) else model
     return model
 
 

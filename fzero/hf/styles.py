@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero import all_gather, axis_index, axis_size, psum
+from fzero import all_gather, axis_index, axis_size, psum, psum_scatter
 
 Cut = tuple[int, int]
 """The dim of a leaf that is cut, and into how many parts, each of which is cut over the ranks by itself."""
@@ -112,6 +112,17 @@ def gather(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **k
     return all_gather(forward(*args, **kwargs), axis, -1)
 
 
+def scatter(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> Any:
+    """The rank's own block of the sum over ranks of what each computes."""
+    made = psum_scatter(nn.functional.linear(x, module.weight), axis, -1)
+    return made if module.bias is None else made + take_block(module.bias, axis)
+
+
+def keep_block(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The rank's own block of an output that is the same on all ranks."""
+    return take_block(forward(*args, **kwargs), axis)
+
+
 def look_up(module: Any, axis: Axis, forward: Callable[..., Any], input: Tensor) -> Any:
     """The rows of an embedding of which each rank has a part: zeros for those of other ranks, and the sum.
 
@@ -180,6 +191,7 @@ STYLES = {
     "rowwise": Style(_cut_inputs(1), add_up),
     "rowwise_split_input": Style(_cut_inputs(1), add_up_blocks, is_whole=True),
     "rowwise_rep": Style(_cut_inputs(1), add_up_blocks, is_whole=True),
+    "rowwise_own_block": Style(_cut_inputs(1), scatter),
     "packed_rowwise": Style(_cut_inputs(2)),
     "embedding_rowwise": Style(_cut_first, look_up, is_whole=True),
     "embedding_colwise": Style(_cut_outputs(1), gather, is_whole=True),
@@ -188,13 +200,14 @@ STYLES = {
     "moe_identity_expert": Style(_cut_nothing, share),
     "grouped_gemm": Style(_cut_first),
     "ep_dispatch_experts": Style(_cut_nothing, dispatch),
+    "own_block": Style(_cut_nothing, keep_block),
     "replicate": Style(_cut_nothing, is_whole=True),
     "local_params": Style(_cut_nothing),
     "replicated_with_grad_allreduce": Style(_cut_nothing),
     "mla_kv_a_proj": Style(_cut_nothing),
 }
-"""The styles of transformers by name. Two are ours: "packed_colwise N" for N parts, and "divide NAMES" for attributes of a
-module, which become those of a rank's part."""
+"""The styles of transformers by name. Ours are "own_block", "rowwise_own_block", "packed_colwise N" for N parts, and
+"divide NAMES" for attributes of a module, which become those of a rank's part."""
 
 
 def find_style(name: str) -> Style | None:

@@ -66,6 +66,13 @@ OURS: dict[str, Plan] = {
     },
     "t5": {"shared": "embedding_rowwise", **_T5},
     "whisper": {"decoder.embed_tokens": "embedding_rowwise", **_WHISPER},
+    # norms of queries and keys are over all heads
+    "esmc": {
+        "layers.*.self_attn.q_proj": "colwise_gather_output", "layers.*.self_attn.k_proj": "colwise_gather_output",
+        "layers.*.self_attn.q_norm": "own_block", "layers.*.self_attn.k_norm": "own_block",
+    },
+    # a mask for each head is computed from the values of all
+    "doge": {"layers.*.self_attn.dt_proj": "rowwise_own_block", "layers.*.self_attn.A": "colwise"},
     # gate and up are halves of one tensor
     "inkling_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     # the mean and deviation of the gate are taken over all of it, and the plan of transformers splits it
