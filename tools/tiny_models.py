@@ -86,25 +86,30 @@ def list_folders() -> list[str]:
 
 
 def make(folder: str, plan: str) -> tuple[nn.Module, dict[str, Any]] | None:
-    """A model of a folder with a plan, "tp_plan" or "ep_plan", in double precision, and a batch. None for no plan.
+    """A model of a folder with a plan, "tp_plan" or "ep_plan", and a batch. None for a model with the other plan alone.
 
     Raises:
         UntriedError: where no model of the folder could be made.
     """
-    errors = []
+    errors, has_other = [], False
     for config_class, model_class in _list_classes(folder):
         try:
             config = shrink(config_class)
             with torch.device("meta"):
-                found = getattr(model_class(config), plan, None)
+                empty = model_class(config)
+            found = getattr(empty, plan)
         except Exception as error:
             errors.append(f"{model_class.__name__}: {type(error).__name__} {' '.join(str(error).split())[:200]}")
             continue
+        has_other = has_other or bool(empty.tp_plan or empty.ep_plan)
         if found:
             batch = draw_batch(model_class)
-            return _fill(model_class, config, batch), batch
-    if errors:
-        raise UntriedError("; ".join(errors[:2]))
+            try:
+                return _fill(model_class, config, batch), batch
+            except Exception as error:
+                raise UntriedError(f"plain torch: {type(error).__name__} {error}") from error
+    if not has_other:
+        raise UntriedError("; ".join(errors[:2]) or "the folder has no model that reads tokens")
     return None
 
 
@@ -195,8 +200,9 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             special += 1
         elif isinstance(value, int) and name in values:
             size = next((size for rule, size in SIZES if re.fullmatch(rule, name)), value)
+            is_few = value == 1 and name.endswith("num_key_value_heads")
             if size is not None and size != value and value > 0:
-                made[name] = min(size, value)
+                made[name] = size if is_few else min(size, value)
     for name, size in (("head_dim", 8), ("num_key_value_heads", 2)):
         if name in values and values[name] is None:
             made[name] = size

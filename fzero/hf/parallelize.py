@@ -107,7 +107,7 @@ def _name_shapes(model: nn.Module, axes: Iterable[Axis]) -> Callable[..., Any]:
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
-            is_of_shapes = any(word in str(error) for word in ("shape", "size", "dimension"))
+            is_of_shapes = any(word in str(error) for word in ("shape", "size", "dim"))
             if type(error) is not RuntimeError or not is_of_shapes or all(axis_size(axis) == 1 for axis in axes):
                 raise
             problem = f"its forward does not fit parts of its weights: {str(error).splitlines()[0][:300]}"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fzero import all_gather, axis_index, axis_size, psum, psum_scatter
 
@@ -91,6 +92,15 @@ def add_up_whole(module: Any, axis: Axis, forward: Callable[..., Any], *args: An
     """The sum over ranks of what a module without leaves of its own computes on each."""
     made = forward(*args, **kwargs)
     return None if made is None else psum(made, axis)
+
+
+def add_up_experts(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The sum over ranks of what each computes of every expert. The last bias, which is whole, counts once."""
+    bias = getattr(module, "down_proj_bias", None)
+    if bias is None or axis_size(axis) == 1:
+        return add_up_whole(module, axis, forward, *args, **kwargs)
+    with _set(module, forward=forward):
+        return psum(functional_call(module, {"down_proj_bias": bias / axis_size(axis)}, args, kwargs), axis)
 
 
 def add_up_blocks(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> Any:
@@ -196,7 +206,7 @@ STYLES = {
     "embedding_rowwise": Style(_cut_first, look_up, is_whole=True),
     "embedding_colwise": Style(_cut_outputs(1), gather, is_whole=True),
     "all_reduce": Style(_cut_nothing, add_up_whole),
-    "moe_tp_experts": Style(_cut_nothing, add_up_whole),
+    "moe_tp_experts": Style(_cut_nothing, add_up_experts),
     "moe_identity_expert": Style(_cut_nothing, share),
     "grouped_gemm": Style(_cut_first),
     "ep_dispatch_experts": Style(_cut_nothing, dispatch),

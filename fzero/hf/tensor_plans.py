@@ -66,6 +66,14 @@ OURS: dict[str, Plan] = {
     },
     "t5": {"shared": "embedding_rowwise", **_T5},
     "whisper": {"decoder.embed_tokens": "embedding_rowwise", **_WHISPER},
+    # that of transformers has the embedding alone; columns of gate and up alternate
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise", "layers.*.self_attn.sinks": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "rowwise", "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+        "layers.*.mlp.experts.down_proj": "colwise",
+    },
     # norms of queries and keys are over all heads
     "esmc": {
         "layers.*.self_attn.q_proj": "colwise_gather_output", "layers.*.self_attn.k_proj": "colwise_gather_output",
