@@ -47,7 +47,7 @@ def _cut_outputs(parts: int) -> Callable[[nn.Module, str, Tensor], Cut | None]:
 
     def cut(module: nn.Module, name: str, leaf: Tensor) -> Cut | None:
         is_last = leaf.ndim == 1 or is_transposed(module)
-        return leaf.ndim - (1 if is_last else 2), parts
+        return leaf.ndim - (1 if is_last else 2), max(parts, _count_parts(module, name))
 
     return cut
 
@@ -58,9 +58,14 @@ def _cut_inputs(parts: int) -> Callable[[nn.Module, str, Tensor], Cut | None]:
     def cut(module: nn.Module, name: str, leaf: Tensor) -> Cut | None:
         if leaf.ndim == 1:
             return None
-        return leaf.ndim - (2 if is_transposed(module) else 1), parts
+        return leaf.ndim - (2 if is_transposed(module) else 1), max(parts, _count_parts(module, name))
 
     return cut
+
+
+def _count_parts(module: nn.Module, name: str) -> int:
+    """2 for gate and up of experts that transformers knows to lie behind each other, whatever the plan says."""
+    return 2 if name.startswith("gate_up_proj") and getattr(module, "is_concatenated", False) else 1
 
 
 def is_transposed(module: nn.Module) -> bool:

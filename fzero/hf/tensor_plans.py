@@ -81,8 +81,6 @@ OURS: dict[str, Plan] = {
     },
     # a mask for each head is computed from the values of all
     "doge": {"layers.*.self_attn.dt_proj": "rowwise_own_block", "layers.*.self_attn.A": "colwise"},
-    # gate and up are halves of one tensor
-    "inkling_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
     # the mean and deviation of the gate are taken over all of it, and the plan of transformers splits it
     "gemma3n_text": {
         "layers.*.mlp.gate_proj": "colwise_gather_output", "layers.*.mlp.up_proj": "colwise_gather_output",
