@@ -1,8 +1,9 @@
-"""Seconds of a step of a Llama by its own tensor plan: `fzero.hf.parallel` beside transformers' `tp_size`, two gloo ranks.
+"""Seconds of a step of a Llama by its own tensor plan, on two gloo ranks: `fzero.hf.parallel` beside transformers.
 
-    python benchmarks/hf_parallel.py
+    python benchmarks/hf_parallel.py                # width 1,024
+    python benchmarks/hf_parallel.py --width 256
 
-A Llama of two layers of width 1,024 in float32, AdamW, eager in both. The contenders have the same weights and batches,
+A Llama of two layers in float32, AdamW, eager in both. The contenders have the same weights and batches,
 and take turns in the same processes. Seconds are medians.
 """
 
@@ -35,11 +36,14 @@ import fzero
 import fzero.hf
 
 RANKS, ROWS, LENGTH, RATE = 2, 2, 128, 1e-4
-SIZES = {
-    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": False,
-}  # fmt: skip
+VOCABULARY = 4096
 Step = Callable[[Tensor], Tensor]
+
+
+def make_config(width: int) -> LlamaConfig:
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64, "head_dim": 64}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2}
+    return LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
 
 
 def theirs(folder: str) -> Step:
@@ -95,7 +99,7 @@ def run_rank(folder: str, steps: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(steps + 1):
-        ids = torch.randint(SIZES["vocab_size"], (ROWS, LENGTH), generator=draws)
+        ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=draws)
         for name, step in contenders.items():
             dist.barrier()
             begin = time.perf_counter()
@@ -110,6 +114,7 @@ def run_rank(folder: str, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -117,7 +122,7 @@ def main() -> None:
         return run_rank(args.folder, args.steps)
     with TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+        LlamaForCausalLM(make_config(args.width)).save_pretrained(folder)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(RANKS), __file__, "--folder", folder, "--steps", str(args.steps)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -127,7 +132,7 @@ def main() -> None:
     for name, each in medians.items():
         print(f"{name:<13} {each:7.3f} s a step, last loss {found['losses'][name][-1]:.6f}")
     print(f"fzero takes {medians['fzero'] / medians['transformers']:.2f} of the time; losses differ by {apart:.1e}")
-    flags.write(args.json, {**found, "medians": medians, "ranks": RANKS} | machine())
+    flags.write(args.json, {**found, "medians": medians, "ranks": RANKS, "width": args.width} | machine())
 
 
 if __name__ == "__main__":

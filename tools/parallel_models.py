@@ -102,6 +102,8 @@ def judge(folder: str) -> dict[str, Found]:
             found[axis] = Found("refused", " ".join(str(error).split()))
         except tiny_models.UntriedError as error:
             found[axis] = Found("untried", str(error))
+        except TimeoutError as error:
+            found[axis] = Found("untried", str(error))
         except Exception as error:
             found[axis] = Found("raw", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         finally:
@@ -124,8 +126,8 @@ Each model folder of transformers {version} with a tensor plan (`tp`) or an expe
 A model has a tiny configuration, weights of some size, and double precision where its own code allows it. It reads
 tokens; where images or sound belong to it, these are left out. On virtual ranks (fsdp 2, tp 2), or (fsdp 2, ep 2), its
 loss, and the gradient of each parameter, are *equal* if they differ from the means of plain torch over both halves of
-the batch by at most {allowed} of the largest gradient, or 1e-4 in single precision. *untried* are models that plain torch did not run with the tiny
-configuration, or that need packages which are not installed.
+the batch by at most {allowed} of the largest gradient, or 1e-4 in single precision. *untried* are models that plain
+torch did not run with the tiny configuration, that need packages which are not installed, or that take too long.
 
 {counts}
 

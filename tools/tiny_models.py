@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
     "Step3p7TextConfig": {"sliding_window": 4},

@@ -1,7 +1,8 @@
 """hf: transformers' Trainer and `generate`, accelerate's Accelerator and TRL's trainers, over programs of slices.
 
 In: a model of transformers, and its TrainingArguments. Out: its Trainer, with parameters, gradients and optimizer state
-in slices, and its `generate`. Needs transformers 5.22 or later, and accelerate. Imported by name: `import fzero.hf`.
+in slices, and its `generate`; or the model as a function, split by its own tensor plan (`parallel`). Needs transformers
+5.22 or later, and accelerate. Imported by name: `import fzero.hf`.
 TRL is imported once one of its trainers is asked for.
 """
 

@@ -38,15 +38,15 @@ def parallel(
     `ep_plan` says. Both are model axes: their ranks take the same examples. An axis is a name, a tuple of names, or
     None for no such ranks. transformers has plans for most decoders; GPT-2, BERT, T5 and Whisper have plans of fzero.
 
-    `plan` adds rules to these, or replaces them: names of modules and parameters, in which "*" is a number, and styles of
-    transformers, such as `{"lm_head": "replicate"}`. `how` are keywords of `fzero.partition`.
+    `plan` adds rules to these, or replaces them: names of modules and parameters, in which "*" is a number, and styles
+    of transformers, such as `{"lm_head": "replicate"}`. `how` are keywords of `fzero.partition`.
 
     The model stays as it is. Outside of `shard`, `apply` is its function on one device.
 
     Raises:
-        FzeroError: for a model without a plan; a rule that names nothing, and a style that is not known; heads, experts,
-            or another dim that the ranks do not divide; a weight that is tied to one with another rule; as `fzero.lower`
-            and `fzero.partition`.
+        FzeroError: for a model without a plan; for a rule that names nothing, and a style that is not known; for heads,
+            experts, or another dim that the ranks do not divide; for a weight that is tied to one with another rule; as
+            `fzero.lower` and `fzero.partition`.
     """
     if "split" in how:
         raise FzeroError("split", "is given, and hf.parallel finds it from the plan", "give rules as plan=")

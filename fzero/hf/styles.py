@@ -1,9 +1,9 @@
-"""Styles: what a rule of a tensor or expert plan of transformers means for a module: parts of its leaves, and its forward.
+"""Styles: what a rule of a tensor or expert plan of transformers means for a module: for its leaves, and its forward.
 
-Each rank along the axis runs the module's own forward with its parts. Around the forward a style does one of five things,
-with public collectives: nothing, the sum over ranks, a gather of the last dim, the rank's own block of the input, or a
-mask of what other ranks compute. transformers has further styles that correct gradients alone. These do nothing here:
-the gradient of a leaf is a mean over ranks by one law, whatever the forward is (docs/axes.md).
+Each rank along the axis runs the module's own forward with its parts. Around the forward a style does one of five
+things, with public collectives: nothing, the sum over ranks, a gather of the last dim, the rank's own block of a value,
+or a mask of what other ranks compute. transformers has further styles that correct gradients alone. These do nothing
+here: the gradient of a leaf is a mean over ranks by one law, whatever the forward is (docs/axes.md).
 """
 
 from __future__ import annotations
@@ -82,15 +82,21 @@ def keep_columns(module: Any, axis: Axis, forward: Callable[..., Any], *args: An
         return forward(*args, **kwargs)
 
 
-def add_up(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The sum over ranks of what each computes. A bias, which is whole, counts once."""
-    bias = getattr(module, "bias", None)
-    if not isinstance(bias, Tensor) or axis_size(axis) == 1:
-        made = forward(*args, **kwargs)
-        return None if made is None else psum(made, axis)
+def add_up(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> Any:
+    """The sum over ranks of what each computes of its columns of the input. A bias, which is whole, counts once.
+
+    A rank takes its columns of an input that has all of them, and so is the same on all ranks.
+    """
+    ranks = axis_size(axis)
+    if ranks == 1:
+        return forward(x)
+    columns = module.weight.shape[0 if is_transposed(module) else -1]
+    x = x if x.shape[-1] == columns else take_block(x, axis)
+    if getattr(module, "bias", None) is None:
+        return psum(forward(x), axis)
     if type(module).forward is nn.Linear.forward:
-        return psum(nn.functional.linear(*args, module.weight, **kwargs), axis) + bias
-    return psum(forward(*args, **kwargs) - bias * (1 - 1 / axis_size(axis)), axis)
+        return psum(nn.functional.linear(x, module.weight), axis) + module.bias
+    return psum(forward(x) - module.bias * (1 - 1 / ranks), axis)
 
 
 def add_up_whole(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,11 +114,6 @@ def add_up_experts(module: Any, axis: Axis, forward: Callable[..., Any], *args: 
         return psum(functional_call(module, {"down_proj_bias": bias / axis_size(axis)}, args, kwargs), axis)
 
 
-def add_up_blocks(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> Any:
-    """`add_up` of an input that is the same on all ranks: each takes its own columns."""
-    return add_up(module, axis, forward, take_block(x, axis))
-
-
 def take_block(x: Tensor, axis: Axis) -> Tensor:
     """This rank's block of the last dim of a value that is the same on all ranks."""
     ranks = axis_size(axis)
@@ -124,7 +125,8 @@ def take_block(x: Tensor, axis: Axis) -> Tensor:
 
 def gather(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The output of all ranks, joined along the last dim."""
-    return all_gather(forward(*args, **kwargs), axis, -1)
+    blocks = all_gather(forward(*args, **kwargs).unsqueeze(0), axis, 0)
+    return blocks.movedim(0, -2).flatten(-2)  # copies runs: a gather along the last dim would copy single elements
 
 
 def scatter(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> Any:
@@ -204,8 +206,8 @@ STYLES = {
     "colwise_rep": Style(_cut_outputs(1), gather, is_whole=True),
     "packed_colwise": Style(_cut_outputs(2), keep_columns),
     "rowwise": Style(_cut_inputs(1), add_up),
-    "rowwise_split_input": Style(_cut_inputs(1), add_up_blocks, is_whole=True),
-    "rowwise_rep": Style(_cut_inputs(1), add_up_blocks, is_whole=True),
+    "rowwise_split_input": Style(_cut_inputs(1), add_up, is_whole=True),
+    "rowwise_rep": Style(_cut_inputs(1), add_up, is_whole=True),
     "rowwise_own_block": Style(_cut_inputs(1), scatter),
     "packed_rowwise": Style(_cut_inputs(2)),
     "embedding_rowwise": Style(_cut_first, look_up, is_whole=True),

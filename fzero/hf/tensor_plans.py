@@ -87,8 +87,8 @@ OURS: dict[str, Plan] = {
         "layers.*.mlp.down_proj": "rowwise_split_input",
     },
 }  # fmt: skip
-"""Rules by the type of a model: plans of models that have none, and what takes the place of wrong rules of transformers.
-Names are those of the base model."""
+"""Rules by the type of a model: plans of models that have none, and what takes the place of wrong rules of
+transformers. Names are those of the base model."""
 
 
 def list_rules(model: nn.Module, plan: Plan | None, tp: Axis | None, ep: Axis | None) -> dict[str, Rule]:

@@ -19,7 +19,7 @@ import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from families import FAMILIES  # noqa: E402
+from families import FAMILIES
 
 MESH = VirtualMesh(fsdp=2, tp=2)
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -98,7 +98,11 @@ class Attention(nn.Module):
         ({}, {"ep": "tp"}, "LlamaForCausalLM: has no expert plan"),
         ({}, {"tp": "dp"}, "dp"),
         ({}, {"split": {}}, "split: is given"),
-        ({"tie_word_embeddings": True}, {"plan": {"lm_head": "rowwise"}}, "and is one leaf with model.embed_tokens.weight"),
+        (
+            {"tie_word_embeddings": True},
+            {"plan": {"lm_head": "rowwise"}},
+            "is one leaf with model.embed_tokens",
+        ),
     ],
 )
 def test_what_is_refused(settings: Any, how: Any, words: str) -> None:
