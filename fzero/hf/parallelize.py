@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fzero import FzeroError, axis_size, lower, partition, tree
 from fzero.base.arguments import check_arguments
 from fzero.hf.head_counts import check_counts
-from fzero.hf.styles import Axis, Cut
-from fzero.hf.tensor_plans import Plan, Rule, find_style, generalize, list_rules
+from fzero.hf.styles import Axis, Cut, find_style
+from fzero.hf.tensor_plans import Plan, Rule, generalize, list_rules
 from fzero.ranks.live import find_ranks
 from fzero.values.lowering import Apply
 
@@ -70,7 +70,7 @@ def _replace_forwards(model: nn.Module, rules: Mapping[str, Rule]) -> Iterator[N
 
     def replace(module: nn.Module, run: Callable[..., Any]) -> None:
         replaced.insert(0, (module, vars(module).get("forward")))
-        module.forward = run  # type: ignore[method-assign]
+        module.forward = run
 
     try:
         for name, module in model.named_modules():
