@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROWS, LENGTH, VOCABULARY = 4, 8, 64
 SIZES: tuple[tuple[str, int | None], ...] = (
@@ -160,6 +161,9 @@ def _list_classes(folder: str) -> Iterator[tuple[Any, Any]]:
     configs = [x for x in configs if x.__module__ == file.__name__]
     configs.sort(key=lambda x: not (x.base_model_tp_plan or getattr(x, "base_model_ep_plan", None)))
     for config in configs:
+        borrowed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if not models and borrowed is not None:  # of another folder
+            yield config, getattr(transformers, borrowed)
         for head in HEADS:
             for name, model in models.items():
                 if name.endswith(head) and _config_of(model) is config and _reads_tokens(model):

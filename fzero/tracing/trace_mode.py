@@ -34,12 +34,8 @@ _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 _WITHOUT_SYMBOLS = frozenset({_aten.constant_pad_nd.default})
 """Operations whose kernel asks for the values of symbolic sizes. torch's Python code for them does not."""
 _UNLIKE_TRACED = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "softplus_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward", "logit_backward",
-        "_log_softmax_backward_data",
-    )
-)  # fmt: skip
+    getattr(_aten, f"{name}_backward").default for name in ("softplus", "hardsigmoid", "hardswish", "hardtanh", "logit")
+)
 """Operations whose results have other strides than torch says while it traces, where operands have unlike strides."""
 
 
