@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import signal
 import warnings
 from collections import Counter
@@ -173,7 +174,7 @@ def _word(found: Found) -> str:
 
 
 def _quote(why: str) -> str:
-    text = why.replace(str(ROOT), "").replace(str(Path(transformers.__file__).parent), "transformers")
+    text = re.sub(r"\S*/(?=transformers/|tools/)", "", why)
     return "`" + text.replace("`", "'")[:300] + "`"
 
 

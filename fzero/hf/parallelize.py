@@ -51,11 +51,13 @@ def parallel(
     if "split" in how:
         raise FzeroError("split", "is given, and hf.parallel finds it from the plan", "give rules as plan=")
     sizes = find_ranks(mesh).mesh
-    for axis in (tp, ep):
-        if axis is not None:
-            sizes.join((axis,) if isinstance(axis, str) else axis)
+    axes = {axis: sizes.join((axis,) if isinstance(axis, str) else axis) for axis in (tp, ep) if axis is not None}
+    for axis in axes.values():
+        if sizes.shard_axis in sizes.split(axis):
+            way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
+            raise FzeroError(repr(axis), f"is the axis over which {sizes} cuts all state", way_out)
     rules = _agree_on_ties(model, list_rules(model, plan, tp, ep))
-    count = {axis: sizes.size(sizes.join((axis,) if isinstance(axis, str) else axis)) for axis in (tp, ep) if axis}
+    count = {axis: sizes.size(name) for axis, name in axes.items()}
     check_counts(model, rules, count)
     with _replace_forwards(model, rules):
         params, apply = lower(model)
