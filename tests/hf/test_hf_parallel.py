@@ -13,10 +13,12 @@ pytest.importorskip("transformers")
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 import fzero
 import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
+from fzero.hf.styles import STYLES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from families import FAMILIES
@@ -77,6 +79,24 @@ def test_a_plan_adds_to_that_of_the_model() -> None:
     plan |= {f"model.layers.*.mlp.{name}_proj": "colwise_gather_output" for name in ("gate", "up")}
     params = assert_equals_one_device(model, batch, plan=plan)
     assert not params["model"]["embed_tokens"]["weight"].form.layout.split_axes
+
+
+def test_one_head_of_keys_stays_whole() -> None:
+    plan = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "kv"}
+    plan["model.layers.*.self_attn"] = "divide num_key_value_groups"
+    assert_equals_one_device(*make("Llama", **ONE_LAYER, num_key_value_heads=1), plan=plan)
+
+
+def test_the_page_has_each_style_and_transformers_has_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hf_parallel.md").read_text()
+    assert [name for name in STYLES if f"`{name}`" not in page and f"`{name}` (of" not in page] == []
+    assert set(ALL_PARALLEL_STYLES) - set(STYLES) == {"sequence_parallel"}
+
+
+def test_heads_in_one_leaf_with_others_are_counted() -> None:
+    model = FAMILIES["GPT-2"].make(n_head=3, n_embd=24, n_layer=1)
+    with pytest.raises(FzeroError, match=r"h.0.attn.c_attn: has 3 heads, to be split over 2 ranks along 'tp'"):
+        fzero.hf.parallel(model, MESH)
 
 
 class Attention(nn.Module):
