@@ -1,7 +1,8 @@
 """hf: transformers' Trainer and `generate`, accelerate's Accelerator and TRL's trainers, over programs of slices.
 
 In: a model of transformers, and its TrainingArguments. Out: its Trainer, with parameters, gradients and optimizer state
-in slices, and its `generate`. Needs transformers 5.22 or later, and accelerate. Imported by name: `import fzero.hf`.
+in slices, and its `generate`; or the model as a function, split by its own tensor plan (`parallel`). Needs transformers
+5.22 or later, and accelerate. Imported by name: `import fzero.hf`.
 TRL is imported once one of its trainers is asked for.
 """
 
@@ -14,6 +15,7 @@ check_release()  # before the rest, which asks transformers for names that other
 from fzero.hf import trl_options  # noqa: E402
 from fzero.hf.accelerator import Accelerator  # noqa: E402
 from fzero.hf.generation import Generator  # noqa: E402
+from fzero.hf.parallelize import parallel  # noqa: E402
 from fzero.hf.pretrained import Pretrained, from_pretrained  # noqa: E402
 from fzero.hf.seq2seq import Seq2SeqTrainer  # noqa: E402
 from fzero.hf.trainer import Trainer  # noqa: E402
@@ -34,6 +36,7 @@ __all__ = [  # and TRL's, if installed
     "Trainer",
     "TrainingArguments",
     "from_pretrained",
+    "parallel",
 ]
 
 

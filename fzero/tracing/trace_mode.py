@@ -33,6 +33,10 @@ _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 """Operations that return a Python value."""
 _WITHOUT_SYMBOLS = frozenset({_aten.constant_pad_nd.default})
 """Operations whose kernel asks for the values of symbolic sizes. torch's Python code for them does not."""
+_UNLIKE_TRACED = frozenset(
+    getattr(_aten, f"{name}_backward").default for name in ("softplus", "hardsigmoid", "hardswish", "hardtanh", "logit")
+)
+"""Operations whose results have other strides than torch says while it traces, where operands have unlike strides."""
 
 
 class TraceMode(TorchDispatchMode):
@@ -75,6 +79,8 @@ class TraceMode(TorchDispatchMode):
         self._progress.count(line)
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())
+        if func in _UNLIKE_TRACED:
+            args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
         call = self._repeats.sign(func, args, kwargs)
         if call is not None and self._repeats.knows(call):
             return self._repeats.repeat(call)

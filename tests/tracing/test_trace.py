@@ -43,6 +43,21 @@ def test_a_step_on_parts_of_a_batch_is_the_step_on_all_of_it(name: str, world: i
         torch.testing.assert_close(value, expected[path], rtol=1e-5, atol=1e-6, msg=path)
 
 
+def test_gradients_of_other_strides_go_through_activations_whose_strides_torch_mistakes() -> None:
+    """torch says while it traces that these gradients are contiguous. A view of them fails then in the kernel's."""
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            made = [f(F.linear(x, w)) for f in (F.softplus, F.hardswish, F.hardsigmoid, F.hardtanh, torch.logit)]
+            return torch.stack([y.transpose(1, 2).contiguous().square().mean() for y in made]).sum()
+
+        return fzero.grad(loss)(w)
+
+    w, x = torch.rand(4, 3) / 4 + 0.01, torch.rand(4, 8, 3)
+    made = fzero.simulate(step, MESH)(fzero.partition(w, MESH), x)
+    torch.testing.assert_close(fzero.unpartition(made), step(w, x))
+
+
 def test_arguments_are_state_by_bucket_and_leaf_or_batch() -> None:
     program = on_layer(lambda p, x: x).trace()
     assert program.arguments == (
