@@ -78,13 +78,18 @@ _APPLIES_IN_C = not isinstance(vars(torch.autograd.Function)["apply"], classmeth
 
 
 def _apply_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a Function for one transform. `apply` in C refuses one without `setup_context` that derives from
-    `Function`."""
-    if _APPLIES_IN_C and not _is_separate(function.setup_context):
-        methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "vjp", "jvp")}
-        single: Any = type(function.__name__, (_module._SingleLevelFunction,), methods)
-        return single.apply(*args, **kwargs)
+    """Apply a Function for one transform."""
+    if _APPLIES_IN_C:
+        return _make_single(function).apply(*args, **kwargs)
     return super(torch.autograd.Function, function).apply(*args, **kwargs)
+
+
+def _make_single(function: Any) -> Any:
+    """A class with the methods of a Function that does not derive from `Function`: under torch.func `apply` in C takes
+    such a one for what torch.func asks about, and refuses it without `setup_context`."""
+    names = ("forward", "backward", "vjp", "jvp", *["setup_context"] * _is_separate(function.setup_context))
+    methods = {name: staticmethod(getattr(function, name)) for name in names}
+    return type(function.__name__, (_module._SingleLevelFunction,), methods)
 
 
 def _replace_names(call: Callable[..., Any]) -> None:

@@ -15,6 +15,8 @@ CLOSED = frozenset(
     {
         *sys.stdlib_module_names,
         "torch",
+        "torchgen",
+        "triton",
         "fzero",
         "optree",
         "numpy",
