@@ -36,6 +36,7 @@ GOOD: dict[str, list[Any]] = {
     "rtol": [1e-3],
     "atol": [1e-3],
     "ranks": [2],
+    "split": [{}],  # a mesh of ranks alone has no axis to split over
 }
 BAD: dict[str, list[Any]] = {
     "stage": [7, "3"],
@@ -53,9 +54,10 @@ BAD: dict[str, list[Any]] = {
     "rtol": ["small"],
     "atol": ["small"],
     "ranks": [0],
+    "split": [7, {"*": ("fsdp", 0)}],
 }
 BESIDE_PASSES = {"stage", "memory", "donate", "reduce_dtype", "chunk", "to"}
-NAMES = {"ranks": "mesh axis fsdp", "data": "mesh axis 'model'"}
+NAMES = {"ranks": "mesh axis fsdp", "data": "mesh axis 'model'", "split": "split '*'"}
 """What errors call an option in the place of its name."""
 
 

@@ -118,7 +118,8 @@ class Prepared:
         self._names = list_names(model.forward)
         self._labels = find_labels(type(model)) or ["labels"]
         spend_model(model, how.device, functools.partial(_refuse_use, how.words))
-        self._sliced = Sliced(model, how.make, self._compute, len(self._on.numbers))
+        compute = functools.partial(_compute, how.device.type, how.autocast)
+        self._sliced = Sliced(model, how.make, compute, len(self._on.numbers))
         methods: dict[str, Any] = {"zero_grad": self.zero_grad, "state_dict": self.gather, "no_sync": nullcontext}
         if hasattr(model, "generate"):
             methods["generate"] = self.generate
@@ -136,9 +137,6 @@ class Prepared:
         self._add_sums = how.make("sums of gradients", add_sums)
 
     # calls
-
-    def _compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return keep_numbers(call_narrow(function, self.how.device.type, self.how.autocast, *args, **kwargs))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model for this rank's batch. All ranks call the model together."""
@@ -364,6 +362,11 @@ class Prepared:
             raise FzeroError(str(folder), problem, f"give a folder that {self.how.words.save} wrote")
         self.state = checkpoint.load(folder, self.state)
         self.zero_grad()
+
+
+def _compute(device: str, dtype: torch.dtype | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The output of a model. No method: a step that reached a loop's Trainer would depend on all of it."""
+    return keep_numbers(call_narrow(function, device, dtype, *args, **kwargs))
 
 
 def _swap(how: How, apply: Callable[..., Any], params: tree.Tree, **inputs: Any) -> Any:
