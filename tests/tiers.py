@@ -70,6 +70,20 @@ SLOW = frozenset(
     test_steps_that_compute_with_lengths_are_those_of_plain_torch
     test_the_newest_complete_checkpoint_is_resumed_and_others_are_logged
     test_tiles_in_tiles_are_the_function_under_every_transform test_what_is_too_far_from_its_reference_is_named
+    test_quantized_layers_are_their_dequantized_values
+    test_a_program_of_open_sizes_is_the_program_that_is_traced_at_each_size
+    test_the_measured_peak_is_the_predicted_one
+    test_results_are_those_of_a_step_that_is_traced_at_each_length_and_it_is_traced_twice
+    test_state_elsewhere_trains_as_plain_torch test_batches_may_be_parts_of_longer_ones
+    test_products_are_traced_twice_for_all_lengths test_a_family_is_saved_and_loaded
+    test_the_layers_of_llama_in_a_loop_are_the_model test_beams test_outlining_preserves_meaning
+    test_fragments_take_and_give_what_all_ranks_have_in_the_same_sizes
+    test_further_lengths_are_not_traced_and_no_one_is_told_that_they_are
+    test_autocast_is_that_of_torch_around_the_module test_running_statistics_are_those_of_transformers_also_resumed
+    test_noise_is_drawn_anew_at_each_batch_and_is_that_of_the_seed test_offload_is_the_host
+    test_activation_checkpointing_is_that_of_the_model test_hybrid_needs_replicas test_a_tiny_model_trains
+    test_an_optimizer_of_a_subclass_is_taken_or_named test_arguments_mean_the_same
+    test_a_search_of_placements_is_near_exhaustive_search
     """.split()
 )
 """Functions of which a case takes more than five seconds."""
