@@ -32,7 +32,7 @@ MESHES: tuple[tuple[dict[str, int], Any], ...] = (
 OPTIMIZERS = {
     "adamw": optim.adamw(0.01),
     "muon": optim.muon(0.01, eps=1e-3, where=lambda path, leaf: leaf.ndim == 2),
-    "adafactor": optim.adafactor(0.01),
+    "adafactor": optim.adafactor(0.01, eps=(1e-9, 1e-3)),  # a gradient that is zero but for rounding stays so
 }
 
 
