@@ -114,13 +114,18 @@ def make(folder: str, plan: str) -> tuple[nn.Module, dict[str, Any]] | None:
     return None
 
 
+def batch_experts(model: nn.Module) -> None:
+    """Let experts compute all products at once: shapes of eager ones depend on values, grouped ones know no float64."""
+    for child in model.modules():
+        if hasattr(getattr(child, "config", None), "_experts_implementation"):
+            child.config._experts_implementation = "batched_mm"
+
+
 def _fill(model_class: Any, config: Any, batch: dict[str, Any]) -> nn.Module:
     """The model with weights of some size, in double precision if its code works in it."""
     torch.manual_seed(0)
     model = model_class(config).double().eval()
-    for child in model.modules():  # shapes of eager experts depend on values
-        if hasattr(getattr(child, "config", None), "_experts_implementation"):
-            child.config._experts_implementation = "batched_mm"
+    batch_experts(model)
     with torch.no_grad():
         for leaf in model.parameters():
             leaf.copy_(torch.nan_to_num(leaf) + 0.2 * torch.randn_like(leaf))
