@@ -37,6 +37,7 @@ class Module(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.make()
+        self.register_buffer("count", torch.zeros(()))
         self.losses, self.scores = list[float](), list[float]()
 
     def make(self) -> None:
@@ -48,6 +49,7 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, number: int) -> Any:
         loss = self.compute(batch)
+        self.count += 1
         self.log("loss", loss)
         self.losses.append(loss.item())
         return loss
@@ -103,6 +105,32 @@ class OwnLoss(Module):
         return self.model(*batch)["loss"]
 
 
+class Changing(OwnLoss):
+    """Changes its model between calls, and the loss that the model returned."""
+
+    def make(self) -> None:
+        class Scaled(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.power = 0
+                self.register_buffer("scale", torch.ones(()))
+
+            def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+                return {"loss": F.cross_entropy(super().forward(x) * self.scale**self.power, y)}
+
+        self.model = Scaled()
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        self.model.power = number % 2
+        self.model.scale.fill_(2 + number // 2)
+        loss = super().training_step(batch, number)
+        loss *= 3
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **named: Any) -> None:
+        (loss / 2).backward(*args, **named)
+
+
 def loader() -> Any:
     draws = torch.Generator().manual_seed(1)
     rows = [(torch.randn(8, generator=draws), torch.randint(4, (), generator=draws)) for _ in range(24)]
@@ -130,6 +158,7 @@ CASES: dict[str, tuple[type[Module], dict[str, Any], float]] = {
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         1e-6,
     ),
+    "a model and a loss that change": (Changing, {}, 1e-6),
     "float64": (Module, {"precision": "64-true"}, 1e-14),
     "autocast": (OwnForward, {"precision": "bf16-mixed"}, 2e-3),
 }
@@ -156,6 +185,7 @@ def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> No
     trainer = make_trainer(strategy(4), tmp_path, max_epochs=2)
     trainer.fit(second, loader(), ckpt_path=tmp_path / "whole")
     assert [*first.losses, *second.losses] == pytest.approx(plain.losses, abs=1e-6)
+    assert second.count == plain.count == 12
 
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     read = Module.load_from_checkpoint(tmp_path / "weights.ckpt")
@@ -170,7 +200,7 @@ def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> No
 
 
 def test_a_trainer_fits_twice(tmp_path: Path) -> None:
-    plain, ours = Module(), Module()
+    plain, ours = OwnForward(), OwnForward()
     for module, how in ((plain, "auto"), (ours, strategy())):
         trainer = make_trainer(how, tmp_path)
         trainer.fit(module, loader())

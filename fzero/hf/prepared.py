@@ -18,6 +18,7 @@ from transformers.utils.generic import find_labels
 from fzero import checkpoint, iter_full, optim, partition, tree
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
+from fzero.base.torch_private import version_of
 from fzero.deepspeed.functions import NoLoss, find_loss
 from fzero.deepspeed.programs import list_names
 from fzero.hf.alike import list_model
@@ -83,8 +84,14 @@ class _Open(NamedTuple):
     """A call that computed gradients ahead, of its share of the loss that it returned."""
 
     loss: Tensor
+    version: int
     grads: tree.Tree
     share: float
+
+    def is_of(self, loss: Any, share: float) -> bool:
+        """Whether a loss is the one that was returned, as it was: nothing was written to it, and no hook is on it."""
+        is_same = loss is self.loss and version_of(loss) == self.version and share == self.share
+        return is_same and not loss._backward_hooks
 
 
 class Prepared:
@@ -172,7 +179,8 @@ class Prepared:
                 self._compute_behind("the model returns no loss")
             else:
                 output = join_numbers(output)
-                self._open = _Open(find_loss(output), grads, share)
+                loss = find_loss(output)
+                self._open = _Open(loss, version_of(loss), grads, share)
                 return output, after
         output, after = self._sliced.follow(held, args, kwargs, self._add)
         return join_numbers(output), after
@@ -190,10 +198,10 @@ class Prepared:
     # gradients
 
     def take_loss(self, loss: Any) -> bool:
-        """Add the gradients that the last call computed ahead, where `loss` is what that call returned. Returns whether
-        it was."""
+        """Add the gradients that the last call computed ahead, where `loss` is what that call returned, as it was.
+        Returns whether it was."""
         opened = self._open
-        if opened is None or loss is not opened.loss or self._find_share() != opened.share:
+        if opened is None or not opened.is_of(loss, self._find_share()):
             return False
         self._open = None
         self._check_dropped()
@@ -309,15 +317,18 @@ class Prepared:
         held = (self.state.params, self.state.buffers)
         return {path: leaf for each in held for path, leaf in zip(tree.paths(each), tree.leaves(each))}
 
-    def gather(self, *args: Any, **named: Any) -> dict[str, Tensor]:
-        """The `state_dict` of the model, whole on each rank. All ranks call it together."""
+    def gather(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Tensor]:
+        """The `state_dict` of the model, whole on each rank. All ranks call it together. A module around the model
+        gives a `destination`."""
         values = {path: x.detach().clone() for path, x in iter_full(self.list_values())}
         copied = copy_without_values(self.structure, tree.paths(self.state.buffers))
         paths = {id(x): path for path, x in (*copied.named_parameters(), *copied.named_buffers())}
-        found = copied.state_dict(
-            *args, keep_vars=True, **{name: x for name, x in named.items() if name != "keep_vars"}
-        )
-        return {name: values.get(paths.get(id(x), ""), x) for name, x in found.items()}
+        found = copied.state_dict(prefix=prefix, keep_vars=True)
+        made = {name: values.get(paths.get(id(x), ""), x) for name, x in found.items()}
+        if destination is None:
+            return made
+        destination.update(made)
+        return destination
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Mapping[str, Any] | None = None,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fzero import grad, tree
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private import version_of
 from fzero.deepspeed.functions import find_loss
 from fzero.hf.adapters import list_active
 from fzero.training.models import Bound, average_buffers, carry_buffers, copy_without_values, lower_modes
@@ -23,6 +24,7 @@ from fzero.training.outputs import Cotangents, Surroundings, attach, join_number
 from fzero.training.programs import add_sums
 from fzero.values.functions import is_sharded
 
+STATES = 16
 Compile = Callable[..., Any]
 """(name, function, keywords of `fzero.shard`) -> its program."""
 
@@ -89,11 +91,13 @@ class Sliced:
         return attach(call, output), held._replace(buffers=buffers), grads
 
     def _find(self) -> Programs:
-        """The programs of the structure as it is now."""
+        """The programs of the structure as it is now. Those of the `STATES` states that were used last are kept."""
         state = _describe(self.structure)
-        if state not in self._programs:
-            self._programs[state] = self._make()
-        return self._programs[state]
+        found = self._programs.pop(state, None) or self._make()
+        self._programs[state] = found
+        if len(self._programs) > STATES:
+            del self._programs[next(iter(self._programs))]
+        return found
 
     def _make(self) -> Programs:
         structure = copy_without_values(self.structure)
@@ -168,10 +172,18 @@ def call_narrow(function: Callable[..., Any], device: str, dtype: torch.dtype | 
 
 
 def _describe(structure: nn.Module) -> tuple[Any, ...]:
-    """What of a structure may change between calls, and changes what they compute. `disable_adapter` of peft replaces
-    the forward of a model with virtual tokens, and tells the layers of others."""
+    """What of a structure may change between calls, and changes what they compute: plain attributes of modules, such as
+    their mode, and buffers. `disable_adapter` of peft replaces the forward of a model with virtual tokens, and tells
+    the layers of others."""
     is_checkpointing = getattr(structure, "is_activation_checkpointing", False)
-    return structure.training, is_checkpointing, "forward" in vars(structure), list_active(structure)
+    plain = tuple(
+        (name, type(x), x) for module in structure.modules() for name, x in vars(module).items() if type(x) in _PLAIN
+    )
+    buffers = tuple((id(x), version_of(x)) for x in structure.buffers())
+    return is_checkpointing, "forward" in vars(structure), list_active(structure), plain, buffers
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def stand_for(structure: nn.Module, call: Callable[..., Any], **methods: Callable[..., Any]) -> Any:

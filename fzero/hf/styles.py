@@ -143,16 +143,17 @@ def keep_block(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any,
 def look_up(module: Any, axis: Axis, forward: Callable[..., Any], input: Tensor) -> Any:
     """The rows of an embedding of which each rank has a part: zeros for those of other ranks, and the sum.
 
-    The padding row has no gradient, as in torch.
+    The padding row has no gradient, as in torch. A token outside of all rows is nowhere, which torch refuses.
     """
     if axis_size(axis) == 1:
         return forward(input)
     rows = module.weight.shape[0]
     own = input - axis_index(axis, input.device) * rows
     is_own = (own >= 0) & (own < rows)
+    is_others = is_own.logical_not() & (input >= 0) & (input < rows * axis_size(axis))
     padding = getattr(module, "padding_idx", None)
     with _set(module, padding_idx=None):
-        found = forward(own.where(is_own, 0))
+        found = forward(own.masked_fill(is_others, 0))
     if padding is not None:
         found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
     return psum(found.masked_fill(is_own.logical_not().unsqueeze(-1), 0), axis)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from fzero import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import SHARD_AXIS
@@ -82,6 +83,7 @@ class Strategy(DDPStrategy):
         super().__init__(**named)
         self._given, self._stage, self._compile = mesh, stage, compile
         self._prepared: Prepared | None = None
+        self._module: Any = None  # the LightningModule whose model this is
         self._prefix = ""  # of the model's parameters in those of the LightningModule
         self._returned: Any = None  # the loss that training_step returned last
 
@@ -104,7 +106,7 @@ class Strategy(DDPStrategy):
         assert module is not None and self.accelerator is not None
         _check_trainer(trainer, self._layer_sync)
         self.accelerator.setup(trainer)
-        is_new = self._prepared is None or not self._is_of(module)
+        is_new = self._module is not module
         if is_new:
             self.precision_plugin.convert_module(module)
         fits = trainer.state.fn == "fit"
@@ -117,10 +119,6 @@ class Strategy(DDPStrategy):
         self.setup_precision_plugin()
         self.precision_plugin.clip_gradients = self._clip
 
-    def _is_of(self, module: nn.Module) -> bool:
-        structure = self._find().structure
-        return vars(structure) is vars(module.get_submodule(self._prefix.removesuffix(".")))
-
     def _prepare(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         name = _find_part(module)
         self._prefix = f"{name}." if name else ""
@@ -130,13 +128,17 @@ class Strategy(DDPStrategy):
         def find_share() -> float:
             return 1 / trainer.accumulate_grad_batches if module.automatic_optimization else 1.0
 
-        prepared = self._prepared = Prepared(part, how, find_share)
+        prepared, self._module = Prepared(part, how, find_share), module
+        self._prepared = prepared
         for child in module.children():  # metrics, say; the part lies where its slices do
             if not any(True for _ in child.parameters()):
                 child.to(self.root_device)
         module.zero_grad = prepared.zero_grad
         if name:
-            module.add_module(name, prepared.stand_in)
+            for parent in list(module.modules()):  # under each name that the model has
+                for key, child in parent._modules.items():
+                    if child is part:
+                        parent._modules[key] = prepared.stand_in
             return
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +176,8 @@ class Strategy(DDPStrategy):
         loss = precision.pre_backward(closure_loss, module)
         returned = self._returned if module.automatic_optimization else closure_loss
         self._returned = None  # Lightning's own loss is the returned one, divided by batches of an update
-        if args or kwargs or not self._find().take_loss(returned):
+        is_own = type(module).backward is not pl.LightningModule.backward
+        if args or kwargs or is_own or not self._find().take_loss(returned):
             with torch.autograd.set_multithreading_enabled(False):  # programs run in this thread, on GPUs too
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         return precision.post_backward(loss, module)
@@ -193,7 +196,8 @@ class Strategy(DDPStrategy):
     # checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {}  # `save_checkpoint` knows whether values are asked for whole
+        """What is not in slices. `save_checkpoint` knows whether values are asked for whole."""
+        return dict(self._list_buffers())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder with slices, or for weights alone a file. All ranks call it together."""
@@ -202,7 +206,7 @@ class Strategy(DDPStrategy):
         path = Path(self.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
             whole = {f"{self._prefix}{name}": x for name, x in self._find().gather().items()}
-            checkpoint["state_dict"] = {**self._read_rest(), **whole}
+            checkpoint["state_dict"] = {**checkpoint["state_dict"], **whole}
             super().save_checkpoint(checkpoint, path)
             return
         made = path.with_name(f"{path.name}.part")  # so that what has the name is complete
@@ -216,13 +220,18 @@ class Strategy(DDPStrategy):
 
         self._write(give_name)
 
-    def _read_rest(self) -> dict[str, Any]:
-        """The values of the LightningModule that are no part of the model: those of metrics, say."""
-        if not self._prefix:
-            return {}
-        rest: Any = copy.copy(self.lightning_module)
-        rest._modules = {name: x for name, x in rest._modules.items() if f"{name}." != self._prefix}
-        return rest.state_dict()
+    def _list_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are not in slices: constants of the model, and those of modules beside it."""
+        module, carried = self.lightning_module, tree.paths(self._find().state.buffers)
+        assert module is not None
+        in_slices = {f"{self._prefix}{path}" for path in carried}
+        found = {
+            f"{path}.{name}".lstrip("."): x
+            for path, child in module.named_modules()
+            for name, x in child.named_buffers(recurse=False)
+            if name not in child._non_persistent_buffers_set
+        }
+        return {name: x for name, x in found.items() if name not in in_slices}
 
     def _write(self, write: Callable[[], None]) -> None:
         """Call `write` on the first rank, while the others wait."""
@@ -241,7 +250,14 @@ class Strategy(DDPStrategy):
         return super().load_checkpoint(path / REST, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        pass  # `load_checkpoint` has read the slices
+        """Take buffers. `load_checkpoint` has read the slices."""
+        buffers, given = self._list_buffers(), checkpoint["state_dict"]
+        if strict and buffers.keys() != given.keys():
+            name = min(buffers.keys() ^ given.keys())
+            problem = "is in the module alone" if name in buffers else "is in the checkpoint alone"
+            raise FzeroError(f"buffer {name}", problem, "load it into the module that was saved, or set strict_loading")
+        for name in buffers.keys() & given.keys():
+            buffers[name].copy_(given[name])
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None

@@ -52,7 +52,7 @@ def experts(
         raise FzeroError("experts", problem, "give equal numbers of experts, and a capacity above 0 or None")
     local, chosen = number // world, ids.flatten(0, -2)
     tokens, k = chosen.shape
-    room = world * tokens * min(k, local)
+    room = world * tokens * k
     bound = room if capacity is None else min(room, math.ceil(capacity * tokens * k))
     order = chosen.flatten().argsort(stable=True)
     counts = torch.zeros(number, dtype=torch.int64, device=ids.device)
@@ -67,5 +67,6 @@ def experts(
     made = apply(rows[by_expert], fitting)[by_expert.argsort()]
     back, _ = ragged_all_to_all(made, taken, axis, tokens * k, cut=cut)
     of_token = back[order.argsort()].unflatten(0, (tokens, k))
-    result = (of_token * weights.flatten(0, -2).unsqueeze(-1)).sum(1).unflatten(0, ids.shape[:-1])
+    shares = weights.reshape(tokens, k, *[1] * (of_token.ndim - 2))
+    result = (of_token * shares).sum(1).unflatten(0, ids.shape[:-1])
     return (result, (taken.sum() - bound).clamp(min=0)) if cut else result

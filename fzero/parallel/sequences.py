@@ -74,16 +74,20 @@ def ring_attention(
       itself among them; of its own document alone. `documents` [b, s] has a number for each document, or `positions`
       [b, s] count from 0 in each, as `position_ids` of packed documents do.
     * By default keys and values are gathered, and one call of torch's attention takes them. With `rotate` they go
-      around, and each rank has those of one other rank at a time: sums are in float32, of float64 in float64, and the
-      backward pass computes each part again.
+      around, and each rank has those of one other rank at a time: the softmax is in float32, of float64 in float64,
+      and the backward pass computes each part again.
 
     A rank sends its keys and values to N-1 others, and their gradients back (Liu et al., Ring Attention, 2023).
 
     Raises:
         FzeroError: for a `window` below 1, or one without `causal`; for heads that heads of keys do not divide; for
-            both `positions` and `documents`; with `balanced` for an odd number of rows.
+            both `positions` and `documents`; for other numbers of keys than of queries; with `balanced` for an odd
+            number of rows.
     """
     (_, heads, rows, width), few = q.shape, k.shape[1]
+    if k.shape[2] != rows or v.shape[2] != rows:
+        problem = f"has {rows} rows, k and v {k.shape[2]} and {v.shape[2]}"
+        raise FzeroError("ring_attention: q", problem, "give queries and keys of the same places of the sequence")
     _check(heads, few, rows, causal, window, positions, documents, balanced)
     world, rank = fzero.axis_size(axis), fzero.axis_index(axis, q.device)
     places = _find_places(rows, world, balanced, q.device)  # [N, s]
@@ -173,10 +177,11 @@ def order_rows(length: int, ranks: int) -> Tensor:
     and 2 N - 1 - i, of 2 N chunks. Positions go with their tokens.
 
     Raises:
-        FzeroError: for a length that does not divide by 2 N.
+        FzeroError: for a length that does not divide by 2 N, and without ranks.
     """
-    if length % (2 * ranks):
-        raise FzeroError("order_rows: length", f"is {length}", f"give a multiple of {2 * ranks}, 2 chunks a rank")
+    if ranks < 1 or length % (2 * ranks):
+        problem = f"is {length}, for {ranks} ranks"
+        raise FzeroError("order_rows: length", problem, "give a multiple of 2 chunks for each rank, at least one")
     return _find_places(length // ranks, ranks, True, torch.device("cpu")).flatten()
 
 

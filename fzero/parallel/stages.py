@@ -38,13 +38,14 @@ def pipeline(
     rank's layers again, else it keeps what `body` does. One all-reduce of the results ends the loop.
 
     Raises:
-        FzeroError: for leaves of unequal numbers of layers or rounds; with `repeats` for fewer microbatches than ranks.
+        FzeroError: for leaves of unequal numbers of layers or rounds; without a microbatch; with `repeats` for fewer
+            microbatches than ranks.
     """
     held = [leaf.full_tensor() if isinstance(leaf, fzero.Sharded) else leaf for leaf in fzero.tree.leaves(layers)]
     held = [leaf if repeats > 1 else leaf.unsqueeze(0) for leaf in held]
     structure, world, count = fzero.tree.flatten(layers)[1], fzero.axis_size(axis), microbatches.shape[0]
     shapes = {tuple(leaf.shape[:2]) for leaf in held}
-    if len(shapes) != 1 or next(iter(shapes))[0] != repeats or (repeats > 1 and count < world):
+    if len(shapes) != 1 or next(iter(shapes))[0] != repeats or count < (world if repeats > 1 else 1):
         problem = f"{count} microbatches on {world} ranks, {repeats} rounds, leaves of layers {sorted(shapes)}"
         raise FzeroError("pipeline", problem, "give leaves [rounds, layers, ...], and a microbatch for each rank")
     rank, ticks = fzero.axis_index(axis, microbatches.device), count * repeats + world - 1

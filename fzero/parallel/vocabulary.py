@@ -55,7 +55,8 @@ def vocab_cross_entropy(
 
     A rank has [tokens, V / N] logits. With `chunks` it has those of one part of the tokens at a time, and computes them
     again backward. Three numbers a token are reduced forward, the largest logit, the sum of exponentials and the
-    label's logit, and the last two backward. "mean" is over the labels of this rank that are not `ignore_index`.
+    label's logit, and the last two backward. "mean" is over the labels of this rank that are not `ignore_index`. Rows
+    that pad a vocabulary count as classes, unless their `bias` is -inf.
 
     Raises:
         FzeroError: for a `label_smoothing` outside of 0 to 1; for `chunks` as `fzero.tiled`.
@@ -78,7 +79,8 @@ def vocab_cross_entropy(
         total, target = fzero.psum(torch.stack([shifted.exp().sum(-1), picked]), axis)
         return torch.where(is_kept, total.log() - target, 0)
 
-    params, rows = (head,) if bias is None else (head, bias), (hidden.flatten(0, -2), labels.flatten())
+    params = (head,) if bias is None else (head, bias)
+    rows = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     losses = find_losses(params, *rows) if chunks == 1 else fzero.tiled(find_losses, chunks)(params, *rows)
     if reduction == "none":
         return losses.view(labels.shape)

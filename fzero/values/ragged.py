@@ -85,7 +85,7 @@ def _names(axis: Axis) -> tuple[str, ...]:
 def _keep(x: Tensor, taken: Tensor, bound: int) -> Tensor:
     """What a rank that is alone gets."""
     kept = torch.arange(bound, device=x.device) < taken.to(x.device)
-    return torch.where(kept.view(-1, *[1] * (x.ndim - 1)), resize(x, bound), 0)
+    return resize(x, bound).masked_fill(~kept.view(-1, *[1] * (x.ndim - 1)), 0)
 
 
 def _count_rows(x: tree.Tree) -> int:
