@@ -92,9 +92,9 @@ def _write(folder: Path, of: Plan, on: Ranks, what: str) -> None:
 def _view(leaf: Sharded | Source) -> Tensor:
     """A leaf as torch takes it."""
     if isinstance(leaf, Sharded):
-        # a leaf without elements has no rectangles, and torch would forget it
-        is_whole = leaf.is_replicated or not leaf.numel()
-        return leaf.local.detach().view(leaf.shape) if is_whole else Slices(leaf)
+        if not leaf.numel():  # it has no rectangles, and torch would forget it
+            return torch.empty(leaf.global_shape, dtype=leaf.dtype)
+        return leaf.local.detach().view(leaf.shape) if leaf.is_replicated else Slices(leaf)
     if isinstance(leaf, TensorSource) and leaf.dtype == leaf.tensor.dtype:
         return leaf.tensor
     whole = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")

@@ -23,6 +23,7 @@ from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.placement import Disk, Placement, check_placement
+from fzero.base.shapes import of_whole
 from fzero.base.tree import Tree, TreeDef
 from fzero.optim.rounding import Key, add_stochastically, make_key
 
@@ -323,7 +324,7 @@ def cast_state(
         raise FzeroError("cast_state", f"dtype is {dtype}", "give a floating one, such as torch.bfloat16")
 
     def store(path: str, leaf: Any) -> Any:
-        is_chosen = leaf.dtype.is_floating_point and leaf.ndim and (mask is None or mask(path, leaf))
+        is_chosen = leaf.dtype.is_floating_point and leaf.ndim and (mask is None or of_whole(mask)(path, leaf))
         return leaf.to(dtype) if is_chosen else leaf
 
     return GradientTransformation(

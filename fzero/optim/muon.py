@@ -17,7 +17,7 @@ from fzero.base import tree
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.base.shapes import global_shape
+from fzero.base.shapes import global_shape, of_whole
 from fzero.base.tree import Tree
 from fzero.optim.base import (
     EmptyState,
@@ -141,7 +141,7 @@ def _cut_rows(path: str, leaf: Any, split: Split | None) -> list[int]:
     if not math.prod(shape):
         return []
     total = shape[-2]
-    given = split(path, leaf) if split is not None else None
+    given = of_whole(split)(path, leaf) if split is not None else None
     rows = [total] if given is None else list(given)
     if sum(rows) != total or min(rows) < 1:
         problem = f"split gives matrices of {rows} rows, and the leaf has {total}"
@@ -195,7 +195,7 @@ def muon(
 
     def init(params: Tree) -> MuonState:
         trained, _ = tree.split(params, lambda path, leaf: not is_frozen(leaf))
-        chosen, left = tree.split(trained, where or _is_hidden_matrix)
+        chosen, left = tree.split(trained, of_whole(where or _is_hidden_matrix))
         count, total = len(tree.leaves(chosen)), len(tree.leaves(trained))
         if not count:
             way_out = "give where=lambda path, leaf: ..., which is true for the matrices of hidden layers"

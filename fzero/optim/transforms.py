@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.shapes import of_whole
 from fzero.base.tree import Tree
 from fzero.optim import kernels
 from fzero.optim.base import (
@@ -122,7 +123,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
             raise FzeroError("add_decayed_weights", "has no parameters", "pass them: update(updates, state, params)")
         params, _ = tree.split_as(params, updates)
         treedef, (weights, steps) = flatten_alike(params, updates)
-        chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or mask(path, weights[i])]
+        chosen = [i for i, path in enumerate(tree.paths(params)) if mask is None or of_whole(mask)(path, weights[i])]
         if not chosen:
             return updates
         decayed = add_multiple([steps[i] for i in chosen], [weights[i] for i in chosen], weight_decay)

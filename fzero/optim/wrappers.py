@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.shapes import of_whole
 from fzero.base.tree import Tree
 from fzero.optim import list_ops
 from fzero.optim.base import (
@@ -48,11 +49,11 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """
 
     def init(params: Tree) -> MaskedState:
-        return MaskedState(inner.init(tree.split(params, mask)[0]))
+        return MaskedState(inner.init(tree.split(params, of_whole(mask))[0]))
 
     def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, MaskedState]:
         seen = updates if params is None else params
-        chosen = {path for path, leaf in zip(tree.paths(seen), tree.leaves(seen)) if mask(path, leaf)}
+        chosen = {path for path, leaf in zip(tree.paths(seen), tree.leaves(seen)) if of_whole(mask)(path, leaf)}
         _, others = tree.split(updates, lambda path, leaf: path in chosen)
         moved, inner_state = inner.update(_take(updates, chosen), state.inner_state, _take(params, chosen))
         return tree.merge(moved, others), MaskedState(inner_state)
@@ -82,7 +83,7 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], labels: La
     def group(params: Tree) -> dict[Any, set[str]]:
         groups: dict[Any, set[str]] = {label: set() for label in transforms}
         for path, leaf in zip(tree.paths(params), tree.leaves(params)):
-            label = labels(path, leaf)
+            label = of_whole(labels)(path, leaf)
             try:
                 groups[label].add(path)
             except (KeyError, TypeError):  # a label that does not hash

@@ -44,7 +44,7 @@ class Transfer(NamedTuple):
     of these seconds compute waits.
 
     `is_ahead`: the program starts the collective and waits for it later, as for all-gathers and reduce-scatters. The
-    `comm` of a copy has the lane in the place of an axis.
+    `comm` of a copy has its `lane`, the link or the disk, in the place of an axis.
     """
 
     comm: Comm
@@ -52,16 +52,12 @@ class Transfer(NamedTuple):
     end: float
     exposed: float
     is_ahead: bool = True
+    lane: str = WIRE
 
     @property
     def name(self) -> str:
         """The collective with its bucket, "all_gather layers.0", or where it has none with its axis."""
         return f"{self.comm.op} {self.comm.bucket or self.comm.axis}"
-
-    @property
-    def lane(self) -> str:
-        """What the transfer occupies: the wire, the link or the disk."""
-        return self.comm.axis if self.comm.axis in (LINK, DISK) else WIRE
 
     @property
     def seconds(self) -> float:
@@ -105,7 +101,7 @@ class Timeline:
         lanes: dict[str, list[Span | Transfer]] = {name: [] for name in names}
         lanes[COMPUTE], lanes[HOST] = [*self.spans], [*self.on_host]
         for transfer in sorted(self.transfers, key=lambda transfer: transfer.start):
-            lanes[wires.get(transfer.comm.axis, transfer.lane)].append(transfer)
+            lanes[wires[transfer.comm.axis] if transfer.lane == WIRE else transfer.lane].append(transfer)
         return {lane: entries for lane, entries in lanes.items() if entries or lane in (COMPUTE, WIRE)}
 
     def hidden(self, *names: str) -> float:
@@ -218,7 +214,7 @@ class Lanes:
         """Node -> the seconds for which compute waited there."""
         self.spans: list[Span] = []
         self.on_host: list[Span] = []
-        self._sent: dict[str, list[tuple[Comm, float, float, bool]]] = defaultdict(list)
+        self._sent: dict[tuple[str, str], list[tuple[Comm, float, float, bool]]] = defaultdict(list)
         self._idle: list[tuple[float, float]] = []
 
     def run(self, nodes: Iterable[Node]) -> None:
@@ -287,7 +283,7 @@ class Lanes:
         self.free[clock] = self.done_at[node] = start + seconds
         if lane != HOST:
             comm = Comm(name, lane, None, node.args[0][0].meta["val"].dtype, count_bytes(node))
-            self._sent[clock].append((comm, start, start + seconds, True))
+            self._sent[lane, clock].append((comm, start, start + seconds, True))
         elif seconds:
             self.on_host.append(Span(name_of(node), start, start + seconds))
 
@@ -302,7 +298,7 @@ class Lanes:
         axes = comm.axis.split(JOINT)
         start = max(self.now, *(self.wires[axis] for axis in axes))
         self.wires.update(dict.fromkeys(axes, start + seconds))
-        self._sent[comm.axis].append((comm, start, start + seconds, is_ahead))
+        self._sent[WIRE, comm.axis].append((comm, start, start + seconds, is_ahead))
         return start + seconds
 
     def _wait_at_once(self, node: Node, comms: Iterable[tuple[Comm, float]]) -> None:
@@ -318,9 +314,11 @@ class Lanes:
     def transfers(self) -> Iterator[Transfer]:
         """The collectives of each wire and the copies of each lane, in order, with the seconds for which compute waited
         during each."""
-        return itertools.chain.from_iterable(map(self._measure_exposed, self._sent.values()))
+        return itertools.chain.from_iterable(
+            self._measure_exposed(lane, sent) for (lane, _), sent in self._sent.items()
+        )
 
-    def _measure_exposed(self, sent: Iterable[tuple[Comm, float, float, bool]]) -> Iterator[Transfer]:
+    def _measure_exposed(self, lane: str, sent: Iterable[tuple[Comm, float, float, bool]]) -> Iterator[Transfer]:
         first = 0  # one pass over both lists, which are in order of time
         for comm, start, end, is_ahead in sent:
             while first < len(self._idle) and self._idle[first][1] <= start:
@@ -329,7 +327,7 @@ class Lanes:
             while at < len(self._idle) and self._idle[at][0] < end:
                 exposed += min(end, self._idle[at][1]) - max(start, self._idle[at][0])
                 at += 1
-            yield Transfer(comm, start, end, exposed, is_ahead)
+            yield Transfer(comm, start, end, exposed, is_ahead, lane)
 
 
 def _describe_event(entry: Span | Transfer) -> dict[str, Any]:

@@ -152,7 +152,9 @@ def _match_params(keys: Keys, leaves: Sequence[Any], like: tree.Tree | None, mes
 
 
 def _find_param_of_scales(known: Mapping[str, Any], key: tuple[str | int, ...], leaf: Any) -> Any:
-    """The large parameter whose blocks a leaf has one number for, as the scales of 8-bit state."""
+    """The large parameter whose blocks a leaf has one number for: the scales of 8-bit state, by their name."""
+    if not any(str(part).endswith("scales") for part in key):
+        return None
     ends = (known.get(tree.dotted(key[start:])) for start in range(len(key) + 1))
     for param in ends:
         if param is not None and param.numel() >= LEAST and tuple(leaf.shape) == (count_blocks(param.numel()),):

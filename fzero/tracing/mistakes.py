@@ -12,6 +12,7 @@ What is certainly wrong is an error. What may be meant is a warning of the logge
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -102,14 +103,24 @@ def _refuse_counts_of_parts(program: Program) -> None:
     if all(layout.splits == 1 for layout in program.layouts.values()):
         return
     for node in program.graph.nodes:
-        if is_call(node, torch.ops.aten.div.Tensor) and isinstance(node.args[1], int):
-            leaf = _find_summed_leaf(program, node.args[0])
-            if leaf is not None and leaf.numel == node.args[1]:
-                problem = f"its sum over all ranks is divided by {leaf.numel}, the elements of a rank's part"
-                way_out = (
-                    "take .mean(), or divide by .numel(), the number of all elements, or by what global_shape says"
-                )
-                raise FzeroError(leaf.path, f"{problem}{_find_line(node)}", way_out)
+        by = _find_divisor(node)
+        leaf = None if by is None else _find_summed_leaf(program, node.args[0])
+        if leaf is not None and by is not None and math.isclose(by, leaf.numel, rel_tol=1e-12):
+            problem = f"its sum over all ranks is divided by {leaf.numel}, the elements of a rank's part"
+            way_out = (
+                "take .mean(), or divide by .numel(), the number of all elements, or by what global_shape says; give"
+                " a number that is not of the leaf as a tensor"
+            )
+            raise FzeroError(leaf.path, f"{problem}{_find_line(node)}", way_out)
+
+
+def _find_divisor(node: Node) -> float | None:
+    """The number that a node divides by, or by whose reciprocal it multiplies."""
+    is_product = is_call(node, torch.ops.aten.mul.Tensor)
+    if not (is_product or is_call(node, torch.ops.aten.div.Tensor)) or type(node.args[1]) not in (int, float):
+        return None
+    by = float(node.args[1])
+    return by if not is_product else (1 / by if by else None)
 
 
 def _find_summed_leaf(program: Program, node: Any) -> Leaf | None:

@@ -81,3 +81,24 @@ def test_a_split_that_cuts_blocks_of_8_bits_is_refused() -> None:
     whole = optim.adamw8bit(0.1).init({"w": torch.ones(256, 64), "b": torch.ones(64)})
     with pytest.raises(FzeroError, match=words):
         fzero.partition(whole, GRID, like=held)
+
+
+def test_functions_of_a_user_see_whole_shapes() -> None:
+    seen = dict[str, tuple[int, ...]]()
+
+    def note(path: str, leaf: Any) -> bool:
+        seen[path] = tuple(leaf.shape)
+        return leaf.ndim == 2 and leaf.shape[0] >= 6
+
+    masked = optim.adamw(0.1, weight_decay=0.5, mask=note)
+    labelled = optim.multi_transform({True: optim.sgd(0.1), False: optim.adam(0.1)}, note)
+    chosen = optim.muon(0.1, where=note, eps=1e-3)
+    whole = {name: x for name, x in WHOLE.items() if x.ndim == 2}
+    rules = {name: rule for name, rule in SPLIT.items() if name in whole}
+    held, grads = (fzero.partition(x, GRID, split=rules) for x in (whole, tree.map(torch.cos, whole)))
+    assert any(x.shape != x.global_shape for x in held.values())
+    for each in (masked, labelled, chosen):
+        got, _ = each.update(grads, each.init(held), held)
+        right, _ = each.update(tree.map(torch.cos, whole), each.init(whole), whole)
+        torch.testing.assert_close(fzero.unpartition(got), right, rtol=1e-12, atol=1e-14)
+        assert {path: tuple(x.shape) for path, x in whole.items()} == seen

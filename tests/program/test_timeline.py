@@ -89,17 +89,17 @@ def test_each_axis_has_its_wire() -> None:
 
     def step(params: dict[str, Tensor], x: Tensor) -> Any:
         x = products(params, x)  # a gather of 3 s, and a product that takes 1 s
-        return fzero.psum(x * fzero.axis_index("tp"), "tp").mean()
+        return fzero.psum(x * fzero.axis_index("link"), "link").mean()
 
-    mesh = VirtualMesh(fsdp=2, tp=2)
+    mesh = VirtualMesh(fsdp=2, link=2)  # which is no link to the host
     params = fzero.partition({"0": torch.ones(4, 4)}, mesh)
-    rates = RATES._replace(axes=(("tp", 16.0),))
+    rates = RATES._replace(axes=(("link", 16.0),))
     traced = fzero.simulate(step, mesh, data=("fsdp",)).trace(params, torch.ones(4, 4))
     lanes = traced.timeline(rates).lanes
     times = {name: [(each.name, each.start, each.end) for each in entries] for name, entries in lanes.items()}
-    assert times["communication over tp"] == [("all_reduce tp", 4, 7)]  # 1 + 32 / 16 s
+    assert times["communication over link"] == [("all_reduce link", 4, 7)]  # 1 + 32 / 16 s
     assert times["communication over fsdp"] == [("all_gather 0", 0, 3), ("all_reduce fsdp", 7, 8.125)]
-    assert rates.wire_along("fsdp+tp", mesh) == 16 and rates.wire_along("fsdp", mesh) == 32
+    assert rates.wire_along("fsdp+link", mesh) == 16 and rates.wire_along("fsdp", mesh) == 32
 
 
 def test_nothing_is_moved_on_one_rank() -> None:

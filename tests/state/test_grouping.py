@@ -85,3 +85,12 @@ def _steps(params: Tree, step: Any, optimizer: optim.GradientTransformation) -> 
     for number in range(2):
         params, state, _ = step(params, state, torch.randn(6, 5, generator=torch.Generator().manual_seed(number)))
     return params
+
+
+def test_state_that_only_looks_like_scales_of_8_bit_state_is_plain() -> None:
+    """A matrix of 256 columns has as many rows as blocks, and Adafactor a number for each row."""
+    whole = {"w": torch.randn(64, 256)}
+    optimizer, mesh = optim.adafactor(0.1), fzero.VirtualMesh(fsdp=2)
+    params = fzero.partition(whole, mesh)
+    state = fzero.partition(optimizer.init(whole), mesh, like=params)
+    torch.testing.assert_close(fzero.unpartition(state), fzero.unpartition(optimizer.init(params)))

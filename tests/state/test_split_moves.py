@@ -80,6 +80,8 @@ def test_split_leaves_without_elements(tmp_path: Path) -> None:
         got, right = (each.update(x, each.init(x), x)[0] for x in (held, whole))
         torch.testing.assert_close(fzero.unpartition(got), right)
     checkpoint.save_dcp(tmp_path / "dcp", held)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
+    check_same(torch.load(tmp_path / "dcp.pt"), whole)
     fzero.save_safetensors(held, tmp_path / "split")
     assert {path: x.shape for path, x in fzero.open_safetensors(tmp_path / "split").items()} == {
         path: x.shape for path, x in whole.items()

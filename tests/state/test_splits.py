@@ -216,8 +216,11 @@ def test_a_mean_over_the_elements_of_a_part_is_refused() -> None:
         grads = fzero.grad(loss_of(split_mlp))(params, x)
         return tree.map(lambda g: (g.square().sum() / math.prod(g.shape)).sqrt(), grads)
 
+    def scaled(params: Any, x: Tensor) -> Tensor:
+        return params["down"].square().sum() * (1 / math.prod(params["down"].shape))
+
     held = fzero.partition(WEIGHTS, GRID, split=SPLIT)
-    for step, leaf in ((fzero.grad(penalty), "up"), (size, "down")):
+    for step, leaf in ((fzero.grad(penalty), "up"), (size, "down"), (scaled, "down")):
         words = f"{leaf}: its sum over all ranks is divided by 24, the elements of a rank's part.*; take .mean"
         with pytest.raises(FzeroError, match=words):
             fzero.simulate(step, GRID, data=("fsdp",)).trace(held, EXAMPLES)
