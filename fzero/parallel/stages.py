@@ -38,8 +38,7 @@ def pipeline(
     rank's layers again, else it keeps what `body` does. One all-reduce of the results ends the loop.
 
     Raises:
-        FzeroError: for leaves of unequal numbers of layers or rounds; without a microbatch; with `repeats` for fewer
-            microbatches than ranks.
+        FzeroError: for leaves of unequal numbers of layers or rounds; for no microbatch, or fewer than ranks in rounds.
     """
     held = [leaf.full_tensor() if isinstance(leaf, fzero.Sharded) else leaf for leaf in fzero.tree.leaves(layers)]
     held = [leaf if repeats > 1 else leaf.unsqueeze(0) for leaf in held]
