@@ -189,14 +189,20 @@ def _is_free(node: Node, own: set[Node], changed: set[Any]) -> bool:
     if is_call(node, *_INS) or storage(node) in changed or record(node).writes(node) or len(node.all_input_nodes) != 1:
         return False
     (source,) = node.all_input_nodes
-    if is_call(node, ops.gather) or (record(node).shares(node) and _is_view(node)):
+    if is_call(node, ops.gather) or (record(node).shares(node) and _is_view(node, own)):
         return True
     return _comes_from_leaf(source, own) and _moves_leaf(node)
 
 
-def _is_view(node: Node) -> bool:
-    """Whether a value in an operand's memory is a view of a tensor, and no item of a list that an operation made."""
-    return node.target is not operator.getitem or (record(node.args[0]).shares(node.args[0]) and _is_view(node.args[0]))
+def _is_view(node: Node, own: set[Node]) -> bool:
+    """Whether a value in an operand's memory costs nothing to make again: a view of a tensor, and of an item of a list
+    of views one whose tensor the turn does not have to keep for it, a leaf or a value from outside."""
+    if node.target is not operator.getitem:
+        return True
+    base = node.args[0]
+    while base in own and record(base).shares(base) and len(base.all_input_nodes) == 1 and not is_call(base, *_INS):
+        (base,) = base.all_input_nodes
+    return base is not node.args[0] and (base not in own or _comes_from_leaf(base, own))
 
 
 def _comes_from_leaf(node: Node, own: set[Node]) -> bool:

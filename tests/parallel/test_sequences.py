@@ -104,7 +104,7 @@ X = torch.ones(1, 4, 3, 2)
         (lambda: ring_attention(X, X[:, :3], X[:, :3]), "ring_attention: k: has 3 heads, q has 4"),
         (lambda: ring_attention(X, X, X, balanced=True), "ring_attention: balanced: cuts 3 rows of a rank"),
         (lambda: ring_attention(X, X, X, positions=X[0, 0], documents=X[0, 0]), "documents: is given beside positions"),
-        (lambda: order_rows(6, 2), "order_rows: length: is 6; give a multiple of 4"),
+        (lambda: order_rows(6, 2), "order_rows: length: is 6, for 2 ranks; give a multiple of 2"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], words: str) -> None:
