@@ -182,6 +182,9 @@ def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> No
     trainer.fit(first, loader())
     for _ in range(2):  # the second save takes the place of the first
         trainer.save_checkpoint(tmp_path / "whole")
+    trainer.strategy.checkpoint_io.save_checkpoint = fill_disk  # a save that fails leaves the one before
+    with pytest.raises(fzero.FzeroError, match="whole: .*No space left"):
+        trainer.save_checkpoint(tmp_path / "whole")
     trainer = make_trainer(strategy(4), tmp_path, max_epochs=2)
     trainer.fit(second, loader(), ckpt_path=tmp_path / "whole")
     assert [*first.losses, *second.losses] == pytest.approx(plain.losses, abs=1e-6)
@@ -207,6 +210,10 @@ def test_a_trainer_fits_twice(tmp_path: Path) -> None:
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module, loader())
     assert len(ours.losses) == 12 and ours.losses == pytest.approx(plain.losses, abs=1e-6)
+
+
+def fill_disk(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 class TwoOptimizers(Module):

@@ -340,18 +340,20 @@ class Prepared:
             raise FzeroError(f"save_pretrained: {given}", "is not supported for a model in slices", "leave it out")
         folder = Path(save_directory)
         beside = folder.with_name(f"{folder.name}.weights")
-        self._write(folder, lambda: shutil.rmtree(beside, ignore_errors=True))  # of a save that was killed
+        self.write(
+            folder, "save_pretrained", lambda: shutil.rmtree(beside, ignore_errors=True)
+        )  # of a save that was killed
         checkpoint.export_hf(beside, self.list_values(), self.structure, max_shard_size=max_shard_size)
 
         def finish() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             move_model(beside, folder)
 
-        self._write(folder, finish)
+        self.write(folder, "save_pretrained", finish)
 
-    def _write(self, folder: Path, write: Callable[[], None]) -> None:
-        """Call `write` on the first rank. All ranks return together, or raise."""
-        gather = gather_words(self._on.members, "save_pretrained", f"to {folder}")
+    def write(self, folder: Path, what: str, write: Callable[[], None]) -> None:
+        """Call `write`, which is part of `what`, on the first rank. All ranks return together, or raise."""
+        gather = gather_words(self._on.members, what, f"to {folder}")
         do = write if self._on.number == 0 else lambda: None
         do_together(gather, do, str(folder), "write files", "mend that, and save again")
 

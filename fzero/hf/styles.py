@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fzero import all_gather, axis_index, axis_size, psum, psum_scatter
+from fzero.parallel.vocabulary import find_local
 
 Cut = tuple[int, int]
 """The dim of a leaf that is cut, and into how many parts, each of which is cut over the ranks by itself."""
@@ -147,13 +148,10 @@ def look_up(module: Any, axis: Axis, forward: Callable[..., Any], input: Tensor)
     """
     if axis_size(axis) == 1:
         return forward(input)
-    rows = module.weight.shape[0]
-    own = input - axis_index(axis, input.device) * rows
-    is_own = (own >= 0) & (own < rows)
-    is_others = is_own.logical_not() & (input >= 0) & (input < rows * axis_size(axis))
+    local, is_own = find_local(input, module.weight, axis)
     padding = getattr(module, "padding_idx", None)
     with _set(module, padding_idx=None):
-        found = forward(own.masked_fill(is_others, 0))
+        found = forward(local)
     if padding is not None:
         found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
     return psum(found.masked_fill(is_own.logical_not().unsqueeze(-1), 0), axis)

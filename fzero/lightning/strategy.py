@@ -207,18 +207,18 @@ class Strategy(DDPStrategy):
         if "optimizer_states" not in checkpoint:
             whole = {f"{self._prefix}{name}": x for name, x in self._find().gather().items()}
             checkpoint["state_dict"] = {**checkpoint["state_dict"], **whole}
-            super().save_checkpoint(checkpoint, path)
+            self._write(path, lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
             return
         made = path.with_name(f"{path.name}.part")  # so that what has the name is complete
-        self._write(lambda: shutil.rmtree(made, ignore_errors=True))
+        self._write(path, lambda: shutil.rmtree(made, ignore_errors=True))
         self._find().save(made / SLICES)
-        super().save_checkpoint(checkpoint, made / REST)
 
-        def give_name() -> None:
+        def finish() -> None:
+            self.checkpoint_io.save_checkpoint(checkpoint, made / REST)
             shutil.rmtree(path, ignore_errors=True)
             made.rename(path)
 
-        self._write(give_name)
+        self._write(path, finish)
 
     def _list_buffers(self) -> dict[str, Tensor]:
         """The buffers that are not in slices: constants of the model, and those of modules beside it."""
@@ -233,11 +233,9 @@ class Strategy(DDPStrategy):
         }
         return {name: x for name, x in found.items() if name not in in_slices}
 
-    def _write(self, write: Callable[[], None]) -> None:
-        """Call `write` on the first rank, while the others wait."""
-        if self.is_global_zero:
-            write()
-        self.barrier()
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        """Call `write` on the first rank. All ranks return together, or raise."""
+        self._find().write(path, WORDS.save, write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the folder that `save_checkpoint` wrote, on any number of ranks."""

@@ -29,7 +29,7 @@ def vocab_embedding(
     Raises:
         IndexError: as torch does, for a token outside of the vocabulary.
     """
-    local, is_mine = _find_local(tokens, weight, axis)
+    local, is_mine = find_local(tokens, weight, axis)
     rows = torch.where(is_mine.unsqueeze(-1), F.embedding(local, weight), 0)
     return fzero.psum(rows, axis) if sequence is None else fzero.psum_scatter(rows, axis, sequence)
 
@@ -69,7 +69,7 @@ def vocab_cross_entropy(
         logits = F.linear(hidden, *params)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         is_kept = labels != ignore_index
-        local, is_mine = _find_local(torch.where(is_kept, labels, 0), params[0], axis)
+        local, is_mine = find_local(torch.where(is_kept, labels, 0), params[0], axis)
         top = fzero.pmax(logits.detach().amax(-1), axis)
         shifted = logits - top.unsqueeze(-1)
         picked = torch.where(is_mine, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0)
@@ -87,7 +87,7 @@ def vocab_cross_entropy(
     return losses.sum() / (labels != ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
-def _find_local(tokens: Tensor, weight: Tensor, axis: str | tuple[str, ...]) -> tuple[Tensor, Tensor]:
+def find_local(tokens: Tensor, weight: Tensor, axis: str | tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """The rows of this rank's part of a weight that are those of tokens, and whether they are. A token of another rank
     has row 0, and one outside of the vocabulary a row that is nowhere, which torch refuses."""
     size = weight.shape[0]

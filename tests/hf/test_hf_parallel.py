@@ -139,3 +139,11 @@ def test_a_model_that_counts_on_whole_weights_is_named() -> None:
     params, apply = fzero.hf.parallel(model, MESH, plan={"*.first": "colwise", "*.second": "rowwise"})
     with pytest.raises(FzeroError, match="0: its forward does not fit parts of its weights"):
         fzero.simulate(lambda params, x: apply(params, x), MESH, data=("fsdp",))(params, torch.ones(4, 4))
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_as_by_torch() -> None:
+    model, batch = make("Llama", **SIZES["Llama"])
+    params, apply = fzero.hf.parallel(model, MESH)
+    tokens = torch.full_like(batch["input_ids"], model.config.vocab_size)
+    with pytest.raises(IndexError, match="index out of range"):
+        fzero.simulate(lambda p, x: apply(p, input_ids=x).logits.mean(), MESH, data=("fsdp",))(params, tokens)
